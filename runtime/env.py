@@ -1,0 +1,296 @@
+"""Time, randomness and threads, injected. Stages reach them only through an `Env`, so the same code runs live
+(`LiveEnv`) and under virtual time with a seeded order of everything (`SimEnv` in `simloop.py`).
+
+This file knows clocks, threads and the event loop. It knows no stage and no channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import os
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+POOL_THREADS = 4  # of `run_in_thread`: file reads, template renders; a stage with steady work owns a Worker
+
+
+class WorkerClosed(RuntimeError):
+    """A job was submitted to a worker whose `aclose` has begun."""
+
+
+class Worker(ABC):
+    """An ordered queue of jobs, served by its own thread or threads.
+
+    Jobs start in the order of `submit`; with one thread they also end in it. Cancelling the future of a job that has
+    not begun removes the job; one that has begun runs to its end and its result is dropped.
+    """
+
+    name: str
+
+    @abstractmethod
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Queues `fn(*args)`; call it on the loop. The future resolves on the loop, with whatever the job raised if it
+        raised, be it a `BaseException` (a Rust panic is one). Raises `WorkerClosed` after `aclose`."""
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """Jobs that have not begun, cancelled ones not counted."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Cancels the jobs that have not begun, waits for those that have, and ends the threads. The loop is never
+        blocked. May be called again, also while a first call is under way."""
+
+
+class Env(ABC):
+    """What a stage may know of the world. Belongs to the one event loop it is first used on."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Monotonic seconds, the clock of the event loop's timers."""
+
+    @abstractmethod
+    def now_ns(self) -> int:
+        """The same clock in nanoseconds."""
+
+    @abstractmethod
+    def wall_time(self) -> float:
+        """Seconds since 1970. Never for deadlines: it may jump."""
+
+    @abstractmethod
+    def random(self, name: str) -> random.Random:
+        """The stream of random numbers called `name`: the same object each time, and for one seed the same numbers in
+        every process, whatever other streams there are. Give each user its own name."""
+
+    async def sleep(self, delay_s: float) -> None:
+        """Waits `delay_s` seconds of this env's clock."""
+        await asyncio.sleep(delay_s)
+
+    @abstractmethod
+    async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        """`fn(*args)` in a small shared pool, in the caller's contextvars. A cancelled caller leaves at once: a call
+        that has not begun never runs, one that has begun runs on unseen."""
+
+    @abstractmethod
+    def worker(self, name: str, threads: int = 1) -> Worker:
+        """A worker of its own, threads named `millrace-<name>`. Close it, or let `aclose` of this env."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Closes every worker and the pool, in the order they were made. May be called again."""
+
+    @abstractmethod
+    def fault(self, name: str, probability: float | None = None) -> bool:
+        """Whether the fault point `name` strikes now. Always false live; in simulation drawn from the run's seed, with
+        `probability` or, if that is None, one that the run drew for this point."""
+
+    @abstractmethod
+    def note(self, *fields: object) -> None:
+        """Adds a fact to the run's event trace, by `repr`. Nothing live."""
+
+
+def seeded_stream(seed: int, name: str) -> random.Random:
+    """The random stream `name` of a run: a function of both only, so equal in processes of any PYTHONHASHSEED."""
+    return random.Random(hashlib.sha256(f"{seed}/{name}".encode()).digest())
+
+
+class LiveEnv(Env):
+    """Real clocks and threads. `seed` fixes the random streams; None draws one from the system.
+
+    Worker round trip, `await worker.submit(fn)` on an idle loop: 75 to 80 us at the median, 120 at p99 (2 cores, Python
+    3.11; the default executor takes 135); 256 jobs submitted together: 16 us a job, as results that are ready together
+    reach the loop in one wake-up. A loop that never waits for I/O keeps the interpreter lock, and then a thread may wait
+    for `sys.getswitchinterval()` (5 ms).
+    """
+
+    now = staticmethod(time.monotonic)
+    now_ns = staticmethod(time.monotonic_ns)
+    wall_time = staticmethod(time.time)
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+        self._streams: dict[str, random.Random] = {}
+        self._handover = _Handover()
+        self._workers: dict[Worker, None] = {}
+        self._pool: Worker | None = None
+
+    def random(self, name: str) -> random.Random:
+        if name not in self._streams:
+            self._streams[name] = seeded_stream(self.seed, name)
+        return self._streams[name]
+
+    async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        if self._pool is None:
+            self._pool = self.worker("pool", POOL_THREADS)
+        context = contextvars.copy_context()
+        return await self._pool.submit(lambda: context.run(fn, *args))
+
+    def worker(self, name: str, threads: int = 1) -> Worker:
+        worker = _ThreadWorker(name, threads, self._handover, on_closed=lambda closed: self._workers.pop(closed, None))
+        self._workers[worker] = None
+        return worker
+
+    async def aclose(self) -> None:
+        for worker in list(self._workers):
+            await worker.aclose()
+        self._pool = None
+
+    def fault(self, name: str, probability: float | None = None) -> bool:
+        return False
+
+    def note(self, *fields: object) -> None:
+        pass
+
+
+class _Job(asyncio.Future[Any]):
+    """A call and its future in one. It is waiting while it is a key of `waiting`; who pops it owns it, and as
+    `dict.pop` is atomic neither the thread that begins a job nor the loop that cancels it needs a lock."""
+
+    __slots__ = ("args", "fn", "waiting")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], args: tuple[Any, ...], waiting: dict[_Job, bool]
+    ) -> None:
+        super().__init__(loop=loop)
+        self.fn: Callable[..., Any] | None = fn
+        self.args = args
+        self.waiting = waiting
+        waiting[self] = True
+
+    def begin(self) -> bool:
+        """Called by the thread: true if the job is still wanted, and from now on it runs."""
+        return self.waiting.pop(self, False)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        is_cancelled = super().cancel(msg)
+        if is_cancelled and self.waiting.pop(self, False):
+            self.fn, self.args = None, ()  # its shell stays in the queue, what it holds need not
+        return is_cancelled
+
+
+class _Handover:
+    """Results on their way from threads to the loop: one wake-up for all that are ready by the time it is served."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._is_woken = False
+
+    def bind(self) -> asyncio.AbstractEventLoop:
+        """The loop that owns this env; the first caller's running loop becomes it."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None:
+                raise RuntimeError("this LiveEnv was first used on another event loop: make one LiveEnv per loop")
+            self._loop = loop
+        return loop
+
+    def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        """Called by threads. NOTE: append before reading the flag, and `_deliver` clears it before popping; in this
+        order no result is left behind."""
+        self._done.append((future, result, error))
+        if not self._is_woken:
+            self._is_woken = True
+            try:
+                assert self._loop is not None
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed: nobody waits for results any more
+                self._done.clear()
+
+    def _deliver(self) -> None:
+        self._is_woken = False
+        while self._done:
+            future, result, error = self._done.popleft()
+            if future.done():  # cancelled while it ran
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+
+class _ThreadWorker(Worker):
+    """A worker with real threads. They are daemons: a process may end under a job that hangs."""
+
+    def __init__(self, name: str, threads: int, handover: _Handover, on_closed: Callable[[Worker], object]) -> None:
+        if threads < 1:
+            raise ValueError(f"worker {name!r}: threads = {threads}, needs at least 1")
+        self.name = name
+        self._num_threads = threads
+        self._handover = handover
+        self._on_closed = on_closed
+        self._threads: dict[threading.Thread, asyncio.Future[None]] = {}  # with what resolves when the thread has ended
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._waiting: dict[_Job, bool] = {}
+        self._is_closed = False
+
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        if self._is_closed:
+            raise WorkerClosed(f"worker {self.name!r} is closed: {_name_of(fn)} was submitted too late")
+        loop = self._handover.bind()
+        if not self._threads:
+            self._start(loop)
+        job = _Job(loop, fn, args, self._waiting)
+        self._queue.put(job)
+        return job
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def aclose(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            for job in list(self._waiting):
+                job.cancel()
+            for _ in self._threads:
+                self._queue.put(None)
+        for thread, ended in list(self._threads.items()):
+            await asyncio.shield(ended)
+            thread.join()  # it has said its last word, so this is a matter of microseconds
+        self._on_closed(self)
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        for i in range(self._num_threads):
+            name = f"millrace-{self.name}" if self._num_threads == 1 else f"millrace-{self.name}-{i}"
+            ended: asyncio.Future[None] = loop.create_future()
+            thread = threading.Thread(target=self._serve, args=(ended,), name=name, daemon=True)
+            self._threads[thread] = ended
+            thread.start()
+
+    def _serve(self, ended: asyncio.Future[None]) -> None:
+        while (job := self._queue.get()) is not None:
+            if job.begin():
+                self._handover.put(job, *_outcome(job))
+            del job  # an idle thread must not keep the last job's arguments alive
+        self._handover.put(ended, None, None)
+
+
+def _outcome(job: _Job) -> tuple[Any, BaseException | None]:
+    """Runs the job. What a future refuses to carry, or what would read as the awaiter's own cancellation, is wrapped."""
+    assert job.fn is not None
+    fn, args, job.fn, job.args = job.fn, job.args, None, ()
+    try:
+        return fn(*args), None
+    except (StopIteration, asyncio.CancelledError) as error:
+        wrapped = RuntimeError(f"{_name_of(fn)} raised {type(error).__name__} in a worker thread")
+        wrapped.__cause__ = error
+        return None, wrapped
+    except BaseException as error:  # KeyboardInterrupt and SystemExit too: the thread lives on, the awaiter decides
+        return None, error
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)

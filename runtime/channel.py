@@ -1,0 +1,283 @@
+"""A bounded queue between two stages, and the bell that wakes the stage behind it.
+
+Knows waiting, order and counting. Refuses to know what the items are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ChannelClosed(Exception):
+    """The channel takes nothing more. What was queued before still reaches the receiver."""
+
+
+class ChannelOverrun(AssertionError):
+    """An edge that credits keep from filling was found full: a credit was spent twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStats:
+    """One reading of a channel's counters. `num_sent` = `num_received` + `depth`."""
+
+    capacity: int
+    depth: int
+    high_water: int
+    num_sent: int
+    num_received: int
+    seconds_full: float  # time in which a sender would have had to wait
+    seconds_empty: float  # time in which the receiver had nothing from here
+
+
+class Bell:
+    """Wakes one waiter. A stage has one bell for all that may concern it: channels and its control lane."""
+
+    __slots__ = ("_rung", "_waiter")
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        self._rung = False
+
+    def ring(self) -> None:
+        """Wakes the waiter, or lets the next `wait` return at once."""
+        self._rung = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns after the next ring, or at once if it rang since the last `wait`. One waiter at a time."""
+        if not self._rung:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._rung = False
+
+
+class Permit(Generic[T]):
+    """Room for one item, held until it is used or given back."""
+
+    __slots__ = ("_channel",)
+
+    def __init__(self, channel: Channel[T]) -> None:
+        self._channel: Channel[T] | None = channel
+
+    def send(self, item: T) -> None:
+        """Uses the room. A permit is used once."""
+        channel, self._channel = self._channel, None
+        if channel is None:
+            raise RuntimeError("permit used twice: reserve() another one for each item")
+        channel._num_promised -= 1
+        channel._put(item)
+
+    def release(self) -> None:
+        """Gives the room back unused; does nothing when it was used."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel._num_promised -= 1
+            channel._pass_room_on()
+
+
+class Channel(Generic[T]):
+    """A bounded, closable queue between two stages.
+
+    `send` waits while `capacity` items are queued or promised; this waiting is the only back-pressure there is.
+    Waiting senders get room in the order in which they came. A cancelled `send` or receive leaves the channel
+    as it was: a sender cancelled after it was promised room passes the room on.
+    After `close`, senders get `ChannelClosed`, and the receiver still gets what was queued before its
+    `async for` ends. One receiver.
+    """
+
+    def __init__(self, name: str, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        if capacity < 1:
+            raise ValueError(f"channel {name}: capacity = {capacity}: must be at least 1")
+        self.name = name
+        self.capacity = capacity
+        self.is_closed = False
+        self._clock = clock
+        self._items: deque[T] = deque()
+        self._senders: deque[asyncio.Future[None]] = deque()
+        self._num_promised = 0  # room given to permits and woken senders that have not used it yet
+        self._bell = Bell()
+        self._high_water = 0
+        self._num_sent = 0
+        self._seconds_full = 0.0
+        self._seconds_empty = 0.0
+        self._full_since: float | None = None
+        self._empty_since: float | None = clock()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def num_waiting(self) -> int:
+        """Senders waiting for room."""
+        return len(self._senders)
+
+    def listen(self, bell: Bell) -> None:
+        """From now on `bell` rings for arrivals and for the close."""
+        self._bell = bell
+        if self._items or self.is_closed:
+            bell.ring()
+
+    # -- sending
+
+    def try_send(self, item: T) -> bool:
+        """Queues `item` if there is room and nobody waits before it; True if so."""
+        self._check_open()
+        if not self._has_room() or self._senders:
+            return False
+        self._put(item)
+        return True
+
+    async def send(self, item: T) -> None:
+        """Queues `item`, after waiting for room if need be."""
+        if not self.try_send(item):
+            (await self.reserve()).send(item)
+
+    async def reserve(self) -> Permit[T]:
+        """Waits for room and holds it: what follows can no longer wait or fail for want of it."""
+        self._check_open()
+        if self._senders or not self._has_room():
+            await self._wait_for_room()
+        else:
+            self._num_promised += 1
+        return Permit(self)
+
+    async def _wait_for_room(self) -> None:
+        promise: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._senders.append(promise)
+        try:
+            await promise
+        except asyncio.CancelledError:
+            if promise.done() and not promise.cancelled() and promise.exception() is None:
+                self._num_promised -= 1
+                self._pass_room_on()
+            else:
+                self._forget(promise)
+            raise
+
+    def _forget(self, promise: asyncio.Future[None]) -> None:
+        if promise in self._senders:
+            self._senders.remove(promise)
+
+    def _has_room(self) -> bool:
+        return len(self._items) + self._num_promised < self.capacity
+
+    def _put(self, item: T) -> None:
+        self._items.append(item)
+        self._num_sent += 1
+        depth = len(self._items)
+        if depth > self._high_water:
+            self._high_water = depth
+        if self._empty_since is not None:
+            self._seconds_empty += self._clock() - self._empty_since
+            self._empty_since = None
+        if depth == self.capacity and self._full_since is None:
+            self._full_since = self._clock()
+        self._bell.ring()
+
+    def _pass_room_on(self) -> None:
+        while self._senders and self._has_room():
+            promise = self._senders.popleft()
+            if not promise.done():
+                self._num_promised += 1
+                promise.set_result(None)
+
+    # -- receiving
+
+    def recv_all(self) -> list[T]:
+        """Everything queued, in order, without waiting: the natural batch. Empty if there is nothing."""
+        if not self._items:
+            return []
+        items = list(self._items)
+        self._items.clear()
+        now = self._clock()
+        self._empty_since = now
+        if self._full_since is not None:
+            self._seconds_full += now - self._full_since
+            self._full_since = None
+        self._pass_room_on()
+        return items
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[T]:
+        while True:
+            for item in self.recv_all():
+                yield item
+            if self.is_closed and not self._items:
+                return
+            if not self._items:
+                await self._bell.wait()
+
+    # -- ending
+
+    def close(self) -> None:
+        """No more sending. Waiting senders get `ChannelClosed`; the receiver gets what is queued. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for promise in self._senders:
+            if not promise.done():
+                promise.set_exception(ChannelClosed(f"channel {self.name} was closed while a sender waited for room"))
+        self._senders.clear()
+        self._bell.ring()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ChannelClosed(f"channel {self.name} is closed and takes nothing more")
+
+    def stats(self) -> ChannelStats:
+        """The counters, times up to now."""
+        now = self._clock()
+        return ChannelStats(
+            capacity=self.capacity,
+            depth=len(self._items),
+            high_water=self._high_water,
+            num_sent=self._num_sent,
+            num_received=self._num_sent - len(self._items),
+            seconds_full=self._seconds_full + (now - self._full_since if self._full_since is not None else 0.0),
+            seconds_empty=self._seconds_empty + (now - self._empty_since if self._empty_since is not None else 0.0),
+        )
+
+
+class ControlLane:
+    """Word about sequences that must never wait: `cancel`, `deadline`, `disconnect`, `finish`, `unpark`.
+
+    A coalescing map from an id to the first cause posted for it, so it is bounded by what is alive and `post` never
+    blocks. One reader, which takes all of it at a boundary of its own choosing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._causes: dict[int, str] = {}
+        self._bell = Bell()
+
+    def __len__(self) -> int:
+        return len(self._causes)
+
+    def listen(self, bell: Bell) -> None:
+        """From now on `bell` rings for each post."""
+        self._bell = bell
+        if self._causes:
+            bell.ring()
+
+    def post(self, sequence_id: int, cause: str) -> None:
+        """Says `cause` of `sequence_id`. The first cause stays: a request ends once."""
+        self._causes.setdefault(sequence_id, cause)
+        self._bell.ring()
+
+    def take(self) -> dict[int, str]:
+        """All that was posted since the last `take`, in order of posting."""
+        causes, self._causes = self._causes, {}
+        return causes

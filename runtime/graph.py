@@ -1,0 +1,328 @@
+"""A pipeline as it is declared: stages, ports and edges, with every check that needs no event loop.
+
+Knows shapes. Refuses to run anything.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from .stage import Stage
+
+
+class GraphError(ValueError):
+    """The graph cannot run; says which ports, and what would mend it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One end of an edge, written `stage.port`."""
+
+    stage: str
+    port: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A channel to be: from an output port to an input port.
+
+    `when_full` is "wait" (back-pressure) or "never": something else keeps it from filling, and `credits` says how many
+    items that something lets be on it at most.
+    """
+
+    source: Port
+    target: Port
+    capacity: int | None
+    when_full: Literal["wait", "never"] | None
+    reason: str  # of the capacity, for whoever reads the graph
+    credits: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}->{self.target}"
+
+
+class Graph:
+    """Stages by name, in the order of the flow, and the edges between them."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, Stage[Any, Any]] = {}
+        self.edges: list[Edge] = []
+        self.entry: Port | None = None  # where requests come in; the only input that may be unconnected
+        self.open_ports: set[Port] = set()  # ends that a slice left open on purpose
+
+    # -- declaring
+
+    def add(self, stage: Stage[Any, Any], name: str | None = None) -> str:
+        """Puts a stage in, unconnected. Returns its name."""
+        name = name or stage.name
+        if name in self.stages:
+            raise GraphError(f"two stages are called {name}: give one of them another name")
+        self.stages[name] = stage
+        return name
+
+    def connect(
+        self,
+        source: str,
+        target: str,
+        *,
+        capacity: int | None = None,
+        when_full: Literal["wait", "never"] | None = "wait",
+        reason: str = "",
+        credits: int | None = None,
+    ) -> None:
+        """Draws an edge; `source` and `target` are `stage` (its port `out`, `in`) or `stage.port`."""
+        edge = Edge(_port(source, "out"), _port(target, "in"), capacity, when_full, reason, credits)
+        self._require_port(edge.source, "outputs")
+        self._require_port(edge.target, "inputs")
+        self.edges.append(edge)
+
+    def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None, capacity: int | None = None) -> str:
+        """Puts a stage on the edge that leaves `after` (`stage` or `stage.port`). Both halves keep the edge's terms."""
+        source = _port(after, "out")
+        self._require_port(source, "outputs")
+        edge = next((edge for edge in self.edges if edge.source == source), None)
+        if edge is None:
+            raise GraphError(f"nothing follows {source}: connect it first, or insert after another port")
+        name = self.add(stage, name)
+        first = replace(edge, target=Port(name, "in"), capacity=capacity or edge.capacity)
+        self._require_port(first.target, "inputs")
+        second = replace(edge, source=Port(name, "out"))
+        self._require_port(second.source, "outputs")
+        at = self.edges.index(edge)
+        self.edges[at : at + 1] = [first, second]
+        self._move_behind(name, source.stage)
+        return name
+
+    def replace(self, name: str, stage: Stage[Any, Any]) -> None:
+        """Puts `stage` in the place of the one called `name`. It must have the ports that are connected there."""
+        self._require_stage(name)
+        self.stages[name] = stage
+        for edge in self.edges:
+            if edge.source.stage == name:
+                self._require_port(edge.source, "outputs")
+            if edge.target.stage == name:
+                self._require_port(edge.target, "inputs")
+
+    def cut(self, first: str, last: str) -> Graph:
+        """The stages from `first` to `last` in the order of the flow, with the edges among them. The ends that were
+        cut stay open: requests enter at the first stage's main input."""
+        names = list(self.stages)
+        self._require_stage(first)
+        self._require_stage(last)
+        kept = names[names.index(first) : names.index(last) + 1]
+        if not kept:
+            raise GraphError(f"slice({first}, {last}): {last} comes before {first}; the order is {' -> '.join(names)}")
+        part = type(self)()
+        part.stages = {name: self.stages[name] for name in kept}
+        inside = set(kept)
+        for edge in self.edges:
+            if edge.source.stage in inside and edge.target.stage in inside:
+                part.edges.append(edge)
+            elif edge.source.stage in inside:
+                part.open_ports.add(edge.source)
+            elif edge.target.stage in inside:
+                part.open_ports.add(edge.target)
+        if self.entry is not None and self.entry.stage in inside:
+            part.entry = self.entry
+        else:
+            part.entry = Port(first, next(iter(self.stages[first].inputs)))
+            part.open_ports.discard(part.entry)
+        return part
+
+    def _move_behind(self, name: str, before: str) -> None:
+        moved = self.stages.pop(name)
+        order: dict[str, Stage[Any, Any]] = {}
+        for other, stage in self.stages.items():
+            order[other] = stage
+            if other == before:
+                order[name] = moved
+        self.stages = order
+
+    def _require_stage(self, name: str) -> None:
+        if name not in self.stages:
+            raise GraphError(f"there is no stage {name}: the stages are {', '.join(self.stages)}")
+
+    def _require_port(self, port: Port, side: Literal["inputs", "outputs"]) -> None:
+        self._require_stage(port.stage)
+        ports = getattr(self.stages[port.stage], side)
+        if port.port not in ports:
+            raise GraphError(f"stage {port.stage} has no {side[:-1]} {port.port}: it has {', '.join(ports) or 'none'}")
+
+    # -- checking
+
+    def check(self) -> None:
+        """Raises `GraphError` for the first thing that would not run; see the functions below for what is looked at."""
+        for complaint in self._complaints():
+            raise GraphError(complaint)
+
+    def _complaints(self) -> Iterator[str]:
+        yield from self._edges_without_terms()
+        yield from self._ports_with_two_edges()
+        yield from self._unconnected_ports()
+        yield from self._mismatched_types()
+        yield from self._unreachable_stages()
+        yield from self._bad_cycles()
+
+    def _edges_without_terms(self) -> Iterator[str]:
+        for edge in self.edges:
+            if edge.capacity is None or edge.capacity < 1:
+                yield f"edge {edge.name} has capacity {edge.capacity}: give it capacity=, at least 1, with its reason"
+            elif edge.when_full not in ("wait", "never"):
+                yield f'edge {edge.name} does not say what happens when it is full: when_full="wait" or "never"'
+            elif edge.when_full == "never" and edge.credits is None:
+                yield f'edge {edge.name} is when_full="never" and names no credits: say credits=, what bounds it'
+            elif edge.credits is not None and edge.credits > edge.capacity:
+                yield f"edge {edge.name} holds {edge.capacity} and {edge.credits} credits: capacity must be at least that"
+
+    def _ports_with_two_edges(self) -> Iterator[str]:
+        seen: dict[Port, Edge] = {}
+        for edge in self.edges:
+            for port in (edge.source, edge.target):
+                if port in seen:
+                    yield (
+                        f"{port} is on two edges, {seen[port].name} and {edge.name}: a channel has one consumer and one "
+                        "producer port; use tap() for a copy, or another port"
+                    )
+                seen[port] = edge
+
+    def _unconnected_ports(self) -> Iterator[str]:
+        joined = {edge.source for edge in self.edges} | {edge.target for edge in self.edges} | self.open_ports
+        for name, stage in self.stages.items():
+            for port in (Port(name, p) for p in stage.outputs):
+                if port not in joined:
+                    yield f"output {port} goes nowhere: connect it to the stage that takes {_show(stage.outputs[port.port])}"
+            for port in (Port(name, p) for p in stage.inputs):
+                if port not in joined and port != self.entry:
+                    yield f"input {port} comes from nowhere: connect a stage that makes {_show(stage.inputs[port.port])}"
+
+    def _mismatched_types(self) -> Iterator[str]:
+        for edge in self.edges:
+            made = self.stages[edge.source.stage].outputs[edge.source.port]
+            taken = self.stages[edge.target.stage].inputs[edge.target.port]
+            if not _fits(made, taken):
+                yield (
+                    f"{edge.source} makes {_show(made)} and {edge.target} takes {_show(taken)}: put a stage between "
+                    "them that turns one into the other, or insert yours elsewhere"
+                )
+
+    def _unreachable_stages(self) -> Iterator[str]:
+        if self.entry is None:
+            yield "nothing says where requests enter: set entry to an input port"
+            return
+        reached = {self.entry.stage} | {port.stage for port in self.open_ports if port.port in self._inputs(port.stage)}
+        grew = True
+        while grew:
+            found = {edge.target.stage for edge in self.edges if edge.source.stage in reached}
+            grew = not found <= reached
+            reached |= found
+        for name in self.stages:
+            if name not in reached:
+                yield f"stage {name} can not be reached from {self.entry}: connect it, or leave it out"
+
+    def _inputs(self, stage: str) -> Sequence[str]:
+        return list(self.stages[stage].inputs)
+
+    def _bad_cycles(self) -> Iterator[str]:
+        for cycle in self._cycles():
+            path = " -> ".join([*cycle, cycle[0]])
+            edges = [self._edge_between(a, b) for a, b in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
+            if all(edge.when_full == "wait" for group in edges for edge in group):
+                yield f"{path} is a cycle in which every edge waits when full, so it can deadlock: make one of them never"
+            elif not any(edge.credits is not None for group in edges for edge in group):
+                yield f"{path} is a cycle without credits, so nothing bounds what is in it: give one of its edges credits"
+
+    def _edge_between(self, source: str, target: str) -> list[Edge]:
+        return [edge for edge in self.edges if edge.source.stage == source and edge.target.stage == target]
+
+    def _cycles(self) -> list[list[str]]:
+        """Each simple cycle once, by depth-first search from its first stage in flow order. Graphs here are small."""
+        order = {name: i for i, name in enumerate(self.stages)}
+        follows: dict[str, list[str]] = {name: [] for name in self.stages}
+        for edge in self.edges:
+            if edge.target.stage not in follows[edge.source.stage]:
+                follows[edge.source.stage].append(edge.target.stage)
+        cycles: list[list[str]] = []
+
+        def walk(path: list[str]) -> None:
+            for following in follows[path[-1]]:
+                if following == path[0]:
+                    cycles.append(list(path))
+                elif following not in path and order[following] > order[path[0]]:
+                    walk([*path, following])
+
+        for name in self.stages:
+            walk([name])
+        return cycles
+
+    # -- showing
+
+    def to_json(self) -> dict[str, Any]:
+        """The graph as plain data: stages with their ports, edges with their terms."""
+        return {
+            "entry": str(self.entry) if self.entry else None,
+            "stages": [
+                {
+                    "name": name,
+                    "class": type(stage).__name__,
+                    "inputs": {port: _show(kind) for port, kind in stage.inputs.items()},
+                    "outputs": {port: _show(kind) for port, kind in stage.outputs.items()},
+                }
+                for name, stage in self.stages.items()
+            ],
+            "edges": [
+                {
+                    "source": str(edge.source),
+                    "target": str(edge.target),
+                    "capacity": edge.capacity,
+                    "when_full": edge.when_full,
+                    "credits": edge.credits,
+                    "reason": edge.reason,
+                }
+                for edge in self.edges
+            ],
+        }
+
+    def to_mermaid(self) -> str:
+        """The graph as a Mermaid flowchart: dotted edges never wait."""
+        lines = ["flowchart LR"]
+        lines += [f"    {name}[{name}]" for name in self.stages]
+        for edge in self.edges:
+            arrow = "-->" if edge.when_full == "wait" else "-.->"
+            lines.append(f"    {edge.source.stage} {arrow}|{edge.capacity}| {edge.target.stage}")
+        return "\n".join(lines) + "\n"
+
+
+def _port(text: str, default: str) -> Port:
+    stage, _, port = text.partition(".")
+    return Port(stage, port or default)
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    if isinstance(kind, typing.TypeAliasType) if hasattr(typing, "TypeAliasType") else False:
+        return _parts(kind.__value__)
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _fits(made: Any, taken: Any) -> bool:
+    """Whether everything of type `made` may be handed to a port that takes `taken`."""
+    if made is Any or taken is Any:
+        return True
+    return all(any(_is_subtype(part, wanted) for wanted in _parts(taken)) for part in _parts(made))
+
+
+def _is_subtype(part: Any, wanted: Any) -> bool:
+    if wanted is Any or part is Any or part == wanted:
+        return True
+    return isinstance(part, type) and isinstance(wanted, type) and issubclass(part, wanted)
+
+
+def _show(kind: Any) -> str:
+    return " | ".join(getattr(part, "__name__", str(part)) for part in _parts(kind))

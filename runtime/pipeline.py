@@ -1,0 +1,316 @@
+"""A graph that runs: one task a stage, one channel an edge, one exit.
+
+Knows starting, stopping, draining and health. What the stages do is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .channel import Channel, ChannelClosed, ControlLane
+from .env import Env, LiveEnv
+from .exit import Exit, Outbox
+from .graph import Graph, GraphError, Port
+from .log import get_logger
+from .runner import Output, StageRunner
+from .stage import Context, Stage
+from .trace import Tracer
+
+State = Literal["new", "loading", "ready", "draining", "dead", "stopped"]
+
+OPEN_END_CAPACITY = 64  # of a channel that a slice leaves for its caller to feed or drain
+
+log = get_logger("millrace.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the pipeline takes requests, and if not, whose fault it is."""
+
+    state: State
+    stage: str | None = None
+    reason: str | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+
+class NotServing(Exception):
+    """The pipeline takes no request now; `health` says why."""
+
+    def __init__(self, health: Health) -> None:
+        super().__init__(f"the engine is {health.state}" + (f": {health.reason}" if health.reason else ""))
+        self.health = health
+
+
+class Busy(Exception):
+    """The first channel is full: too many requests arrive at once."""
+
+
+class Tap:
+    """A lossy copy of what leaves a port: a slow reader misses items, and never holds the pipeline back."""
+
+    def __init__(self, channel: Channel[Any]) -> None:
+        self._channel = channel
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return aiter(self._channel)
+
+
+class Pipeline(Graph):
+    """A declared graph that can be started once. Change it before `start`; use it between `start` and `stop`.
+
+    A pipeline with an exit carries requests: `async for event in pipeline.stream(request)`. A slice without one is fed
+    through `channel(port)` or `stream`, and its open outputs are read from `channel(port)`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exit: Exit[Any] | None = None
+        self.channels: dict[str, Channel[Any]] = {}
+        self.runners: dict[str, StageRunner] = {}
+        self.lane = ControlLane("control")
+        self.env: Env = LiveEnv()
+        self.tracer = Tracer(enabled=False)
+        self.lane_reader: str | None = None  # the stage that reads the control lane
+        self._owns_env = True
+        self._health = Health("new")
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._taps: dict[Port, list[Channel[Any]]] = {}
+        self._port_channels: dict[Port, Channel[Any]] = {}
+
+    # -- declaring
+
+    def add(self, stage: Stage[Any, Any], name: str | None = None) -> str:
+        name = super().add(stage, name)
+        if isinstance(stage, Exit):
+            self.exit = stage
+        return name
+
+    def tap(self, after: str, capacity: int = 256) -> Tap:
+        """A lossy copy of what leaves `after` (`stage` or `stage.port`), to iterate over while the pipeline runs."""
+        stage, _, port = after.partition(".")
+        source = Port(stage, port or "out")
+        self._require_port(source, "outputs")
+        channel: Channel[Any] = Channel(f"tap({source})", capacity)
+        self._taps.setdefault(source, []).append(channel)
+        return Tap(channel)
+
+    def slice(self, first: str, last: str) -> Pipeline:
+        """The stages from `first` to `last` as a pipeline of their own, not yet started. It shares the stage objects,
+        so run the slice or the whole, not both."""
+        part = self.cut(first, last)
+        assert isinstance(part, Pipeline)
+        part.env, part.tracer, part._owns_env = self.env, self.tracer, self._owns_env
+        part.lane_reader = self.lane_reader if self.lane_reader in part.stages else None
+        part.exit = self.exit if self.exit in part.stages.values() else None
+        return part
+
+    def use(self, env: Env, tracer: Tracer | None = None) -> None:
+        """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`. The caller closes it."""
+        self.env, self._owns_env = env, False
+        if tracer is not None:
+            self.tracer = tracer
+
+    # -- running
+
+    async def start(self, mode: Literal["inline", "split"] = "inline") -> None:
+        """Checks the graph, starts every stage, and returns when all are set up. Raises what a set-up raised."""
+        if mode != "inline":
+            raise GraphError(f'mode = "{mode}": only "inline", one process, is built; leave mode out')
+        if self._health.state != "new":
+            raise RuntimeError(f"a pipeline starts once, and this one is {self._health.state}: build another")
+        self.check()
+        self._health = Health("loading")
+        self._make_channels()
+        for name, stage in self.stages.items():
+            self.runners[name] = self._make_runner(name, stage)
+        if self.exit is not None:
+            self.exit.on_end.append(lambda outbox, cause, error: self._request_ended(outbox.request_id))
+        for name, runner in self.runners.items():
+            self._tasks[name] = asyncio.get_running_loop().create_task(self._guard(name, runner), name=name)
+        await self._wait_until_set_up()
+        self._health = Health("ready")
+
+    async def stop(self) -> None:
+        """Ends every live request with `abort`, stops the stages and frees what they hold. Idempotent."""
+        if self._health.state in ("new", "stopped"):
+            self._health = Health("stopped")
+            return
+        self._end_all("abort", None)
+        self._health = Health("stopped")
+        for channel in self.channels.values():
+            channel.close()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for taps in self._taps.values():
+            for tap in taps:
+                tap.close()
+        if self._owns_env:
+            await self.env.aclose()
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Takes nothing new and waits until the live requests have ended; False if some are left after `timeout_s`."""
+        if self._health.state == "ready":
+            self._health = Health("draining", reason="shutting down")
+        if self.exit is None:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.exit.wait_until_empty()
+        except TimeoutError:
+            return False
+        return True
+
+    async def __aenter__(self) -> Pipeline:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    @property
+    def health(self) -> Health:
+        """Ready, or why not."""
+        return self._health
+
+    # -- requests
+
+    async def stream(self, request: Any, *, deadline_s: float | None = None, wait: bool = True) -> AsyncIterator[Any]:
+        """Sends a request in and yields its events; leaving the loop early cancels it.
+
+        With `wait` False a full first channel raises `Busy` instead of holding the caller back.
+        """
+        outbox = await self.submit(request, deadline_s=deadline_s, wait=wait)
+        try:
+            async for event in outbox:
+                yield event
+        finally:
+            self.cancel(outbox.request_id, "cancel")
+
+    async def submit(self, request: Any, *, deadline_s: float | None = None, wait: bool = True) -> Outbox[Any]:
+        """Sends a request in and returns its outbox. Whoever gets it reads it, or `cancel`s the request."""
+        if self.exit is None:
+            raise RuntimeError("this slice has no exit, so nobody could answer: use channel() to feed it and to read it")
+        if not self._health.is_ready:
+            raise NotServing(self._health)
+        outbox = self.exit.open(request, deadline_s)
+        try:
+            await self._enter(request, wait)
+        except BaseException:
+            self.exit.end(outbox.request_id, "refused")
+            raise
+        return outbox
+
+    async def call(self, request: Any, *, deadline_s: float | None = None) -> list[Any]:
+        """All events of a request, once it has ended."""
+        return [event async for event in self.stream(request, deadline_s=deadline_s)]
+
+    def cancel(self, request_id: str, cause: str = "cancel") -> bool:
+        """Ends a request early; False if it is not live."""
+        return self.exit is not None and self.exit.end(request_id, cause)
+
+    def channel(self, port: str) -> Channel[Any]:
+        """The channel at a port, `stage.port`: to feed or to read an open end of a slice."""
+        stage, _, name = port.partition(".")
+        return self._port_channels[Port(stage, name)]
+
+    async def _enter(self, request: Any, wait: bool) -> None:
+        assert self.entry is not None
+        entry = self._port_channels[self.entry]
+        try:
+            if wait:
+                await entry.send(request)
+            elif not entry.try_send(request):
+                raise Busy(f"{entry.capacity} requests wait to be looked at")
+        except ChannelClosed:
+            raise NotServing(self._health) from None
+
+    # -- inside
+
+    def _make_channels(self) -> None:
+        for edge in self.edges:
+            assert edge.capacity is not None
+            channel: Channel[Any] = Channel(edge.name, edge.capacity, self.env.now)
+            self.channels[edge.name] = channel
+            self._port_channels[edge.source] = self._port_channels[edge.target] = channel
+        assert self.entry is not None
+        for port in sorted({self.entry, *self.open_ports}, key=str):
+            if port not in self._port_channels:
+                open_end: Channel[Any] = Channel(str(port), OPEN_END_CAPACITY, self.env.now)
+                self.channels[open_end.name] = self._port_channels[port] = open_end
+
+    def _make_runner(self, name: str, stage: Stage[Any, Any]) -> StageRunner:
+        edges = {edge.source: edge for edge in self.edges}
+        inputs = {port: self._port_channels[Port(name, port)] for port in stage.inputs}
+        outputs = {
+            port: Output(self._port_channels[at], edges.get(at), self._taps.get(at, []))
+            for port in stage.outputs
+            for at in (Port(name, port),)
+        }
+        context = Context(
+            env=self.env,
+            tracer=self.tracer,
+            source=self.tracer.source(name),
+            lane=self.lane if name == self.lane_reader else ControlLane(f"{name}.control"),
+            is_live=self.exit.is_live if self.exit is not None else _always,
+            escalate=lambda error: self._break(name, error),
+        )
+        exit_ = None if stage is self.exit else self.exit
+        return StageRunner(name, stage, inputs, outputs, exit_, context, self._break)
+
+    async def _guard(self, name: str, runner: StageRunner) -> None:
+        try:
+            await runner.run()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if not runner.is_ready.is_set():
+                raise  # a set-up that failed belongs to whoever called start
+            self._break(name, error)
+
+    async def _wait_until_set_up(self) -> None:
+        ready = [asyncio.create_task(runner.is_ready.wait()) for runner in self.runners.values()]
+        try:
+            pending = set(ready)
+            while pending:
+                done, pending = await asyncio.wait(
+                    [*pending, *self._tasks.values()], return_when=asyncio.FIRST_COMPLETED
+                )
+                pending -= set(self._tasks.values())
+                for task in self._tasks.values():
+                    if task in done and not task.cancelled():
+                        task.result()
+        finally:
+            for task in ready:
+                task.cancel()
+
+    def _request_ended(self, request_id: str) -> None:
+        for runner in self.runners.values():
+            runner.request_ended(request_id)
+
+    def _break(self, name: str, error: BaseException) -> None:
+        """A stage is beyond mending: nothing more is admitted, and whoever waits gets an error."""
+        if self._health.state in ("dead", "stopped"):
+            return
+        log.error("pipeline.dead", stage=name, error=type(error).__name__, exc_info=error)
+        self._health = Health("dead", stage=name, reason=f"stage {name} failed: {type(error).__name__}")
+        self._end_all("error", NotServing(self._health))
+
+    def _end_all(self, cause: str, error: BaseException | None) -> None:
+        if self.exit is not None:
+            for request_id in list(self.exit.live):
+                self.exit.end(request_id, cause, error)
+
+
+def _always(request_id: str) -> bool:
+    return True

@@ -1,0 +1,218 @@
+"""What a stage is: typed ports, a `handle`, and what becomes of it when it crashes.
+
+Knows the promises between a stage and what runs it. The running itself is `runner.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import types
+import typing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+
+from .channel import ControlLane
+from .env import Env
+from .trace import Tracer
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+In_contra = TypeVar("In_contra", contravariant=True)
+
+
+class Crash(enum.Enum):
+    """What the supervisor does after an exception that `handle` did not expect."""
+
+    ISOLATE = "isolate"  # retry each item of the batch alone once; one that crashes again ends its request; restart
+    RECOVER = "recover"  # the stage holds state for many requests: its own `recover` puts that right
+    ESCALATE = "escalate"  # nothing can be saved: the pipeline is dead
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a running stage may reach. Given to `setup`; the same object for the stage's whole life."""
+
+    env: Env
+    tracer: Tracer
+    source: int  # this stage's id in trace records
+    lane: ControlLane  # control words for this stage, empty unless the pipeline routes some here
+    is_live: Callable[[str], bool]  # whether a request is still wanted; always true in a slice without an exit
+    escalate: Callable[[BaseException], None]  # gives the pipeline up; every live request ends with an error
+
+
+class Outlet(Protocol[Out]):
+    """Where `handle` puts what it made. Nothing leaves before `handle` returns or awaits `flush`."""
+
+    def send(self, item: Any, port: str = "out") -> None:
+        """Collects `item` for the stage behind `port`. Never waits."""
+
+    async def flush(self) -> None:
+        """Delivers what was collected, waiting for room. For a stage that makes more than it takes."""
+
+    def fail(self, item: Any, error: BaseException) -> None:
+        """Ends the request (or requests) that `item` belongs to with `error`; the rest of the batch goes on."""
+
+    def reply(self, item: Any) -> None:
+        """Hands `item` straight to the pipeline's exit: the stages between have no part in it (a cache hit)."""
+
+
+class Stage(Generic[In, Out]):
+    """One actor: it owns its state, runs as its own task, and meets others only through its ports.
+
+    Subclass with the two types, `class Clip(Stage[TokenRequest, TokenRequest])`, and write `handle`. A stage with more
+    ports names them in `inputs` and `outputs`; `handle` then gets the items of all input ports in one batch, in the
+    order of `inputs`. Items whose request has ended are dropped before `handle` sees them.
+    """
+
+    inputs: ClassVar[Mapping[str, Any]] = {"in": Any}
+    outputs: ClassVar[Mapping[str, Any]] = {"out": Any}
+    on_crash: ClassVar[Crash] = Crash.ISOLATE
+    reads_lane: ClassVar[bool] = False  # True: `handle` is called with an empty batch when the control lane rings
+    error_code: ClassVar[str] = "internal_error"  # for a request that this stage could not carry
+
+    @property
+    def name(self) -> str:
+        """The stage's name in a pipeline, unless it is given another there."""
+        return type(self).__name__.lower()
+
+    @property
+    def concurrency(self) -> int | None:
+        """None: `handle` gets whole batches, one at a time. N: single items, up to N at a time, each in a task that
+        is cancelled when its request ends; in order when N is 1."""
+        return None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        taken, made = _declared_types(cls)
+        if taken is not None and "inputs" not in cls.__dict__:
+            cls.inputs = {"in": taken}
+        if made is not None and "outputs" not in cls.__dict__:
+            cls.outputs = {} if made is None or made is typing.Never or made is types.NoneType else {"out": made}
+
+    async def setup(self, context: Context) -> None:
+        """Called before the first `handle`, and again after each restart."""
+
+    async def handle(self, batch: Sequence[In], out: Outlet[Out]) -> None:
+        """Takes everything that is waiting. What it raises is a bug and belongs to the supervisor."""
+        raise NotImplementedError(f"stage {self.name}: write handle(batch, out)")
+
+    async def recover(self, batch: Sequence[In], error: BaseException, out: Outlet[Out]) -> None:
+        """Puts the state right after `handle(batch)` raised, for `Crash.RECOVER`. Raising here escalates."""
+        raise error
+
+    async def teardown(self) -> None:
+        """Called once after the last `handle`, also after a crash."""
+
+    def wants(self, port: str) -> bool:
+        """Whether to receive from `port` now. What is not wanted stays queued and holds its sender back."""
+        return True
+
+
+def _declared_types(cls: type) -> tuple[Any, Any]:
+    """The arguments of the nearest `Stage[In, Out]` among the bases; None where there are none."""
+    for base in getattr(cls, "__orig_bases__", ()):
+        origin = typing.get_origin(base)
+        if origin is not None and isinstance(origin, type) and issubclass(origin, Stage):
+            arguments = typing.get_args(base)
+            if len(arguments) == 2:
+                taken, made = arguments
+                return _known(taken), _known(made)
+    return None, None
+
+
+def _known(declared: Any) -> Any:
+    return Any if isinstance(declared, TypeVar) else declared
+
+
+# -- a plain function as a stage
+
+Function = Callable[[Any], Any]
+
+
+@dataclass
+class FunctionStage(Stage[Any, Any]):
+    """A stage around a function of one item; see `stage`."""
+
+    function: Function
+    title: str
+    takes: Any = Any
+    makes: Any = Any
+    at_once: int = 1
+    inputs: Mapping[str, Any] = field(init=False)  # type: ignore[misc]
+    outputs: Mapping[str, Any] = field(init=False)  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        self.inputs = {"in": self.takes}
+        self.outputs = {"out": self.makes}
+
+    @property
+    def name(self) -> str:
+        return self.title
+
+    @property
+    def concurrency(self) -> int | None:
+        return self.at_once
+
+    async def handle(self, batch: Sequence[Any], out: Outlet[Any]) -> None:
+        for item in batch:
+            async for made in _results(self.function(item)):
+                out.send(made)
+
+
+async def _results(result: Any) -> AsyncIterator[Any]:
+    """What a stage function made of one item: it may return, await or yield; None is nothing."""
+    if inspect.isawaitable(result):
+        result = await cast(Awaitable[Any], result)
+    if inspect.isasyncgen(result):
+        async for made in result:
+            yield made
+    elif isinstance(result, types.GeneratorType):
+        for made in cast(Iterable[Any], result):
+            yield made
+    elif result is not None:
+        yield result
+
+
+@typing.overload
+def stage(function: Function, /) -> FunctionStage: ...
+@typing.overload
+def stage(*, name: str | None = None, concurrency: int = 1) -> Callable[[Function], FunctionStage]: ...
+
+
+def stage(
+    function: Function | None = None, /, *, name: str | None = None, concurrency: int = 1
+) -> FunctionStage | Callable[[Function], FunctionStage]:
+    """Turns a function of one item into a stage: `async def shout(request: TokenRequest) -> TokenRequest`.
+
+    It may be plain or async, return one item or None (nothing goes on), or yield several. Port types are read from
+    its annotations; a parameter without one takes anything. An exception ends the request of that item. With
+    `concurrency` above 1, items may overtake each other.
+    """
+
+    def build(wrapped: Function) -> FunctionStage:
+        takes, makes = _annotations(wrapped)
+        return FunctionStage(wrapped, name or wrapped.__name__, takes, makes, concurrency)
+
+    return build if function is None else build(function)
+
+
+def _annotations(function: Function) -> tuple[Any, Any]:
+    hints = typing.get_type_hints(function)
+    parameters = list(inspect.signature(function).parameters)
+    if len(parameters) != 1:
+        raise TypeError(f"@stage function {function.__name__} takes {len(parameters)} parameters: it must take one item")
+    makes = hints.get("return", Any)
+    if typing.get_origin(makes) is not None and inspect.isclass(typing.get_origin(makes)):
+        origin = typing.get_origin(makes)
+        if issubclass(origin, (typing.AsyncIterator, typing.Iterator, typing.AsyncIterable)):  # type: ignore[arg-type]
+            makes = typing.get_args(makes)[0]
+    return hints.get(parameters[0], Any), _without_none(makes)
+
+
+def _without_none(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        kept = [part for part in typing.get_args(annotation) if part is not types.NoneType]
+        return typing.Union[tuple(kept)]  # noqa: UP007
+    return annotation

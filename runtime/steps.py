@@ -1,0 +1,86 @@
+"""The device's queue of steps: what makes step n run whole before step n + 1 begins.
+
+Knows order and threads. Refuses to know what a step computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .env import Worker
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    run: Callable[[], Any]
+    result: asyncio.Future[Any]
+
+
+class StepQueue:
+    """One device thread that takes each step through its phases in order, whatever order the stages submit in.
+
+    Step `n`, phase `p` goes to the thread after (n, p - 1), and (n + 1, 0) after the last phase of n. So a stage may
+    submit the forward pass of the next step while the one before still has to be sampled: the thread never reads
+    state that an earlier phase has yet to write, and never idles for want of a hop through the event loop.
+    Steps are numbered without gaps from `first_step`. A phase nobody will submit must be `skip`ped.
+    """
+
+    def __init__(self, worker: Worker, num_phases: int, first_step: int = 0) -> None:
+        self._worker = worker
+        self._num_phases = num_phases
+        self._next = (first_step, 0)
+        self._early: dict[tuple[int, int], _Job] = {}
+
+    @property
+    def next_step(self) -> int:
+        """The first step with a phase that was not handed to the thread yet."""
+        return self._next[0]
+
+    def submit(self, step: int, phase: int, run: Callable[[], R]) -> asyncio.Future[R]:
+        """Runs `run()` on the device thread when its turn comes. Resolves on the loop; raises what `run` raised."""
+        ticket = (step, phase)
+        if ticket < self._next or ticket in self._early:
+            raise AssertionError(f"step {step} phase {phase} was submitted before; next is {self._next}")
+        result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._early[ticket] = _Job(run, result)
+        self._hand_over()
+        return result
+
+    def skip(self, step: int, phase: int) -> None:
+        """Says that (step, phase) will never be submitted. Does nothing when it was."""
+        if (step, phase) >= self._next and (step, phase) not in self._early:
+            self.submit(step, phase, _nothing).cancel()
+
+    def _hand_over(self) -> None:
+        while (job := self._early.pop(self._next, None)) is not None:
+            step, phase = self._next
+            self._next = (step, phase + 1) if phase + 1 < self._num_phases else (step + 1, 0)
+            if job.result.cancelled():
+                continue
+            _chain(self._worker.submit(job.run), job.result)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
+    """Gives `target` the outcome of `source`. A target nobody waits for any more keeps nothing."""
+
+    def settle(done: asyncio.Future[Any]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if target.done():
+            return
+        if done.cancelled():
+            target.cancel()
+        elif error is not None:
+            target.set_exception(error)
+        else:
+            target.set_result(done.result())
+
+    source.add_done_callback(settle)

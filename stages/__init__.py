@@ -1,0 +1,35 @@
+"""The seven stages of an LLM engine, the messages between them, and the plain code they wrap.
+
+Start reading at `pipeline.py`. What people import from here is loaded on first use, so that a slice without a model
+starts without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..runtime.pipeline import Pipeline
+    from ..runtime.stage import Stage, stage
+    from .config import EngineConfig
+    from .engine import LLM, Engine
+    from .params import SamplingParams
+
+__all__ = ["LLM", "Engine", "EngineConfig", "Pipeline", "SamplingParams", "Stage", "stage"]
+
+_HOMES = {
+    "LLM": ".engine",
+    "Engine": ".engine",
+    "EngineConfig": ".config",
+    "Pipeline": "..runtime.pipeline",
+    "SamplingParams": ".params",
+    "Stage": "..runtime.stage",
+    "stage": "..runtime.stage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -1,0 +1,77 @@
+"""The engine's settings: names, defaults, meanings, and the checks that need no model.
+
+Read once, checked once, passed in. Names are those of vLLM where it has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that an engine can be told at its start. A `None` is settled at start-up from the model and the machine."""
+
+    # the model
+    model: str | None = None  # a folder, a Hub id, or None for the bundled model
+    revision: str | None = None  # of a Hub model: branch, tag or commit
+    download_dir: str | None = None  # where Hub models are cached; None: the Hub library's own place
+    offline: bool = False  # never open a socket; the model must be there already
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
+    max_model_len: int | None = None  # tokens of prompt and answer together; None: the model's
+    generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
+    chat_template: str | None = None  # text of a template that replaces the checkpoint's
+    seed: int = 0  # of random weights, and of requests that bring none
+
+    # where it runs
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention_backend: Literal["auto", "torch", "triton"] = "auto"  # auto: triton on cuda, torch on cpu
+    threads: int | None = None  # compute threads on a CPU; None: one a core
+    tokenizer_workers: int = 2  # threads; a long prompt keeps one busy while others pass
+
+    # the batch
+    max_num_seqs: int = 256  # sequences that run at once
+    max_num_batched_tokens: int = 2048  # tokens of one step; smaller keeps gaps short, larger prefills faster
+    enable_chunked_prefill: bool = True  # False: a prompt runs in one step, whole
+    steps_in_flight: int = 2  # K: 2 overlaps planning with execution, 1 is the serial debug mode
+
+    # the cache
+    block_size: int = 16  # tokens; smaller wastes less, larger loads faster
+    num_gpu_blocks: int | None = None  # exact size of the pool, on any device; None: from memory
+    kv_cache_bytes: int | None = None  # size of the pool; None: from memory
+    gpu_memory_utilization: float = 0.9  # share of the device's memory for weights, activations and cache together
+
+    # the door
+    max_admitted_requests: int = 1024  # under way at once, waiting ones included
+    max_waiting_requests: int = 512  # not yet running
+
+    def __post_init__(self) -> None:
+        _power_of_two("block_size", self.block_size)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tokenizer_workers", "max_admitted_requests"):
+            _positive(name, getattr(self, name))
+        for name in ("max_model_len", "num_gpu_blocks", "kv_cache_bytes", "threads"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if self.steps_in_flight not in (1, 2, 3, 4):
+            raise ConfigError(f"steps_in_flight = {self.steps_in_flight}: must be 1 (serial) to 4; 2 overlaps")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization = {self.gpu_memory_utilization}: must be above 0 and at most 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens = {self.max_num_batched_tokens} is below max_num_seqs = {self.max_num_seqs}: "
+                "a step could not even give each running sequence one token; raise the first or lower the second"
+            )
+
+
+def _positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} = {value!r}: must be a whole number of at least 1")
+
+
+def _power_of_two(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1 or value & (value - 1):
+        raise ConfigError(f"{name} = {value}: must be a power of two, as the kernels load whole blocks; try 16 or 32")

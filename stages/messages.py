@@ -1,0 +1,267 @@
+"""What the stages say to each other. Frozen, made once, never patched on the way.
+
+A client *request* holds one or more prompts; each prompt and choice is a *sequence*, with a dense `sequence_id` given in
+the order of arrival. A running sequence has a *slot*, and columnar state is indexed by slot. Arrays of a step are
+parallel: row i of each speaks of the same sequence. R rows, L of them sampled, B blocks newly given, E slots ended.
+
+Who says what to whom:
+
+    Request      client   -> intake -> tokenize
+    TokenRequest tokenize -> schedule
+    StepPlan     schedule -> allocate
+    PlanReport   allocate -> schedule
+    StepGrant    allocate -> execute
+    StepLogits   execute  -> sample
+    StepDone, StepVoid   sample -> schedule
+    StepTokens   sample   -> detokenize
+    StepText     detokenize -> exit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .params import SamplingParams
+
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+
+NO_INTS: Ints = np.zeros(0, np.int32)
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended. The lower-case names are what clients see."""
+
+    NONE = 0  # it goes on
+    STOP = 1  # EOS, a stop token id or a stop string
+    LENGTH = 2
+    ERROR = 3  # its logits held no number
+    ABORT = 4  # cancelled, disconnected, timed out or shut down
+
+
+# -- requests
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One prompt, in one of three forms; `token_ids` [P] needs no tokenizer."""
+
+    text: str | None = None
+    token_ids: Ints | None = None
+    chat: ChatPrompt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages for the chat template. `content` of a message is text or a list of text parts."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    documents: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a client asked for. `len(prompts) * params.n` sequences, ids from `first_sequence_id`: prompt p, choice j is
+    `first_sequence_id + p * n + j`, and the same less `first_sequence_id` is the index its client sees."""
+
+    request_id: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    first_sequence_id: int = -1  # given by the exit when the request enters
+    priority: int = 0  # lower goes first
+    arrival_s: float = 0.0  # monotonic
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRequest:
+    """One prompt of a request, as token ids. Its `params.n` choices have ids from `first_sequence_id`."""
+
+    request_id: str
+    prompt_index: int
+    token_ids: Ints  # [P], 1 <= P < max_model_len
+    params: SamplingParams  # max_tokens and seed are numbers now
+    first_sequence_id: int
+    priority: int = 0
+    arrival_s: float = 0.0
+
+
+# -- steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Started:
+    """A sequence took a slot, for the first time or again after a preemption. Travels with the first grant that runs it,
+    so that each stage can fill its row of columnar state."""
+
+    slot: int
+    sequence_id: int
+    request_id: str
+    token_ids: Ints  # [P + G] the prompt and what was generated before
+    num_prompt: int  # P
+    params: SamplingParams
+    seed: int  # of this choice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """An ordered list of wishes. A plan without rows only says what has happened."""
+
+    step: int  # no gaps among granted steps: a void plan's number is used again
+    generation: int  # goes up when steps in flight were voided; older grants are not run
+    completed_step: int  # every step up to this one is done: what waited for it may be reused
+    slots: Ints  # [R] in the order of service
+    num_wanted: Ints  # [R] tokens to compute
+    reaches_end: Bools  # [R] whether all wanted tokens lead to a new one
+    token_budget: int
+    victims: Ints  # slots that may lose their blocks, first to go first. A row may take only from victims before itself
+    started: tuple[Started, ...] = ()
+    ended: Ints = field(default_factory=lambda: NO_INTS)  # [E] slots whose sequences are over
+    preempted: Ints = field(default_factory=lambda: NO_INTS)  # slots that schedule took back itself
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanReport:
+    """What became of a plan. Void: nothing was granted and there is nothing to copy, so no step goes on."""
+
+    step: int
+    num_granted: Ints  # [R] tokens, 0 = left out
+    num_cached: Ints  # [R] tokens found in the prefix cache, not computed
+    preempted: Ints  # slots that lost their blocks and are to be recomputed
+    num_free: int  # blocks
+    num_quarantined: int
+    num_cached_blocks: int = 0
+    is_void: bool = False
+    is_reset: bool = False  # allocate lost its books: no slot has blocks any more
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCopy:
+    """Blocks to copy before a step: `direction` is "out" (to the host), "in" or "fork" (on the device)."""
+
+    direction: str
+    sources: Ints
+    destinations: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepGrant:
+    """What to run. Block tables travel as what is new in them: entry i says that block `table_places[i]` of slot
+    `table_slots[i]` is `table_blocks[i]`; the execute stage keeps the tables."""
+
+    step: int
+    generation: int
+    slots: Ints  # [R]
+    starts: Ints  # [R] position of the first token to compute
+    num_tokens: Ints  # [R] at least 1
+    is_sampled: Bools  # [R] whether the last of them yields a new token
+    table_slots: Ints  # [B]
+    table_places: Ints  # [B]
+    table_blocks: Ints  # [B]
+    started: tuple[Started, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_sampled(self) -> int:
+        return int(np.count_nonzero(self.is_sampled))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogits:
+    """A step on its way through the device. `logits` resolves to the device's handle on [L, V] logits, one row for each
+    sampled row of the grant, in order; it raises what the forward pass raised."""
+
+    grant: StepGrant
+    logits: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepDone:
+    """A step's outcome, for the books of schedule."""
+
+    step: int
+    slots: Ints  # [L]
+    sequence_ids: NDArray[np.int64]  # [L]
+    places: Ints  # [L] which generated token this is, from 0
+    token_ids: Ints  # [L]
+    is_finished: Bools  # [L]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepVoid:
+    """A step that did not happen: the device failed, or an earlier step of its generation was void."""
+
+    step: int
+    generation: int
+    error: BaseException | None  # None: it fell with an earlier one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs:
+    """Log-probabilities of one token: the chosen one's, and the k likeliest in falling order."""
+
+    chosen: float
+    rank: int  # of the chosen token, 1 is the likeliest
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTokens:
+    """The tokens of a step, for whoever turns them into text."""
+
+    step: int
+    slots: Ints  # [L]
+    sequence_ids: NDArray[np.int64]  # [L]
+    places: Ints  # [L] which generated token this is, from 0
+    token_ids: Ints  # [L]
+    finishes: NDArray[np.int8]  # [L] FinishReason
+    started: tuple[Started, ...] = ()
+    logprobs: Mapping[int, TopLogprobs] = field(default_factory=dict)  # row -> what was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a sequence ended. `stop_reason` is the stop string or stop token id that ended it."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log-probabilities as clients see them: its own text, and that of the alternatives."""
+
+    token_id: int
+    token: str
+    token_bytes: bytes
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, str, bytes, float], ...]  # (id, text, bytes, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepText:
+    """The text of a step. Row i: sequence, its new text (often "": held back or half a character), its new token."""
+
+    step: int
+    sequence_ids: Sequence[int]
+    texts: Sequence[str]
+    token_ids: Sequence[int]
+    finishes: Mapping[int, Finish] = field(default_factory=dict)  # row -> how it ended
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> if asked for
+    prompt_lengths: Mapping[int, int] = field(default_factory=dict)  # sequence id -> prompt tokens, when first seen

@@ -1,0 +1,224 @@
+"""The kernels in plain PyTorch: the CPU path, and the oracle of the Triton kernels, which share names and signatures.
+
+Knows tensors only: nothing of models, requests or steps. Runs on any device, but the two attentions look at lengths on
+the host, for which a GPU would have to wait; there the Triton kernels are the ones to use.
+
+Shapes: T new tokens of a step, S sequences, H query heads, G key/value heads (H % G == 0), D head size, N blocks of
+B tokens, M blocks a row of a block table. Floating tensors are f32, bf16 or f16; sums are in f32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .gather import Bucket, DecodePlans, gather, rows_to_gather
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scales each row to unit mean square, then by `weight`, rounding once in between as transformers' Llama does.
+
+    x       [..., D]   any strides over rows
+    weight  [D]        as x
+
+    Returns [..., D] as x, contiguous.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return weight * (wide * scale).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x` in place, then `rms_norm(residual)`.
+
+    x, residual  [T, D]
+    weight       [D]
+
+    Returns [T, D] as x.
+    """
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """Rotates queries and keys to their positions, in place; the halves of a head are the pairs (`rotate_half`, NeoX).
+
+    q          [T, H, D]   contiguous in D
+    k          [T, G, D]   as q
+    cos, sin   [P, D_rot / 2] f32   D_rot <= D; the rest of each head stays as it is
+    positions  [T] i64     row of the tables, 0 <= position < P
+    """
+    half = cos.shape[-1]
+    cos = cos.index_select(0, positions).unsqueeze(1)  # [T, 1, D_rot / 2]
+    sin = sin.index_select(0, positions).unsqueeze(1)
+    for heads in (q, k):
+        first, second = heads[..., :half], heads[..., half : 2 * half]
+        rotated = first * cos - second * sin  # f32, as the tables are
+        second.copy_(second * cos + first * sin)
+        first.copy_(rotated)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Puts the keys and values of new tokens into their slots of one layer's cache.
+
+    k, v          [T, G, D]
+    k/v_cache     [N, G, B, D]   as k; any strides
+    slot_mapping  [T] i64        block * B + offset in the block; -1 writes nothing
+    """
+    is_real = slot_mapping >= 0
+    if not bool(is_real.all()):
+        k, v, slot_mapping = k[is_real], v[is_real], slot_mapping[is_real]
+    block_size = k_cache.shape[2]
+    place = (slot_mapping // block_size, slot_mapping % block_size)
+    k_cache.transpose(1, 2).index_put_(place, k)
+    v_cache.transpose(1, 2).index_put_(place, v)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of a fused projection.
+
+    gate_up  [T, 2F]   gate first
+
+    Returns [T, F] as gate_up.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+_plans = DecodePlans()
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of one new token per sequence over its cached tokens.
+
+    q             [S, H, D]      contiguous in D
+    k/v_cache     [N, G, B, D]   as q; one layer's view of the cache; any strides
+    block_tables  [S, M] i32     block ids in token order; entries past the length are never followed
+    lengths       [S] i32        tokens in the cache, the new one included; 0 is a padding row
+    scale                        multiplies q @ k before the softmax, usually D ** -0.5
+    window                       sees only the last `window` tokens, the new one included; None sees all
+
+    Returns [S, H, D] as q; padding rows are zero. What lies in unused cache slots, NaN included, has no influence.
+
+    Rows of similar context share one gather and one SDPA call. The plan of gathers is the same for all layers of a
+    step, so it is kept as long as tables and lengths hold the same values.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_groups = k_cache.shape[1]
+    plan = _plans.get(k_cache, v_cache, block_tables, lengths, window, q.dtype)
+    out = None if plan.is_whole else torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for bucket in plan.buckets:
+        rows = q if bucket.rows is None else q.index_select(0, bucket.rows)
+        rows = rows.view(len(rows), num_groups, num_heads // num_groups, head_dim)  # [C, G, R, D]
+        keys, values = gather(k_cache, v_cache, bucket)  # [C, G, L, D]
+        seen = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bucket.mask, scale=scale)
+        seen = seen.reshape(-1, num_heads, head_dim)
+        if out is None:
+            return seen
+        assert bucket.rows is not None
+        out.index_copy_(0, bucket.rows, seen)
+    assert out is not None
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's new tokens over its cached tokens: prefill, chunks of it, decode, any mix.
+
+    q             [T, H, D]        new tokens of all sequences, one after another; contiguous in D
+    k/v_cache     [N, G, B, D]     as q; the new tokens' keys and values are already in it; any strides
+    block_tables  [S, M] i32       block ids in token order; entries past the length are never followed
+    query_starts  [S + 1] i32      sequence s owns rows [query_starts[s], query_starts[s + 1]) of q
+    lengths       [S] i32          tokens in the cache, the new ones included; 0 is a padding row
+    scale                          multiplies q @ k before the softmax
+    window                         a token sees only the last `window` tokens, itself included; None sees all
+
+    With n new tokens, token j sees cache positions [0, lengths[s] - n + j]. Returns [T, H, D] as q; rows of padding
+    sequences, and rows past query_starts[S], are zero. Decoding rows (n = 1) go through `paged_decode` together.
+    """
+    num_new = query_starts.diff()
+    decoding = ((num_new == 1) & (lengths > 0)).nonzero().squeeze(1)
+    if len(decoding) == len(q) == len(lengths):
+        return paged_decode(q, k_cache, v_cache, block_tables, lengths, scale, window)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    if len(decoding):
+        rows = query_starts[:-1].index_select(0, decoding)
+        decoded = paged_decode(
+            q.index_select(0, rows), k_cache, v_cache, block_tables[decoding], lengths[decoding], scale, window
+        )
+        out.index_copy_(0, rows.long(), decoded)
+    starts, totals = query_starts.tolist(), lengths.tolist()
+    for sequence in ((num_new > 1) & (lengths > 0)).nonzero().squeeze(1).tolist():
+        own = slice(starts[sequence], starts[sequence + 1])
+        _extend(q[own], k_cache, v_cache, block_tables[sequence], totals[sequence], scale, window, out[own])
+    return out
+
+
+# ---- prefill and extend: one sequence -------------------------------------------------------------------------------
+
+QUERY_TILE = 256  # query tokens an SDPA call: keys after the tile's last token are left out, and its mask stays small
+
+
+def _extend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    length: int,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """Attention of the last len(q) tokens of one sequence, into `out`; [n, H, D] both."""
+    num_new, num_heads, head_dim = q.shape
+    num_groups, block_size = k_cache.shape[1:3]
+    prefix = length - num_new
+    first_block = 0 if window is None else max(0, prefix + 1 - window) // block_size
+    blocks = block_table[first_block : -(-length // block_size)].long().unsqueeze(0)
+    first_key = first_block * block_size
+    span = Bucket(None, rows_to_gather(k_cache, v_cache, blocks), blocks, 0, length - first_key)
+    keys, values = gather(k_cache, v_cache, span)  # [1, G, L, D]
+    if prefix == 0 and window is None:  # the causal flag skips hidden tiles: 10 to 25 % faster than masks at 512 tokens
+        heads = q.transpose(0, 1).unsqueeze(0)  # [1, H, n, D]
+        seen = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+        out.copy_(seen.squeeze(0).transpose(0, 1))
+        return
+    packed = q.view(num_new, num_groups, -1, head_dim).permute(1, 2, 0, 3)  # [G, R, n, D]
+    for start in range(0, num_new, QUERY_TILE):
+        end = min(start + QUERY_TILE, num_new)
+        low = 0 if window is None else max(0, prefix + start + 1 - window - first_key)
+        high = prefix + end - first_key
+        tile = packed[:, :, start:end]
+        mask = _causal_mask(end - start, high - low, window, q).repeat(tile.shape[1], 1)  # [R * n, L]
+        # The heads of a group share keys, so their rows are one tall query: [1, G, R * n, D].
+        tall = tile.reshape(1, num_groups, -1, head_dim)
+        seen = F.scaled_dot_product_attention(
+            tall, keys[:, :, low:high], values[:, :, low:high], attn_mask=mask, scale=scale
+        )
+        out[start:end] = seen.view(num_heads, end - start, head_dim).transpose(0, 1)
+
+
+def _causal_mask(num_queries: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    """[n, L] as `like`, to be added to scores: 0 where seen, -inf elsewhere. The last query is at the last key."""
+    age = torch.arange(num_keys - num_queries, num_keys, device=like.device).unsqueeze(1) - torch.arange(
+        num_keys, device=like.device
+    )
+    is_hidden = age < 0 if window is None else (age < 0) | (age >= window)
+    return torch.zeros_like(age, dtype=like.dtype).masked_fill_(is_hidden, float("-inf"))

@@ -71,11 +71,12 @@ class Permit(Generic[T]):
         self._channel: Channel[T] | None = channel
 
     def send(self, item: T) -> None:
-        """Uses the room. A permit is used once."""
+        """Uses the room. A permit is used once. Raises `ChannelClosed` after a close: the receiver may have left."""
         channel, self._channel = self._channel, None
         if channel is None:
             raise RuntimeError("permit used twice: reserve() another one for each item")
         channel._num_promised -= 1
+        channel._check_open()
         channel._put(item)
 
     def release(self) -> None:

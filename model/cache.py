@@ -1,0 +1,48 @@
+"""The KV cache's memory: one allocation, seen layer by layer. Which block belongs to whom is decided elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+
+
+class KVCache:
+    """Keys and values of `num_blocks` blocks of `block_size` tokens, for every layer; zero at the start.
+
+    On a GPU a block is one contiguous piece over all layers, [N, layers, 2, G, B, D], so that swapping or copying it is
+    one transfer. On a CPU each layer's blocks lie together, [layers, 2, N, G, B, D], so that a layer's gather stays
+    within a range of memory. Kernels take strides and see [N, G, B, D] either way.
+
+    It starts as zeros because masked-out tokens are multiplied by a probability of 0, and 0 times NaN is NaN.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.is_block_major = device.type != "cpu"
+        block = (config.num_kv_heads, block_size, config.head_dim)
+        layers = (config.num_layers, 2)
+        shape = (num_blocks, *layers, *block) if self.is_block_major else (*layers, num_blocks, *block)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        by_layer = self.data.permute(1, 2, 0, 3, 4, 5) if self.is_block_major else self.data
+        self._layers = [(by_layer[layer, 0], by_layer[layer, 1]) for layer in range(config.num_layers)]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, views of [N, G, B, D] each."""
+        return self._layers[index]
+
+    def copy_blocks(self, source: Tensor, destination: Tensor) -> None:
+        """Copy whole blocks, all layers: `destination[i]` becomes what `source[i]` was before. [C] i64 ids each."""
+        if self.is_block_major:
+            self.data.index_copy_(0, destination, self.data.index_select(0, source))
+        else:
+            self.data.index_copy_(2, destination, self.data.index_select(2, source))
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Memory of one block, all layers, keys and values."""
+        return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize

@@ -1,0 +1,105 @@
+"""The decoder: Llama, Mistral, Qwen2 and Qwen3 as one plain function of weights, cache and a step's inputs.
+
+Kernels come from outside, so the same lines run on the PyTorch twins and on Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .config import ModelConfig
+from .inputs import StepInputs
+from .rope import rope_tables
+from .weights import DecoderWeights, LayerWeights
+
+
+class Kernels(Protocol):
+    """What the decoder needs of a kernel backend; shapes as in `kernels/reference.py`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None: ...
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None: ...
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+    def paged_decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor: ...
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor: ...
+
+
+class Decoder:
+    """A loaded model. It holds no sequence: all that differs between steps is in the inputs and the cache.
+
+    `max_positions` is the length of the longest sequence; a position beyond it is a bug of the caller.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_positions: int | None = None
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.kernels = kernels
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self.max_positions = max_positions or config.max_position_embeddings
+        self._scale = config.head_dim**-0.5
+        self._cos, self._sin = rope_tables(config.rope, self.max_positions, self.device)  # [P, D_rot / 2] f32 each
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """Run one step: write the new tokens' keys and values into the cache, return logits for `inputs.logits_rows`.
+
+        [L, V], float32 on a CPU and the model's dtype elsewhere.
+        """
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        residual = self.weights.embedding.index_select(0, inputs.input_ids)  # [T, hidden]
+        for index, layer in enumerate(self.weights.layers):
+            x = kernels.rms_norm(residual, layer.input_norm, eps)
+            residual = layer.output.add_to(residual, self._attention(index, layer, x, inputs, cache))
+            x = kernels.rms_norm(residual, layer.post_norm, eps)
+            residual = layer.down.add_to(residual, kernels.silu_mul(layer.gate_up(x)))
+        x = kernels.rms_norm(residual.index_select(0, inputs.logits_rows), self.weights.final_norm, eps)  # [L, hidden]
+        return self.weights.head.in_float32(x) if self.device.type == "cpu" else self.weights.head(x)
+
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """Queries, keys and values of x, the cache written, and what the queries see, [T, H * D]."""
+        config, kernels = self.config, self.kernels
+        num_tokens = x.shape[0]
+        qkv = layer.qkv(x).view(num_tokens, -1, config.head_dim)  # [T, H + 2 G, D]
+        q, k, v = qkv.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = kernels.rms_norm(q, layer.q_norm, config.rms_norm_eps)  # [T, H, D]
+            k = kernels.rms_norm(k, layer.k_norm, config.rms_norm_eps)  # [T, G, D]
+        kernels.rope(q, k, self._cos, self._sin, inputs.positions)
+        keys, values = cache.layer(index)  # [N, G, B, D]
+        kernels.write_kv(k, v, keys, values, inputs.slot_mapping)
+        window = config.sliding_windows[index]
+        if inputs.is_decode:
+            seen = kernels.paged_decode(
+                q, keys, values, inputs.block_tables, inputs.lengths, self._scale, window
+            )  # [S, H, D]
+        else:
+            seen = kernels.paged_attention(
+                q, keys, values, inputs.block_tables, inputs.query_starts, inputs.lengths, self._scale, window
+            )  # [T, H, D]
+        return seen.view(num_tokens, -1)

@@ -1,0 +1,29 @@
+"""What one step of the decoder reads, besides the weights and the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """New tokens of S sequences back to back, T in all; logits are wanted for L of them. All on the decoder's device.
+
+    The first `num_decode` sequences have exactly one new token each. When that is all of them (num_decode == S == T)
+    the step takes the decode kernel, otherwise the one for mixed lengths.
+    """
+
+    input_ids: Tensor  # [T] i64
+    positions: Tensor  # [T] i64, from 0 in each sequence
+    slot_mapping: Tensor  # [T] i64, block * block_size + offset of each token's place in the cache; -1 = none
+    block_tables: Tensor  # [S, M] i32, block ids in token order
+    query_starts: Tensor  # [S + 1] i32, sequence s has the new tokens [query_starts[s], query_starts[s + 1])
+    lengths: Tensor  # [S] i32, tokens in the cache, the new ones included
+    logits_rows: Tensor  # [L] i64, which of the T tokens
+    num_decode: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_decode == self.lengths.shape[0] == self.input_ids.shape[0]

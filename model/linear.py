@@ -1,0 +1,107 @@
+"""Matrix products with a fixed weight, in the form that is fastest on the device the weight is on.
+
+On a CPU the form depends on the instruction set. Measured on 2 cores, all linears of a 135M-parameter model, bfloat16,
+without bfloat16 dot products (AVX-512 F/BW/VL): 1 row 24 ms plain, 26 ms packed; 32 rows 232 ms plain, 191 ms packed,
+100 ms widened; 256 rows 1,350 ms plain, 490 ms widened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Linear:
+    """x @ weight.T + bias for x [M, K] and weight [N, K]; the result is [M, N] in x's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + the product, rounded once. May write to `residual`: go on with what is returned."""
+        if self.bias is not None:
+            residual = residual.add_(self.bias)
+        return residual.addmm_(x, self.weight.t())
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The product in float32, rounded no more often than the form needs: for logits."""
+        return self(x).float()
+
+
+class PackedLinear(Linear):
+    """The weight reordered once for oneDNN, the plain one dropped. For a CPU, float32 or native bfloat16."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return product
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+        return total
+
+
+class WidenedLinear(Linear):
+    """A half-precision weight for CPUs that lack half-precision dot products.
+
+    One row is bound by memory, so it reads the half-size weight; more rows are bound by arithmetic, so they use a
+    packed float32 copy. Either way sums are in float32 and the result is rounded once.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self._wide = PackedLinear(weight.float(), None if bias is None else bias.float())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) if x.shape[0] == 1 else self._wide(x.float()).to(x.dtype)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return super().add_to(residual, x) if x.shape[0] == 1 else residual.add_(self._wide(x.float()))
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        return super().__call__(x).float() if x.shape[0] == 1 else self._wide(x.float())
+
+
+def linear_form(device: torch.device, dtype: torch.dtype, num_weights: int) -> Callable[..., Linear]:
+    """The class to hold a model's linears in, `num_weights` elements in all.
+
+    Widening keeps 4 more bytes an element, so it is chosen only where that is at most a quarter of the free memory.
+    """
+    if device.type != "cpu" or not _can_pack():
+        return Linear
+    if dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16_dot()):
+        return PackedLinear
+    return WidenedLinear if 4 * num_weights <= _free_memory_bytes() // 4 else Linear
+
+
+def _can_pack() -> bool:
+    try:
+        PackedLinear(torch.zeros(2, 2))(torch.zeros(1, 2))
+    except (RuntimeError, AttributeError):  # a build of torch without these operators
+        return False
+    return True
+
+
+def _has_bfloat16_dot() -> bool:
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
+
+
+def _free_memory_bytes() -> int:
+    """Memory that can be had without swapping: MemAvailable where there is /proc, otherwise free pages."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

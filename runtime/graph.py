@@ -84,18 +84,20 @@ class Graph:
         self._require_port(edge.target, "inputs")
         self.edges.append(edge)
 
-    def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None, capacity: int | None = None) -> str:
+    def insert(
+        self, stage: Stage[Any, Any], after: str, *, name: str | None = None, capacity: int | None = None
+    ) -> str:
         """Puts a stage on the edge that leaves `after` (`stage` or `stage.port`). Both halves keep the edge's terms."""
         source = _port(after, "out")
         self._require_port(source, "outputs")
         edge = next((edge for edge in self.edges if edge.source == source), None)
         if edge is None:
             raise GraphError(f"nothing follows {source}: connect it first, or insert after another port")
+        _require_port_of(name or stage.name, stage, "in", "inputs")
+        _require_port_of(name or stage.name, stage, "out", "outputs")
         name = self.add(stage, name)
         first = replace(edge, target=Port(name, "in"), capacity=capacity or edge.capacity)
-        self._require_port(first.target, "inputs")
         second = replace(edge, source=Port(name, "out"))
-        self._require_port(second.source, "outputs")
         at = self.edges.index(edge)
         self.edges[at : at + 1] = [first, second]
         self._move_behind(name, source.stage)
@@ -104,12 +106,12 @@ class Graph:
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
         """Puts `stage` in the place of the one called `name`. It must have the ports that are connected there."""
         self._require_stage(name)
-        self.stages[name] = stage
         for edge in self.edges:
             if edge.source.stage == name:
-                self._require_port(edge.source, "outputs")
+                _require_port_of(name, stage, edge.source.port, "outputs")
             if edge.target.stage == name:
-                self._require_port(edge.target, "inputs")
+                _require_port_of(name, stage, edge.target.port, "inputs")
+        self.stages[name] = stage
 
     def cut(self, first: str, last: str) -> Graph:
         """The stages from `first` to `last` in the order of the flow, with the edges among them. The ends that were
@@ -152,9 +154,7 @@ class Graph:
 
     def _require_port(self, port: Port, side: Literal["inputs", "outputs"]) -> None:
         self._require_stage(port.stage)
-        ports = getattr(self.stages[port.stage], side)
-        if port.port not in ports:
-            raise GraphError(f"stage {port.stage} has no {side[:-1]} {port.port}: it has {', '.join(ports) or 'none'}")
+        _require_port_of(port.stage, self.stages[port.stage], port.port, side)
 
     # -- checking
 
@@ -180,7 +180,7 @@ class Graph:
             elif edge.when_full == "never" and edge.credits is None:
                 yield f'edge {edge.name} is when_full="never" and names no credits: say credits=, what bounds it'
             elif edge.credits is not None and edge.credits > edge.capacity:
-                yield f"edge {edge.name} holds {edge.capacity} and {edge.credits} credits: capacity must be at least that"
+                yield f"edge {edge.name} holds {edge.capacity}, its credits are {edge.credits}: capacity must be at least that"
 
     def _ports_with_two_edges(self) -> Iterator[str]:
         seen: dict[Port, Edge] = {}
@@ -188,20 +188,20 @@ class Graph:
             for port in (edge.source, edge.target):
                 if port in seen:
                     yield (
-                        f"{port} is on two edges, {seen[port].name} and {edge.name}: a channel has one consumer and one "
-                        "producer port; use tap() for a copy, or another port"
+                        f"{port} is on two edges, {seen[port].name} and {edge.name}: a channel has one consumer and "
+                        "one producer port; use tap() for a copy, or another port"
                     )
                 seen[port] = edge
 
     def _unconnected_ports(self) -> Iterator[str]:
         joined = {edge.source for edge in self.edges} | {edge.target for edge in self.edges} | self.open_ports
         for name, stage in self.stages.items():
-            for port in (Port(name, p) for p in stage.outputs):
+            for port, kind in ((Port(name, p), kind) for p, kind in stage.outputs.items()):
                 if port not in joined:
-                    yield f"output {port} goes nowhere: connect it to the stage that takes {_show(stage.outputs[port.port])}"
-            for port in (Port(name, p) for p in stage.inputs):
+                    yield f"output {port} goes nowhere: connect it to the stage that takes {_show(kind)}"
+            for port, kind in ((Port(name, p), kind) for p, kind in stage.inputs.items()):
                 if port not in joined and port != self.entry:
-                    yield f"input {port} comes from nowhere: connect a stage that makes {_show(stage.inputs[port.port])}"
+                    yield f"input {port} comes from nowhere: connect a stage that makes {_show(kind)}"
 
     def _mismatched_types(self) -> Iterator[str]:
         for edge in self.edges:
@@ -235,9 +235,9 @@ class Graph:
             path = " -> ".join([*cycle, cycle[0]])
             edges = [self._edge_between(a, b) for a, b in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
             if all(edge.when_full == "wait" for group in edges for edge in group):
-                yield f"{path} is a cycle in which every edge waits when full, so it can deadlock: make one of them never"
+                yield f"{path} is a cycle in which every edge waits when full, so it can deadlock: let one never be full"
             elif not any(edge.credits is not None for group in edges for edge in group):
-                yield f"{path} is a cycle without credits, so nothing bounds what is in it: give one of its edges credits"
+                yield f"{path} is a cycle without credits, so nothing bounds what is in it: give one edge credits"
 
     def _edge_between(self, source: str, target: str) -> list[Edge]:
         return [edge for edge in self.edges if edge.source.stage == source and edge.target.stage == target]
@@ -298,6 +298,12 @@ class Graph:
             arrow = "-->" if edge.when_full == "wait" else "-.->"
             lines.append(f"    {edge.source.stage} {arrow}|{edge.capacity}| {edge.target.stage}")
         return "\n".join(lines) + "\n"
+
+
+def _require_port_of(name: str, stage: Stage[Any, Any], port: str, side: Literal["inputs", "outputs"]) -> None:
+    ports = getattr(stage, side)
+    if port not in ports:
+        raise GraphError(f"stage {name} has no {side[:-1]} {port}: it has {', '.join(ports) or 'none'}")
 
 
 def _port(text: str, default: str) -> Port:

@@ -89,7 +89,7 @@ class Stage(Generic[In, Out]):
         if taken is not None and "inputs" not in cls.__dict__:
             cls.inputs = {"in": taken}
         if made is not None and "outputs" not in cls.__dict__:
-            cls.outputs = {} if made is None or made is typing.Never or made is types.NoneType else {"out": made}
+            cls.outputs = _output(made)
 
     async def setup(self, context: Context) -> None:
         """Called before the first `handle`, and again after each restart."""
@@ -111,8 +111,8 @@ class Stage(Generic[In, Out]):
 
 
 def _declared_types(cls: type) -> tuple[Any, Any]:
-    """The arguments of the nearest `Stage[In, Out]` among the bases; None where there are none."""
-    for base in getattr(cls, "__orig_bases__", ()):
+    """The arguments of a `Stage[In, Out]` that `cls` itself names as its base; None where it names none."""
+    for base in cls.__dict__.get("__orig_bases__", ()):
         origin = typing.get_origin(base)
         if origin is not None and isinstance(origin, type) and issubclass(origin, Stage):
             arguments = typing.get_args(base)
@@ -124,6 +124,11 @@ def _declared_types(cls: type) -> tuple[Any, Any]:
 
 def _known(declared: Any) -> Any:
     return Any if isinstance(declared, TypeVar) else declared
+
+
+def _output(made: Any) -> dict[str, Any]:
+    """The output ports of a stage that makes `made`: a sink makes None or Never, and has none."""
+    return {} if made is typing.Never or made is types.NoneType else {"out": made}
 
 
 # -- a plain function as a stage
@@ -145,7 +150,7 @@ class FunctionStage(Stage[Any, Any]):
 
     def __post_init__(self) -> None:
         self.inputs = {"in": self.takes}
-        self.outputs = {"out": self.makes}
+        self.outputs = _output(self.makes)
 
     @property
     def name(self) -> str:
@@ -202,7 +207,7 @@ def _annotations(function: Function) -> tuple[Any, Any]:
     hints = typing.get_type_hints(function)
     parameters = list(inspect.signature(function).parameters)
     if len(parameters) != 1:
-        raise TypeError(f"@stage function {function.__name__} takes {len(parameters)} parameters: it must take one item")
+        raise TypeError(f"@stage function {function.__name__} takes {len(parameters)} parameters: it must take one")
     makes = hints.get("return", Any)
     if typing.get_origin(makes) is not None and inspect.isclass(typing.get_origin(makes)):
         origin = typing.get_origin(makes)

@@ -1,0 +1,110 @@
+"""The choice of kernels: one set of functions with the same signatures, from PyTorch or from Triton.
+
+Triton is imported only when chosen, so that the CPU path works where it is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+BackendName = Literal["torch", "triton"]
+
+
+class BackendUnavailableError(RuntimeError):
+    """The chosen backend cannot run here; the message says what is missing and what to do."""
+
+
+class PagedDecode(Protocol):
+    """`reference.paged_decode`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor: ...
+
+
+class PagedAttention(Protocol):
+    """`reference.paged_attention`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The kernels of a decoder. Each does what its namesake in `reference.py` says."""
+
+    name: BackendName
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    rope: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    silu_mul: Callable[[Tensor], Tensor]
+    paged_decode: PagedDecode
+    paged_attention: PagedAttention
+
+
+def load(name: BackendName) -> Backend:
+    """The kernels of that name, ready to call.
+
+    Raises BackendUnavailableError if `triton` is chosen where it is not installed, or where there is neither a GPU nor
+    its interpreter (TRITON_INTERPRET=1, set before the process starts).
+    """
+    if name == "torch":
+        return Backend(
+            name,
+            reference.rms_norm,
+            reference.add_rms_norm,
+            reference.rope,
+            reference.write_kv,
+            reference.silu_mul,
+            reference.paged_decode,
+            reference.paged_attention,
+        )
+    if name != "triton":
+        raise ValueError(f"attention_backend = {name!r}: must be 'torch' or 'triton'")
+    if importlib.util.find_spec("triton") is None:
+        raise BackendUnavailableError(
+            "attention_backend = triton: the package triton is not installed (it exists for Linux only); "
+            "install it with `pip install triton`, or choose attention_backend = torch"
+        )
+    from . import triton_attention, triton_launch, triton_layers
+
+    if not (torch.cuda.is_available() or triton_launch.IS_INTERPRETED):
+        raise BackendUnavailableError(
+            "attention_backend = triton: no CUDA device is visible to torch; choose attention_backend = torch, or, to "
+            "check the kernels slowly on a CPU, start the process with TRITON_INTERPRET=1 and dtype = float32"
+        )
+    return Backend(
+        name,
+        triton_layers.rms_norm,
+        triton_layers.add_rms_norm,
+        triton_layers.rope,
+        triton_layers.write_kv,
+        triton_layers.silu_mul,
+        triton_attention.paged_decode,
+        triton_attention.paged_attention,
+    )

@@ -1,7 +1,7 @@
 """What the stages say to each other. Frozen, made once, never patched on the way.
 
-A client *request* holds one or more prompts; each prompt and choice is a *sequence*, with a dense `sequence_id` given in
-the order of arrival. A running sequence has a *slot*, and columnar state is indexed by slot. Arrays of a step are
+A client *request* holds one or more prompts; each prompt and choice is a *sequence*, with a dense `sequence_id` given
+in the order of arrival. A running sequence has a *slot*, and columnar state is indexed by slot. Arrays of a step are
 parallel: row i of each speaks of the same sequence. R rows, L of them sampled, B blocks newly given, E slots ended.
 
 Who says what to whom:
@@ -105,8 +105,8 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Started:
-    """A sequence took a slot, for the first time or again after a preemption. Travels with the first grant that runs it,
-    so that each stage can fill its row of columnar state."""
+    """A sequence took a slot, for the first time or again after a preemption. Travels with the first grant that runs
+    it, so that each stage can fill its row of columnar state."""
 
     slot: int
     sequence_id: int
@@ -128,7 +128,10 @@ class StepPlan:
     num_wanted: Ints  # [R] tokens to compute
     reaches_end: Bools  # [R] whether all wanted tokens lead to a new one
     token_budget: int
-    victims: Ints  # slots that may lose their blocks, first to go first. A row may take only from victims before itself
+    victims: Ints  # slots that may lose their blocks, first to go first
+    num_victims: Ints  # [R] how many of them, from the front, the row may take from
+    num_reserved: Ints  # [R] tokens to hold blocks for, at once; 0 = only for what is granted
+    allows_partial: bool = True  # False: a wish is granted whole or not at all
     started: tuple[Started, ...] = ()
     ended: Ints = field(default_factory=lambda: NO_INTS)  # [E] slots whose sequences are over
     preempted: Ints = field(default_factory=lambda: NO_INTS)  # slots that schedule took back itself

@@ -1,0 +1,64 @@
+"""The seven stages and the channels between them. Start reading here.
+
+    client -> intake -> tokenize -> schedule -> allocate -> execute -> sample -> detokenize -> exit -> client
+                                     ^   ^         |                      |
+                                     |   +- report +                      |
+                                     +------------- feedback -------------+
+
+Each stage is a task of its own and meets the others only here. A full channel makes its sender wait; that is how a slow
+stage holds back the ones before it, up to the door, where intake refuses what would wait too long.
+
+The loop schedule -> allocate -> execute -> sample -> schedule can not deadlock: at most K steps are in flight, schedule
+spends a credit for each and gets it back with the step's outcome, and every channel of the loop holds K. So no send
+inside the loop ever waits. The way out of the loop, sample -> detokenize -> exit, waits for nobody either: outboxes
+coalesce, so the exit takes all it is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..runtime.exit import Exit
+from ..runtime.graph import Port
+from ..runtime.pipeline import Pipeline
+from ..runtime.stage import Stage
+
+ENTRY_CAPACITY = 256  # requests that arrive in one burst; intake looks at each for microseconds
+TEXT_CAPACITY = 16  # steps' worth of tokens on their way to text: slack for a loop that is busy elsewhere
+
+
+def build_pipeline(
+    intake: Stage[Any, Any],
+    tokenize: Stage[Any, Any],
+    schedule: Stage[Any, Any],
+    allocate: Stage[Any, Any],
+    execute: Stage[Any, Any],
+    sample: Stage[Any, Any],
+    detokenize: Stage[Any, Any],
+    exit: Exit[Any],
+    *,
+    steps_in_flight: int = 2,
+) -> Pipeline:
+    """Joins seven stages and an exit into an engine's pipeline, not yet started. `steps_in_flight` is K."""
+    pipeline = Pipeline()
+    names = ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "exit")
+    stages = (intake, tokenize, schedule, allocate, execute, sample, detokenize, exit)
+    for name, stage in zip(names, stages, strict=True):
+        pipeline.add(stage, name)
+    pipeline.entry = Port("intake", "in")
+    pipeline.lane_reader = "schedule"
+
+    k = steps_in_flight
+    connect = pipeline.connect
+    connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="as many as a burst at the door")
+    connect("tokenize", "schedule.in", capacity=ENTRY_CAPACITY, reason="a burst of prompts tokenized at once")
+    connect("schedule", "allocate", capacity=k, when_full="never", credits=1, reason="one plan awaits its report")
+    connect("allocate.report", "schedule.report", capacity=k, when_full="never", credits=1, reason="its report")
+    connect("allocate", "execute", capacity=k, when_full="never", credits=k, reason="K steps in flight")
+    connect("execute", "sample", capacity=k, when_full="never", credits=k, reason="K steps in flight")
+    connect(
+        "sample.feedback", "schedule.feedback", capacity=2 * k, when_full="never", credits=k, reason="K outcomes, slack"
+    )
+    connect("sample", "detokenize", capacity=TEXT_CAPACITY, reason="steps that wait to become text")
+    connect("detokenize", "exit", capacity=TEXT_CAPACITY, reason="the exit takes all; this is slack for its turn")
+    return pipeline

@@ -1,0 +1,377 @@
+"""Decides what the next step should run. First come, first served; decodes before prefills.
+
+Plain code behind the schedule stage. Knows sequences and steps; refuses to know blocks (allocate does), clocks, and the
+event loop. Told the same things in the same order, it decides the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import Failed, RequestError
+from .messages import NO_INTS, Bools, Ints, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
+from .sequences import Sequence, SlotTable, State, WaitingQueue, choice_seed
+
+MAX_VOIDS_ALONE = 2  # steps a sequence may make fail all by itself before it is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step may hold."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    steps_in_flight: int = 2  # K
+    enable_chunked_prefill: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """A granted step that is not done yet."""
+
+    step: int
+    generation: int
+    slots: Ints  # of the rows it runs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """The running slots in the order of service, and who may be preempted for whom. Changes only with membership."""
+
+    slots: Ints  # [R]
+    victims: Ints  # [V] newest first
+    num_victims: Ints  # [S] by slot: how many of them it may take
+
+    @classmethod
+    def of(cls, table: SlotTable) -> _Order:
+        slots = table.running()
+        is_victim = table.reserve[slots] == 0
+        is_victim[:1] = False  # the first in line is never preempted
+        behind = np.cumsum(is_victim[::-1])[::-1] - is_victim
+        num_victims = np.zeros(table.num_slots, np.int32)
+        num_victims[slots] = behind
+        return cls(slots, slots[is_victim][::-1].copy(), num_victims)
+
+
+class Scheduler:
+    """Holds every sequence from its arrival to its end, and makes one plan at a time.
+
+    Call `add`, `on_report`, `on_done`, `on_void` and `end` as things happen, then `plan` until it returns None. A plan
+    is outstanding until its report; at most K granted steps are in flight.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting = WaitingQueue()
+        self.slots = SlotTable(limits.max_num_seqs)
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.last_granted = -1  # step
+        self.completed_step = -1
+        self._told_step = -1  # the completed step that allocate was last told of
+        self._generation = 0
+        self._outstanding: StepPlan | None = None
+        self._flights: deque[_Flight] = deque()
+        self._order: _Order | None = None  # None: membership changed
+        self._started: list[Started] = []  # to tell allocate in the next plan, as the next two
+        self._ended: list[int] = []
+        self._preempted: list[int] = []
+        self._num_returning = 0  # preempted sequences that have not come back to the queue yet
+        self._row_limit = limits.max_num_seqs  # lowered when steps fail, until the one at fault is alone
+        self._num_free_blocks: int | None = None  # as of the last report
+        self._num_quarantined = 0
+        self._must_wait = False  # nothing could be granted: plan again when a step is done
+
+    # -- asking
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps granted and not done."""
+        return self.last_granted - self.completed_step
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self._num_returning
+
+    @property
+    def num_running(self) -> int:
+        return self.slots.num_running
+
+    # -- being told
+
+    def add(self, request: TokenRequest) -> None:
+        """A prompt arrived; its choices wait from now on. Adding it twice changes nothing."""
+        params = request.params
+        num_prompt = len(request.token_ids)
+        room = self.limits.max_model_len - num_prompt
+        answer = room if params.max_tokens is None else min(params.max_tokens, room)
+        for choice in range(params.n):
+            sequence_id = request.first_sequence_id + choice
+            if sequence_id in self.sequences:
+                continue
+            sequence = Sequence(
+                sequence_id,
+                request.request_id,
+                request.token_ids,
+                num_prompt,
+                num_prompt + answer,
+                params,
+                choice_seed(params.seed or 0, choice),
+                request.priority,
+            )
+            self.sequences[sequence_id] = sequence
+            self.waiting.push(sequence)
+
+    def end(self, sequence_id: int) -> None:
+        """A sequence is over, wherever it is: finished, stopped or cancelled. Unknown ids are over already."""
+        sequence = self.sequences.pop(sequence_id, None)
+        if sequence is None:
+            return
+        before = sequence.state
+        sequence.move(State.OVER)
+        if before is State.WAITING:
+            self.waiting.forget()
+        elif before is State.RUNNING:
+            self._leave(sequence)
+            self._ended.append(sequence.slot)
+        else:
+            self._num_returning -= 1
+
+    def on_report(self, report: PlanReport) -> None:
+        """Allocate's answer to the outstanding plan."""
+        plan, self._outstanding = self._outstanding, None
+        assert plan is not None and report.step == plan.step, f"a report of step {report.step} was not asked for"
+        self._num_free_blocks, self._num_quarantined = report.num_free, report.num_quarantined
+        if report.is_reset:
+            self._take_back(self.slots.running(), tell=False)
+            return
+        if report.is_void:
+            self._must_wait = len(plan.slots) > 0 and self.num_in_flight > 0
+        else:
+            self._note_grant(plan, report)
+        for slot in report.preempted.tolist():
+            self._note_preempted(slot)
+
+    def on_done(self, done: StepDone) -> None:
+        """A step's tokens are known."""
+        self._pop_flight(done.step)
+        self._row_limit = min(self.limits.max_num_seqs, 2 * self._row_limit)
+        known = self.slots.knows(done.slots, done.sequence_ids)
+        if not known.all():
+            done = StepDone(
+                done.step,
+                done.slots[known],
+                done.sequence_ids[known],
+                done.places[known],
+                done.token_ids[known],
+                done.is_finished[known],
+            )
+        self.slots.note_tokens(done.slots, done.places, done.token_ids)
+        if done.is_finished.any():
+            for sequence_id in done.sequence_ids[done.is_finished].tolist():
+                self.end(sequence_id)
+
+    def on_void(self, void: StepVoid) -> list[tuple[Sequence, RequestError]]:
+        """A step did not happen. Everything that was in flight with it is computed anew, in smaller steps. Returns the
+        sequences to give up, with the error their clients get."""
+        flight = self._pop_flight(void.step)
+        if void.generation != self._generation:
+            return []  # it fell with an earlier one, and was dealt with then
+        self._generation += 1
+        self._row_limit = max(1, len(flight.slots) // 2)
+        guilty = self._find_guilty(flight)
+        plans = [flight.slots, *(later.slots for later in self._flights)]
+        if self._outstanding is not None:
+            plans.append(self._outstanding.slots)
+        slots = np.unique(np.concatenate(plans))
+        self._take_back(slots[self.slots.is_running[slots]], tell=True)
+        for sequence in guilty:
+            self.end(sequence.sequence_id)
+        return [(sequence, Failed("the model failed on this request")) for sequence in guilty]
+
+    def rebuild(self) -> None:
+        """After a crash: trusts nothing about what runs, and computes it all anew."""
+        self._take_back(self.slots.running(), tell=True)
+
+    # -- planning
+
+    def plan(self) -> StepPlan | None:
+        """The next plan, or None while there is nothing to say or nobody to say it to."""
+        if self._outstanding is not None or self.num_in_flight >= self.limits.steps_in_flight:
+            return None
+        self._settle()
+        if self._must_wait:
+            return None
+        slots, num_wanted = self._rows()
+        if self._admit(int(num_wanted.sum())):
+            slots, num_wanted = self._rows()
+        if not len(slots) and not self._has_news():
+            return None
+        self._outstanding = self._make_plan(slots, num_wanted)
+        self._told_step = self.completed_step
+        return self._outstanding
+
+    def _has_news(self) -> bool:
+        """Whether allocate could free something if it knew what has happened since the last plan."""
+        if self._ended or self._preempted:
+            return True
+        return self._num_quarantined > 0 and self.completed_step > self._told_step
+
+    def _rows(self) -> tuple[Ints, Ints]:
+        """The rows to ask for, decodes first, each group in the order of service: (slots, tokens wanted)."""
+        slots = self._in_order().slots
+        num_left = self.slots.num_known[slots] - self.slots.num_computed[slots]
+        is_runnable = self.slots.num_known[slots] < self.slots.limit[slots]
+        is_decode = is_runnable & (num_left == 1)
+        if is_decode.all():
+            rows, wanted = slots, num_left
+        else:
+            is_prefill = is_runnable & (num_left > 1)
+            rows = np.concatenate([slots[is_decode], slots[is_prefill]])
+            wanted = np.concatenate([num_left[is_decode], num_left[is_prefill]])
+        return rows[: self._row_limit], wanted[: self._row_limit]
+
+    def _admit(self, num_wanted: int) -> bool:
+        """Gives slots to those that wait, in order, while tokens, slots and blocks are likely to be there."""
+        first = self.waiting.peek()
+        if first is None or self._num_returning or not self.slots.num_free:
+            return False
+        budget = self.limits.max_num_batched_tokens - num_wanted
+        spare = self._spare_blocks()
+        while first is not None and self.slots.num_free and budget > 0 and self.num_running < self._row_limit:
+            need = -(-max(len(first.token_ids) + 1, first.limit if first.is_protected else 0) // self.limits.block_size)
+            if spare is not None and need > spare and self.num_running > 0:
+                break
+            self._start(self.waiting.pop())
+            budget -= len(first.token_ids)
+            spare = None if spare is None else spare - need - 1
+            first = self.waiting.peek()
+        return self._order is None
+
+    def _spare_blocks(self) -> int | None:
+        """Blocks likely to be left when every running sequence has what it needs now and one more each; None before the
+        first report. A guess that only keeps the newest from being let in to be preempted at once."""
+        if self._num_free_blocks is None:
+            return None
+        slots = self._in_order().slots
+        owed = self._blocks(self.slots.num_known[slots]) - self._blocks(self.slots.num_computed[slots])
+        return self._num_free_blocks + self._num_quarantined - int(owed.sum()) - len(slots)
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.move(State.RUNNING)
+        self.slots.enter(sequence)
+        self._started.append(sequence.started())
+        self._order = None
+
+    def _make_plan(self, slots: Ints, num_wanted: Ints) -> StepPlan:
+        order = self._in_order()
+        plan = StepPlan(
+            step=self.last_granted + 1,
+            generation=self._generation,
+            completed_step=self.completed_step,
+            slots=slots,
+            num_wanted=num_wanted,
+            reaches_end=_all_true(len(slots)),
+            token_budget=self.limits.max_num_batched_tokens,
+            victims=order.victims,
+            num_victims=order.num_victims[slots],
+            num_reserved=self.slots.reserve[slots],
+            allows_partial=self.limits.enable_chunked_prefill,
+            started=tuple(self._started),
+            ended=np.array(self._ended, np.int32) if self._ended else NO_INTS,
+            preempted=np.array(self._preempted, np.int32) if self._preempted else NO_INTS,
+        )
+        self._started, self._ended, self._preempted = [], [], []
+        return plan
+
+    # -- books
+
+    def _note_grant(self, plan: StepPlan, report: PlanReport) -> None:
+        self.last_granted = report.step
+        rows = np.flatnonzero(report.num_granted)
+        slots = plan.slots[rows]
+        self._flights.append(_Flight(report.step, plan.generation, slots))
+        progress = np.where(self.slots.is_running[slots], report.num_granted[rows] + report.num_cached[rows], 0)
+        self.slots.num_computed[slots] += progress
+        is_sampled = plan.reaches_end[rows] & (progress == plan.num_wanted[rows])
+        self.slots.num_known[slots] += is_sampled
+
+    def _note_preempted(self, slot: int) -> None:
+        sequence = self.slots.sequences[slot]
+        if sequence is None or sequence.state is not State.RUNNING:
+            return  # it ended while allocate was taking its blocks
+        sequence.num_preempted += 1
+        self.num_preemptions += 1
+        self.num_recomputed_tokens += int(self.slots.num_computed[slot])
+        self._return(sequence)
+
+    def _take_back(self, slots: Ints, *, tell: bool) -> None:
+        """Sends running sequences back to the queue without counting it as their preemption."""
+        for slot in slots.tolist():
+            sequence = self.slots.sequences[slot]
+            assert sequence is not None
+            self._return(sequence)
+            if tell:
+                self._preempted.append(slot)
+
+    def _return(self, sequence: Sequence) -> None:
+        sequence.move(State.PREEMPTED)
+        self._num_returning += 1
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        last_step = self.last_granted if self._outstanding is None else self._outstanding.step
+        self.slots.leave(sequence.slot, last_step)
+        self._started = [started for started in self._started if started.slot != sequence.slot]
+        self._order = None
+
+    def _settle(self) -> None:
+        for sequence in self.slots.settle(self.completed_step, self.last_granted):
+            sequence.move(State.WAITING)
+            self._num_returning -= 1
+            self.waiting.push(sequence)
+
+    def _pop_flight(self, step: int) -> _Flight:
+        flight = self._flights.popleft()
+        assert flight.step == step, f"step {step} is done before step {flight.step}"
+        self.completed_step = step
+        self._must_wait = False
+        return flight
+
+    def _find_guilty(self, flight: _Flight) -> list[Sequence]:
+        """The sequence that made the step fail, once that is beyond doubt: it was alone, and not for the first time."""
+        sequence = self.slots.sequences[int(flight.slots[0])] if len(flight.slots) == 1 else None
+        if sequence is None or sequence.state is State.OVER:
+            return []
+        sequence.num_voids_alone += 1
+        return [sequence] if sequence.num_voids_alone >= MAX_VOIDS_ALONE else []
+
+    def _in_order(self) -> _Order:
+        if self._order is None:
+            self._order = _Order.of(self.slots)
+        return self._order
+
+    def _blocks(self, num_tokens: Ints) -> Ints:
+        return -(-num_tokens // self.limits.block_size)
+
+    def check(self) -> None:
+        """Raises AssertionError unless every sequence is in exactly one place (I10: and none is left at the end)."""
+        in_slots = [s for s in self.slots.sequences if s is not None and s.state is not State.OVER]
+        running = [s for s in in_slots if s.state is State.RUNNING]
+        waiting = list(self.waiting)
+        assert len(running) == self.num_running, f"{len(running)} sequences run, the table says {self.num_running}"
+        assert len(in_slots) - len(running) == self._num_returning
+        assert {s.sequence_id for s in in_slots}.isdisjoint(s.sequence_id for s in waiting)
+        assert len(in_slots) + len(waiting) == len(self.sequences), "a sequence is in no place, or in two"
+        assert 0 <= self.num_in_flight <= self.limits.steps_in_flight
+        assert len(self._flights) == self.num_in_flight
+
+
+def _all_true(count: int) -> Bools:
+    return np.ones(count, np.bool_)

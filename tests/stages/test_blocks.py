@@ -1,0 +1,102 @@
+"""The block pool and the block tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from millrace.stages.blocks import BlockPool, BlockState, BlockTables
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_a_new_pool_is_all_free():
+    pool = BlockPool(num_blocks=4, block_size=2)
+    assert (pool.num_free, pool.num_in_use, pool.num_quarantined, pool.num_cached) == (4, 0, 0, 0)
+    pool.check()
+
+
+def test_blocks_taken_are_distinct_and_in_use():
+    pool = BlockPool(num_blocks=4, block_size=2)
+    first, second = pool.take(2), pool.take(2)
+    assert sorted([*first, *second]) == [0, 1, 2, 3]
+    assert pool.num_in_use == 4 and pool.num_free == 0
+    pool.check()
+
+
+def test_a_block_given_back_is_not_free_before_the_last_step_that_may_touch_it_is_done():
+    pool = BlockPool(num_blocks=2, block_size=2)
+    blocks = pool.take(2)
+    pool.give_back(blocks, last_step=7, completed_step=5)
+    pool.settle(6)
+    assert (pool.num_free, pool.num_quarantined) == (0, 2)
+    pool.settle(7)
+    assert (pool.num_free, pool.num_quarantined) == (2, 0)
+    pool.check()
+
+
+def test_a_block_that_no_step_in_flight_knows_is_free_at_once():
+    pool = BlockPool(num_blocks=2, block_size=2)
+    pool.give_back(pool.take(1), last_step=3, completed_step=3)
+    assert pool.num_free == 2
+
+
+def test_giving_a_block_back_twice_is_found():
+    pool = BlockPool(num_blocks=2, block_size=2)
+    blocks = pool.take(1)
+    pool.give_back(blocks, 0, 0)
+    with pytest.raises(AssertionError, match="not all in use"):
+        pool.give_back(blocks, 0, 0)
+
+
+def test_taking_more_than_is_free_is_found():
+    with pytest.raises(AssertionError, match="3 blocks taken of 2"):
+        BlockPool(num_blocks=2, block_size=2).take(3)
+
+
+def test_check_finds_a_state_that_the_counters_do_not_know_of():
+    pool = BlockPool(num_blocks=2, block_size=2)
+    pool.state[0] = BlockState.IN_USE
+    with pytest.raises(AssertionError):
+        pool.check()
+
+
+def test_after_seizing_all_every_block_comes_back_once_the_device_is_done():
+    pool = BlockPool(num_blocks=3, block_size=2)
+    pool.give_back(pool.take(2), last_step=4, completed_step=1)
+    pool.take(1)
+    pool.seize_all(last_step=5)
+    pool.check()
+    pool.settle(5)
+    assert pool.num_free == 3
+    pool.check()
+
+
+def test_a_pool_of_no_blocks_is_refused():
+    with pytest.raises(ValueError, match="num_blocks = 0"):
+        BlockPool(num_blocks=0, block_size=2)
+
+
+def test_appended_blocks_follow_those_that_a_table_has():
+    tables = BlockTables(num_slots=3, blocks_per_slot=4, block_size=2)
+    tables.append(ints(2), ints(1), ints(9))
+    owners, places = tables.append(ints(0, 2), ints(2, 1), ints(5, 6, 7))
+    assert owners.tolist() == [0, 0, 2] and places.tolist() == [0, 1, 1]
+    assert tables.blocks[0, :2].tolist() == [5, 6]
+    assert tables.blocks[2, :2].tolist() == [9, 7]
+    assert sorted(tables.held().tolist()) == [5, 6, 7, 9]
+
+
+def test_clearing_a_slot_returns_what_it_held_and_leaves_the_others():
+    tables = BlockTables(num_slots=2, blocks_per_slot=2, block_size=2)
+    tables.append(ints(0, 1), ints(1, 2), ints(3, 4, 5))
+    assert tables.clear(1).tolist() == [4, 5]
+    assert tables.held().tolist() == [3]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2)])
+def test_a_block_is_needed_for_each_started_block_size(num_tokens: int, num_blocks: int):
+    tables = BlockTables(num_slots=1, blocks_per_slot=2, block_size=16)
+    assert tables.num_blocks_for(ints(num_tokens)).tolist() == [num_blocks]

@@ -180,7 +180,7 @@ class Graph:
             elif edge.when_full == "never" and edge.credits is None:
                 yield f'edge {edge.name} is when_full="never" and names no credits: say credits=, what bounds it'
             elif edge.credits is not None and edge.credits > edge.capacity:
-                yield f"edge {edge.name} holds {edge.capacity}, its credits are {edge.credits}: capacity must be at least that"
+                yield f"edge {edge.name} holds {edge.capacity} and has {edge.credits} credits: give it that capacity"
 
     def _ports_with_two_edges(self) -> Iterator[str]:
         seen: dict[Port, Edge] = {}
@@ -235,7 +235,7 @@ class Graph:
             path = " -> ".join([*cycle, cycle[0]])
             edges = [self._edge_between(a, b) for a, b in zip(cycle, [*cycle[1:], cycle[0]], strict=True)]
             if all(edge.when_full == "wait" for group in edges for edge in group):
-                yield f"{path} is a cycle in which every edge waits when full, so it can deadlock: let one never be full"
+                yield f"{path} is a cycle in which every edge waits when full, so it can deadlock: make one never full"
             elif not any(edge.credits is not None for group in edges for edge in group):
                 yield f"{path} is a cycle without credits, so nothing bounds what is in it: give one edge credits"
 

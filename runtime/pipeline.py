@@ -111,7 +111,8 @@ class Pipeline(Graph):
         return part
 
     def use(self, env: Env, tracer: Tracer | None = None) -> None:
-        """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`. The caller closes it."""
+        """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`. Whoever made them
+        closes them."""
         self.env, self._owns_env = env, False
         if tracer is not None:
             self.tracer = tracer
@@ -119,7 +120,8 @@ class Pipeline(Graph):
     # -- running
 
     async def start(self, mode: Literal["inline", "split"] = "inline") -> None:
-        """Checks the graph, starts every stage, and returns when all are set up. Raises what a set-up raised."""
+        """Checks the graph, starts every stage, and returns when all are set up. Raises what a set-up raised, after
+        stopping the others."""
         if mode != "inline":
             raise GraphError(f'mode = "{mode}": only "inline", one process, is built; leave mode out')
         if self._health.state != "new":
@@ -133,7 +135,11 @@ class Pipeline(Graph):
             self.exit.on_end.append(lambda outbox, cause, error: self._request_ended(outbox.request_id))
         for name, runner in self.runners.items():
             self._tasks[name] = asyncio.get_running_loop().create_task(self._guard(name, runner), name=name)
-        await self._wait_until_set_up()
+        try:
+            await self._wait_until_set_up()
+        except BaseException:
+            await self.stop()
+            raise
         self._health = Health("ready")
 
     async def stop(self) -> None:
@@ -200,12 +206,12 @@ class Pipeline(Graph):
     async def submit(self, request: Any, *, deadline_s: float | None = None, wait: bool = True) -> Outbox[Any]:
         """Sends a request in and returns its outbox. Whoever gets it reads it, or `cancel`s the request."""
         if self.exit is None:
-            raise RuntimeError("this slice has no exit, so nobody could answer: use channel() to feed it and to read it")
+            raise RuntimeError("this slice has no exit, so nobody could answer: use channel() to feed and to read it")
         if not self._health.is_ready:
             raise NotServing(self._health)
         outbox = self.exit.open(request, deadline_s)
         try:
-            await self._enter(request, wait)
+            await self._enter(getattr(outbox, "request", request), wait)  # an exit may stamp what enters
         except BaseException:
             self.exit.end(outbox.request_id, "refused")
             raise
@@ -253,7 +259,7 @@ class Pipeline(Graph):
         edges = {edge.source: edge for edge in self.edges}
         inputs = {port: self._port_channels[Port(name, port)] for port in stage.inputs}
         outputs = {
-            port: Output(self._port_channels[at], edges.get(at), self._taps.get(at, []))
+            port: Output(self._port_channels[at], edges.get(at), self._taps.setdefault(at, []))
             for port in stage.outputs
             for at in (Port(name, port),)
         }

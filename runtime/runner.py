@@ -36,7 +36,7 @@ class StageCrashed(Exception):
 
 @dataclass(slots=True)
 class StageTimes:
-    """Where a stage's time went, seconds; they add up to its life."""
+    """Where a stage's time went, seconds; they add up to its life. Items carried at once count each for itself."""
 
     idle: float = 0.0
     busy: float = 0.0
@@ -55,11 +55,12 @@ class Output:
 class CollectingOutlet:
     """The `Outlet` a runner gives to `handle`: it collects, and delivers when `handle` is done."""
 
-    __slots__ = ("_items", "_runner", "has_flushed")
+    __slots__ = ("_items", "_runner", "blocked_s", "has_flushed")
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner = runner
         self._items: list[tuple[str, Any]] = []
+        self.blocked_s = 0.0  # spent waiting for room
         self.has_flushed = False
 
     def send(self, item: Any, port: str = "out") -> None:
@@ -71,7 +72,7 @@ class CollectingOutlet:
         items, self._items = self._items, []
         if items:
             self.has_flushed = True
-            await self._runner.deliver(items)
+            self.blocked_s += await self._runner.deliver(items)
 
     def discard(self) -> None:
         """Forgets what was collected and not delivered."""
@@ -108,7 +109,6 @@ class StageRunner:
         self.num_restarts = 0
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
-        self.is_busy = False
         self.last_progress_s = context.env.now()
         self._context = context
         self._on_broken = on_broken
@@ -116,7 +116,7 @@ class StageRunner:
         self._recent_restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._items_in_hand: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._is_stopping = False
-        self._wait_began_ns = 0
+        self._num_carried = 0  # batches, or items at once, that `handle` has now
         for channel in self.inputs.values():
             channel.listen(self._bell)
         if stage.reads_lane:
@@ -138,9 +138,13 @@ class StageRunner:
             await self._finish_items_in_hand()
         finally:
             self._is_stopping = True
-            for task in self._items_in_hand:
-                task.cancel()
+            await self._drop_items_in_hand()
             await self.stage.teardown()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `handle` has something now."""
+        return self._num_carried > 0
 
     async def _next_batch(self) -> list[Any] | None:
         """What is waiting at the ports the stage wants, in their order; None when all have ended."""
@@ -173,9 +177,22 @@ class StageRunner:
 
     async def _carry(self, batch: list[Any]) -> None:
         env, tracer = self._context.env, self._context.tracer
-        began, began_ns, blocked_before = env.now(), env.now_ns(), self.times.blocked
-        self.is_busy = True
+        began, began_ns = env.now(), env.now_ns()
         out = CollectingOutlet(self)
+        self._num_carried += 1
+        try:
+            await self._handle(batch, out)
+            await out.flush()
+        finally:
+            self._num_carried -= 1
+        now = env.now()
+        busy = now - began - out.blocked_s
+        self.times.busy += busy
+        self.last_progress_s = now
+        if tracer.enabled:
+            tracer.emit(EventKind.STAGE_BATCH, self._context.source, 0, len(batch), began_ns, int(busy * 1e9))
+
+    async def _handle(self, batch: list[Any], out: CollectingOutlet) -> None:
         try:
             self._fault("before")
             await self.stage.handle(batch, out)
@@ -184,16 +201,6 @@ class StageRunner:
             if not self._is_crash(error):
                 raise
             await self._pick_up(batch, out, error)
-        await out.flush()
-        now = env.now()
-        blocked = self.times.blocked - blocked_before
-        self.times.busy += now - began - blocked
-        self.is_busy = False
-        self.last_progress_s = now
-        if tracer.enabled:
-            tracer.emit(
-                EventKind.STAGE_BATCH, self._context.source, 0, len(batch), began_ns, int((now - began - blocked) * 1e9)
-            )
 
     def _fault(self, when: str) -> None:
         if self._context.env.fault(f"{self.name}.crash.{when}"):
@@ -230,17 +237,22 @@ class StageRunner:
         while self._items_in_hand:
             await asyncio.wait(list(self._items_in_hand))
 
+    async def _drop_items_in_hand(self) -> None:
+        for task in self._items_in_hand:
+            _cancel_once(task)
+        await self._finish_items_in_hand()
+
     def request_ended(self, request_id: str) -> None:
         """Cancels the tasks that work on `request_id` here."""
         for task, request_ids in list(self._items_in_hand.items()):
             if request_id in request_ids:
-                task.cancel()
+                _cancel_once(task)
 
     # -- delivering
 
-    async def deliver(self, items: Sequence[tuple[str, Any]]) -> None:
-        """Sends each item to its port's channel, waiting where the edge waits."""
-        env = self._context.env
+    async def deliver(self, items: Sequence[tuple[str, Any]]) -> float:
+        """Sends each item to its port's channel, waiting where the edge waits. Returns the seconds waited for room."""
+        env, waited = self._context.env, 0.0
         for port, item in items:
             output = self.outputs[port]
             for tap in output.taps:
@@ -253,7 +265,9 @@ class StageRunner:
                 raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, yet it never may be")
             began = env.now()
             await output.channel.send(item)
-            self.times.blocked += env.now() - began
+            waited += env.now() - began
+        self.times.blocked += waited
+        return waited
 
     def fail(self, item: Any, error: BaseException) -> None:
         """Ends the requests of `item` at the exit."""
@@ -292,10 +306,12 @@ class StageRunner:
 
     async def _isolate(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
         """Restarts the stage and tries each item alone once more. What left the stage before can not be taken back,
-        so the items of a batch that had flushed are not tried again."""
+        so the items of a batch that had flushed are not tried again. A stage that has other items in hand is not
+        restarted: they would lose the ground under their feet."""
         out.discard()
-        await self.stage.teardown()
-        await self.stage.setup(self._context)
+        if len(self._items_in_hand) <= 1:
+            await self.stage.teardown()
+            await self.stage.setup(self._context)
         for item in batch:
             if out.has_flushed:
                 self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
@@ -313,6 +329,13 @@ class StageRunner:
             self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
         else:
             await alone.flush()
+            out.blocked_s += alone.blocked_s
+
+
+def _cancel_once(task: asyncio.Task[None]) -> None:
+    """A second cancel would break into what the first one's `finally` awaits."""
+    if not task.cancelling():
+        task.cancel()
 
 
 class InjectedCrash(Exception):

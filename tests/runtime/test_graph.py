@@ -228,7 +228,7 @@ def test_an_edge_needs_a_capacity_and_a_full_policy() -> None:
 
 def test_an_edge_that_never_fills_says_what_bounds_it_and_has_room_for_it() -> None:
     assert 'is when_full="never" and names no credits' in complaint(cycle(capacity=4, when_full="never"))
-    assert "holds 2, its credits are 4: capacity must be at least that" in complaint(
+    assert "holds 2 and has 4 credits: give it that capacity" in complaint(
         cycle(capacity=2, when_full="never", credits=4)
     )
 

@@ -111,8 +111,8 @@ class LiveEnv(Env):
 
     Worker round trip, `await worker.submit(fn)` on an idle loop: 75 to 80 us at the median, 120 at p99 (2 cores, Python
     3.11; the default executor takes 135); 256 jobs submitted together: 16 us a job, as results that are ready together
-    reach the loop in one wake-up. A loop that never waits for I/O keeps the interpreter lock, and then a thread may wait
-    for `sys.getswitchinterval()` (5 ms).
+    reach the loop in one wake-up. A loop that never waits for I/O keeps the interpreter lock, and then a thread may
+    wait for `sys.getswitchinterval()` (5 ms).
     """
 
     now = staticmethod(time.monotonic)
@@ -154,14 +154,14 @@ class LiveEnv(Env):
         pass
 
 
-class _Job(asyncio.Future[Any]):
+class Job(asyncio.Future[Any]):
     """A call and its future in one. It is waiting while it is a key of `waiting`; who pops it owns it, and as
     `dict.pop` is atomic neither the thread that begins a job nor the loop that cancels it needs a lock."""
 
     __slots__ = ("args", "fn", "waiting")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], args: tuple[Any, ...], waiting: dict[_Job, bool]
+        self, loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], args: tuple[Any, ...], waiting: dict[Job, bool]
     ) -> None:
         super().__init__(loop=loop)
         self.fn: Callable[..., Any] | None = fn
@@ -232,17 +232,17 @@ class _ThreadWorker(Worker):
         self._handover = handover
         self._on_closed = on_closed
         self._threads: dict[threading.Thread, asyncio.Future[None]] = {}  # with what resolves when the thread has ended
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._waiting: dict[_Job, bool] = {}
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._waiting: dict[Job, bool] = {}
         self._is_closed = False
 
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         if self._is_closed:
-            raise WorkerClosed(f"worker {self.name!r} is closed: {_name_of(fn)} was submitted too late")
+            raise WorkerClosed(f"worker {self.name!r} is closed: {name_of(fn)} was submitted too late")
         loop = self._handover.bind()
         if not self._threads:
             self._start(loop)
-        job = _Job(loop, fn, args, self._waiting)
+        job = Job(loop, fn, args, self._waiting)
         self._queue.put(job)
         return job
 
@@ -273,24 +273,26 @@ class _ThreadWorker(Worker):
     def _serve(self, ended: asyncio.Future[None]) -> None:
         while (job := self._queue.get()) is not None:
             if job.begin():
-                self._handover.put(job, *_outcome(job))
+                self._handover.put(job, *run_job(job))
             del job  # an idle thread must not keep the last job's arguments alive
         self._handover.put(ended, None, None)
 
 
-def _outcome(job: _Job) -> tuple[Any, BaseException | None]:
-    """Runs the job. What a future refuses to carry, or what would read as the awaiter's own cancellation, is wrapped."""
+def run_job(job: Job) -> tuple[Any, BaseException | None]:
+    """Runs the job that has begun: its result or its error. What a future refuses to carry is wrapped, and so is what
+    would read as the cancellation of whoever waits."""
     assert job.fn is not None
     fn, args, job.fn, job.args = job.fn, job.args, None, ()
     try:
         return fn(*args), None
     except (StopIteration, asyncio.CancelledError) as error:
-        wrapped = RuntimeError(f"{_name_of(fn)} raised {type(error).__name__} in a worker thread")
+        wrapped = RuntimeError(f"{name_of(fn)} raised {type(error).__name__} in a worker thread")
         wrapped.__cause__ = error
         return None, wrapped
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: the thread lives on, the awaiter decides
         return None, error
 
 
-def _name_of(fn: Callable[..., Any]) -> str:
+def name_of(fn: Callable[..., Any]) -> str:
+    """What errors call a job."""
     return getattr(fn, "__qualname__", None) or repr(fn)

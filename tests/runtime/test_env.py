@@ -1,0 +1,221 @@
+"""What the live env promises: ordered workers, cancellation, errors, a clean end."""
+
+import asyncio
+import contextvars
+import gc
+import threading
+import weakref
+
+import pytest
+
+from millrace.runtime.env import LiveEnv, WorkerClosed
+
+
+class RustPanic(BaseException):
+    pass
+
+
+def threads_of(worker_name: str) -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith(f"millrace-{worker_name}"))
+
+
+def test_jobs_of_a_worker_run_in_the_order_of_submission_on_its_own_thread():
+    async def main() -> None:
+        env = LiveEnv()
+        worker = env.worker("device")
+        ran: list[tuple[int, str]] = []
+        results = [worker.submit(lambda i=i: ran.append((i, threading.current_thread().name)) or i) for i in range(50)]
+        assert await asyncio.gather(*results) == list(range(50))
+        assert ran == [(i, "millrace-device") for i in range(50)]
+        await env.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_base_exception_in_a_job_reaches_the_awaiter_and_the_thread_lives_on():
+    async def main() -> None:
+        env = LiveEnv()
+        worker = env.worker("tokenizer")
+        for kind in (ValueError, RustPanic, SystemExit, KeyboardInterrupt):
+
+            def fail(kind: type[BaseException] = kind) -> None:
+                raise kind("as raised")
+
+            job = worker.submit(fail)
+            await asyncio.wait([job])
+            assert type(job.exception()) is kind
+        assert await worker.submit(lambda: "alive") == "alive"
+        await env.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [StopIteration, asyncio.CancelledError])
+def test_a_job_cannot_end_its_awaiter_by_raising_what_a_future_reads_as_control_flow(kind: type[BaseException]):
+    async def main() -> None:
+        env = LiveEnv()
+
+        def fail() -> None:
+            raise kind
+
+        with pytest.raises(RuntimeError, match=f"fail raised {kind.__name__}"):
+            await env.worker("w").submit(fail)
+        await env.aclose()
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_waiting_job_removes_it_and_a_running_one_ends_with_its_result_dropped():
+    async def main() -> None:
+        env = LiveEnv()
+        worker = env.worker("w")
+        begun, go_on, ran = threading.Event(), threading.Event(), []
+
+        def first() -> None:
+            begun.set()
+            go_on.wait(5)
+            ran.append("first")
+
+        running = worker.submit(first)
+        waiting = worker.submit(ran.append, "second")
+        last = worker.submit(ran.append, "third")
+        begun.wait(5)
+        assert worker.num_waiting == 2
+        waiting.cancel()
+        running.cancel()
+        assert worker.num_waiting == 1
+        go_on.set()
+        await last
+        assert ran == ["first", "third"] and running.cancelled() and waiting.cancelled()
+        await env.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_waiting_job_lets_go_of_its_arguments_at_once():
+    class Tensor:
+        pass
+
+    async def main() -> None:
+        env = LiveEnv()
+        worker = env.worker("w")
+        go_on = threading.Event()
+        blocker = worker.submit(go_on.wait, 5)
+        tensor = Tensor()
+        gone = weakref.ref(tensor)
+        job = worker.submit(id, tensor)
+        del tensor
+        job.cancel()
+        assert gone() is None
+        go_on.set()
+        await blocker
+        await env.aclose()
+
+    asyncio.run(main())
+
+
+def test_an_idle_worker_keeps_nothing_of_its_last_job_alive():
+    class Tensor:
+        pass
+
+    async def main() -> None:
+        env = LiveEnv()
+        worker = env.worker("w")
+        result = await worker.submit(Tensor)
+        gone = weakref.ref(result)
+        del result
+        await worker.submit(int)
+        gc.collect()
+        assert gone() is None
+        await env.aclose()
+
+    asyncio.run(main())
+
+
+def test_closing_waits_for_the_running_job_cancels_the_others_and_joins_the_threads():
+    async def main() -> None:
+        env = LiveEnv()
+        worker = env.worker("w", threads=2)
+        begun, go_on = threading.Barrier(3), threading.Event()
+        running = [worker.submit(lambda: begun.wait(5) >= 0 and go_on.wait(5)) for _ in range(2)]
+        waiting = [worker.submit(int) for _ in range(3)]
+        begun.wait(5)
+        assert threads_of("w") == ["millrace-w-0", "millrace-w-1"]
+        closings = [asyncio.create_task(worker.aclose()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert all(job.cancelled() for job in waiting) and not any(c.done() for c in closings)
+        go_on.set()
+        await asyncio.gather(*closings, worker.aclose())
+        assert [job.result() for job in running] == [True, True]
+        assert threads_of("w") == []
+        with pytest.raises(WorkerClosed, match="worker 'w' is closed: int"):
+            worker.submit(int)
+
+    asyncio.run(main())
+
+
+def test_run_in_thread_sees_the_callers_contextvars_and_returns_its_result():
+    request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id")
+
+    async def main() -> None:
+        env = LiveEnv()
+        request_id.set("r1")
+        assert await env.run_in_thread(request_id.get) == "r1"
+        assert await env.run_in_thread(divmod, 7, 2) == (3, 1)
+        await env.aclose()
+        assert threads_of("pool") == []
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_closes_over_a_running_job_is_no_error_in_the_thread():
+    go_on = threading.Event()
+    errors: list[object] = []
+
+    async def main() -> None:
+        LiveEnv().worker("orphan").submit(go_on.wait, 5)
+
+    hook, threading.excepthook = threading.excepthook, errors.append
+    try:
+        asyncio.run(main())
+        (thread,) = (t for t in threading.enumerate() if t.name == "millrace-orphan")
+        go_on.set()
+        thread.join(0.05)
+    finally:
+        threading.excepthook = hook
+    assert thread.is_alive() and thread.daemon and errors == []  # it waits for jobs; the process may end without it
+
+
+def test_an_env_used_on_a_second_loop_says_so():
+    env = LiveEnv()
+    worker = env.worker("w")
+
+    async def use() -> int:
+        return await worker.submit(int)
+
+    with asyncio.Runner() as owner:
+        owner.run(use())
+        with asyncio.Runner() as other, pytest.raises(RuntimeError, match="one LiveEnv per loop"):
+            other.run(use())
+        owner.run(env.aclose())
+
+
+def test_random_streams_depend_on_seed_and_name_only():
+    one, same, other = LiveEnv(seed=1), LiveEnv(seed=1), LiveEnv(seed=2)
+    same.random("elsewhere").random()
+    assert [one.random("a").random() for _ in range(3)] == [same.random("a").random() for _ in range(3)]
+    assert one.random("a") is one.random("a")
+    assert one.random("b").random() != other.random("b").random() != one.random("c").random()
+    assert one.random("known").getrandbits(32) == 3868693624  # in every process, or recorded seeds lose their worth
+    assert LiveEnv().random("a").random() != LiveEnv().random("a").random()
+
+
+def test_live_fault_points_never_strike_and_clocks_agree_with_the_loop():
+    async def main() -> None:
+        env = LiveEnv()
+        assert not any(env.fault("x", 1.0) for _ in range(100))
+        assert abs(env.now() - asyncio.get_running_loop().time()) < 1.0
+        assert abs(env.now_ns() / 1e9 - env.now()) < 1.0
+        assert env.wall_time() > 1.6e9
+
+    asyncio.run(main())

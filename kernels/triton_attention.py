@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_launch import check_dtype, next_power_of_2, num_multiprocessors
+from .triton_launch import capability, check_dtype, next_power_of_2, num_multiprocessors
 
 LOG2_E = 1.4426950408889634
 DECODE_ROWS = 16  # the smallest M of a tensor-core dot; a group of fewer heads is padded: that costs FLOPs, not bytes
@@ -37,22 +37,22 @@ class Tiling(NamedTuple):
 
 
 def decode_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Held to zero spills on sm_80 and sm_90 by the compile check."""
+    """Held, like `extend_tiling`, to no spilled register on sm_80 and sm_90 by `compile_check`."""
     if dtype == torch.float32:
-        return Tiling(DECODE_ROWS, 32 if head_dim <= 64 else 16, 4, 2)
+        return Tiling(DECODE_ROWS, 32, 4, 2) if head_dim <= 64 else Tiling(DECODE_ROWS, 16, 8, 2)
     return Tiling(DECODE_ROWS, 64 if head_dim <= 128 else 32, 4, 3)
 
 
-def extend_tiling(head_dim: int, dtype: torch.dtype, group: int) -> Tiling:
-    """Rows of a tile hold whole tokens, `group` rows each, so `block_m >= group`."""
+def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, capability: int) -> Tiling:
+    """Rows of a tile hold whole tokens, `group` rows each, so `block_m >= group`. `capability` is 80, 90, ..."""
     if dtype == torch.float32:
-        tiling = Tiling(32, 32 if head_dim <= 64 else 16, 4, 2)
-    elif head_dim <= 64:
-        tiling = Tiling(128, 64, 4, 3)
-    elif head_dim <= 128:
-        tiling = Tiling(128, 64, 8, 3)
+        tiling = Tiling(16, 32, 4, 2) if head_dim <= 64 else Tiling(16, 16, 8, 2)
+    elif head_dim > 128:
+        tiling = Tiling(64, 32, 8, 2)
+    elif head_dim > 64 and capability < 90:
+        tiling = Tiling(64, 64, 8, 3)
     else:
-        tiling = Tiling(64, 32, 4, 2)
+        tiling = Tiling(128, 64, 8, 3)
     return tiling._replace(block_m=max(tiling.block_m, next_power_of_2(group)))
 
 
@@ -88,7 +88,7 @@ def paged_attention(
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     splits = num_splits(q, k_cache, block_tables)
     launch_decode(out, q, k_cache, v_cache, block_tables, query_starts, lengths, scale, window, splits)
-    _launch_extend(out, q, k_cache, v_cache, block_tables, query_starts, lengths, scale, window)
+    launch_extend(out, q, k_cache, v_cache, block_tables, query_starts, lengths, scale, window)
     return out
 
 
@@ -133,15 +133,17 @@ def launch_decode(
         GROUP=group, B=block_size, D=head_dim, BLOCK_D=block_d, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
         SPLITS=splits, IS_MIXED=query_starts is not None, HAS_WINDOW=window is not None,
         PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(num_sequences, num_heads)](
             out, partial, weights, starts, num_heads,
             D=head_dim, BLOCK_D=block_d, SPLITS=splits, IS_MIXED=query_starts is not None, num_warps=1,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
-def _launch_extend(
+def launch_extend(
     out: Tensor,
     q: Tensor,
     k_cache: Tensor,
@@ -152,10 +154,11 @@ def _launch_extend(
     scale: float,
     window: int | None,
 ) -> None:
+    """Attention of all sequences with more than one new token, into their rows of `out`."""
     num_tokens, num_heads, head_dim = q.shape
     num_groups, block_size = k_cache.shape[1:3]
     group = num_heads // num_groups
-    tiling = extend_tiling(head_dim, q.dtype, group)
+    tiling = extend_tiling(head_dim, q.dtype, group, capability(q.device))
     # The query tiles of sequence s start at tile query_starts[s] // tokens + s: room for all, whatever the lengths.
     num_tiles = num_tokens // (tiling.block_m // group) + len(lengths)
     _extend_kernel[(num_tiles, num_groups)](
@@ -164,6 +167,7 @@ def _launch_extend(
         GROUP=group, B=block_size, D=head_dim, BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, HAS_WINDOW=window is not None,
         PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -53,3 +53,12 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def capability(device: torch.device) -> int:
+    """The device's compute capability, 90 for 9.0; 90 where there is no GPU (the interpreter)."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,6 +1,7 @@
 """Triton kernels of a layer's small steps: norms, RoPE, cache writes, activation. `reference.py` has their twins.
 
 All are bound by memory: each element is read once and written once, one program a token (or a part of one).
+Fused multiply-adds are asked for by name, as Triton 3.10 stops making them by default.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -26,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = next_power_of_2(dim)
     _rms_norm_kernel[(x.shape[0] * heads,)](
         out, x, x, weight, heads, x.stride(0), x.stride(-2), 0, eps, D=dim, BLOCK_D=block, HAS_RESIDUAL=False,
-        num_warps=_warps(block),
+        num_warps=_warps(block), enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
@@ -39,7 +40,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     block = next_power_of_2(dim)
     _rms_norm_kernel[(x.shape[0],)](
         out, x, residual, weight, 1, x.stride(0), 0, residual.stride(0), eps, D=dim, BLOCK_D=block, HAS_RESIDUAL=True,
-        num_warps=_warps(block),
+        num_warps=_warps(block), enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
@@ -54,6 +55,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> N
     _rope_kernel[grid](
         q, k, cos, sin, positions, num_heads, num_groups, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         cos.stride(0), sin.stride(0), HALF=half, BLOCK_HALF=next_power_of_2(half), BLOCK_H=HEADS_PER_PROGRAM,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -66,7 +68,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         k, v, k_cache, v_cache, slot_mapping, num_groups, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *k_cache.stride(), *v_cache.stride(),
         B=k_cache.shape[2], D=head_dim, BLOCK_D=next_power_of_2(head_dim),
-        BLOCK_G=min(next_power_of_2(num_groups), HEADS_PER_PROGRAM),
+        BLOCK_G=min(next_power_of_2(num_groups), HEADS_PER_PROGRAM), enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((num_tokens, dim), dtype=gate_up.dtype, device=gate_up.device)
     block = min(next_power_of_2(dim), 1024)  # 8 elements, one 16-byte access, a thread of 4 warps
     grid = (num_tokens, triton.cdiv(dim, block))
-    _silu_mul_kernel[grid](out, gate_up, dim, gate_up.stride(0), BLOCK=block)
+    _silu_mul_kernel[grid](out, gate_up, dim, gate_up.stride(0), BLOCK=block, enable_fp_fusion=True)
     return out
 
 

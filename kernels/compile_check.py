@@ -1,0 +1,259 @@
+"""Cross-compiles every Triton kernel as its launcher would launch it, with no GPU there, and inspects the code.
+
+    python -m millrace.kernels.compile_check            # all, for sm_90 and sm_80; exit status 1 on trouble
+    python -m millrace.kernels.compile_check --quick    # head sizes 64 and 128 in bfloat16
+
+What it holds: no spilled register and no stack, shared memory within the chip's limit, asynchronous copies in the loops
+over cached tokens, and on sm_90 warpgroup matrix instructions in the extend kernel. Speed it cannot tell.
+"""
+
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from . import triton_attention, triton_launch, triton_layers
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block may have
+TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A configuration that is shipped: one launch of one kernel (or two, where pieces are merged)."""
+
+    name: str
+    launch: Callable[[], object]  # on meta tensors
+    is_attention: bool = False
+    is_extend: bool = False
+
+
+class Launch(NamedTuple):
+    """What a launcher passed: the kernel and its arguments by name, compile options among them."""
+
+    kernel: JITFunction[Any]
+    arguments: dict[str, object]
+    options: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the compiler made of a kernel."""
+
+    name: str
+    arch: int
+    registers: int  # a thread
+    stack_bytes: int  # a thread; spilled registers lie there
+    local_bytes: int
+    shared_bytes: int  # a block
+    num_async_copies: int
+    num_warpgroup_dots: int
+
+    def problems(self, case: Case, head_dim: int) -> list[str]:
+        """What is wrong with it, in sentences; empty if nothing."""
+        found = []
+        if self.stack_bytes or self.local_bytes:
+            found.append(f"{self.stack_bytes} bytes of stack and {self.local_bytes} local a thread: registers spill")
+        if self.shared_bytes > SHARED_BYTES[self.arch]:
+            found.append(f"{self.shared_bytes} bytes of shared memory, sm_{self.arch} has {SHARED_BYTES[self.arch]}")
+        if case.is_attention and "merge" not in self.name and not self.num_async_copies:
+            found.append("no cp.async: loads of cached tokens are not pipelined")
+        if case.is_extend and self.arch >= 90 and head_dim in (64, 128) and not self.num_warpgroup_dots:
+            found.append("no wgmma: the slower matrix instructions")
+        return found
+
+
+def layer_cases(dtype: torch.dtype) -> list[Case]:
+    """The small kernels at the widths of an 8B model."""
+    x = _meta(64, 4096, dtype=dtype)
+    weight = _meta(4096, dtype=dtype)
+    q, k, v = _qkv(32, 8, 128, dtype)
+    k_cache, v_cache = _caches(8, 16, 128, dtype)
+    tables = _meta(4096, 64, dtype=torch.float32)
+    numbers = _meta(64, dtype=torch.int64)
+    name = TYPE_NAMES[dtype]
+    return [
+        Case(f"rms_norm {name}", lambda: triton_layers.rms_norm(x, weight, 1e-5)),
+        Case(f"rms_norm heads {name}", lambda: triton_layers.rms_norm(q, weight[:128], 1e-6)),
+        Case(f"add_rms_norm {name}", lambda: triton_layers.add_rms_norm(x, x, weight, 1e-5)),
+        Case(f"rope {name}", lambda: triton_layers.rope(q, k, tables, tables, numbers)),
+        Case(f"write_kv {name}", lambda: triton_layers.write_kv(k, v, k_cache, v_cache, numbers)),
+        Case(f"silu_mul {name}", lambda: triton_layers.silu_mul(_meta(64, 2 * 14336, dtype=dtype))),
+    ]
+
+
+def attention_cases(head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16) -> list[Case]:
+    """Decode whole, in pieces and in a mixed batch, and extend, each with a window too."""
+    q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
+    caches = _caches(8, block_size, head_dim, dtype)
+    block_tables = _meta(64, 512, dtype=torch.int32)
+    lengths, starts = _meta(64, dtype=torch.int32), _meta(65, dtype=torch.int32)
+    scale = head_dim**-0.5
+
+    def decode(is_mixed: bool, window: int | None, splits: int) -> None:
+        out = torch.empty_like(q)
+        triton_attention.launch_decode(
+            out, q, *caches, block_tables, starts if is_mixed else None, lengths, scale, window, splits
+        )
+
+    def extend(window: int | None) -> None:
+        out = torch.empty_like(q)
+        triton_attention.launch_extend(out, q, *caches, block_tables, starts, lengths, scale, window)
+
+    size = f"{head_dim} {TYPE_NAMES[dtype]}"
+    return [
+        Case(f"decode {size}", lambda: decode(False, None, 1), is_attention=True),
+        Case(f"extend {size}", lambda: extend(None), is_attention=True, is_extend=True),
+        Case(f"decode mixed split {size}", lambda: decode(True, None, 8), is_attention=True),
+        Case(f"decode window {size}", lambda: decode(False, 4096, 1), is_attention=True),
+        Case(f"extend window {size}", lambda: extend(4096), is_attention=True, is_extend=True),
+    ]
+
+
+def check(case: Case, arch: int) -> list[Report]:
+    """Compiles what the case launches."""
+    return [_compile(launch, case.name, arch) for launch in recorded_launches(case.launch, arch)]
+
+
+def recorded_launches(launch: Callable[[], object], arch: int) -> list[Launch]:
+    """The kernel launches of `launch()`, which are written down instead of done. Its tensors are meta tensors."""
+    if triton_launch.IS_INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set, so the kernels are not compiled; unset it for the compile check")
+    launches = []
+
+    def record(kernel: JITFunction[Any], *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        arguments |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+        launches.append(Launch(kernel, arguments, options))
+
+    with _replaced(JITFunction, "run", record), _replaced(triton_attention, "capability", lambda device: arch):
+        launch()
+    return launches
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _compile(launch: Launch, name: str, arch: int) -> Report:
+    kernel, arguments, options = launch
+    constexprs = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], object] = {}
+    divisible: dict[tuple[int, ...], list[list[object]]] = {}
+    for index, argument in enumerate(kernel.arg_names):
+        value = arguments[argument]
+        signature[argument] = "constexpr" if argument in constexprs else _type_of(value)
+        if signature[argument] == "constexpr":
+            constants[(index,)] = value
+        elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            divisible[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage = _resource_usage(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    return Report(
+        name=f"{name}: {kernel.__name__.strip('_')}",
+        arch=arch,
+        registers=usage["REG"],
+        stack_bytes=usage["STACK"],
+        local_bytes=usage["LOCAL"],
+        shared_bytes=compiled.metadata.shared,
+        num_async_copies=ptx.count("cp.async.c"),
+        num_warpgroup_dots=ptx.count("wgmma.mma_async"),
+    )
+
+
+def _type_of(value: object) -> str:
+    """The type a launch would specialise on; integers of 1 become constants."""
+    if isinstance(value, Tensor):
+        return "*" + TYPE_NAMES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    assert isinstance(value, int)
+    if value == 1:
+        return "constexpr"
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _qkv(num_heads: int, num_groups: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of one fused projection of 64 tokens."""
+    heads = _meta(64, num_heads + 2 * num_groups, head_dim, dtype=dtype)
+    keys_end = num_heads + num_groups
+    return heads[:, :num_heads], heads[:, num_heads:keys_end], heads[:, keys_end:]
+
+
+def _caches(num_groups: int, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One layer of 32, block-major: [N, layers, 2, G, B, D]."""
+    kv = _meta(1024, 32, 2, num_groups, block_size, head_dim, dtype=dtype)
+    return kv[:, 5, 0], kv[:, 5, 1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Cross-compile the Triton kernels and inspect the code.")
+    parser.add_argument("--arch", type=int, choices=sorted(SHARED_BYTES), action="append", help="default: all")
+    parser.add_argument("--quick", action="store_true", help="head sizes 64 and 128 in bfloat16 only")
+    options = parser.parse_args()
+    head_dims = (64, 128) if options.quick else (8, 16, 24, 64, 80, 96, 128, 256)
+    dtypes = (torch.bfloat16,) if options.quick else (torch.bfloat16, torch.float16, torch.float32)
+    cases = [(128, case) for dtype in dtypes for case in layer_cases(dtype)]
+    cases += [(dim, case) for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
+    num_problems = 0
+    for arch in options.arch or sorted(SHARED_BYTES, reverse=True):
+        for head_dim, case in cases:
+            for report in check(case, arch):
+                problems = report.problems(case, head_dim)
+                num_problems += len(problems)
+                print(
+                    f"sm_{arch}  {report.name:48} {report.registers:4} registers {report.shared_bytes:7} B shared "
+                    f"{report.num_async_copies:3} cp.async {report.num_warpgroup_dots:3} wgmma  {'; '.join(problems)}",
+                    flush=True,
+                )
+    return 1 if num_problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -114,6 +114,7 @@ class Channel(Generic[T]):
         self._seconds_empty = 0.0
         self._full_since: float | None = None
         self._empty_since: float | None = clock()
+        self._waiting_since = 0.0  # when the first of the queued items came
 
     def __len__(self) -> int:
         return len(self._items)
@@ -128,6 +129,11 @@ class Channel(Generic[T]):
         self._bell = bell
         if self._items or self.is_closed:
             bell.ring()
+
+    @property
+    def waiting_since(self) -> float:
+        """When the oldest queued item came, by this channel's clock; ask only while there is one."""
+        return self._waiting_since
 
     # -- sending
 
@@ -180,7 +186,8 @@ class Channel(Generic[T]):
         if depth > self._high_water:
             self._high_water = depth
         if self._empty_since is not None:
-            self._seconds_empty += self._clock() - self._empty_since
+            self._waiting_since = self._clock()
+            self._seconds_empty += self._waiting_since - self._empty_since
             self._empty_since = None
         if depth == self.capacity and self._full_since is None:
             self._full_since = self._clock()

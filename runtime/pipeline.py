@@ -75,7 +75,7 @@ class Pipeline(Graph):
         self.runners: dict[str, StageRunner] = {}
         self.lane = ControlLane("control")
         self.env: Env = LiveEnv()
-        self.tracer = Tracer(enabled=False)
+        self.tracer = Tracer(self.env)
         self.lane_reader: str | None = None  # the stage that reads the control lane
         self._owns_env = True
         self._health = Health("new")
@@ -114,8 +114,7 @@ class Pipeline(Graph):
         """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`. Whoever made them
         closes them."""
         self.env, self._owns_env = env, False
-        if tracer is not None:
-            self.tracer = tracer
+        self.tracer = Tracer(env) if tracer is None else tracer
 
     # -- running
 

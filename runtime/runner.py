@@ -117,6 +117,7 @@ class StageRunner:
         self._items_in_hand: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._is_stopping = False
         self._num_carried = 0  # batches, or items at once, that `handle` has now
+        self._oldest_since_s = 0.0  # when the oldest item of the last batch came
         for channel in self.inputs.values():
             channel.listen(self._bell)
         if stage.reads_lane:
@@ -152,8 +153,10 @@ class StageRunner:
         began = env.now()
         while True:
             batch: list[Any] = []
+            self._oldest_since_s = env.now()
             for port, channel in self.inputs.items():
                 if len(channel) and self.stage.wants(port):
+                    self._oldest_since_s = min(self._oldest_since_s, channel.waiting_since)
                     batch += channel.recv_all()
             if batch and self.exit is not None:
                 batch = self._still_wanted(batch)
@@ -177,7 +180,7 @@ class StageRunner:
 
     async def _carry(self, batch: list[Any]) -> None:
         env, tracer = self._context.env, self._context.tracer
-        began, began_ns = env.now(), env.now_ns()
+        began, waited = env.now(), env.now() - self._oldest_since_s
         out = CollectingOutlet(self)
         self._num_carried += 1
         try:
@@ -190,7 +193,8 @@ class StageRunner:
         self.times.busy += busy
         self.last_progress_s = now
         if tracer.enabled:
-            tracer.emit(EventKind.STAGE_BATCH, self._context.source, 0, len(batch), began_ns, int(busy * 1e9))
+            times_us = (int(seconds * 1e6) for seconds in (waited, busy, out.blocked_s))
+            tracer.emit(EventKind.STAGE_BATCH, self._context.source, 0, len(batch), *times_us)
 
     async def _handle(self, batch: list[Any], out: CollectingOutlet) -> None:
         try:

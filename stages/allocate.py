@@ -1,0 +1,62 @@
+"""The allocate stage: owns the KV blocks, and says for each plan what may run.
+
+The thinking is in `allocator.py`, the books in `blocks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ..runtime.stage import Context, Crash, Outlet, Stage
+from ..runtime.trace import EventKind
+from .allocator import Allocator
+from .messages import PlanReport, StepGrant, StepPlan
+
+
+class Allocate(Stage[StepPlan, StepGrant]):
+    """Answers each plan with a report to schedule and, unless nothing can run, a grant to execute."""
+
+    inputs: ClassVar = {"in": StepPlan}
+    outputs: ClassVar = {"out": StepGrant, "report": PlanReport}
+    on_crash: ClassVar = Crash.RECOVER
+
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int, max_model_len: int) -> None:
+        self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len)
+        self._batch: Sequence[StepPlan] = ()  # in hand, or last
+        self._answered = 0  # plans of it
+        self._context: Context | None = None
+        self._recompute = 0  # how a sequence is preempted, as a name in the trace
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+        self._recompute = context.tracer.source("recompute")
+
+    async def handle(self, batch: Sequence[StepPlan], out: Outlet[Any]) -> None:
+        self._batch, self._answered = batch, 0
+        for plan in batch:
+            grant, report = self.allocator.serve(plan)
+            self._trace(plan, grant, report)
+            if grant is not None:
+                out.send(grant)
+            out.send(report, port="report")
+            self._answered += 1
+
+    async def recover(self, batch: Sequence[StepPlan], error: BaseException, out: Outlet[Any]) -> None:
+        """Starts with clean books and says so: schedule then computes everything anew."""
+        if self._batch is not batch:
+            return await self.handle(batch, out)  # the crash came before any of it was touched
+        for plan in batch[self._answered :]:
+            out.send(self.allocator.reset(plan), port="report")
+
+    def _trace(self, plan: StepPlan, grant: StepGrant | None, report: PlanReport) -> None:
+        assert self._context is not None
+        tracer, source = self._context.tracer, self._context.source
+        if not tracer.enabled:
+            return
+        if grant is not None:
+            num_tokens, num_decodes = int(grant.num_tokens.sum()), int((grant.num_tokens == 1).sum())
+            counts = (len(grant.slots), num_tokens, num_decodes, report.num_free)
+            tracer.emit(EventKind.STEP_GRANTED, source, grant.step, *counts)
+        for slot in report.preempted.tolist():
+            tracer.emit(EventKind.PREEMPTED, source, plan.step, slot, self._recompute)

@@ -1,0 +1,85 @@
+"""The schedule stage: takes new work and feedback, and starts a step whenever it has a credit.
+
+The thinking is in `scheduler.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ..runtime.stage import Context, Crash, Outlet, Stage
+from ..runtime.trace import EventKind
+from .messages import PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
+from .scheduler import Limits, Scheduler
+
+
+class Schedule(Stage[TokenRequest, StepPlan]):
+    """Plans steps from what it is told. Feedback is always taken before new work, so the loop never waits for itself.
+
+    The control lane names sequences that are over (cancelled, past their deadline, stopped by a stop string); they run
+    on for at most K + 1 steps, and nobody sees what they make.
+    """
+
+    inputs: ClassVar = {"feedback": StepDone | StepVoid, "report": PlanReport, "in": TokenRequest}
+    outputs: ClassVar = {"out": StepPlan}
+    on_crash: ClassVar = Crash.RECOVER
+    reads_lane: ClassVar = True
+
+    def __init__(self, limits: Limits, max_waiting: int = 512) -> None:
+        self.scheduler = Scheduler(limits)
+        self.max_waiting = max_waiting  # prompts; more stay in the channel, and hold their senders back
+        self.last_step_s = 0.0  # when a step was last planned or done
+        self._batch: Sequence[Any] = ()
+        self._taken = 0  # messages of it
+        self._context: Context | None = None
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+        self.last_step_s = context.env.now()
+
+    def wants(self, port: str) -> bool:
+        return port != "in" or self.scheduler.num_waiting < self.max_waiting
+
+    async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
+        self._batch, self._taken = batch, 0
+        self._take(batch, out)
+        assert self._context is not None
+        for sequence_id in self._context.lane.take():
+            self.scheduler.end(sequence_id)
+        while (plan := self.scheduler.plan()) is not None:
+            self._send(plan, out)
+
+    async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[StepPlan]) -> None:
+        """Goes on with the messages it had not taken, and computes anew all that runs."""
+        rest = batch[self._taken :] if self._batch is batch else batch
+        self.scheduler.rebuild()
+        await self.handle(rest, out)
+
+    def _take(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
+        scheduler = self.scheduler
+        for message in batch:
+            self._taken += 1
+            match message:
+                case StepDone():
+                    scheduler.on_done(message)
+                case PlanReport():
+                    scheduler.on_report(message)
+                case TokenRequest():
+                    scheduler.add(message)
+                case StepVoid():
+                    for sequence, error in scheduler.on_void(message):
+                        out.fail(sequence.request_id, error)
+
+    def _send(self, plan: StepPlan, out: Outlet[StepPlan]) -> None:
+        assert self._context is not None
+        out.send(plan)
+        self.last_step_s = self._context.env.now()
+        if self._context.tracer.enabled:
+            counts = (len(plan.slots), int(plan.num_wanted.sum()), self.scheduler.num_running, self.scheduler.num_waiting)
+            self._context.tracer.emit(EventKind.STEP_PLANNED, self._context.source, plan.step, *counts)
+
+    @property
+    def is_waiting_for_a_step(self) -> bool:
+        """Whether there is work that should be moving."""
+        return bool(self.scheduler.num_running or self.scheduler.num_waiting)

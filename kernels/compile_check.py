@@ -47,8 +47,8 @@ class Case:
 
     name: str
     launch: Callable[[], object]  # on meta tensors
-    is_attention: bool = False
-    is_extend: bool = False
+    copies_ahead: bool = False  # loops over cached tokens, whose loads must be asynchronous
+    uses_wgmma: bool = False  # on sm_90
 
 
 class Launch(NamedTuple):
@@ -72,16 +72,16 @@ class Report:
     num_async_copies: int
     num_warpgroup_dots: int
 
-    def problems(self, case: Case, head_dim: int) -> list[str]:
+    def problems(self, case: Case) -> list[str]:
         """What is wrong with it, in sentences; empty if nothing."""
         found = []
         if self.stack_bytes or self.local_bytes:
             found.append(f"{self.stack_bytes} bytes of stack and {self.local_bytes} local a thread: registers spill")
         if self.shared_bytes > SHARED_BYTES[self.arch]:
             found.append(f"{self.shared_bytes} bytes of shared memory, sm_{self.arch} has {SHARED_BYTES[self.arch]}")
-        if case.is_attention and "merge" not in self.name and not self.num_async_copies:
+        if case.copies_ahead and "merge" not in self.name and not self.num_async_copies:
             found.append("no cp.async: loads of cached tokens are not pipelined")
-        if case.is_extend and self.arch >= 90 and head_dim in (64, 128) and not self.num_warpgroup_dots:
+        if case.uses_wgmma and self.arch >= 90 and not self.num_warpgroup_dots:
             found.append("no wgmma: the slower matrix instructions")
         return found
 
@@ -124,12 +124,13 @@ def attention_cases(head_dim: int, dtype: torch.dtype, group: int = 4, block_siz
         triton_attention.launch_extend(out, q, *caches, block_tables, starts, lengths, scale, window)
 
     size = f"{head_dim} {TYPE_NAMES[dtype]}"
+    uses_wgmma = dtype != torch.float32
     return [
-        Case(f"decode {size}", lambda: decode(False, None, 1), is_attention=True),
-        Case(f"extend {size}", lambda: extend(None), is_attention=True, is_extend=True),
-        Case(f"decode mixed split {size}", lambda: decode(True, None, 8), is_attention=True),
-        Case(f"decode window {size}", lambda: decode(False, 4096, 1), is_attention=True),
-        Case(f"extend window {size}", lambda: extend(4096), is_attention=True, is_extend=True),
+        Case(f"decode {size}", lambda: decode(False, None, 1), copies_ahead=True),
+        Case(f"extend {size}", lambda: extend(None), copies_ahead=True, uses_wgmma=uses_wgmma),
+        Case(f"decode mixed split {size}", lambda: decode(True, None, 8), copies_ahead=True),
+        Case(f"decode window {size}", lambda: decode(False, 4096, 1), copies_ahead=True),
+        Case(f"extend window {size}", lambda: extend(4096), copies_ahead=True, uses_wgmma=uses_wgmma),
     ]
 
 
@@ -239,13 +240,13 @@ def main() -> int:
     options = parser.parse_args()
     head_dims = (64, 128) if options.quick else (8, 16, 24, 64, 80, 96, 128, 256)
     dtypes = (torch.bfloat16,) if options.quick else (torch.bfloat16, torch.float16, torch.float32)
-    cases = [(128, case) for dtype in dtypes for case in layer_cases(dtype)]
-    cases += [(dim, case) for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
+    cases = [case for dtype in dtypes for case in layer_cases(dtype)]
+    cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
     num_problems = 0
     for arch in options.arch or sorted(SHARED_BYTES, reverse=True):
-        for head_dim, case in cases:
+        for case in cases:
             for report in check(case, arch):
-                problems = report.problems(case, head_dim)
+                problems = report.problems(case)
                 num_problems += len(problems)
                 print(
                     f"sm_{arch}  {report.name:48} {report.registers:4} registers {report.shared_bytes:7} B shared "

@@ -83,7 +83,9 @@ def _plan_decode(
     starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     first_blocks = starts // block_size
     num_blocks = -(-ends // block_size) - first_blocks
-    assert (first_blocks + num_blocks).max(initial=0) <= tables.shape[1], "a length exceeds its block table"
+    if (first_blocks + num_blocks).max(initial=0) > tables.shape[1]:
+        capacity = tables.shape[1] * block_size
+        raise ValueError(f"a sequence of {ends.max()} tokens exceeds its block table, which has room for {capacity}")
     token_bytes = 2 * num_groups * head_dim * k_cache.element_size()
     max_padding = MAX_PADDING_ELEMENTS // (num_groups * head_dim)
     buckets = []

@@ -1,0 +1,108 @@
+"""What each kernel must move and compute at the least: the floors that measured times are held against.
+
+Bytes count each tensor once, as if caches never missed within a launch and never helped between two. A time of
+`max(bytes / bandwidth, flops / rate)` is a floor, not a forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Work of one launch."""
+
+    num_bytes: int
+    num_flops: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
+
+    def floor_s(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """The shortest time on a device that moves and computes at these rates, side by side."""
+        return max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
+
+
+def rms_norm(num_tokens: int, dim: int, element_size: int) -> Cost:
+    elements = num_tokens * dim
+    return Cost((2 * elements + dim) * element_size, 4 * elements)
+
+
+def add_rms_norm(num_tokens: int, dim: int, element_size: int) -> Cost:
+    """Reads two tensors and writes two: the sum goes back to the residual."""
+    elements = num_tokens * dim
+    return Cost((4 * elements + dim) * element_size, 5 * elements)
+
+
+def rope(num_tokens: int, num_heads: int, num_groups: int, rotary_dim: int, element_size: int) -> Cost:
+    """Only rotated elements move. A row of the tables is rotary_dim f32 numbers, cosines and sines together."""
+    elements = num_tokens * (num_heads + num_groups) * rotary_dim
+    return Cost(2 * elements * element_size + num_tokens * (rotary_dim * 4 + 8), 3 * elements)
+
+
+def write_kv(num_tokens: int, num_groups: int, head_dim: int, element_size: int) -> Cost:
+    return Cost(4 * num_tokens * num_groups * head_dim * element_size + 8 * num_tokens, 0)
+
+
+def silu_mul(num_tokens: int, dim: int, element_size: int) -> Cost:
+    """`dim` is that of the result."""
+    return Cost(3 * num_tokens * dim * element_size, 5 * num_tokens * dim)
+
+
+def paged_decode(
+    lengths: Sequence[int],
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    block_size: int,
+    element_size: int,
+    window: int | None = None,
+) -> Cost:
+    """One new token for each of the sequences, which hold `lengths` tokens, the new ones included."""
+    return paged_attention(
+        [min(1, length) for length in lengths],
+        lengths,
+        num_heads,
+        num_groups,
+        head_dim,
+        block_size,
+        element_size,
+        window,
+    )
+
+
+def paged_attention(
+    num_new: Sequence[int],
+    lengths: Sequence[int],
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    block_size: int,
+    element_size: int,
+    window: int | None = None,
+) -> Cost:
+    """`num_new` tokens of sequences that hold `lengths` tokens, the new ones included."""
+    num_pairs = sum(seen_pairs(n, length, window) for n, length in zip(num_new, lengths, strict=True))
+    num_cached = num_blocks = 0
+    for n, length in zip(num_new, lengths, strict=True):
+        if n:
+            first = 0 if window is None else max(0, length - n + 1 - window)
+            num_cached += length - first
+            num_blocks += -(-length // block_size) - first // block_size
+    query_bytes = 2 * sum(num_new) * num_heads * head_dim * element_size
+    cache_bytes = 2 * num_cached * num_groups * head_dim * element_size
+    table_bytes = 4 * (num_blocks + 2 * len(lengths))
+    return Cost(query_bytes + cache_bytes + table_bytes, 4 * num_pairs * num_heads * head_dim)
+
+
+def seen_pairs(num_new: int, length: int, window: int | None = None) -> int:
+    """Pairs of a new token and a token it sees: token j of n sees `min(length - n + j + 1, window)` tokens."""
+    fewest = length - num_new + 1  # seen by the first
+    if window is None or length <= window:
+        return num_new * (fewest + length) // 2
+    if fewest >= window:
+        return num_new * window
+    num_growing = window - fewest  # tokens that see less than the window
+    return num_growing * (fewest + window - 1) // 2 + (num_new - num_growing) * window

@@ -1,0 +1,74 @@
+"""Choosing kernels by name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from millrace.kernels import backend, reference
+
+KERNELS = ["rms_norm", "add_rms_norm", "rope", "write_kv", "silu_mul", "paged_decode", "paged_attention"]
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, "-c", code], env=clean | env, capture_output=True, text=True, timeout=120)
+
+
+def test_torch_gives_the_twins() -> None:
+    kernels = backend.load("torch")
+    assert kernels.name == "torch"
+    for name in KERNELS:
+        assert getattr(kernels, name) is getattr(reference, name)
+
+
+@pytest.mark.slow
+def test_choosing_torch_imports_no_triton_kernels() -> None:
+    code = """
+import sys
+from millrace.kernels import backend
+backend.load("torch")
+assert not [name for name in sys.modules if name.startswith("millrace.kernels.triton")], sys.modules
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_triton_kernels_have_the_signatures_of_their_twins() -> None:
+    pytest.importorskip("triton")
+    from millrace.kernels import triton_attention, triton_layers
+
+    for name in KERNELS:
+        kernel = getattr(triton_layers, name, None) or getattr(triton_attention, name)
+        assert inspect.signature(kernel) == inspect.signature(getattr(reference, name)), name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_triton_without_a_gpu_says_what_to_do() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(backend.BackendUnavailableError, match="no CUDA device.*attention_backend = torch"):
+        backend.load("triton")
+
+
+def test_triton_not_installed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(backend.BackendUnavailableError, match="not installed.*attention_backend = torch"):
+        backend.load("triton")
+
+
+@pytest.mark.slow
+def test_triton_loads_under_its_interpreter() -> None:
+    pytest.importorskip("triton")
+    code = "from millrace.kernels import backend; print(backend.load('triton').name)"
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert done.stdout == "triton\n", done.stderr
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be 'torch' or 'triton'"):
+        backend.load("cuda")  # type: ignore[arg-type]

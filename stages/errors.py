@@ -35,6 +35,16 @@ class Refused(RequestError):
         super().__init__(message, code=code, param=param)
 
 
+class TimedOut(RequestError):
+    """The request's own time limit passed before its answer was complete."""
+
+    status = 408
+    type = "RequestTimeoutError"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="request_timeout")
+
+
 class Overloaded(RequestError):
     """A full house: the same request may be served later."""
 

@@ -1,0 +1,59 @@
+"""The intake stage: looks at each request once, before it has cost anything, and lets it in or turns it away.
+
+The checks are in `limits.py`, the counts in `admission.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ..runtime.exit import Outbox
+from ..runtime.stage import Context, Crash, Outlet, Stage
+from .admission import Admission
+from .errors import Overloaded, Refused
+from .limits import RequestLimits, estimated_tokens
+from .messages import Request
+
+
+class Intake(Stage[Request, Request]):
+    """Refuses what the model can not do (`Refused`) and what it has no room for now (`Overloaded`); counts the rest in.
+
+    Whoever is counted in is counted out by `request_ended`, and moves from waiting to running with `request_started`:
+    both are calls that the exit makes in passing, on the same loop (`exit.on_end`, `exit.on_start`).
+    """
+
+    on_crash: ClassVar = Crash.ISOLATE
+
+    def __init__(
+        self, limits: RequestLimits, max_admitted_requests: int = 1024, max_waiting_requests: int = 512
+    ) -> None:
+        self.limits = limits
+        self.admission = Admission(max_admitted_requests, max_waiting_requests)
+        self._context: Context | None = None
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+
+    async def handle(self, batch: Sequence[Request], out: Outlet[Request]) -> None:
+        for request in batch:
+            try:
+                self.limits.check(request)
+                num_tokens = estimated_tokens(request, self.limits.max_model_len)
+                self.admission.admit(request.request_id, num_tokens, self._now_s())
+            except (Refused, Overloaded) as error:
+                out.fail(request, error)
+            else:
+                out.send(request)
+
+    def request_started(self, request_id: str) -> None:
+        """The first text of a request has arrived."""
+        self.admission.start(request_id)
+
+    def request_ended(self, outbox: Outbox[Any], cause: str, error: BaseException | None) -> None:
+        """A request is over, for whatever reason."""
+        self.admission.release(outbox.request_id, self._now_s(), is_served=cause == "finish")
+
+    def _now_s(self) -> float:
+        assert self._context is not None
+        return self._context.env.now()

@@ -1,0 +1,144 @@
+"""What a request may be, given a model and the memory for it. Plain checks, shared by intake, tokenize and start-up.
+
+Knows vocabulary and context. Refuses to know load: that is `admission.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .errors import Refused
+from .messages import ChatPrompt, Ints, Prompt, Request
+from .params import SamplingParams
+
+MAX_PROMPTS = 256
+MAX_SEQUENCES = 512  # prompts x n
+MAX_CHARS_PER_TOKEN = 16  # of context: longer text is refused before it costs anything
+
+
+def longest_sequence(num_blocks: int, block_size: int) -> int:
+    """Tokens of the longest sequence that a pool can hold with nothing else in it."""
+    return num_blocks * block_size
+
+
+def as_token_ids(values: Sequence[int] | Ints, param: str = "prompt") -> Ints:
+    """A prompt given as numbers, [P]. Raises `Refused` for anything that is no whole number from 0 to 2**31 - 1."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32:
+        return values
+    for at, value in enumerate(values):
+        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not is_whole or not 0 <= value < 2**31:
+            raise Refused(f"{param}[{at}] = {_short(value)}: a token id must be a whole number from 0", param=param)
+    return np.asarray(values, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a model of `vocab_size` tokens can be asked with a context of `max_model_len`."""
+
+    vocab_size: int  # rows of the output layer
+    max_model_len: int  # tokens of prompt and answer together; at most the pool's `longest_sequence`
+
+    def check(self, request: Request) -> None:
+        """Raises `Refused` for what can be seen without rendering or tokenizing anything."""
+        params = request.params
+        if not request.prompts:
+            raise Refused("prompt is an empty list: send at least one prompt", code="empty_prompt", param="prompt")
+        if len(request.prompts) > MAX_PROMPTS:
+            raise Refused(f"{len(request.prompts)} prompts in one request: at most {MAX_PROMPTS}", param="prompt")
+        if request.num_sequences > MAX_SEQUENCES:
+            raise Refused(
+                f"{len(request.prompts)} prompts x n = {params.n}: at most {MAX_SEQUENCES} choices a request", param="n"
+            )
+        if params.max_tokens == 0:
+            raise Refused("max_tokens = 0: must be at least 1", param="max_tokens")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
+        for prompt in request.prompts:
+            self._check_prompt(prompt, params)
+
+    def settle(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
+        """`params` with max_tokens as a number, for a prompt of `num_prompt` tokens.
+
+        Raises `Refused` when prompt and answer do not fit the context together.
+        """
+        limit = self.max_model_len
+        if num_prompt >= limit:
+            raise _too_long(f"the prompt has {num_prompt} tokens and the context holds {limit}, the answer included")
+        if params.max_tokens is None:
+            return replace(params, max_tokens=limit - num_prompt)
+        if num_prompt + params.max_tokens > limit:
+            raise _too_long(
+                f"the prompt has {num_prompt} tokens and max_tokens = {params.max_tokens} asks for as many more, but "
+                f"the context holds {limit} in all: shorten the prompt, or ask for at most {limit - num_prompt}"
+            )
+        return params
+
+    def _check_ids(self, param: str, token_ids: Any) -> None:
+        for token_id in token_ids:
+            if token_id >= self.vocab_size:
+                raise Refused(f"{param} names token {token_id}: the vocabulary has {self.vocab_size}", param=param)
+
+    def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> None:
+        if prompt.token_ids is not None:
+            self._check_token_ids(prompt.token_ids, params)
+            return
+        num_chars = len(prompt.text) if prompt.text is not None else _chat_chars(prompt.chat)
+        if prompt.text == "":
+            raise Refused("prompt is empty: send at least one character", code="empty_prompt", param="prompt")
+        if prompt.chat is not None and not prompt.chat.messages:
+            raise Refused("messages is empty: send at least one message", code="empty_prompt", param="messages")
+        if num_chars > MAX_CHARS_PER_TOKEN * self.max_model_len:
+            raise _too_long(
+                f"the prompt has {num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each of the "
+                f"{self.max_model_len} tokens of context: shorten it"
+            )
+
+    def _check_token_ids(self, token_ids: Ints, params: SamplingParams) -> None:
+        if not len(token_ids):
+            raise Refused("prompt has no token ids: send at least one", code="empty_prompt", param="prompt")
+        least, most = int(token_ids.min()), int(token_ids.max())
+        if least < 0 or most >= self.vocab_size:
+            wrong = least if least < 0 else most
+            raise Refused(f"prompt holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}", param="prompt")
+        self.settle(params, len(token_ids))
+
+
+def estimated_tokens(request: Request, max_model_len: int) -> int:
+    """Tokens of prompts and answers that `request` may come to, without tokenizing: four characters a token."""
+    total = 0
+    for prompt in request.prompts:
+        if prompt.token_ids is not None:
+            num_prompt = len(prompt.token_ids)
+        else:
+            num_prompt = (len(prompt.text) if prompt.text is not None else _chat_chars(prompt.chat)) // 4
+        room = max(1, max_model_len - num_prompt)
+        asked = request.params.max_tokens
+        total += num_prompt + request.params.n * (room if asked is None else min(asked, room))
+    return total
+
+
+def _chat_chars(chat: ChatPrompt | None) -> int:
+    """Characters of all texts in the messages and documents of a chat."""
+    return 0 if chat is None else _chars(chat.messages) + _chars(chat.documents) + _chars(chat.tools)
+
+
+def _chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_chars(part) for part in value.values())
+    return sum(_chars(part) for part in value) if isinstance(value, (list, tuple)) else 0
+
+
+def _too_long(message: str) -> Refused:
+    return Refused(message, code="context_length_exceeded", param="prompt")
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 64 else shown[:61] + "..."

@@ -1,0 +1,291 @@
+"""The exit of the engine's pipeline, and the outboxes from which clients read.
+
+Everything about the end of a request meets here: the exit writes the one terminal event, tells schedule which sequences
+need not go on (the control lane), and intake that there is room again. Knows text and counts; refuses to know HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Never
+
+from ..runtime.channel import Bell, ControlLane
+from ..runtime.exit import Exit
+from ..runtime.log import get_logger
+from ..runtime.pipeline import NotServing
+from ..runtime.runner import StageCrashed
+from ..runtime.stage import Context, Crash, Outlet
+from .errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
+from .messages import Finish, FinishReason, Request, StepText, TokenLogprobs
+from .outputs import FINISH_NAMES, Delta
+
+log = get_logger("millrace.stages")
+
+
+class Outboxes(Exit["RequestOutbox"]):
+    """Sorts text into outboxes, and ends requests.
+
+    The control lane is written here and nowhere else, for here all ends are known: a cancel, a deadline or an error
+    posts its cause for each sequence that has not finished, a stop string posts "finish". EOS, stop ids and lengths are
+    not posted, as schedule learns of them from the device. Schedule may be told of sequences that it never met.
+    """
+
+    inputs: ClassVar = {"in": StepText}
+    on_crash: ClassVar = Crash.RECOVER
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lane = ControlLane("nobody reads")  # the pipeline's own takes its place before the start
+        self.on_start: list[Callable[[str], None]] = []  # called with the id of a request at its first token
+        self.on_end.append(self._let_go)
+        self._choices: dict[int, Choice] = {}  # by sequence id: those that have not finished
+        self._next_sequence_id = 0
+        self._batch: Sequence[Any] = ()  # in hand, or last
+        self._num_delivered = 0  # items of it
+        self._context: Context | None = None
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+
+    # -- requests
+
+    def make_outbox(self, request: Request) -> RequestOutbox:
+        first, self._next_sequence_id = self._next_sequence_id, self._next_sequence_id + request.num_sequences
+        arrival_s = request.arrival_s if self._context is None else self._context.env.now()
+        return RequestOutbox(replace(request, first_sequence_id=first, arrival_s=arrival_s))
+
+    def open(self, request: Request, deadline_s: float | None = None) -> RequestOutbox:
+        outbox = super().open(request, deadline_s)
+        self._choices.update((choice.sequence_id, choice) for choice in outbox.choices)
+        return outbox
+
+    def requests_of(self, item: Any) -> Iterable[str]:
+        """By request id, or by the sequences in the rows of a step."""
+        if hasattr(item, "request_id"):
+            return (item.request_id,)
+        choices = (self._choices.get(int(sequence_id)) for sequence_id in getattr(item, "sequence_ids", ()))
+        return tuple(dict.fromkeys(choice.outbox.request_id for choice in choices if choice is not None))
+
+    def _let_go(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        for choice in outbox.choices:
+            if self._choices.pop(choice.sequence_id, None) is not None and not isinstance(error, Overloaded):
+                self.lane.post(choice.sequence_id, cause)
+
+    # -- text
+
+    async def handle(self, batch: Sequence[Any], out: Outlet[Never]) -> None:
+        self._batch, self._num_delivered = batch, 0
+        for item in batch:
+            self.deliver(item)
+            self._num_delivered += 1
+
+    async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[Never]) -> None:
+        """Delivers what was not delivered. The step in whose middle it broke ends its requests: some of its text is
+        with their clients, and none may be sent twice."""
+        if self._batch is batch and self._num_delivered < len(batch):
+            self.fail(batch[self._num_delivered], StageCrashed(self.name, self.error_code, error))
+            self._num_delivered += 1
+        rest = batch[self._num_delivered :] if self._batch is batch else batch
+        await self.handle(rest, out)
+
+    def deliver(self, item: StepText) -> None:
+        choices = self._choices
+        for sequence_id, text, token_id in zip(item.sequence_ids, item.texts, item.token_ids, strict=True):
+            choice = choices.get(sequence_id)
+            if choice is None:
+                continue
+            choice.texts.append(text)
+            choice.token_ids.append(token_id)
+            outbox = choice.outbox
+            if not outbox.has_news:
+                outbox.has_news = True
+                self._wake(outbox)
+        if item.prompt_lengths:
+            for sequence_id, length in item.prompt_lengths.items():
+                if sequence_id in choices:
+                    choices[sequence_id].num_prompt_tokens = length
+        for row, logprobs in item.logprobs.items():
+            if (choice := choices.get(item.sequence_ids[row])) is not None:
+                choice.logprobs.append(logprobs)
+        for row, finish in item.finishes.items():
+            self._finish(item.sequence_ids[row], finish)
+
+    def _wake(self, outbox: RequestOutbox) -> None:
+        if not outbox.has_started:
+            outbox.has_started = True
+            for callback in self.on_start:
+                callback(outbox.request_id)
+        outbox.bell.ring()
+
+    def _finish(self, sequence_id: int, finish: Finish) -> None:
+        choice = self._choices.pop(sequence_id, None)
+        if choice is None:
+            return
+        choice.finish = finish
+        if isinstance(finish.stop_reason, str):
+            self.lane.post(sequence_id, "finish")
+        outbox = choice.outbox
+        outbox.num_unfinished -= 1
+        if not outbox.num_unfinished:
+            self.end(outbox.request_id, "finish")
+
+
+class RequestOutbox:
+    """Where a client reads the answer to its request: an async iterator over lists of `Delta`, at most one a choice.
+
+    Text that arrives between two reads is joined, so the writer never waits and a slow reader holds at most its own
+    answer in memory, which max_tokens bounds. The iteration ends after each choice had its finish reason, or raises the
+    `RequestError` that ended the request. One reader.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request  # as it enters the pipeline
+        self.request_id = request.request_id
+        self.choices = [Choice(self, index) for index in range(request.num_sequences)]
+        self.num_unfinished = len(self.choices)
+        self.has_news = False
+        self.has_started = False
+        self.cause: str | None = None  # why it ended: finish, error, cancel, disconnect, deadline, ...
+        self.error: RequestError | None = None
+        self.bell = Bell()
+        self._is_over = False  # the reader has seen the end
+
+    # -- counts, for the usage that a client is told
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once however many choices it has; 0 for those not started."""
+        return sum(choice.num_prompt_tokens for choice in self.choices[:: self.request.params.n])
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all choices so far, EOS included."""
+        return sum(choice.num_generated for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found, not computed."""
+        return 0
+
+    # -- reading
+
+    def __aiter__(self) -> RequestOutbox:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while True:
+            if self.has_news and (deltas := self._take()):
+                return deltas
+            if self.cause is not None:
+                break
+            await self.bell.wait()
+        if self._is_over or self.error is None:
+            raise StopAsyncIteration
+        self._is_over = True
+        raise self.error
+
+    def _take(self) -> list[Delta]:
+        self.has_news = False
+        return [delta for choice in self.choices if (delta := choice.take()) is not None]
+
+    # -- ending
+
+    def end(self, cause: str, error: BaseException | None) -> None:
+        """Called once, by the exit."""
+        self.cause = cause
+        self.error = _as_request_error(self.request_id, cause, error)
+        if self.error is None:
+            for choice in self.choices:
+                if choice.finish is None:
+                    choice.finish = Finish(FinishReason.ABORT)
+        self.has_news = True
+        self.bell.ring()
+
+
+class Choice:
+    """One answer on its way to the reader: what has arrived and was not read yet."""
+
+    __slots__ = (
+        "finish",
+        "index",
+        "is_told",
+        "logprobs",
+        "num_prompt_tokens",
+        "num_read",
+        "num_unspoken_chars",
+        "outbox",
+        "sequence_id",
+        "texts",
+        "token_ids",
+    )
+
+    def __init__(self, outbox: RequestOutbox, index: int) -> None:
+        self.outbox = outbox
+        self.index = index
+        self.sequence_id = outbox.request.first_sequence_id + index
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish: Finish | None = None
+        self.is_told = False  # the reader knows that it has finished
+        self.num_prompt_tokens = 0
+        self.num_read = 0  # tokens
+        self.num_unspoken_chars = 0  # of text that was read, and whose logprobs were not
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_read + len(self.token_ids)
+
+    def take(self) -> Delta | None:
+        """What is new, or None. Tokens without text yet (half a character, a held-back stop string) are news too."""
+        is_end = self.finish is not None and not self.is_told
+        if not self.token_ids and not is_end:
+            return None
+        text, token_ids = "".join(self.texts), tuple(self.token_ids)
+        self.texts.clear()
+        self.token_ids.clear()
+        self.num_read += len(token_ids)
+        self.num_unspoken_chars += len(text)
+        logprobs = self._take_logprobs() if self.logprobs else ()
+        if not is_end or self.finish is None:
+            return Delta(self.index, text, token_ids, logprobs)
+        self.is_told = True
+        finish = self.finish
+        return Delta(self.index, text, token_ids, logprobs, FINISH_NAMES[finish.reason], finish.stop_reason)
+
+    def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Those whose text has been spoken, so that their texts joined are the text. What a stop string took from the
+        text, it takes from the logprobs too."""
+        taken: list[TokenLogprobs] = []
+        for entry in self.logprobs:
+            if len(entry.token) > self.num_unspoken_chars:
+                break
+            self.num_unspoken_chars -= len(entry.token)
+            taken.append(entry)
+        del self.logprobs[: len(taken)]
+        if self.finish is not None and self.logprobs:
+            if self.num_unspoken_chars:
+                taken.append(replace(self.logprobs[0], token=self.logprobs[0].token[: self.num_unspoken_chars]))
+            self.logprobs.clear()
+            self.num_unspoken_chars = 0
+        return tuple(taken)
+
+
+def _as_request_error(request_id: str, cause: str, error: BaseException | None) -> RequestError | None:
+    """What the client is told: nothing of our insides."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, StageCrashed):
+        return Failed(f"stage {error.stage} failed on this request; the log has more", code=error.code)
+    if isinstance(error, NotServing):
+        return Unavailable(str(error), code="dead" if error.health.state == "dead" else "draining")
+    if error is not None:
+        log.error("request.failed", request_id=request_id, error=type(error).__name__, exc_info=error)
+        return Failed("internal error; the log has more")
+    if cause == "deadline":
+        return TimedOut("the request did not finish within its time limit: allow more time, or ask for fewer tokens")
+    return None
+
+
+__all__ = ["Choice", "Outboxes", "RequestOutbox"]

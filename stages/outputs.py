@@ -1,0 +1,76 @@
+"""What callers of the engine get: pieces of answers, whole answers, and facts about the model. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .messages import FinishReason, TokenLogprobs
+from .params import SamplingParams
+
+OutputKind = Literal["delta", "cumulative", "final"]
+FinishName = Literal["stop", "length", "error", "abort"]
+
+FINISH_NAMES: Mapping[FinishReason, FinishName] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ERROR: "error",
+    FinishReason.ABORT: "abort",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice gained since its client last looked. The last one of a choice has a `finish_reason`."""
+
+    index: int  # of the choice: prompt p, choice j is p * n + j
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # their texts, joined over all deltas, are the text
+    finish_reason: FinishName | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. With output kind "delta" only what is new since the output before."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None  # if asked for
+    finish_reason: FinishName | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """An answer, or a part of one, to one request. `outputs` of kind "delta" hold only the choices that gained."""
+
+    request_id: str
+    prompt: str | None  # if it was given as text
+    prompt_token_ids: list[int] | None  # if it was given as ids
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_prompt_tokens: int  # 0 until the first token
+    num_generated_tokens: int  # of all choices, so far
+    num_cached_tokens: int = 0  # prompt tokens that were not computed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What was loaded, and how long each phase of the start took."""
+
+    model_id: str
+    max_model_len: int  # tokens of prompt and answer together
+    vocab_size: int
+    dtype: str
+    device: str
+    attention_backend: str
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int  # of the KV cache
+    block_size: int  # tokens
+    has_chat_template: bool
+    default_params: SamplingParams  # what a request gets that says nothing
+    startup_s: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds

@@ -1,0 +1,130 @@
+"""The device as the stages see it: one thread that takes each step through its forward pass and then its sampling.
+
+Knows order, and which steps are not to run any more. Refuses to know what a step computes, so it needs no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from ..runtime.env import Env, Worker
+from ..runtime.steps import StepQueue
+from .messages import StepGrant, StepTokens
+
+R = TypeVar("R")
+
+FORWARD, SAMPLE = 0, 1  # the phases of a step
+
+
+class Forward(Protocol):
+    """A model, as the execute stage knows it."""
+
+    def forward(self, grant: StepGrant) -> Any:
+        """Runs one step. Called on the device thread, grant by grant in order, except for those that fell with an
+        earlier one. Returns the handle of [L, V] logits that `Choose.sample` understands."""
+
+
+class Choose(Protocol):
+    """A sampler, as the sample stage knows it."""
+
+    def sample(self, grant: StepGrant, logits: Any) -> StepTokens:
+        """Chooses one token for each sampled row of the grant. Called on the device thread, after the step's forward
+        pass and before the next one; also when no row is sampled, for the sake of what the grant tells."""
+
+
+class StepFell(Exception):
+    """The step was not run: an earlier one of its generation, or a later generation, failed."""
+
+
+class DeviceFault(Exception):
+    """A fault point struck: the device fails as a kernel would fail."""
+
+
+class Device:
+    """Runs every step's phases in order, whatever order they are submitted in (see `StepQueue`).
+
+    When a phase raises, its step is void, and the steps behind it with that generation or an older one are void with
+    it: they raise `StepFell` instead of running. A grant of a higher generation runs again.
+    Each step that was submitted to one phase must be submitted to all: the thread waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._env: Env | None = None
+        self._queue: StepQueue | None = None
+        self._num_phases = 0
+        # the thread's own
+        self._void_generation = -1
+        self._logits: Any = None  # of the step that is between its phases
+        self._error: BaseException | None = None
+
+    def join(self, env: Env, phase: int) -> None:
+        """Says that a stage will submit each step to `phase`. Called in a stage's set-up; again changes nothing. A
+        slice that ends at the logits has no second phase, and does not wait for one."""
+        if self._worker is None:
+            self._env, self._worker = env, env.worker("device")
+        self._num_phases = max(self._num_phases, phase + 1)
+
+    def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
+        """Queues the first phase. Resolves to what `forward(grant)` returned; raises what it raised, or `StepFell`."""
+        if self._queue is None:
+            assert self._worker is not None, "forward() before join(): a stage joins the device in its set-up"
+            self._queue = StepQueue(self._worker, self._num_phases, grant.step)
+        run = self._or_fault("device.forward", forward)
+        return self._submit(grant.step, FORWARD, partial(self._run_forward, grant, run))
+
+    def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> asyncio.Future[R]:
+        """Queues the second phase. Resolves to `sample(grant, logits)`; raises what either phase raised."""
+        run = self._or_fault("device.sample", sample)
+        return self._submit(grant.step, SAMPLE, partial(self._run_sample, grant, run))
+
+    def _submit(self, step: int, phase: int, run: Callable[[], R]) -> asyncio.Future[R]:
+        assert self._queue is not None, f"step {step} is sampled before its forward pass was submitted"
+        result = self._queue.submit(step, phase, run)
+        result.add_done_callback(_retrieve)
+        return result
+
+    def _or_fault(self, name: str, run: Callable[..., R]) -> Callable[..., R]:
+        assert self._env is not None
+        return partial(fail, DeviceFault(name)) if self._env.fault(name) else run
+
+    # -- on the thread
+
+    def _run_forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
+        self._logits = self._error = None
+        try:
+            if grant.generation <= self._void_generation:
+                raise StepFell(f"step {grant.step} fell with an earlier one of generation {self._void_generation}")
+            self._logits = forward(grant)
+        except BaseException as error:
+            self._error = error
+            self._note_void(grant)
+            raise
+        return self._logits
+
+    def _run_sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> R:
+        logits, error, self._logits, self._error = self._logits, self._error, None, None
+        if error is not None:
+            raise error
+        try:
+            return sample(grant, logits)
+        except BaseException:
+            self._note_void(grant)
+            raise
+
+    def _note_void(self, grant: StepGrant) -> None:
+        self._void_generation = max(self._void_generation, grant.generation)
+
+
+def fail(error: BaseException, *_: object) -> Any:
+    """A phase that does nothing but raise `error`: for a step whose turn must pass."""
+    raise error
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Marks an error as seen: whoever awaits the future still gets it, and nobody has to."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,47 @@
+"""The execute stage: hands each granted step to the device, and passes on the promise of its logits.
+
+Knows the order of steps. Refuses to know the model: that is the runner's, on the device thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from ..runtime.stage import Context, Crash, Outlet, Stage
+from .device import FORWARD, Device, Forward, fail
+from .messages import StepGrant, StepLogits
+
+
+class Execute(Stage[StepGrant, StepLogits]):
+    """Submits forward passes and waits for none: step n + 1 is queued while n runs.
+
+    Every grant becomes one `StepLogits`, in order. One that could not be run carries its error, and sample makes it a
+    void: so each credit of the step loop comes back.
+    """
+
+    on_crash: ClassVar[Crash] = Crash.RECOVER
+
+    def __init__(self, runner: Forward, device: Device) -> None:
+        self.runner = runner
+        self.device = device
+        self._last_sent = -1  # step
+
+    async def setup(self, context: Context) -> None:
+        self.device.join(context.env, FORWARD)
+
+    async def handle(self, batch: Sequence[StepGrant], out: Outlet[StepLogits]) -> None:
+        for grant in batch:
+            self._run(grant, self.runner.forward, out)
+
+    async def recover(self, batch: Sequence[StepGrant], error: BaseException, out: Outlet[StepLogits]) -> None:
+        """The steps that were not submitted are void: what crashed once is not tried again with the same rows."""
+        for grant in batch:
+            if grant.step > self._last_sent:
+                self._run(grant, partial(fail, error), out)
+
+    def _run(self, grant: StepGrant, forward: Callable[[StepGrant], Any], out: Outlet[StepLogits]) -> None:
+        logits = self.device.forward(grant, forward)
+        self._last_sent = grant.step
+        out.send(StepLogits(grant, logits))

@@ -1,0 +1,153 @@
+"""Turns a grant into the tensors a decoder reads, and runs it. Lives on the device thread.
+
+Knows where each slot's tokens and blocks are. Refuses to know who gets them (allocate does) and what comes next
+(the sampler does).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..model.cache import KVCache
+from ..model.inputs import StepInputs
+from .messages import Ints, StepGrant
+
+Longs = NDArray[np.int64]
+
+
+class Model(Protocol):
+    """What a runner needs of a decoder."""
+
+    def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
+
+
+class ModelRunner:
+    """Columnar state of the running sequences, slot by slot, and the decoder.
+
+    `last_tokens` [num_slots] i64 on the device is shared with the sampler, which writes each slot's newest token there;
+    a decoding row takes its input from it. What else a row is to compute, its prompt and after a preemption what it had
+    generated, comes with `Started`.
+    """
+
+    def __init__(self, decoder: Model, cache: KVCache, last_tokens: Tensor, max_blocks_per_slot: int) -> None:
+        num_slots = len(last_tokens)
+        self.decoder = decoder
+        self.cache = cache
+        self.last_tokens = last_tokens
+        self.device = last_tokens.device
+        self.block_size = cache.block_size
+        self.tables: Ints = np.zeros((num_slots, max_blocks_per_slot), np.int32)  # block ids in token order
+        self._device_tables = self._upload(self.tables)  # the same memory on a CPU
+        self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started
+        self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
+
+    def forward(self, grant: StepGrant) -> Tensor:
+        """[L, V] logits of the grant's sampled rows, in their order."""
+        self._take_news(grant)
+        if grant.copies:
+            raise NotImplementedError(f"step {grant.step} asks for {len(grant.copies)} block copies: swap is not built")
+        with torch.inference_mode():
+            return self.decoder.forward(self.inputs(grant), self.cache)
+
+    def _take_news(self, grant: StepGrant) -> None:
+        """New sequences and new blocks. First of all, so that they are known even if the step fails."""
+        for started in grant.started:
+            self._known[started.slot] = started.token_ids.astype(np.int64)
+            self._num_known[started.slot] = len(started.token_ids)
+        if len(grant.table_slots):
+            self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
+            if self.device.type != "cpu":
+                where = (
+                    self._upload(grant.table_slots.astype(np.int64)),
+                    self._upload(grant.table_places.astype(np.int64)),
+                )
+                self._device_tables[where] = self._upload(grant.table_blocks)
+
+    def inputs(self, grant: StepGrant) -> StepInputs:
+        """The grant as the decoder reads it. Rows with one token come first there; logits keep the grant's order."""
+        is_single = grant.num_tokens == 1
+        num_single = int(np.count_nonzero(is_single))
+        if num_single == len(is_single):
+            return self._decode_inputs(grant)
+        order = np.argsort(~is_single, kind="stable")
+        slots, starts, counts = (
+            column[order].astype(np.int64) for column in (grant.slots, grant.starts, grant.num_tokens)
+        )
+        ends = np.cumsum(counts)
+        offsets = ends - counts  # [S] of each row's first token in the step
+        positions = np.arange(ends[-1]) - np.repeat(offsets - starts, counts)
+        row_of = np.empty_like(order)
+        row_of[order] = np.arange(len(order))
+        return self._make(
+            input_ids=self._input_ids(slots, starts, counts, offsets, int(ends[-1])),
+            slots=slots,
+            token_slots=np.repeat(slots, counts),
+            positions=positions,
+            query_starts=np.concatenate([offsets, ends[-1:]]),
+            lengths=starts + counts,
+            logits_rows=ends[row_of[grant.is_sampled]] - 1,
+            num_decode=num_single,
+        )
+
+    def _decode_inputs(self, grant: StepGrant) -> StepInputs:
+        slots, starts = grant.slots.astype(np.int64), grant.starts.astype(np.int64)
+        rows = np.arange(len(slots) + 1)
+        return self._make(
+            input_ids=self._input_ids(slots, starts, np.ones_like(slots), rows[:-1], len(slots)),
+            slots=slots,
+            token_slots=slots,
+            positions=starts,
+            query_starts=rows,
+            lengths=starts + 1,
+            logits_rows=np.flatnonzero(grant.is_sampled),
+            num_decode=len(slots),
+        )
+
+    def _input_ids(self, slots: Longs, starts: Longs, counts: Longs, offsets: Longs, num_tokens: int) -> Tensor:
+        """[T] i64: a row that starts within what came with `Started` reads from there, any other its newest token."""
+        is_known = starts < self._num_known[slots]
+        if not is_known.any():
+            return self.last_tokens.index_select(0, self._upload(slots))
+        ids = np.empty(num_tokens, np.int64)
+        for row in np.flatnonzero(is_known).tolist():
+            start, count, offset = int(starts[row]), int(counts[row]), int(offsets[row])
+            ids[offset : offset + count] = self._known[slots[row]][start : start + count]
+        input_ids = self._upload(ids)
+        is_fed = ~is_known
+        if is_fed.any():
+            newest = self.last_tokens.index_select(0, self._upload(slots[is_fed]))
+            input_ids.index_copy_(0, self._upload(offsets[is_fed]), newest)
+        return input_ids
+
+    def _make(
+        self,
+        *,
+        input_ids: Tensor,
+        slots: Longs,
+        token_slots: Longs,
+        positions: Longs,
+        query_starts: Longs,
+        lengths: Longs,
+        logits_rows: Longs,
+        num_decode: int,
+    ) -> StepInputs:
+        blocks = self.tables[token_slots, positions // self.block_size].astype(np.int64)
+        width = -(-int(lengths.max()) // self.block_size)
+        return StepInputs(
+            input_ids=input_ids,
+            positions=self._upload(positions),
+            slot_mapping=self._upload(blocks * self.block_size + positions % self.block_size),
+            block_tables=self._device_tables[:, :width].index_select(0, self._upload(slots)),
+            query_starts=self._upload(query_starts.astype(np.int32)),
+            lengths=self._upload(lengths.astype(np.int32)),
+            logits_rows=self._upload(logits_rows),
+            num_decode=num_decode,
+        )
+
+    def _upload(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

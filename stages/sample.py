@@ -1,0 +1,80 @@
+"""The sample stage: has each step's tokens chosen on the device, tells schedule the outcome and detokenize the tokens.
+
+Knows which steps are void. Refuses to know how tokens are chosen: that is the sampler's, on the device thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from ..runtime.stage import Context, Crash, Outlet, Stage
+from .device import SAMPLE, Choose, Device, fail
+from .messages import StepDone, StepGrant, StepLogits, StepTokens, StepVoid
+
+
+class Sample(Stage[StepLogits, StepTokens]):
+    """Every `StepLogits` becomes exactly one `StepDone` or `StepVoid` on `feedback`, in order, whatever fails: the step
+    loop's credits depend on it. It is sent when the device is done with the step, so blocks may be reused then.
+
+    A step that is done also becomes a `StepTokens` on `out`, unless that would say nothing. After a void, steps of the
+    same or an older generation are void too.
+    """
+
+    outputs: ClassVar = {"out": StepTokens, "feedback": StepDone | StepVoid}
+    on_crash: ClassVar[Crash] = Crash.RECOVER
+
+    def __init__(self, sampler: Choose, device: Device) -> None:
+        self.sampler = sampler
+        self.device = device
+        self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not answered
+        self._last_answered = -1  # step
+        self._void_generation = -1
+
+    async def setup(self, context: Context) -> None:
+        self.device.join(context.env, SAMPLE)
+
+    async def handle(self, batch: Sequence[StepLogits], out: Outlet[StepTokens]) -> None:
+        for item in batch:
+            self._submit(item.grant, self.sampler.sample)
+        for item in batch:
+            await self._answer(item.grant, out)
+            await out.flush()
+
+    async def recover(self, batch: Sequence[StepLogits], error: BaseException, out: Outlet[StepTokens]) -> None:
+        """The steps that were not answered are void; the device thread must not wait for them."""
+        left = [item.grant for item in batch if item.grant.step > self._last_answered]
+        for grant in left:
+            if grant.step not in self._results:
+                self._submit(grant, partial(fail, error))
+        for grant in left:
+            await self._answer(grant, out, crash=error)
+
+    def _submit(self, grant: StepGrant, sample: Callable[[StepGrant, Any], StepTokens]) -> None:
+        self._results[grant.step] = self.device.sample(grant, sample)
+
+    async def _answer(self, grant: StepGrant, out: Outlet[StepTokens], crash: BaseException | None = None) -> None:
+        """Waits for the device and tells what became of the step; with a `crash` it is void in any case."""
+        tokens, error = None, crash
+        try:
+            tokens = await self._results[grant.step]
+        except Exception as failure:  # whatever the device raised: it belongs to this step, not to this stage
+            error = crash or failure
+        del self._results[grant.step]
+        self._last_answered = grant.step
+        has_fallen = grant.generation <= self._void_generation
+        if tokens is None or error is not None or has_fallen:
+            self._void_generation = max(self._void_generation, grant.generation)
+            out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
+            return
+        out.send(_done(tokens), port="feedback")  # first: the next step waits for it
+        if len(tokens.slots) or tokens.started:
+            out.send(tokens)
+
+
+def _done(tokens: StepTokens) -> StepDone:
+    return StepDone(
+        tokens.step, tokens.slots, tokens.sequence_ids, tokens.places, tokens.token_ids, tokens.finishes != 0
+    )

@@ -1,0 +1,203 @@
+"""Chooses each step's tokens: greedy or drawn, with penalties, bias and truncation. Lives on the device thread.
+
+Knows which rows need what, so that a row pays for nothing it did not ask for. Refuses to know text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import logits as maths
+from .logits import Blocks, Drawing
+from .messages import Bools, FinishReason, Ints, StepGrant, StepTokens, TopLogprobs
+from .sampling_table import EDITS, ENDED, LOGPROBS, RANDOM, SamplingTable
+
+Longs = NDArray[np.int64]
+
+NO_ROWS: Longs = np.zeros(0, np.int64)
+
+
+class Sampler:
+    """Columnar sampling state of the running sequences, slot by slot, and the choice of their next tokens.
+
+    In this order: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below min_tokens,
+    (a grammar's mask has its place here), temperature, top_k, top_p, min_p. Greedy takes the likeliest, the lowest id
+    among equals. What is drawn depends on the row's logits, its seed and the token's absolute position only.
+
+    `last_tokens` [num_slots] i64 on the device is shared with the runner: each slot's newest token is written there.
+
+    A sequence that has ended is still in the steps that were in flight then (a deferred stop). Such rows appear in
+    neither slots nor tokens of those steps, until `Started` gives their slot to somebody.
+    """
+
+    def __init__(
+        self, last_tokens: Tensor, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int] = ()
+    ) -> None:
+        self.last_tokens = last_tokens
+        self._last_on_host = last_tokens.numpy() if last_tokens.device.type == "cpu" else None  # the same memory
+        self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
+
+    def sample(self, grant: StepGrant, logits: Tensor) -> StepTokens:
+        """One token for each sampled row of the grant whose sequence goes on. `logits` [L, V] may be changed.
+
+        A row without a finite maximum (a NaN, an infinity, or nothing that is allowed) ends with `FinishReason.ERROR`
+        and token 0, which means nothing. Every id is in [0, V).
+        """
+        for started in grant.started:
+            self.table.start(started)
+        slots = grant.slots[grant.is_sampled]
+        needs = self.table.needs[slots]
+        if _any(needs, ENDED):
+            alive = np.flatnonzero(needs & ENDED == 0)
+            slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
+        with torch.inference_mode():
+            return self._sample(grant, slots, needs, logits)
+
+    def _sample(self, grant: StepGrant, slots: Ints, needs: NDArray[np.uint8], logits: Tensor) -> StepTokens:
+        table = self.table
+        places = table.num_generated[slots]
+        asked = np.flatnonzero(needs & LOGPROBS) if _any(needs, LOGPROBS) else NO_ROWS
+        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None  # a copy, before the edits
+        if len(slots):
+            token_ids, is_broken = self._choose(slots, needs, logits)
+        else:
+            token_ids, is_broken = NO_ROWS, np.zeros(0, np.bool_)
+        self._note_last(slots, token_ids)
+        chosen = token_ids.astype(np.int32)
+        finishes = table.settle(slots, places, chosen, is_broken)
+        return StepTokens(
+            step=grant.step,
+            slots=slots,
+            sequence_ids=table.sequence_ids[slots],
+            places=places,
+            token_ids=chosen,
+            finishes=finishes,
+            started=grant.started,
+            logprobs={} if raw is None else self._logprobs(raw, asked, slots, token_ids, finishes),
+        )
+
+    def _note_last(self, slots: Ints, token_ids: Longs) -> None:
+        if self._last_on_host is not None:
+            self._last_on_host[slots] = token_ids
+            return
+        device = self.last_tokens.device
+        at = torch.from_numpy(slots.astype(np.int64)).to(device)
+        self.last_tokens.index_copy_(0, at, torch.from_numpy(token_ids).to(device))
+
+    # -- choosing
+
+    def _choose(self, slots: Ints, needs: NDArray[np.uint8], logits: Tensor) -> tuple[Longs, Bools]:
+        """(token ids, rows that hold no number), [L] each."""
+        if _any(needs, EDITS):
+            logits = logits.float()
+            self._edit(slots, logits)
+        blocks = Blocks(logits)
+        maxima = blocks.maxima()
+        is_broken = ~np.isfinite(maxima.max(1))
+        if np.count_nonzero(is_broken):
+            logits[torch.from_numpy(is_broken).to(logits.device)] = 0.0  # numbers to go on with; the choice is not used
+            maxima[is_broken] = 0.0
+        if _any(needs, RANDOM):
+            token_ids = self._choose_mixed(slots, logits, blocks, maxima, needs & RANDOM != 0)
+        else:
+            token_ids = blocks.argmax(maxima, np.arange(len(slots)))
+        token_ids[is_broken] = 0
+        return token_ids, is_broken
+
+    def _choose_mixed(
+        self, slots: Ints, logits: Tensor, blocks: Blocks, maxima: maths.Floats, is_random: Bools
+    ) -> Longs:
+        is_truncated = is_random & self.table.is_truncated[slots]
+        token_ids = np.zeros(len(slots), np.int64)
+        greedy, whole, truncated = (np.flatnonzero(m) for m in (~is_random, is_random & ~is_truncated, is_truncated))
+        if len(greedy):
+            token_ids[greedy] = blocks.argmax(maxima, greedy)
+        if len(whole):
+            best = maxima[whole].max(1).astype(np.float64)
+            token_ids[whole] = maths.draw(maths.rows_of(logits, whole), best, self._drawing(slots[whole]))
+        if len(truncated):
+            rows = maths.rows_of(logits, truncated)
+            token_ids[truncated] = maths.draw_truncated(rows, maxima[truncated], self._drawing(slots[truncated]))
+        return token_ids
+
+    def _drawing(self, slots: Ints) -> Drawing:
+        table = self.table
+        u = maths.uniform(table.seeds[slots], table.positions(slots))
+        return Drawing(table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], u)
+
+    # -- edits
+
+    def _edit(self, slots: Ints, logits: Tensor) -> None:
+        penalised = np.flatnonzero(self.table.is_penalised[slots])
+        if len(penalised):
+            self._penalise(slots, penalised, logits)
+        biased = np.flatnonzero(self.table.num_biased[slots])
+        if len(biased):
+            self._add_bias(slots, biased, logits)
+        rows, ids = self.table.forbidden(slots)
+        if len(rows):
+            maths.forbid(logits, *_tensors(logits, rows, ids))
+
+    def _penalise(self, slots: Ints, rows: Longs, logits: Tensor) -> None:
+        """`rows` index into `slots`. Listings of tokens are padded by their last one, whose edit is the same twice."""
+        table = self.table
+        at = slots[rows]
+        num_generated = table.num_generated[at]
+        num_tokens = table.num_prompt[at] + num_generated
+        self._penalise_repetition(at, rows, num_tokens, logits)
+        has_answer = np.flatnonzero(num_generated)
+        if len(has_answer):
+            at, rows, num_generated = at[has_answer], rows[has_answer], num_generated[has_answer]
+            column = np.arange(num_generated.max())
+            is_token = column < num_generated[:, None]
+            ids = table.tokens[at[:, None], table.num_prompt[at, None] + np.minimum(column, num_generated[:, None] - 1)]
+            frequency = table.frequency_penalty[at, None] * is_token
+            presence = table.presence_penalty[at, None]
+            row, token, often, once = _tensors(logits, rows[:, None], ids.astype(np.int64), frequency, presence)
+            maths.penalise_frequency(logits, row, token, often)
+            maths.penalise_presence(logits, row, token, once)
+
+    def _penalise_repetition(self, slots: Ints, rows: Longs, num_tokens: Ints, logits: Tensor) -> None:
+        penalty = self.table.repetition_penalty[slots]
+        repeated = np.flatnonzero(penalty != 1)
+        if not len(repeated):
+            return
+        num_tokens = num_tokens[repeated, None]
+        column = np.minimum(np.arange(num_tokens.max()), num_tokens - 1)
+        ids = self.table.tokens[slots[repeated, None], column].astype(np.int64)
+        row, token, factor = _tensors(logits, rows[repeated, None], ids, penalty[repeated, None])
+        maths.penalise_repetition(logits, row, token, factor)
+
+    def _add_bias(self, slots: Ints, rows: Longs, logits: Tensor) -> None:
+        table = self.table
+        at = slots[rows]
+        width = int(table.num_biased[at].max())
+        index, column = np.nonzero(np.arange(width) < table.num_biased[at, None])
+        ids, bias = table.biased_ids[at[index], column].astype(np.int64), table.bias[at[index], column]
+        maths.add_bias(logits, *_tensors(logits, rows[index], ids, bias))
+
+    # -- log-probabilities
+
+    def _logprobs(
+        self, raw: Tensor, asked: Longs, slots: Ints, token_ids: Longs, finishes: NDArray[np.int8]
+    ) -> dict[int, TopLogprobs]:
+        """Row -> log-probabilities under the model itself, before any edit and temperature, for the rows `asked`."""
+        whole = np.flatnonzero(finishes[asked] != FinishReason.ERROR)
+        rows = asked[whole]
+        if not len(rows):
+            return {}
+        found = maths.top_logprobs(maths.rows_of(raw, whole), token_ids[rows], self.table.num_logprobs[slots[rows]])
+        return dict(zip(rows.tolist(), found, strict=True))
+
+
+def _any(needs: NDArray[np.uint8], bit: int) -> bool:
+    return bool(int(np.bitwise_or.reduce(needs)) & bit)
+
+
+def _tensors(like: Tensor, *arrays: NDArray[np.generic]) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(array).to(like.device) for array in arrays)

@@ -1,0 +1,246 @@
+"""A Jinja sandbox for templates from checkpoints: no attribute reaches Python, and no expression gets large.
+
+Whatever a template makes or goes through (loops, sums, products, concatenations, calls, filters, output) is paid for
+from one budget before it is made, so that a render is bounded in time and memory without a clock. It has the names that
+transformers gives chat templates: `tojson`, `raise_exception`, `strftime_now`, loop controls and `generation`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+BUDGET = "the budget"  # its name among a render's variables, which no template can spell
+VALUE_SIZE = 1 << 20  # longest string or list an expression may give
+WORK = 1 << 26  # characters and items a render may make in all
+TURN = 256  # what a turn of a loop, a call and an output cost beside what they make: they take about a microsecond
+NUMBER_BITS = 4096
+LARGEST_ARGUMENT = 999  # of a width, an indentation or a precision
+FILTERS = (
+    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "format", "groupby"),
+    *("indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr"),
+    *("replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim"),
+    *("unique", "upper", "urlencode"),
+)
+WIDE_FIELD = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # a width of four digits, or one taken from a value
+
+
+class Budget:
+    """How much a render may still do."""
+
+    def __init__(self) -> None:
+        self.left = WORK
+
+    def spend(self, amount: int) -> None:
+        self.left -= amount
+        if self.left < 0:
+            _refuse("the template does too much")
+
+    def make(self, size: int) -> None:
+        """Pay for a string or list of `size`, or refuse it."""
+        if size > VALUE_SIZE:
+            _refuse(f"a value of {size} characters or items; at most {VALUE_SIZE}")
+        self.spend(size)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment that chat templates are compiled in. Each render needs a Budget of its own as variable BUDGET."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        self.filters = {name: _paid_filter(name, self.filters[name]) for name in FILTERS}
+        self.filters["tojson"] = _paid_filter("tojson", _to_json)
+        self.globals = {name: self.globals[name] for name in ("dict", "namespace")}
+        self.globals["range"] = range  # `call` bounds it
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: now().strftime(format)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Paying().visit(super()._parse(source, name, filename))
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _pay_for_operator(_budget(context), operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        budget = _budget(__context)
+        budget.spend(TURN)
+        if __obj is range:
+            budget.make(len(range(*args)))
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
+        if isinstance(owner := getattr(method, "__self__", None), str | bytes | int | float):
+            _pay_for_method(budget, method.__name__, owner, [*args, *kwargs.values()])
+        return super().call(__context, __obj, *args, **kwargs)
+
+    @staticmethod
+    @jinja2.pass_context
+    def paid_loop(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+        """The items, each paid for when its turn of the loop begins."""
+        budget = _budget(context)
+        for item in items:
+            budget.spend(TURN)
+            yield item
+
+    @staticmethod
+    @jinja2.pass_context
+    def paid_text(context: Context, *values: Any) -> str:
+        """The values as one text: what `~` gives, and what `{{ }}` and the text between put out."""
+        texts = [str(value) for value in values]
+        budget = _budget(context)
+        budget.spend(TURN)
+        budget.make(sum(map(len, texts)))
+        return "".join(texts)
+
+
+class _Paying(NodeTransformer):
+    """Sends what Jinja compiles to bare Python (loops, `~`, output) through the sandbox."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        if node.recursive:
+            raise jinja2.TemplateSyntaxError("recursive loops are not available", node.lineno)
+        self.generic_visit(node)
+        node.iter = _call("paid_loop", [node.iter], node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+        self.generic_visit(node)
+        return _call("paid_text", node.nodes, node.lineno)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        parts = [nodes.Const(part.data) if isinstance(part, nodes.TemplateData) else part for part in node.nodes]
+        node.nodes = [_call("paid_text", parts, node.lineno)]
+        return node
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote, for training; here it is its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _call(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None, lineno=line)
+
+
+def _budget(context: Context) -> Budget:
+    budget = context.resolve(BUDGET)
+    assert isinstance(budget, Budget)
+    return budget
+
+
+def _pay_for_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:
+    if operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
+        budget.make(len(left) + len(right))
+    elif operator == "%" and isinstance(left, str):
+        _pay_for_format(budget, left, left.count("%"), right if isinstance(right, tuple) else [right])
+    elif operator == "*":
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, Sized) and isinstance(times, int):
+                budget.make(len(sequence) * max(times, 0))
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > NUMBER_BITS:
+            _refuse(f"a number of {bits} bits; at most {NUMBER_BITS}")
+
+
+def _pay_for_method(budget: Budget, method: str, owner: str | bytes | float, values: list[Any]) -> None:
+    """Pay for what a method of a string may give. Numbers have no methods that a template needs."""
+    if not isinstance(owner, str) or method in ("encode", "translate"):
+        _refuse(f"{type(owner).__name__}.{method} is not available")
+    if method == "replace" and len(values) > 1:
+        _pay_for_replace(budget, owner, values[0], values[1])
+    elif method == "join" and values:
+        _pay_for_join(budget, values[0], owner)
+    elif method in ("format", "format_map"):
+        _pay_for_format(budget, owner, owner.count("{"), values)
+    else:
+        _bound_numbers(values)
+        budget.make(len(owner) + owner.count("\t") * LARGEST_ARGUMENT + LARGEST_ARGUMENT)
+
+
+def _pay_for_replace(budget: Budget, text: Any, old: Any, new: Any) -> None:
+    text = str(text)
+    budget.make(len(text) + text.count(str(old)) * len(str(new)))
+
+
+def _pay_for_join(budget: Budget, items: Any, separator: Any) -> None:
+    if not isinstance(items, Sized):
+        _refuse("join needs a list; add `| list`")
+    sizes = [len(str(item)) for item in items]  # type: ignore[attr-defined]
+    budget.make(sum(sizes) + len(sizes) * len(str(separator)))
+
+
+def _pay_for_format(budget: Budget, template: str, num_fields: int, values: Iterable[Any]) -> None:
+    if WIDE_FIELD.search(template):
+        _refuse(f"a field wider than {LARGEST_ARGUMENT}")
+    widest = LARGEST_ARGUMENT + sum(len(str(value)) for value in values)
+    budget.make(len(template) + num_fields * widest)
+
+
+def _bound_numbers(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, int) and abs(value) > LARGEST_ARGUMENT:
+            _refuse(f"{value} as a width, a count or a precision; at most {LARGEST_ARGUMENT}")
+
+
+def _paid_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, paid for by the size of its value and, where it can give more than that, by what it can give."""
+    kind = getattr(function, "jinja_pass_arg", None)  # what Jinja hands to the filter before its value
+
+    @jinja2.pass_context
+    def paid(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = _budget(context)
+        size = len(value) if isinstance(value, Sized) else 1
+        values = [*args, *kwargs.values()]
+        budget.spend(TURN + size)
+        if name == "replace" and len(values) > 1:
+            _pay_for_replace(budget, value, values[0], values[1])
+        elif name == "join":
+            value = list(value)
+            _pay_for_join(budget, value, values[0] if values else "")
+        elif name == "format":
+            _pay_for_format(budget, str(value), str(value).count("%"), values)
+        elif name == "sum":
+            value = list(value)
+            budget.make(sum(len(item) for item in value if isinstance(item, Sized)))
+        elif name in ("indent", "round", "tojson"):
+            _bound_numbers(values)
+            budget.make(str(value).count("\n") * LARGEST_ARGUMENT if name == "indent" else size)
+        first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
+        return function(*([first[kind.name]] if kind else []), value, *args, **kwargs)
+
+    return paid
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Plain JSON; Jinja's own would escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise jinja2.TemplateRuntimeError(f"template_limit: {problem}")

@@ -1,0 +1,228 @@
+"""Text to token ids and back, from a checkpoint's tokenizer.json, with the ids transformers' AutoTokenizer gives.
+
+No transformers and no torch here. Every method may be called from several threads at once: the Rust side has no state
+that a call changes, and it lets other threads run while it works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+from .files import read_json, read_text, refuse_code
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the caller has threads of its own
+from tokenizers import AddedToken, Encoding, decoders, pre_tokenizers  # noqa: E402
+from tokenizers import Tokenizer as RustTokenizer  # noqa: E402
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+IDS_AT_ONCE = 16_384  # making a list of ids holds the GIL: 240k at once took 46 ms, in pieces of this size 2 ms each
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    `bos_token_id` and `eos_token_id` are those its tokenizer_config.json names; `special_ids` are the ids that
+    `skip_special_tokens` leaves out. With `is_byte_level`, tokens spell bytes in a substitute alphabet; without, they
+    spell text with "▁" for a space, and bytes as `<0xNN>`.
+    """
+
+    def __init__(self, rust: RustTokenizer, config: dict[str, Any]) -> None:
+        self._rust = rust
+        self._plain: RustTokenizer | None = None  # made when first needed
+        self._plain_lock = threading.Lock()
+        self.config = config  # tokenizer_config.json
+        self.decoder_config: dict[str, Any] = (
+            json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": "None"}
+        )
+        self.is_byte_level = self.decoder_config["type"] == "ByteLevel"
+        added = rust.get_added_tokens_decoder()
+        self.special_tokens = {str(token.content): index for index, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_tokens.values())
+        self.bos_token = _token_text(config.get("bos_token"))
+        self.eos_token = _token_text(config.get("eos_token"))
+        self.bos_token_id = None if self.bos_token is None else rust.token_to_id(self.bos_token)
+        self.eos_token_id = None if self.eos_token is None else rust.token_to_id(self.eos_token)
+
+    @classmethod
+    def read(cls, root: Path) -> Tokenizer:
+        """The tokenizer of the checkpoint in `root`. Raises CheckpointError if it has none that can be used."""
+        text = read_text(root, "tokenizer.json")
+        if text is None:
+            raise CheckpointError(
+                f"{root}: no tokenizer.json; save one with transformers: "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+        config = read_json(root, "tokenizer_config.json") or {}
+        refuse_code(root, "tokenizer_config.json", config)
+        try:
+            rust = RustTokenizer.from_str(text)
+            _configure(rust, config, text)
+        except Exception as error:  # the bindings raise Exception itself
+            raise CheckpointError(f"tokenizer.json ({root}): cannot be used: {str(error)[:200]}") from None
+        return cls(rust, config)
+
+    def __len__(self) -> int:
+        """One more than the largest id, added tokens included. An embedding may have more rows, or by mistake fewer."""
+        return max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text in which special tokens may be spelled, as in a completion prompt."""
+        return _ids(self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0])
+
+    def encode_chat(self, text: str, mark: str | None = None) -> list[int]:
+        """Ids of a rendered chat prompt, which spells its own special tokens.
+
+        Where `mark` is given, it stands inside everything that looks like a special token but came from a message (see
+        `chat.py`). Marks are taken out again, and what they stood in is ordinary text.
+        """
+        if mark is None:
+            return self.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        position = 0
+        for begin, end, token_id in self._special_spans(text):
+            ids += self._encode_plain(text[position:begin].replace(mark, ""), is_start=position == 0)
+            ids.append(token_id)
+            position = end
+        return ids + self._encode_plain(text[position:].replace(mark, ""), is_start=position == 0)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of all ids at once. Bytes that are no character become U+FFFD; ids that mean nothing, nothing."""
+        return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's entry, in the tokenizer's own alphabet; None for an id that means nothing."""
+        return self._rust.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text, before bytes become characters; b"" for an id that means nothing."""
+        token = self._rust.id_to_token(token_id)
+        if token is None:
+            return b""
+        return byte_level_bytes(token) if self.is_byte_level else sentencepiece_bytes(token)
+
+    def _special_spans(self, text: str) -> list[tuple[int, int, int]]:
+        """[begin, end) and id of each special token spelled in the text, whitespace that it absorbs included."""
+        encoding = self._rust.encode_batch([text], add_special_tokens=False)[0]
+        spans = []
+        for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self.special_ids and self.special_tokens.get(text[begin:end].strip()) == token_id:
+                spans.append((begin, end, token_id))
+        return spans
+
+    def _encode_plain(self, text: str, is_start: bool) -> list[int]:
+        """Ids of a piece of a prompt in which nothing is a special token."""
+        if not text:
+            return []
+        plain = self._without_special_tokens()
+        if is_start and self._prepends_only_at_start and not text.startswith((" ", "▁")):
+            text = " " + text
+        return _ids(plain.encode_batch_fast([text], add_special_tokens=False)[0])
+
+    def _without_special_tokens(self) -> RustTokenizer:
+        """A twin that takes special tokens for ordinary text; the setting cannot be switched on a tokenizer in use."""
+        with self._plain_lock:
+            if self._plain is None:
+                plain = RustTokenizer.from_str(self._rust.to_str())
+                plain.encode_special_tokens = True
+                if self._prepends_only_at_start:
+                    plain.pre_tokenizer.prepend_scheme = "never"
+                self._plain = plain
+            return self._plain
+
+    @property
+    def _prepends_only_at_start(self) -> bool:
+        pre_tokenizer = self._rust.pre_tokenizer
+        return isinstance(pre_tokenizer, pre_tokenizers.Metaspace) and pre_tokenizer.prepend_scheme == "first"
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """Bytes of a byte-level token; one with a character outside the substitute alphabet stands for itself."""
+    try:
+        return bytes(BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def sentencepiece_bytes(token: str) -> bytes:
+    """Bytes of a token that spells text, with "▁" for a space, or `<0xNN>` for one byte."""
+    if is_byte_token(token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def is_byte_token(token: str) -> bool:
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return False
+    return all(character in "0123456789abcdefABCDEF" for character in token[3:5])
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte-level alphabet: printable Latin-1 characters are their own bytes, the rest follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _configure(rust: RustTokenizer, config: dict[str, Any], text: str) -> None:
+    """Apply tokenizer_config.json to what tokenizer.json says, as transformers 5 does.
+
+    NOTE: `add_bos_token` and `add_eos_token` mean nothing beside a tokenizer.json: its post-processor decides.
+    """
+    rust.no_truncation()
+    rust.no_padding()
+    is_llama = str(config.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
+    if is_llama and '"ByteLevel"' not in text:
+        _configure_llama(rust, config)
+    for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        if rust.token_to_id(str(token["content"])) is None:
+            _add_token(rust, token, is_special=bool(token.get("special")))
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    for token in [
+        *(config.get(name) for name in NAMED_TOKENS),
+        *(extra.values() if isinstance(extra, dict) else extra),
+    ]:
+        if token:
+            _add_token(rust, token, is_special=True)
+
+
+def _configure_llama(rust: RustTokenizer, config: dict[str, Any]) -> None:
+    """Llama 2's tokenizer: a "▁" goes before the text, and if legacy, before each piece between special tokens."""
+    has_prefix = config.get("add_prefix_space") is not False
+    scheme = ("always" if config.get("legacy") else "first") if has_prefix else "never"
+    rust.normalizer = None
+    rust.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    rust.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+
+
+def _add_token(rust: RustTokenizer, token: Any, is_special: bool) -> None:
+    text = _token_text(token)
+    flags = token if isinstance(token, dict) else {}
+    names = ("single_word", "lstrip", "rstrip", "normalized")
+    added = AddedToken(text, special=is_special, **{name: bool(flags.get(name, False)) for name in names})
+    if is_special:
+        rust.add_special_tokens([added])
+    else:
+        rust.add_tokens([added])
+
+
+def _token_text(token: Any) -> str | None:
+    """A token of tokenizer_config.json, which is a string or an object with its flags."""
+    text = token["content"] if isinstance(token, dict) else token
+    return None if text is None else str(text)
+
+
+def _ids(encoding: Encoding) -> list[int]:
+    if len(encoding) <= IDS_AT_ONCE:
+        return encoding.ids
+    encoding.truncate(IDS_AT_ONCE)
+    return [token_id for piece in (encoding, *encoding.overflowing) for token_id in piece.ids]

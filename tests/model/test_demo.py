@@ -1,0 +1,116 @@
+"""The bundled model: its corpus, its split, its weights, and what is said of it."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from millrace.model.demo import WEIGHTS
+from millrace.model.demo.corpus import IM_END, documents, held_out, is_held_out
+from millrace.model.demo.evaluate import NUM_TOKENS, SEED, answer, greedy, repeated_4grams
+from millrace.model.demo.world import BOYS, GIRLS, HEROES, PETS, PLACES
+
+TRAINING_SEED = 1  # TrainConfig.seed, not imported: training is no part of what is served
+MAX_BYTES = 20_000_000
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Any, Any]:
+    """(model in float32, tokenizer), as transformers loads them."""
+    return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32), AutoTokenizer.from_pretrained(WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> dict[str, Any]:
+    return json.loads((WEIGHTS.parent / "evaluation.json").read_text())
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another():
+    first, again, other = (list(itertools.islice(documents(seed), 50)) for seed in (7, 7, 8))
+    assert first == again
+    assert not set(first) & set(other)
+
+
+@pytest.mark.slow
+def test_held_out_prompts_do_not_occur_in_the_training_text():
+    training = "".join(itertools.islice(documents(TRAINING_SEED), 20_000)).lower()
+    prompts = held_out(SEED)
+    assert len(prompts) == 50
+    assert [p.prompt for p in prompts if p.prompt.lower() in training] == []
+
+
+@pytest.mark.slow
+def test_an_opening_of_the_training_text_is_found_in_it():
+    """The search of the test above can find something: openings of the training split do occur."""
+    training = list(itertools.islice(documents(TRAINING_SEED), 200))
+    stories = [text for text in training if "<|im_start|>" not in text]
+    joined = "".join(training).lower()
+    assert all(story.split(". ")[0].lower() in joined for story in stories)
+
+
+def test_the_split_holds_out_about_one_key_in_twenty():
+    keys = list(itertools.product(PETS, HEROES, PLACES))
+    share = sum(map(is_held_out, keys)) / len(keys)
+    assert 0.04 < share < 0.06
+
+
+def test_no_name_is_also_the_name_of_an_animal_in_the_world():
+    assert len({*GIRLS, *BOYS, *PETS}) == len(GIRLS) + len(BOYS) + len(PETS)
+
+
+def test_the_bundled_files_stay_under_20_mb():
+    assert sum(path.stat().st_size for path in WEIGHTS.parent.rglob("*") if path.is_file()) < MAX_BYTES
+
+
+def test_text_survives_the_tokenizer_and_no_token_is_added(demo: tuple[Any, Any]):
+    _, tokenizer = demo
+    for text in ("Once upon a time", "Ünïcödé 你好 🙂", " two  spaces\n\ttabs", ""):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_chat_template_is_the_form_the_model_was_trained_on(demo: tuple[Any, Any]):
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    text = demo[1].apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        ("What colour is the sky?", "The sky is blue."),
+        ("How many legs does a spider have?", "A spider has eight legs."),
+        ("What is 3 + 4?", "3 plus 4 is 7."),
+        ("Tom has a red ball. Mia has a blue kite. What does Mia have?", "Mia has a blue kite."),
+    ],
+)
+def test_greedy_answers_are_right_and_end(demo: tuple[Any, Any], question: str, expected: str):
+    assert answer(*demo, question) == expected + IM_END
+
+
+@pytest.mark.slow
+def test_a_story_keeps_its_hero_and_ends(demo: tuple[Any, Any]):
+    model, tokenizer = demo
+    ids = greedy(model, tokenizer, "Once upon a time, there was a little fox named Pip.", max_tokens=400)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert text.count("Pip") >= 2
+    assert len(ids) < 400
+    assert repeated_4grams(ids[:NUM_TOKENS]) < 0.2
+
+
+def test_the_committed_evaluation_meets_its_bounds(evaluation: dict[str, Any]):
+    figures = evaluation["figures"]
+    assert (figures["num_openings"], figures["num_questions"]) == (25, 25)
+    assert figures["perplexity_per_token"] < 6
+    assert figures["repeated_4grams"] < 0.15
+    assert figures["names_kept"] >= 0.9
+    assert figures["right_answers"] >= 0.7
+
+
+@pytest.mark.slow
+def test_the_committed_evaluation_is_of_the_committed_weights(demo: tuple[Any, Any], evaluation: dict[str, Any]):
+    for row in evaluation["questions"][:3]:
+        assert answer(*demo, row["prompt"]).removesuffix(IM_END) == row["text"]

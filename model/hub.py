@@ -36,9 +36,9 @@ def resolve(
     if model is None or (model == BUNDLED and not Path(model).exists()):
         return bundled_model_path()
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and os.path.isdir(path):
         return path
-    if path.exists():
+    if os.path.isfile(path):
         raise CheckpointError(f"{model}: is a file; name the directory that holds config.json")
     if not HUB_ID.fullmatch(model):
         raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name)")

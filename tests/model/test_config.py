@@ -1,0 +1,153 @@
+"""config.json and generation_config.json: what is read from each form, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.model.config import ModelConfig, parse_config
+from millrace.model.errors import CheckpointError
+from millrace.model.generation import GenerationDefaults
+from tests.model.checkpoints import FAMILIES, SHAPE
+
+LLAMA: dict[str, Any] = {"model_type": "llama", **SHAPE}
+
+
+def parse(**keys: Any) -> ModelConfig:
+    return parse_config({**LLAMA, **keys}, "config.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_form_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]}, dtype="bfloat16")
+    theirs.save_pretrained(tmp_path)
+    ours = ModelConfig.read(tmp_path)
+    assert (ours.model_type, ours.dtype) == (family, "bfloat16")
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert set(ours.sliding_windows) == {getattr(theirs, "sliding_window", None)}
+    assert (ours.qkv_bias, ours.has_qk_norm) == (family == "qwen2", family == "qwen3")
+    assert (ours.bos_token_id, ours.eos_token_ids) == (1, (2,))
+
+
+def test_the_older_form_of_the_rope_keys_means_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = parse(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}, torch_dtype="float16")
+    new = parse(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}, dtype="float16")
+    assert old == new and old.rope.theta == 5e5 and old.dtype == "float16"
+    assert parse(rope_scaling={"type": "linear", "factor": 2.0}).rope.kind == "linear"
+
+
+def test_what_a_family_implies_holds_where_the_file_says_nothing() -> None:
+    bare = {key: SHAPE[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")}
+    bare["num_attention_heads"] = 32
+    llama, mistral, qwen3 = (parse_config({"model_type": name, **bare}, "") for name in ("llama", "mistral", "qwen3"))
+    assert (llama.num_kv_heads, llama.head_dim, llama.max_position_embeddings) == (32, 2, 2048)
+    assert (mistral.num_kv_heads, mistral.sliding_windows) == (8, (4096,) * 3)
+    assert (qwen3.num_kv_heads, qwen3.head_dim, qwen3.sliding_windows) == (32, 128, (None,) * 3)
+    assert llama.dtype == "float32" and llama.eos_token_ids == () and llama.bos_token_id is None
+
+
+def test_windows_hold_for_the_layers_the_file_names() -> None:
+    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 16, "max_window_layers": 2}
+    assert parse_config(qwen, "").sliding_windows == (None, None, None)
+    assert parse_config({**qwen, "use_sliding_window": True}, "").sliding_windows == (None, None, 16)
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    named = parse_config({**qwen, "use_sliding_window": True, "layer_types": types}, "")
+    assert named.sliding_windows == (16, None, None)
+    assert parse_config({**LLAMA, "model_type": "mistral", "sliding_window": None}, "").sliding_windows == (None,) * 3
+
+
+@pytest.mark.parametrize(("stated", "longest"), [(32, 128), (128, 128)])
+def test_yarn_stretches_the_longest_sequence_once(stated: int, longest: int) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    config = parse(rope_parameters=yarn, max_position_embeddings=stated)
+    assert config.max_position_embeddings == longest
+    assert config.rope.attention_factor == pytest.approx(1.1386, abs=1e-4)  # 0.1 ln 4 + 1
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "gpt2"}, "model_type: 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3"),
+    ({"model_type": None}, "model_type"),
+    ({"model_type": ["llama"]}, "model_type"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+    ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: 'awq'"),
+    ({"hidden_size": "64"}, "hidden_size: must be a whole number"),
+    ({"hidden_size": True}, "hidden_size"),
+    ({"hidden_size": None}, "hidden_size: is missing"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    ({"vocab_size": 2**40}, "vocab_size"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads: must divide num_attention_heads"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ({"torch_dtype": "int8"}, "dtype: 'int8'"),
+    ({"eos_token_id": "</s>"}, "eos_token_id"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type: 'longrope'"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor: is missing"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: is missing"),
+    ({"rope_scaling": "linear"}, "rope_scaling: must be an object"),
+    ({"partial_rotary_factor": 0.2}, "partial_rotary_factor: must give an even number"),
+    ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types: must list one type for each"),
+    ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, "no sliding_window is in force"),
+    ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 3}, "layer_types: 'chunked_attention'"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_what_is_not_built_or_not_valid_is_refused_by_name(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        parse(**keys)
+    assert message in str(caught.value) and str(caught.value).startswith("config.json")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}},
+        {"_attn_implementation_internal": "someone/kernel"},
+        {"text_config": {"auto_map": {"AutoConfig": "x.Y"}}},
+        {"parts": [{"custom_pipelines": {"x": {}}}]},
+    ],
+)
+def test_code_in_a_checkpoint_is_refused_at_any_depth(keys: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **keys}))
+    with pytest.raises(CheckpointError, match="auto_map|_attn_implementation_internal|custom_pipelines"):
+        ModelConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\x00", "[" * 100_000, '{"a": ' * 100_000, "{" + "1" * 5000])
+def test_a_file_that_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match="config.json"):
+        ModelConfig.read(tmp_path)
+
+
+def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no config.json"):
+        ModelConfig.read(tmp_path)
+
+
+def test_generation_defaults_are_read_and_checked(tmp_path: Path) -> None:
+    config = parse()
+    file = tmp_path / "generation_config.json"
+    assert GenerationDefaults.read(tmp_path, config) == GenerationDefaults(eos_token_ids=(2,))
+    file.write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [2, 5]}))
+    found = GenerationDefaults.read(tmp_path, config)
+    assert found == GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, eos_token_ids=(2, 5))
+    file.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}))
+    found = GenerationDefaults.read(tmp_path, config)
+    assert (found.temperature, found.repetition_penalty, found.eos_token_ids) == (0.0, 1.1, (2,))
+    for keys in ({"top_p": 1.5}, {"temperature": "hot"}, {"top_k": -1}, {"eos_token_id": [640]}, {"eos_token_id": "x"}):
+        file.write_text(json.dumps(keys))
+        with pytest.raises(CheckpointError, match=next(iter(keys))):
+            GenerationDefaults.read(tmp_path, config)

@@ -39,44 +39,19 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodePlan:
+    """How the rows of one decode step are read; the same for all layers of one window and layout."""
+
     buckets: tuple[Bucket, ...]
     is_whole: bool  # one bucket has all rows in order: its result is the result
 
 
-class DecodePlans:
-    """The decode plan of each kind of layer (window, layout), as long as tables and lengths stay the same in value.
-
-    Comparing 32 rows costs 4 us, planning 100 us, and a step asks once a layer.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[object, ...], tuple[Tensor, Tensor, DecodePlan]] = {}
-
-    def get(
-        self,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        lengths: Tensor,
-        window: int | None,
-        dtype: torch.dtype,
-    ) -> DecodePlan:
-        """The buckets of a decode step; masks are of `dtype`. Arguments as in `paged_decode`."""
-        key = (window, dtype, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
-        if kept := self._kept.get(key):
-            known_tables, known_lengths, plan = kept
-            if torch.equal(known_lengths, lengths) and torch.equal(known_tables, block_tables):
-                return plan
-        plan = _plan_decode(k_cache, v_cache, block_tables, lengths, window, dtype)
-        if len(self._kept) >= 8:  # more kinds of layers than a model has: leftovers of earlier caches
-            self._kept.clear()
-        self._kept[key] = (block_tables.clone(), lengths.clone(), plan)
-        return plan
-
-
-def _plan_decode(
+def plan_decode(
     k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, lengths: Tensor, window: int | None, dtype: torch.dtype
 ) -> DecodePlan:
+    """The buckets of a decode step; masks are of `dtype`. Arguments as in `paged_decode`.
+
+    Raises ValueError if a length exceeds its block table.
+    """
     num_groups, block_size, head_dim = k_cache.shape[1:]
     device = k_cache.device
     tables, ends = block_tables.cpu().numpy(), lengths.cpu().numpy().astype(np.int64)

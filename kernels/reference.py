@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gather import Bucket, DecodePlans, gather, rows_to_gather
+from .derived import Derived
+from .gather import Bucket, DecodePlan, gather, plan_decode, rows_to_gather
+
+_rotations = Derived[tuple[Tensor, Tensor, Tensor, Tensor]]()
+_places = Derived[tuple[Tensor | None, tuple[Tensor, Tensor]]]()
+_plans = Derived[DecodePlan]()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -24,9 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Returns [..., D] as x, contiguous.
     """
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return weight * (wide * scale).to(x.dtype)
+    return weight * F.rms_norm(x, x.shape[-1:], None, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,17 +49,32 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> N
 
     q          [T, H, D]   contiguous in D
     k          [T, G, D]   as q
-    cos, sin   [P, D_rot / 2] f32   D_rot <= D; the rest of each head stays as it is
+    cos, sin   [P, D_rot / 2] f32   D_rot <= D; the rest of each head stays as it is; not written to any more
     positions  [T] i64     row of the tables, 0 <= position < P
     """
+    # The tables are kept in the value, so that their ids stay theirs.
+    _, _, cosines, sines = _rotations.get(
+        (id(cos), id(sin)),
+        (positions,),
+        lambda: (cos, sin, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)),  # [T, 1, D_rot / 2]
+    )
     half = cos.shape[-1]
-    cos = cos.index_select(0, positions).unsqueeze(1)  # [T, 1, D_rot / 2]
-    sin = sin.index_select(0, positions).unsqueeze(1)
-    for heads in (q, k):
+    for heads in _adjoined(q, k):
         first, second = heads[..., :half], heads[..., half : 2 * half]
-        rotated = first * cos - second * sin  # f32, as the tables are
-        second.copy_(second * cos + first * sin)
+        rotated = first * cosines - second * sines  # f32, as the tables are
+        second.copy_(second * cosines + first * sines)
         first.copy_(rotated)
+
+
+def _adjoined(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """One view [T, H + G, D] of both where k follows q in memory, as in a fused projection: half the calls."""
+    num_tokens, num_heads, head_dim = q.shape
+    gap = num_heads * q.stride(1)
+    is_one_storage = k.data_ptr() - q.data_ptr() == (k.storage_offset() - q.storage_offset()) * q.element_size()
+    is_next = k.storage_offset() - q.storage_offset() == gap and q.stride()[1:] == k.stride()[1:]
+    if not (is_one_storage and is_next and (num_tokens <= 1 or q.stride(0) == k.stride(0))):
+        return q, k
+    return (q.as_strided((num_tokens, num_heads + k.shape[1], head_dim), q.stride()),)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -66,13 +84,20 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     k/v_cache     [N, G, B, D]   as k; any strides
     slot_mapping  [T] i64        block * B + offset in the block; -1 writes nothing
     """
-    is_real = slot_mapping >= 0
-    if not bool(is_real.all()):
-        k, v, slot_mapping = k[is_real], v[is_real], slot_mapping[is_real]
     block_size = k_cache.shape[2]
-    place = (slot_mapping // block_size, slot_mapping % block_size)
+    written, place = _places.get(block_size, (slot_mapping,), lambda: _places_of(slot_mapping, block_size))
+    if written is not None:
+        k, v = k[written], v[written]
     k_cache.transpose(1, 2).index_put_(place, k)
     v_cache.transpose(1, 2).index_put_(place, v)
+
+
+def _places_of(slot_mapping: Tensor, block_size: int) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+    """Which tokens are written, None meaning all, and where: their blocks and the offsets in them."""
+    written = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[written]
+    is_all = len(written) == len(slot_mapping)
+    return None if is_all else written, (slots // block_size, slots % block_size)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -84,9 +109,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
-
-
-_plans = DecodePlans()
 
 
 def paged_decode(
@@ -114,7 +136,12 @@ def paged_decode(
     """
     num_rows, num_heads, head_dim = q.shape
     num_groups = k_cache.shape[1]
-    plan = _plans.get(k_cache, v_cache, block_tables, lengths, window, q.dtype)
+    kind = (window, q.dtype, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
+    plan = _plans.get(
+        kind,
+        (block_tables, lengths),
+        lambda: plan_decode(k_cache, v_cache, block_tables, lengths, window, q.dtype),
+    )
     out = None if plan.is_whole else torch.zeros_like(q, memory_format=torch.contiguous_format)
     for bucket in plan.buckets:
         rows = q if bucket.rows is None else q.index_select(0, bucket.rows)

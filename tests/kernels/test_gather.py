@@ -14,8 +14,7 @@ from tests.kernels.paged import dense_attention, make_case
 
 def plan_of(lengths: list[int], window: int | None = None) -> gather.DecodePlan:
     case = make_case([1] * len(lengths), lengths)
-    plans = gather.DecodePlans()
-    return plans.get(case.k_cache, case.v_cache, case.block_tables, case.lengths, window, torch.float32)
+    return gather.plan_decode(case.k_cache, case.v_cache, case.block_tables, case.lengths, window, torch.float32)
 
 
 def test_rows_of_equal_length_need_no_mask() -> None:
@@ -67,29 +66,6 @@ def test_several_buckets_give_the_same_attention(monkeypatch: pytest.MonkeyPatch
     case = make_case([1] * 6, [3, 30, 9, 30, 1, 10], head_dim=24)
     got = reference.paged_decode(case.q, case.k_cache, case.v_cache, case.block_tables, case.lengths, 0.2)
     torch.testing.assert_close(got.double(), dense_attention(case, 0.2), rtol=2e-6, atol=2e-6)
-
-
-def test_plans_are_kept_as_long_as_values_stay() -> None:
-    case = make_case([1, 1], [6, 9])
-    plans = gather.DecodePlans()
-
-    def plan() -> gather.DecodePlan:
-        return plans.get(
-            case.k_cache, case.v_cache, case.block_tables.clone(), case.lengths.clone(), None, torch.float32
-        )
-
-    first = plan()
-    assert plan() is first
-    case.lengths[0] = 7
-    assert plan() is not first
-
-
-def test_plans_of_bygone_caches_are_dropped() -> None:
-    plans = gather.DecodePlans()
-    case = make_case([1], [6])
-    for window in range(1, 30):
-        plans.get(case.k_cache, case.v_cache, case.block_tables, case.lengths, window, torch.float32)
-    assert len(plans._kept) <= 8
 
 
 def test_a_length_past_the_table_is_refused() -> None:

@@ -64,6 +64,21 @@ def test_rope_rounds_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(q.double(), want, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 4)
 
 
+@pytest.mark.parametrize("gap", [0, 1])
+def test_rope_of_adjoining_heads_is_that_of_separate_ones(gap: int) -> None:
+    torch.manual_seed(0)
+    fused = torch.randn(4, 7, 8)
+    q, k = fused[:, :3], fused[:, 3 + gap : 5 + gap]
+    apart_q, apart_k, rest = q.clone(), k.clone(), fused[:, 5 + gap :].clone()
+    cos, sin = tables(10, 4)
+    positions = torch.tensor([2, 0, 9, 5])
+    reference.rope(apart_q, apart_k, cos, sin, positions)
+    reference.rope(q, k, cos, sin, positions)
+    assert torch.equal(q, apart_q)
+    assert torch.equal(k, apart_k)
+    assert torch.equal(fused[:, 5 + gap :], rest)
+
+
 def test_rope_turns_views_in_place_and_leaves_the_rest_of_a_head() -> None:
     torch.manual_seed(0)
     fused = torch.randn(4, 6, 10)
@@ -76,6 +91,20 @@ def test_rope_turns_views_in_place_and_leaves_the_rest_of_a_head() -> None:
     assert torch.equal(fused[:, 5], before[:, 5])
     turned = torch.complex(before[:, :5, :3], before[:, :5, 3:6]) * torch.complex(cos, sin)[positions, None]
     torch.testing.assert_close(torch.complex(fused[:, :5, :3], fused[:, :5, 3:6]), turned)
+
+
+def test_rope_follows_positions_and_tables_that_change_between_calls() -> None:
+    cos, sin = tables(10, 2)
+    positions = torch.tensor([3])
+    turned = []
+    for position, sign in ((3, 1), (3, 1), (5, 1), (5, -1)):
+        positions[0] = position
+        q, k = torch.ones(1, 1, 4), torch.ones(1, 1, 4)
+        reference.rope(q, k, cos, sin if sign == 1 else -sin, positions)
+        turned.append(q)
+    assert torch.equal(turned[0], turned[1])
+    assert not torch.equal(turned[1], turned[2])
+    assert not torch.equal(turned[2], turned[3])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

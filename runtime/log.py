@@ -1,0 +1,350 @@
+"""Log lines: `thing.happened` and numbers under fixed names, through structlog, never blocking who logs.
+
+    log = get_logger("millrace.schedule")
+    with bound(request_id=request.request_id):
+        log.info("sequence.preempted", how="swap", num_blocks=40, num_free_blocks=pool.num_free)
+
+A program calls `configure` once; from then on lines of ours, of the standard library's `logging` and of `warnings` go
+to one writer thread with a bounded queue. A full pipe costs lines, which are counted (`dropped`), and no time. Without
+`configure`, as in a library, nothing is installed: warnings and errors go to `sys.stderr`, the rest nowhere.
+
+A line is one line whatever its values hold: control characters, ANSI sequences and line separators are escaped, and it
+is cut to MAX_LINE_BYTES (a JSON line stays valid JSON).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import select
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any, Literal, Protocol, cast
+
+import orjson
+import structlog
+from structlog.contextvars import bind_contextvars as bind
+from structlog.contextvars import bound_contextvars as bound
+from structlog.typing import EventDict, FilteringBoundLogger
+
+__all__ = ["LogSink", "bind", "bound", "captured_logs", "configure", "dropped", "get_logger", "shutdown"]
+
+Format = Literal["console", "json"]
+
+MAX_LINE_BYTES = 4_096  # with the newline
+MAX_QUEUED_LINES = 8_192
+FIRST_KEYS = ("timestamp", "level", "event", "logger", "stage", "request_id")
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "exception": 40, "critical": 50, "fatal": 50}
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """A logger called `name`. May be made at import time: it follows every later `configure`."""
+    logger = structlog.wrap_logger(
+        _Named(name),
+        processors=[
+            _drop_below_level,
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            _stamp,
+            structlog.processors.format_exc_info,
+            _hand_over,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
+        cache_logger_on_first_use=True,
+    )
+    return cast(FilteringBoundLogger, logger)
+
+
+def configure(
+    format: Format = "console", level: str = "info", *, fd: int | None = None, foreign_level: str = "warning"
+) -> LogSink:
+    """Sends all lines of this process to `fd` (standard error if None). Lines below `level`, and below `foreign_level`
+    those of other libraries, are not made at all. Called again, it replaces what the first call set up."""
+    shutdown()
+    sink = LogSink(format, _level_number(level), sys.stderr.fileno() if fd is None else fd)
+    _Active.target = sink
+    _Active.foreign = _ForeignHandler(_level_number(foreign_level))
+    _Active.foreign.install()
+    atexit.register(shutdown)
+    return sink
+
+
+def shutdown(timeout_s: float = 2.0) -> bool:
+    """Writes what is queued and ends the writer thread; after `timeout_s` it is left behind. Undoes `configure`.
+    Returns whether every line was written."""
+    target = _Active.target
+    _Active.target = _StandardError()
+    if _Active.foreign is not None:
+        _Active.foreign.remove()
+        _Active.foreign = None
+    atexit.unregister(shutdown)
+    return target.close(timeout_s) if isinstance(target, LogSink) else True
+
+
+def dropped() -> int:
+    """Lines lost since `configure` because the reader of the log was slower than its writers."""
+    return _Active.target.num_dropped if isinstance(_Active.target, LogSink) else 0
+
+
+@contextmanager
+def captured_logs() -> Iterator[list[dict[str, Any]]]:
+    """For tests: the events of our loggers within the block, of every level, in place of being written."""
+    before, capture = _Active.target, _Capture()
+    _Active.target = capture
+    try:
+        yield capture.events
+    finally:
+        _Active.target = before
+
+
+class Target(Protocol):
+    """Where events go."""
+
+    level: int  # the lowest that is wanted
+
+    def take(self, event: EventDict) -> None: ...
+
+
+class LogSink:
+    """A bounded queue of lines and the thread that writes them to a file descriptor."""
+
+    def __init__(self, format: Format, level: int, fd: int, max_queued_lines: int = MAX_QUEUED_LINES) -> None:
+        if format not in ("console", "json"):
+            raise ValueError(f"log format {format!r} is unknown: use console or json")
+        self.level = level
+        self.num_dropped = 0
+        self._render = json_line if format == "json" else console_line
+        self._fd = fd
+        self._max_queued_lines = max_queued_lines
+        self._lines: SimpleQueue[bytes | None] = SimpleQueue()
+        self._lock = threading.Lock()  # of num_dropped
+        self._thread = threading.Thread(target=self._write_lines, name="millrace-log", daemon=True)
+        self._thread.start()
+
+    def take(self, event: EventDict) -> None:
+        """Queues a line, or counts it as dropped. Never blocks."""
+        if self._lines.qsize() >= self._max_queued_lines:
+            self._count_dropped()
+        else:
+            self._lines.put(self._render(event))
+
+    def close(self, timeout_s: float) -> bool:
+        """Whether all lines were out within `timeout_s`."""
+        self._lines.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _count_dropped(self) -> None:
+        with self._lock:
+            self.num_dropped += 1
+
+    def _write_lines(self) -> None:
+        num_reported = 0
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+            if self.num_dropped > num_reported:
+                num_reported = self.num_dropped
+                event = {"event": "log.lines_dropped", "level": "warning", "logger": __name__}
+                self._write(self._render(_stamp(None, "", event | {"num_dropped": num_reported})))
+
+    def _write(self, line: bytes) -> None:
+        while line:
+            try:
+                line = line[os.write(self._fd, line) :]
+            except BlockingIOError:  # somebody made it non-blocking; here it may wait
+                select.select([], [self._fd], [])
+            except OSError:  # nobody reads any more
+                return self._count_dropped()
+
+
+def json_line(event: Mapping[str, Any]) -> bytes:
+    """One JSON object and a newline, at most MAX_LINE_BYTES."""
+    fields = _in_order(event)
+    line = _dump(fields)
+    for num_chars in (1_024, 256, 64):
+        if len(line) < MAX_LINE_BYTES:
+            break
+        fields = {key: _shortened(key, value, num_chars) for key, value in fields.items()}
+        line = _dump(fields | {"is_cut": True})
+    if len(line) >= MAX_LINE_BYTES:
+        kept = {key[:64]: value for key, value in fields.items() if key in FIRST_KEYS}
+        line = _dump(kept | {"is_cut": True})
+    return line + b"\n"
+
+
+def console_line(event: Mapping[str, Any]) -> bytes:
+    """`time level event key=value ...`, at most MAX_LINE_BYTES; a traceback follows on lines that begin with `  | `."""
+    fields = _in_order(event)
+    exception = str(fields.pop("exception", ""))
+    head = [str(fields.pop(key, "")) for key in ("timestamp", "level", "event")]
+    text = f"{head[0]} {head[1]:<8} {_escaped(head[2])}"
+    text += "".join(f" {_escaped(key)}={_console_value(value)}" for key, value in fields.items())
+    stack = "".join(f"\n  | {_escaped(line)}" for line in re.split(r"\r\n|[\r\n]", exception)) if exception else ""
+    line, tail = text.encode(), stack.encode()
+    if len(line) + len(tail) >= MAX_LINE_BYTES:
+        line = _cut(line, MAX_LINE_BYTES // 2 if tail else MAX_LINE_BYTES - 1)
+        room = MAX_LINE_BYTES - len(line) - len(b"\n  | ...\n")
+        tail = b"\n  | ..." + tail[-room:].decode(errors="ignore").encode() if tail else b""  # the end tells more
+    return line + tail + b"\n"
+
+
+class _Active:
+    """What `configure` set up: the one thing here that is per process, as standard error is."""
+
+    target: Target
+    foreign: _ForeignHandler | None = None
+
+
+class _Named:
+    """The logger inside structlog's: only its name is of use, `_hand_over` has done the rest."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _StandardError:
+    """Before `configure`: what a library may say."""
+
+    level = logging.WARNING
+
+    def take(self, event: EventDict) -> None:
+        stream = sys.stderr
+        if stream is not None:
+            stream.write(console_line(event).decode())
+
+
+class _Capture:
+    level = logging.NOTSET
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def take(self, event: EventDict) -> None:
+        self.events.append({key: value for key, value in event.items() if key != "timestamp"})
+
+
+_Active.target = _StandardError()
+
+
+class _ForeignHandler(logging.Handler):
+    """Lines of the standard library's `logging` (aiohttp, asyncio, huggingface_hub) and of `warnings`, as ours."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self._level_before = logging.root.level
+
+    def install(self) -> None:
+        logging.root.addHandler(self)
+        logging.root.setLevel(self.level)
+        logging.captureWarnings(True)
+
+    def remove(self) -> None:
+        logging.captureWarnings(False)
+        logging.root.setLevel(self._level_before)
+        logging.root.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            event: EventDict = {"event": record.getMessage(), "logger": record.name, "level": record.levelname.lower()}
+        except Exception as error:  # a format that does not fit its arguments
+            event = {"event": str(record.msg), "logger": record.name, "level": "error", "format_error": repr(error)}
+        if record.exc_info and record.exc_info[0] is not None:
+            event["exception"] = logging.Formatter().formatException(record.exc_info)
+        _Active.target.take(_stamp(None, "", structlog.contextvars.merge_contextvars(None, "", event)))
+
+
+_stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+
+
+def _drop_below_level(_logger: Any, method_name: str, event: EventDict) -> EventDict:
+    if LEVELS.get(method_name, logging.INFO) < _Active.target.level:
+        raise structlog.DropEvent
+    return event
+
+
+def _hand_over(logger: Any, _method_name: str, event: EventDict) -> EventDict:
+    event["logger"] = logger.name
+    _Active.target.take(event)
+    raise structlog.DropEvent  # which ends structlog's part
+
+
+def _level_number(level: str) -> int:
+    if level not in LEVELS:
+        raise ValueError(f"log level {level!r} is unknown: use debug, info, warning, error or critical")
+    return LEVELS[level]
+
+
+def _in_order(event: Mapping[str, Any]) -> dict[str, Any]:
+    ordered = {key: event[key] for key in FIRST_KEYS if key in event} | dict(event)
+    for key, value in ordered.items():
+        if isinstance(value, str) and len(value) > MAX_LINE_BYTES:
+            ordered[key] = _shortened(key, value, MAX_LINE_BYTES)
+    return ordered
+
+
+# Control characters, line separators, marks that reverse the reading direction, lone surrogates.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_PLAIN = re.compile(r"[^\s\"=\\]+")
+
+
+def _escaped(text: object) -> str:
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", _text(text))
+
+
+def _dump(value: object) -> bytes:
+    """JSON in which nothing unsafe stands bare. What orjson refuses (surrogates, integers of over 64 bits) is text."""
+    try:
+        line = _strict_dump(value)
+    except TypeError:
+        fields = value if isinstance(value, Mapping) else {"value": value}
+        accepted = {_escaped(key): _escaped(item) if _is_refused(item) else item for key, item in fields.items()}
+        line = _strict_dump(accepted)
+    return _escaped(line.decode()).encode()
+
+
+def _strict_dump(value: object) -> bytes:
+    return orjson.dumps(value, default=_text, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _is_refused(value: object) -> bool:
+    try:
+        _strict_dump(value)
+    except TypeError:
+        return True
+    return False
+
+
+def _console_value(value: object) -> str:
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) and not _UNSAFE.search(value) else _quoted(value)
+    return str(value) if isinstance(value, int | float) else _dump(value).decode()
+
+
+def _quoted(text: str) -> str:
+    return '"' + _escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__}, of which str() raised {type(error).__name__}>"
+
+
+def _shortened(key: str, value: object, num_chars: int) -> object:
+    """At most so many characters: of a traceback the last ones, of anything else the first."""
+    text = value if isinstance(value, str) else _dump(value).decode()
+    if len(text) <= num_chars:
+        return value
+    return "..." + text[-num_chars:] if key == "exception" else text[:num_chars] + "..."
+
+
+def _cut(line: bytes, num_bytes: int) -> bytes:
+    if len(line) <= num_bytes:
+        return line
+    return line[: num_bytes - len(b" ...")].decode(errors="ignore").encode() + b" ..."

@@ -37,9 +37,9 @@ class Allocate(Stage[StepPlan, StepGrant]):
         for plan in batch:
             grant, report = self.allocator.serve(plan)
             self._trace(plan, grant, report)
+            out.send(report, port="report")  # first: schedule must have it before the step can be done
             if grant is not None:
                 out.send(grant)
-            out.send(report, port="report")
             self._answered += 1
 
     async def recover(self, batch: Sequence[StepPlan], error: BaseException, out: Outlet[Any]) -> None:

@@ -15,13 +15,14 @@ from .scheduler import Limits, Scheduler
 
 
 class Schedule(Stage[TokenRequest, StepPlan]):
-    """Plans steps from what it is told. Feedback is always taken before new work, so the loop never waits for itself.
+    """Plans steps from what it is told. Reports are taken before feedback, as a step is granted before it is done, and
+    both before new work, so the loop never waits for itself.
 
     The control lane names sequences that are over (cancelled, past their deadline, stopped by a stop string); they run
     on for at most K + 1 steps, and nobody sees what they make.
     """
 
-    inputs: ClassVar = {"feedback": StepDone | StepVoid, "report": PlanReport, "in": TokenRequest}
+    inputs: ClassVar = {"report": PlanReport, "feedback": StepDone | StepVoid, "in": TokenRequest}
     outputs: ClassVar = {"out": StepPlan}
     on_crash: ClassVar = Crash.RECOVER
     reads_lane: ClassVar = True

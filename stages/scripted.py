@@ -1,0 +1,471 @@
+"""A device without a model: its answers are known beforehand, and it notices every misplaced token.
+
+The scripted device keeps a "cache" of token ids where a real one keeps keys and values. It writes each token where the
+block tables say, reads each sequence's whole history back through them, and makes the next token of what it read. So a
+block that is reused too early, a token that is missing or computed twice, or an order that is wrong changes the answer,
+and `Script.answer` says what the answer should have been. Needs numpy only.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime.env import Env
+from .device import SAMPLE, Device
+from .messages import Bools, ChatPrompt, FinishReason, Ints, Started, StepGrant, StepTokens, TopLogprobs
+from .params import SamplingParams
+from .sequences import choice_seed
+
+Hashes = NDArray[np.uint64]
+
+ALPHABET = b"etaoin shrdlucmfwypvbgkjqxz.,\xc3\xa9e"  # 32 bytes: hashed answers are spelled with these
+EOS = 256
+SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")  # ids from 256
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+EMPTY = -1  # a place of the cache that nobody has written
+POISON = -2  # a place that somebody else may be writing
+
+_WORD = 2**64 - 1
+_FACTOR = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_LETTERS = np.frombuffer(ALPHABET, np.uint8).astype(np.int32)
+
+
+# -- answers
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a scripted device answers.
+
+    By default the next token is a keyed hash of all tokens before it (of the seed too, unless greedy): a letter or,
+    with `eos_probability`, EOS. With `answer`, a function from the prompt's token ids and the choice's seed to the
+    answer's token ids, EOS follows after those. Of the sampling parameters, max_tokens, min_tokens, ignore_eos,
+    stop_token_ids, seed and temperature = 0 count; the others change nothing.
+    """
+
+    key: int = 0
+    eos_probability: float = 0.02
+    answer: Callable[[Sequence[int], int], Sequence[int]] | None = None
+
+    def next_token(self, context: int, seed: int, may_end: bool) -> int:
+        """The hashed token after a context of hash `context`."""
+        mixed = _mix(context ^ (seed * _FACTOR + self.key & _WORD))
+        if may_end and (mixed >> 11) * 2.0**-53 < self.eos_probability:
+            return EOS
+        return ALPHABET[mixed & 31]
+
+    def next_tokens(self, contexts: Hashes, seeds: Hashes, may_end: Bools) -> Ints:
+        """The same for many rows, [L] each."""
+        with np.errstate(over="ignore"):
+            z = contexts ^ (seeds * np.uint64(_FACTOR) + np.uint64(self.key & _WORD))
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+            z ^= z >> np.uint64(31)
+        is_end = may_end & ((z >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.eos_probability)
+        return np.where(is_end, np.int32(EOS), _LETTERS[(z & np.uint64(31)).astype(np.intp)]).astype(np.int32)
+
+    def expected(self, prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> list[int]:
+        """The whole answer to a prompt, EOS or stop token id included; `params.max_tokens` must be a number."""
+        assert params.max_tokens is not None
+        seed = seed_of(params, choice_seed(params.seed or 0, choice))
+        written = None if self.answer is None else [*self.answer(list(prompt), seed), EOS]
+        context, factor, tokens = 0, 1, []
+        for token in prompt:
+            context, factor = (context + (token + 3) * factor) & _WORD, factor * _FACTOR & _WORD
+        while len(tokens) < params.max_tokens:
+            place = len(tokens)
+            may_end = not params.ignore_eos and place >= params.min_tokens
+            if written is None:
+                token = self.next_token(context, seed, may_end)
+            else:
+                token = written[min(place, len(written) - 1)]
+            tokens.append(token)
+            is_stop = token == EOS or token in params.stop_token_ids
+            if is_stop and place >= params.min_tokens and not (token == EOS and params.ignore_eos):
+                break
+            context, factor = (context + (token + 3) * factor) & _WORD, factor * _FACTOR & _WORD
+        return tokens
+
+
+def seed_of(params: SamplingParams, seed: int) -> int:
+    """The seed that counts: none when greedy."""
+    return 0 if params.is_greedy else seed
+
+
+def _mix(z: int) -> int:
+    z = (z ^ (z >> 30)) * _MIX_1 & _WORD
+    z = (z ^ (z >> 27)) * _MIX_2 & _WORD
+    return z ^ (z >> 31)
+
+
+# -- the device
+
+
+class ScriptedModel:
+    """Runner and sampler of a scripted device: `forward` and `sample` as execute and sample call them.
+
+    What should never happen is told in `violations`, a sentence each; a real device would compute nonsense in silence.
+    `env` gives the fault points `device.out_of_memory` and `device.nan_row`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_model_len: int,
+        script: Script | None = None,
+        env: Env | None = None,
+    ) -> None:
+        self.script = script or Script()
+        self.block_size = block_size
+        self.violations: list[str] = []
+        self.num_steps = 0
+        self.max_batched_tokens = 0  # of any step
+        self._env = env
+        blocks_per_slot = -(-max_model_len // block_size)
+        self._factors = _powers(blocks_per_slot * block_size)
+        self._cache = np.full((num_blocks, block_size), EMPTY, np.int32)  # [N, B] token ids
+        self._tables = np.zeros((num_slots, blocks_per_slot), np.int32)
+        self._books = _GrantBooks(num_blocks, block_size, num_slots, blocks_per_slot, self.violations)
+        self._params: list[SamplingParams | None] = [None] * num_slots
+        self._known: list[Ints] = [np.zeros(0, np.int32)] * num_slots
+        self._written: list[Sequence[int]] = [()] * num_slots  # the answer, if it is scripted
+        self._num_known = np.zeros(num_slots, np.int32)
+        self._num_prompt = np.zeros(num_slots, np.int32)
+        self._num_tokens = np.zeros(num_slots, np.int32)  # known and sampled
+        self._last_tokens = np.zeros(num_slots, np.int32)
+        self._contexts = np.zeros(num_slots, np.uint64)  # hash of all tokens, as they should be
+        self._sequence_ids = np.full(num_slots, -1, np.int64)
+        self._seeds = np.zeros(num_slots, np.uint64)
+        self._max_tokens = np.zeros(num_slots, np.int32)
+        self._min_tokens = np.zeros(num_slots, np.int32)
+        self._ignores_eos = np.zeros(num_slots, np.bool_)
+        self._has_extras = np.zeros(num_slots, np.bool_)  # stop ids, or log-probabilities asked for
+        self._is_finished = np.zeros(num_slots, np.bool_)
+
+    # -- a step
+
+    def announce(self, grant: StepGrant) -> None:
+        """The grant is on its way: from now on its new blocks may be written at any moment, until `complete`."""
+        new = self._books.announce(grant)
+        self._cache[new] = POISON
+
+    def complete(self, grant: StepGrant) -> None:
+        """The device is done with the step, or will never run it."""
+        self._books.complete(grant.step)
+
+    def forward(self, grant: StepGrant) -> Hashes:
+        """[L] hashes of what the cache holds for each sampled row, in their order."""
+        for started in grant.started:
+            self._start(started)
+        self._tables[grant.table_slots, grant.table_places] = grant.table_blocks
+        if self._env is not None and self._env.fault("device.out_of_memory"):
+            raise MemoryError("the scripted device is out of memory")
+        self._write(grant)
+        self.num_steps += 1
+        return self._read_back(grant)
+
+    def _start(self, started: Started) -> None:
+        slot, params = started.slot, started.params
+        token_ids, num_prompt = started.token_ids, started.num_prompt
+        assert params.max_tokens is not None, "max_tokens is a number once the request is tokenized"
+        seed = seed_of(params, started.seed)
+        self._params[slot], self._known[slot] = params, token_ids
+        if self.script.answer is not None:
+            self._written[slot] = [*self.script.answer(token_ids[:num_prompt].tolist(), seed), EOS]
+        self._num_known[slot] = self._num_tokens[slot] = len(token_ids)
+        self._num_prompt[slot] = num_prompt
+        self._contexts[slot] = _hash_rows(token_ids[None], np.array([len(token_ids)]), self._factors)[0]
+        self._sequence_ids[slot] = started.sequence_id
+        self._seeds[slot] = seed
+        self._max_tokens[slot], self._min_tokens[slot] = params.max_tokens, params.min_tokens
+        self._ignores_eos[slot] = params.ignore_eos
+        self._has_extras[slot] = bool(params.stop_token_ids) or params.logprobs is not None
+        self._is_finished[slot] = False
+
+    def _write(self, grant: StepGrant) -> None:
+        slots = np.repeat(grant.slots, grant.num_tokens)
+        ends = np.cumsum(grant.num_tokens)
+        within = np.arange(len(slots), dtype=np.int32) - np.repeat(ends - grant.num_tokens, grant.num_tokens)
+        positions = np.repeat(grant.starts, grant.num_tokens) + within
+        tokens = self._last_tokens[slots]
+        for row in np.flatnonzero(grant.starts < self._num_known[grant.slots]).tolist():
+            start, count, end = int(grant.starts[row]), int(grant.num_tokens[row]), int(ends[row])
+            known = self._known[grant.slots[row]][start : start + count]
+            tokens[end - count : end - count + len(known)] = known
+        self._cache[self._tables[slots, positions // self.block_size], positions % self.block_size] = tokens
+        self.max_batched_tokens = max(self.max_batched_tokens, len(slots))
+
+    def _read_back(self, grant: StepGrant) -> Hashes:
+        rows = grant.is_sampled
+        slots, lengths = grant.slots[rows], grant.starts[rows] + grant.num_tokens[rows]
+        if not len(slots):
+            return np.zeros(0, np.uint64)
+        width = -(-int(lengths.max()) // self.block_size)
+        history = self._cache[self._tables[slots, :width]].reshape(len(slots), -1)
+        return _hash_rows(history, lengths, self._factors)
+
+    def sample(self, grant: StepGrant, logits: Hashes) -> StepTokens:
+        """One token for each sampled row whose sequence goes on; rows that have ended appear no more."""
+        self._check_contents(grant, logits)
+        rows = np.flatnonzero(grant.is_sampled)
+        is_alive = ~self._is_finished[grant.slots[rows]]
+        slots, contexts = grant.slots[rows][is_alive], logits[is_alive]
+        places = self._num_tokens[slots] - self._num_prompt[slots]
+        tokens = self._choose(slots, places, contexts)
+        finishes = self._finishes(slots, places, tokens)
+        self._last_tokens[slots] = tokens
+        with np.errstate(over="ignore"):
+            factors = self._factors[np.minimum(self._num_tokens[slots], len(self._factors) - 1)]
+            self._contexts[slots] += (tokens + 3).astype(np.uint64) * factors
+        self._num_tokens[slots] += 1
+        self._is_finished[slots] = finishes != FinishReason.NONE
+        return StepTokens(
+            step=grant.step,
+            slots=slots,
+            sequence_ids=self._sequence_ids[slots],
+            places=places,
+            token_ids=tokens,
+            finishes=finishes,
+            started=grant.started,
+            logprobs=self._logprobs(slots, tokens),
+        )
+
+    def _check_contents(self, grant: StepGrant, contexts: Hashes) -> None:
+        """What was read before and after the step is what each sequence's history should be."""
+        slots = grant.slots[grant.is_sampled]
+        is_ours = ~self._is_finished[slots]
+        after = self._read_back(grant)
+        for found, when in ((contexts, "read"), (after, "left")):
+            for row in np.flatnonzero(is_ours & (found != self._contexts[slots])).tolist():
+                self.violations.append(
+                    f"step {grant.step} {when} another history of sequence {self._sequence_ids[slots[row]]} "
+                    f"(slot {slots[row]}) than was written"
+                )
+
+    def _choose(self, slots: Ints, places: Ints, contexts: Hashes) -> Ints:
+        if self.script.answer is not None:
+            written = (self._written[slot] for slot in slots.tolist())
+            return np.array([w[min(p, len(w) - 1)] for w, p in zip(written, places.tolist(), strict=True)], np.int32)
+        may_end = ~self._ignores_eos[slots] & (places >= self._min_tokens[slots])
+        return self.script.next_tokens(contexts, self._seeds[slots], may_end)
+
+    def _finishes(self, slots: Ints, places: Ints, tokens: Ints) -> NDArray[np.int8]:
+        may_end = places >= self._min_tokens[slots]
+        finishes = np.where(places + 1 >= self._max_tokens[slots], FinishReason.LENGTH, FinishReason.NONE)
+        finishes[(tokens == EOS) & may_end & ~self._ignores_eos[slots]] = FinishReason.STOP
+        for row in np.flatnonzero(self._has_extras[slots] & may_end).tolist():
+            params = self._params[slots[row]]
+            if params is not None and int(tokens[row]) in params.stop_token_ids:
+                finishes[row] = FinishReason.STOP
+        if self._env is not None and len(slots) and self._env.fault("device.nan_row"):
+            finishes[0] = FinishReason.ERROR
+        return finishes.astype(np.int8)
+
+    def _logprobs(self, slots: Ints, tokens: Ints) -> dict[int, TopLogprobs]:
+        """Made up, in shape: the chosen token is the likeliest, the first letters follow."""
+        found = {}
+        for row in np.flatnonzero(self._has_extras[slots]).tolist():
+            params = self._params[slots[row]]
+            if params is not None and params.logprobs is not None:
+                others = [letter for letter in dict.fromkeys(ALPHABET) if letter != tokens[row]]
+                ids = (int(tokens[row]), *others)[: params.logprobs]
+                found[row] = TopLogprobs(-0.5, 1, ids, tuple(-0.5 - rank for rank in range(len(ids))))
+        return found
+
+
+def _powers(count: int) -> Hashes:
+    with np.errstate(over="ignore"):
+        factors = np.full(count, _FACTOR, np.uint64)
+        factors[0] = 1
+        return np.cumprod(factors, dtype=np.uint64)
+
+
+def _hash_rows(tokens: Ints, lengths: NDArray[np.integer[Any]], factors: Hashes) -> Hashes:
+    """[L] hashes of the first `lengths[i]` of `tokens[i]`, position by position."""
+    width = tokens.shape[1]
+    with np.errstate(over="ignore"):
+        terms = (tokens + 3).astype(np.uint64) * factors[:width]
+        return np.where(np.arange(width) < lengths[:, None], terms, np.uint64(0)).sum(1, dtype=np.uint64)
+
+
+class _GrantBooks:
+    """Checks grants as they are issued (I13, quarantine): who owns which block, and which steps may still use it."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, blocks_per_slot: int, violations: list[str]
+    ) -> None:
+        self._num_blocks, self._block_size, self._num_slots = num_blocks, block_size, num_slots
+        self._violations = violations
+        self._tables = np.full((num_slots, blocks_per_slot), -1, np.int32)
+        self._num_placed = np.zeros(num_slots, np.int32)  # entries of the table that count
+        self._num_computed = np.zeros(num_slots, np.int32)
+        self._owner = np.full(num_blocks, -1, np.int32)  # slot that may write it
+        self._in_flight: dict[int, NDArray[np.bool_]] = {}  # step -> blocks it may read or write
+        self._last_step = -1
+
+    def announce(self, grant: StepGrant) -> Ints:
+        """Checks the grant and notes what it uses. Returns its new blocks, those that exist."""
+        if grant.step != self._last_step + 1 and self._last_step >= 0:
+            self._complain(grant, f"follows step {self._last_step}: steps have no gaps")
+        self._last_step = grant.step
+        for started in grant.started:
+            self._num_placed[started.slot] = self._num_computed[started.slot] = 0
+        is_block = (grant.table_blocks >= 0) & (grant.table_blocks < self._num_blocks)
+        if not is_block.all():
+            self._complain(grant, f"names blocks {grant.table_blocks[~is_block].tolist()} of {self._num_blocks}")
+        blocks, slots = grant.table_blocks[is_block], grant.table_slots[is_block]
+        if len(np.unique(blocks)) != len(blocks):
+            self._complain(grant, f"gives a block twice: {sorted(blocks.tolist())}")
+        for step, used in self._in_flight.items():
+            if used[blocks].any():
+                self._complain(grant, f"reuses blocks {blocks[used[blocks]].tolist()}, which step {step} may still use")
+        self._owner[blocks] = slots
+        self._tables[slots, grant.table_places[is_block]] = blocks
+        np.maximum.at(self._num_placed, slots, grant.table_places[is_block] + 1)
+        self._check_rows(grant)
+        return blocks
+
+    def _check_rows(self, grant: StepGrant) -> None:
+        used = np.zeros(self._num_blocks, np.bool_)
+        if len(np.unique(grant.slots)) != len(grant.slots):
+            self._complain(grant, f"has two rows for one slot: {sorted(grant.slots.tolist())}")
+        ends = grant.starts + grant.num_tokens
+        if (grant.num_tokens < 1).any():
+            self._complain(grant, f"has a row of no tokens: {grant.num_tokens.tolist()}")
+        due = self._num_computed[grant.slots]
+        if (grant.starts != due).any():
+            self._complain(grant, f"starts at {grant.starts.tolist()}, not at {due.tolist()}")
+        if (ends > self._num_placed[grant.slots] * self._block_size).any():
+            self._complain(grant, f"writes up to {ends.tolist()} in {self._num_placed[grant.slots].tolist()} blocks")
+        for slot, start, end in zip(grant.slots.tolist(), grant.starts.tolist(), ends.tolist(), strict=True):
+            table = self._tables[slot, : min(-(-end // self._block_size), self._tables.shape[1])]
+            written = table[start // self._block_size :]
+            if (self._owner[written] != slot).any():
+                self._complain(grant, f"writes blocks {written.tolist()} of slot {slot}, which others own")
+            used[table] = True
+        self._num_computed[grant.slots] = ends
+        self._in_flight[grant.step] = used
+
+    def complete(self, step: int) -> None:
+        """Nothing of `step` runs any more."""
+        self._in_flight.pop(step, None)
+
+    def _complain(self, grant: StepGrant, what: str) -> None:
+        self._violations.append(f"step {grant.step} {what}")
+
+
+class ScriptedDevice(Device):
+    """The device's order of steps, with a scripted model that hears of each grant when it is issued and when it is
+    over, as well as when it runs."""
+
+    def __init__(self, model: ScriptedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
+        self.model.announce(grant)
+        return super().forward(grant, forward)
+
+    def _run_forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
+        try:
+            return super()._run_forward(grant, forward)
+        finally:
+            if self._num_phases <= SAMPLE:  # a slice that ends at the logits
+                self.model.complete(grant)
+
+    def _run_sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], Any]) -> Any:
+        try:
+            return super()._run_sample(grant, sample)
+        finally:
+            self.model.complete(grant)
+
+
+# -- text
+
+
+class ByteTokenizer:
+    """A token a byte, and four special ones. Text to ids and back without a file."""
+
+    eos_token = SPECIAL_TOKENS[0]
+    eos_token_id = EOS
+    bos_token_id = None
+    special_ids = frozenset(range(256, VOCAB_SIZE))
+
+    def __init__(self) -> None:
+        self.bytes = [bytes([i]) for i in range(256)] + [name.encode() for name in SPECIAL_TOKENS]
+        self.texts = [chr(i) if i < 128 else "" for i in range(VOCAB_SIZE)]
+        self.is_plain = np.arange(VOCAB_SIZE) < 128
+
+    def __len__(self) -> int:
+        return VOCAB_SIZE
+
+    def encode_text(self, text: str) -> list[int]:
+        """UTF-8. Special tokens can not be spelled."""
+        return list(text.encode(errors="replace"))
+
+    def encode_chat(self, chat: ChatPrompt) -> list[int]:
+        """Each message between its role's token and <|end|>; then the assistant's turn."""
+        ids: list[int] = []
+        for message in chat.messages:
+            token = f"<|{message.get('role', 'user')}|>"
+            role = SPECIAL_TOKENS.index(token) if token in SPECIAL_TOKENS[1:] else 2
+            ids += [256 + role, *self.encode_text(_content(message.get("content"))), EOS]
+        if chat.add_generation_prompt:
+            ids.append(256 + 3)
+        elif chat.continue_final_message and ids:
+            ids.pop()
+        return ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As `encode_text`: there is nothing to add."""
+        return self.encode_text(text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of whole answers."""
+        decoder = _ByteDecoder(skip_special_tokens)
+        return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
+
+    def decoder(self, params: SamplingParams) -> _ByteDecoder:
+        """A decoder for one answer."""
+        return _ByteDecoder(params.skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The byte, or the name of a special token."""
+        return self.bytes[token_id]
+
+
+class _ByteDecoder:
+    """UTF-8, a byte at a time; what is no UTF-8 becomes U+FFFD."""
+
+    def __init__(self, skip_special_tokens: bool) -> None:
+        self._skips = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id < 256:
+            return self._decoder.decode(bytes([token_id]))
+        return self.flush() + ("" if self._skips else SPECIAL_TOKENS[token_id - 256])
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._decoder.getstate()[0]
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content or () if isinstance(part, dict))

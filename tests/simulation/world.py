@@ -1,0 +1,503 @@
+"""One simulated run of the whole pipeline: what it is made of, who uses it, and what must be true of it.
+
+A seed draws everything: sizes, requests, how clients behave, delays, faults and the order of what is ready. The device
+is scripted, so the right answer to every request is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from millrace.runtime.log import captured_logs
+from millrace.runtime.pipeline import Busy, NotServing
+from millrace.runtime.simloop import SimEnv, SimResult, run
+from millrace.stages.config import EngineConfig
+from millrace.stages.errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
+from millrace.stages.messages import Prompt, Request
+from millrace.stages.outputs import Delta
+from millrace.stages.params import SamplingParams
+from millrace.stages.scripted import ALPHABET, EOS, ByteTokenizer, Script
+from millrace.stages.sequences import MAX_PREEMPTIONS
+from millrace.stages.testing import ScriptedPipeline, scripted_pipeline
+
+POLICIES = ("uniform", "uniform", "pct", "fifo", "starve:schedule", "starve:sample", "starve:exit", "starve:detokenize")
+STAGES = ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "exit")
+STAGE_FAULTS = tuple(f"{stage}.crash.{when}" for stage in STAGES for when in ("before", "after"))
+OTHER_FAULTS = (
+    "channel.delay",
+    "tokenizer.panic",
+    "device.forward",
+    "device.sample",
+    "device.out_of_memory",
+    "device.nan_row",
+)
+FAULTS = STAGE_FAULTS + OTHER_FAULTS
+QUIET_S = 200.0  # virtual, after the last client: everything that can settle has
+
+
+# -- what a seed draws
+
+
+@dataclass(frozen=True)
+class Client:
+    """One request and how its client behaves."""
+
+    request: Request
+    arrival_s: float
+    waits_at_door: bool = True
+    deadline_s: float | None = None
+    gives_up_s: float | None = None  # after this long it goes away, wherever its request is
+    leaves_after: int | None = None  # tokens
+    pause_s: float = 0.0  # between two reads
+    stalls: bool = False  # reads nothing until all others have ended
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All of a run that its seed draws, but the order of events."""
+
+    seed: int
+    policy: str
+    config: EngineConfig
+    eos_probability: float
+    capacities: tuple[int, ...]  # of the edges that wait, in their order
+    max_waiting: int  # prompts inside schedule
+    device_delay_s: float
+    tokenize_delay_s: float
+    faults: dict[str, float]
+    clients: tuple[Client, ...]
+    ends: str  # "all": when every client is served; "drain" or "stop": in the middle
+    ends_at_s: float
+
+
+def draw_setup(seed: int) -> Setup:
+    """The run of `seed`."""
+    dice = Random(f"setup/{seed}")
+    max_model_len = dice.choice([16, 32, 48])
+    block_size = dice.choice([1, 2, 4, 8])
+    blocks_per_sequence = -(-max_model_len // block_size)
+    max_num_seqs = dice.choice([1, 2, 3, 4, 8])
+    is_chunked = dice.random() < 0.7
+    smallest_budget = max_num_seqs if is_chunked else max(max_num_seqs, max_model_len)
+    config = EngineConfig(
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_gpu_blocks=int(blocks_per_sequence * dice.choice([1.0, 1.0, 1.3, 2.0, 4.0])) + dice.randrange(2),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=smallest_budget + dice.choice([0, 1, 7, 40]),
+        enable_chunked_prefill=is_chunked,
+        steps_in_flight=dice.choice([1, 2, 2, 4]),
+        max_admitted_requests=dice.choice([4] + [1000] * 7),
+        max_waiting_requests=dice.choice([2] + [1000] * 7),
+        tokenizer_workers=dice.choice([1, 2]),
+    )
+    num_clients = dice.choice([5, 6, 8, 16]) if dice.random() < 0.96 else dice.randrange(50, 200)
+    duration_s = dice.choice([0.001, 0.2, 5.0])
+    return Setup(
+        seed=seed,
+        policy=dice.choice(POLICIES),
+        config=config,
+        eos_probability=dice.choice([0.0, 0.01, 0.2]),
+        capacities=tuple(dice.choice([1, 2, 5]) for _ in range(4)),
+        max_waiting=dice.choice([1, 4, 512]),
+        device_delay_s=dice.choice([0.0001, 0.01, 0.5]),
+        tokenize_delay_s=dice.choice([0.0001, 0.05]),
+        faults=_draw_faults(dice),
+        clients=tuple(_draw_client(dice, i, duration_s, max_model_len) for i in range(num_clients)),
+        ends=dice.choice(["all"] * 8 + ["drain", "stop"]),
+        ends_at_s=duration_s * dice.random(),
+    )
+
+
+def _draw_faults(dice: Random) -> dict[str, float]:
+    """None in every third run; else a few points, each with its own probability a pass."""
+    if dice.random() < 0.33:
+        return {}
+    names = dice.sample(FAULTS, dice.choice([1, 2, 4, 8]))
+    return {name: dice.choice([0.003, 0.02, 0.3]) for name in names}
+
+
+def _draw_client(dice: Random, i: int, duration_s: float, max_model_len: int) -> Client:
+    num_prompts = 2 if dice.random() < 0.1 else 1
+    longest = 0
+    prompts = []
+    for _ in range(num_prompts):
+        ids = [dice.choice(ALPHABET) for _ in range(dice.choice([1, 2, 5, max_model_len // 2, max_model_len - 2]))]
+        longest = max(longest, len(ids))
+        if dice.random() < 0.5:
+            prompts.append(Prompt(token_ids=np.array(ids, np.int32)))
+        else:
+            prompts.append(Prompt(text=bytes(ids).decode("latin-1").replace("Ã", "x").replace("©", "y")))
+    params = _draw_params(dice, max_model_len - longest)
+    client = Client(
+        request=Request(f"r{i}", tuple(prompts), params),
+        arrival_s=duration_s * dice.random(),
+        waits_at_door=dice.random() < 0.8,
+        deadline_s=dice.choice([0.01, 1.0, 10.0]) if dice.random() < 0.15 else None,
+    )
+    manner = dice.random()
+    if manner < 0.15:
+        return replace(client, gives_up_s=dice.choice([0.0, 0.001, 0.1, 2.0]) * dice.random())
+    if manner < 0.25:
+        return replace(client, leaves_after=dice.randrange(1, 8))
+    if manner < 0.35:
+        return replace(client, pause_s=dice.choice([0.01, 1.0]))
+    return replace(client, stalls=manner < 0.42)
+
+
+def _draw_params(dice: Random, room: int) -> SamplingParams:
+    max_tokens = min(room, dice.choice([1, 2, dice.randrange(1, room + 1), room, room])) if room > 1 else 1
+    has_stop = dice.random() < 0.25
+    return SamplingParams(
+        n=dice.choice([1, 1, 1, 2, 4]),
+        max_tokens=None if dice.random() < 0.1 else max_tokens,
+        min_tokens=0 if has_stop else dice.choice([0, 0, min(3, max_tokens)]),
+        temperature=dice.choice([0.0, 1.0]),
+        seed=dice.randrange(1000),
+        stop=tuple(dice.sample(["e", "th", " a", "o.", "xq", "\ufffd"], dice.choice([1, 3]))) if has_stop else (),
+        stop_token_ids=(dice.choice(ALPHABET),) if dice.random() < 0.1 else (),
+        include_stop_str_in_output=dice.random() < 0.2,
+        ignore_eos=dice.random() < 0.2,
+        logprobs=2 if dice.random() < 0.1 else None,
+    )
+
+
+# -- the right answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one choice must come to, if nothing ends it early."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+def right_answer(script: Script, prompt: Sequence[int], params: SamplingParams, choice: int, room: int) -> Answer:
+    """The whole answer, by the script and by the plainest reading of stop strings."""
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=room)
+    tokens = script.expected(prompt, params, choice)
+    is_stopped = _is_stop(tokens, params)
+    num_shown = len(tokens) if not is_stopped or params.include_stop_str_in_output else len(tokens) - 1
+    decoder, text = ByteTokenizer().decoder(params), ""
+    for place, token in enumerate(tokens):
+        if place < num_shown:
+            text += decoder.push(token)
+        if place == len(tokens) - 1:
+            text += decoder.flush()
+        found = _first_stop(text, params.stop)
+        if found is not None:
+            end, stop = found
+            text = text[:end] if params.include_stop_str_in_output else text[: end - len(stop)]
+            return Answer(tokens[: place + 1], text, "stop", stop)
+    if not is_stopped:
+        return Answer(tokens, text, "length", None)
+    return Answer(tokens, text, "stop", tokens[-1] if tokens[-1] in params.stop_token_ids else None)
+
+
+def _is_stop(tokens: list[int], params: SamplingParams) -> bool:
+    if len(tokens) - 1 < params.min_tokens:
+        return False
+    return (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """(end, stop) of the stop string that is complete first, the longest of those."""
+    found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    return (min(found)[0], min(found)[2]) if found else None
+
+
+# -- a run
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class History:
+    """What one client saw."""
+
+    client: Client
+    token_ids: list[list[int]]
+    texts: list[str]
+    finishes: list[tuple[str, str | int | None] | None]
+    outcome: str = "waiting"  # refused, finished, left, or the name of its error
+
+    def take(self, delta: Delta) -> None:
+        i = delta.index
+        if self.finishes[i] is not None:
+            raise Broken(f"I1: choice {i} of {self.client.request.request_id} got {delta} after its finish")
+        self.token_ids[i] += delta.token_ids
+        self.texts[i] += delta.text
+        if delta.finish_reason is not None:
+            self.finishes[i] = (delta.finish_reason, delta.stop_reason)
+
+
+@dataclass
+class Report:
+    """What a run came to."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)  # "sometimes" states that it passed
+    num_steps: int = 0
+    health: str = ""
+
+
+class World:
+    """A pipeline in a simulated env, with its clients, and a check after every plan."""
+
+    def __init__(self, setup: Setup, env: SimEnv) -> None:
+        self.setup = setup
+        self.env = env
+        self.script = Script(key=setup.seed, eos_probability=setup.eos_probability)
+        self.parts = self._build()
+        self.report = Report()
+        self.ends: Counter[str] = Counter()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.num_void_plans = 0
+        self.others_left = len([client for client in setup.clients if not client.stalls])
+        self.others_gone = asyncio.Event()
+        if not self.others_left:
+            self.others_gone.set()
+
+    def _build(self) -> ScriptedPipeline:
+        parts = scripted_pipeline(self.setup.config, self.script, self.env)
+        capacities = iter(self.setup.capacities)
+        edges = parts.pipeline.edges
+        edges[:] = [replace(e, capacity=next(capacities)) if e.when_full == "wait" else e for e in edges]
+        parts.schedule.max_waiting = self.setup.max_waiting
+        parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
+        serve = parts.allocate.allocator.serve
+
+        def serve_and_check(plan: Any) -> Any:
+            grant, report = serve(plan)
+            self._check_step(plan, grant, report)
+            return grant, report
+
+        parts.allocate.allocator.serve = serve_and_check  # type: ignore[method-assign]
+        return parts
+
+    def _on_end(self, request_id: str, cause: str) -> None:
+        self.ends[request_id] += 1
+        self.env.note("end", request_id, cause)
+
+    # -- the checks of every step
+
+    def _check_step(self, plan: Any, grant: Any, report: Any) -> None:
+        """I2-I4, I9 and I13. What fails is kept aside: raised here, it would look like a crash of the stage."""
+        self.env.note("step", plan.step, plan.slots.tolist(), report.num_granted.tolist(), report.preempted.tolist())
+        try:
+            self.parts.check()
+            self._check_progress(plan, grant)
+        except AssertionError as error:
+            self.fail(Broken(f"step {plan.step}: {error}"))
+        states = self.report.states
+        states["preempted"] += len(report.preempted)
+        states["void plan"] += grant is None
+        states["quarantined"] += report.num_quarantined > 0
+        if grant is not None:
+            states["chunk"] += int((~grant.is_sampled).any())
+            states["mixed step"] += bool((grant.num_tokens > 1).any() and (grant.num_tokens == 1).any())
+
+    def _check_progress(self, plan: Any, grant: Any) -> None:
+        scheduler = self.parts.schedule.scheduler
+        is_stuck = grant is None and len(plan.slots) > 0 and scheduler.num_in_flight == 0
+        self.num_void_plans = self.num_void_plans + 1 if is_stuck else 0
+        limit = 2 * self.setup.config.max_num_seqs
+        assert self.num_void_plans <= limit, f"I9: {self.num_void_plans} plans in a row ran nothing, none in flight"
+        for sequence in scheduler.sequences.values():
+            count = sequence.num_preempted
+            assert count <= MAX_PREEMPTIONS, f"I9: sequence {sequence.sequence_id} was preempted {count} times"
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run with `error`."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
+    # -- clients
+
+    async def live(self) -> Report:
+        """The run, from start to quiet."""
+        pipeline = self.parts.pipeline
+        await pipeline.start()
+        clients = [asyncio.create_task(self._serve(client), name="client") for client in self.setup.clients]
+        ending = asyncio.create_task(self._end_early(), name="ending")
+        everything = asyncio.gather(*clients, ending)
+        await asyncio.wait([everything, self.failure], return_when=asyncio.FIRST_COMPLETED)
+        if self.failure.done():
+            everything.cancel()
+            with contextlib.suppress(BaseException):
+                await everything
+            self.failure.result()
+        histories = everything.result()[:-1]
+        await self.env.sleep(QUIET_S)
+        if self.failure.done():
+            self.failure.result()
+        self.report.health = pipeline.health.state
+        self._check_histories(histories)
+        if pipeline.health.state in ("ready", "draining"):
+            self._check_quiet()
+        await pipeline.stop()
+        await self.env.aclose()
+        self.failure.cancel()
+        self.report.num_steps = self.parts.model.num_steps
+        return self.report
+
+    async def _end_early(self) -> None:
+        if self.setup.ends == "all":
+            return
+        await self.env.sleep(self.setup.ends_at_s)
+        if self.setup.ends == "drain":
+            await self.parts.pipeline.drain()
+        else:
+            await self.parts.pipeline.stop()
+
+    async def _serve(self, client: Client) -> History:
+        count = client.request.num_sequences
+        history = History(client, [[] for _ in range(count)], [""] * count, [None] * count)
+        await self.env.sleep(client.arrival_s)
+        reading = asyncio.create_task(self._read(history), name="reader")
+        try:
+            async with asyncio.timeout(client.gives_up_s):
+                await reading
+        except TimeoutError:
+            history.outcome = "left"
+            self.parts.pipeline.cancel(client.request.request_id, "disconnect")
+        except (NotServing, Busy) as error:
+            history.outcome = type(error).__name__
+        except RequestError as error:
+            history.outcome = type(error).__name__
+            history.error = error  # type: ignore[attr-defined]
+        if not client.stalls:
+            self.others_left -= 1
+            if not self.others_left:
+                self.others_gone.set()
+        self.report.outcomes[history.outcome] += 1
+        return history
+
+    async def _read(self, history: History) -> None:
+        client, pipeline = history.client, self.parts.pipeline
+        box = await pipeline.submit(client.request, deadline_s=client.deadline_s, wait=client.waits_at_door)
+        try:
+            if client.stalls:
+                await self.others_gone.wait()
+            async for deltas in box:
+                for delta in deltas:
+                    history.take(delta)
+                if client.leaves_after is not None and sum(map(len, history.token_ids)) >= client.leaves_after:
+                    history.outcome = "left"
+                    return
+                if client.pause_s:
+                    await self.env.sleep(client.pause_s)
+            history.outcome = "finished"
+        finally:
+            pipeline.cancel(client.request.request_id)
+
+    # -- the checks of the end
+
+    def _check_histories(self, histories: Sequence[History]) -> None:
+        """I1 and I2: one end a request, and its tokens are those of the right answer, from the first on."""
+        for history in histories:
+            request = history.client.request
+            expected_ends = 0 if history.outcome == "NotServing" and not self.ends[request.request_id] else 1
+            ends = self.ends[request.request_id]
+            _require(ends == expected_ends or history.outcome == "left", f"I1: {request.request_id} ended {ends} times")
+            _require(ends <= 1, f"I1: {request.request_id} ended {ends} times")
+            self._check_outcome(history)
+            for index in range(request.num_sequences):
+                self._check_choice(history, index)
+
+    def _check_outcome(self, history: History) -> None:
+        name, request = history.outcome, history.client.request
+        faults = self.setup.faults
+        allowed = {"finished", "left", "Overloaded", "Busy"}
+        if history.client.deadline_s is not None:
+            allowed.add(TimedOut.__name__)
+        if faults:
+            allowed |= {Failed.__name__, Unavailable.__name__, "NotServing"}
+        if self.setup.ends != "all":
+            allowed.add("NotServing")
+        _require(name in allowed, f"{request.request_id} came to {name}: {getattr(history, 'error', '')}")
+        if name == Overloaded.__name__:
+            _require(not any(history.token_ids), f"{request.request_id} was refused, and got tokens")
+        if name == "finished":
+            _require(all(history.finishes), f"I1: {request.request_id} is over, but {history.finishes}")
+
+    def _check_choice(self, history: History, index: int) -> None:
+        request = history.client.request
+        prompt_index, choice = divmod(index, request.params.n)
+        ids = _prompt_ids(request.prompts[prompt_index])
+        room = (self.setup.config.max_model_len or 0) - len(ids)
+        if room < 1:
+            return
+        right = right_answer(self.script, ids, request.params, choice, room)
+        tokens, text, finish = history.token_ids[index], history.texts[index], history.finishes[index]
+        where = f"choice {index} of {request.request_id}"
+        if finish is not None and finish[0] == "error":
+            tokens = tokens[:-1]  # the last one means nothing
+            _require(tokens == right.token_ids[: len(tokens)], f"I2: {where} got {tokens}, right is {right.token_ids}")
+            return
+        _require(tokens == right.token_ids[: len(tokens)], f"I2: {where} got {tokens}, right is {right.token_ids}")
+        _require(right.text.startswith(text), f"I2: {where} got {text!r}, right is {right.text!r}")
+        if finish is not None and finish[0] != "abort":
+            found = (tokens, text, *finish)
+            expected = (right.token_ids, right.text, right.finish_reason, right.stop_reason)
+            _require(found == expected, f"I2: {where} ended as {found}, right is {expected}")
+
+    def _check_quiet(self) -> None:
+        try:
+            self.parts.check_quiet()
+        except AssertionError as error:
+            raise Broken(f"at the end: {error}") from None
+
+
+def _prompt_ids(prompt: Prompt) -> list[int]:
+    return prompt.token_ids.tolist() if prompt.token_ids is not None else list((prompt.text or "").encode())
+
+
+def _require(is_true: bool, complaint: str) -> None:
+    if not is_true:
+        raise Broken(complaint)
+
+
+def run_seed(
+    seed: int, *, keep_trace: bool = False, change: Callable[[Setup], Setup] | None = None
+) -> SimResult[Report]:
+    """Runs the world of `seed`. Raises `Broken`, or what else went wrong, with a note on how to have it again."""
+    setup = draw_setup(seed)
+    if change is not None:
+        setup = change(setup)
+
+    async def main(env: SimEnv) -> Report:
+        return await World(setup, env).live()
+
+    try:
+        with captured_logs():
+            result = run(
+                main,
+                seed=seed,
+                policy=setup.policy,
+                fault_probability=1.0,
+                fault_names=setup.faults,
+                thread_delay_s=(0.0, setup.tokenize_delay_s),
+                worker_delay_s={"device": (0.0, setup.device_delay_s)},
+                max_callbacks=3_000_000,
+                keep_trace=keep_trace,
+            )
+        _require(not result.leaked_tasks, f"I7: tasks outlived the run: {result.leaked_tasks}")
+    except BaseException as error:
+        error.add_note(f"again: python -m tests.simulation.run --seed {seed} --trace")
+        raise
+    return result

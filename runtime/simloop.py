@@ -25,13 +25,25 @@ from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from types import CodeType
 from typing import Any, Generic, NoReturn, TypeVar, TypeVarTuple
 
 from anyio._backends._asyncio import CancelScope
 
 from .env import POOL_THREADS, Env, Job, Worker, WorkerClosed, name_of, run_job, seeded_stream
+from .simpolicy import POLICIES, SimTask, policy_of
+
+__all__ = [
+    "POLICIES",
+    "Deadlock",
+    "Livelock",
+    "LoopErrors",
+    "SimEnv",
+    "SimError",
+    "SimLoop",
+    "SimResult",
+    "run",
+]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -39,7 +51,6 @@ Ts = TypeVarTuple("Ts")
 START_S = 1_000.0  # virtual time at the start: far from 0, where a forgotten timestamp would look right
 START_WALL_S = 1_700_000_000.0
 MAX_CALLBACKS = 1_000_000
-POLICIES = ("uniform", "pct", "fifo")  # and "starve:<pattern>"
 
 
 class SimError(Exception):
@@ -117,24 +128,6 @@ def run(
     )
 
 
-class SimTask(asyncio.Task[Any]):
-    """A task numbered in order of creation. Its hash is the number, so that sets of tasks (asyncio's own, anyio's) are
-    walked in the same order in every process."""
-
-    def __init__(self, coro: Any, *, number: int, priority: float, **kwargs: Any) -> None:
-        self.number = number
-        self.priority = priority
-        self.label = ""
-        super().__init__(coro, **kwargs)
-
-    def __hash__(self) -> int:
-        return self.number
-
-    def set_name(self, value: object, /) -> None:
-        super().set_name(value)
-        self.label = f"{self.number} {value}"
-
-
 class _Handle(asyncio.Handle):
     """The base's, made faster: a run is mostly these. `_source_traceback` and `_repr` are what its methods look at."""
 
@@ -175,7 +168,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._tasks: list[SimTask] = []
         self._num_tasks = 0
         self._priorities = seeded_stream(seed, "loop/priority")
-        self._pick = _policy(policy, seeded_stream(seed, "loop/policy"))
+        self._pick = policy_of(policy, seeded_stream(seed, "loop/policy"))
         self.max_callbacks = max_callbacks
         self.num_callbacks = 0
         self.errors: list[str] = []  # what the exception handler was told, and what nobody retrieved
@@ -520,88 +513,6 @@ class _SimWorker(Worker):
     def _note_end(self) -> None:
         if self._all_ended is not None and not self._num_running and not self._all_ended.done():
             self._all_ended.set_result(None)
-
-
-Pick = Callable[[list[Any]], Any]  # takes one handle out of a list that is not empty
-
-
-def _policy(policy: str, stream: random.Random) -> Pick:
-    if policy == "uniform":
-        return _uniform(stream)
-    if policy == "fifo":
-        return lambda ready: ready.pop(0)
-    if policy == "pct":
-        return _pct(stream)
-    if policy.startswith("starve:"):
-        return _starve(policy.removeprefix("starve:"), stream)
-    raise ValueError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)} or starve:<task name pattern>")
-
-
-def _uniform(stream: random.Random) -> Pick:
-    draw = stream.random
-
-    def pick(ready: list[Any]) -> Any:
-        last = ready.pop()
-        i = int(draw() * (len(ready) + 1))
-        if i == len(ready):
-            return last
-        handle, ready[i] = ready[i], last
-        return handle
-
-    return pick
-
-
-def _pct(stream: random.Random) -> Pick:
-    """Probabilistic concurrency testing: the ready task of the highest priority runs; at random moments the one that
-    would run falls below all others. Callbacks that belong to no task, oldest first, get every second turn: anyio
-    repeats one until a task has taken its cancellation, so neither side may wait for the other to end."""
-    until_change = stream.randrange(1, 1_000)
-    lowest = 0.0
-
-    def pick(ready: list[Any]) -> Any:
-        nonlocal until_change, lowest
-        chosen, chosen_at, callback_at = None, 0, -1
-        for i, handle in enumerate(ready):
-            task = _task_of(handle)
-            if task is None:
-                callback_at = i if callback_at < 0 else callback_at
-            elif chosen is None or task.priority > chosen.priority:
-                chosen, chosen_at = task, i
-        if chosen is None or (callback_at >= 0 and stream.random() < 0.5):
-            return ready.pop(callback_at)
-        until_change -= 1
-        if until_change <= 0:
-            until_change = stream.randrange(1, 1_000)
-            lowest -= 1.0
-            chosen.priority = lowest
-        return ready.pop(chosen_at)
-
-    return pick
-
-
-def _starve(pattern: str, stream: random.Random) -> Pick:
-    """Any but the starved tasks while another task is ready; callbacks do not count, for the reason given in `_pct`."""
-    pick_any = _uniform(stream)
-    known: dict[str, bool] = {}  # a task's label -> whether it is starved
-
-    def pick(ready: list[Any]) -> Any:
-        tasks = [_task_of(handle) for handle in ready]
-        if not any(task is not None and not is_starved(task) for task in tasks):
-            return pick_any(ready)
-        others = [i for i, task in enumerate(tasks) if task is None or not is_starved(task)]
-        return ready.pop(others[int(stream.random() * len(others))])
-
-    def is_starved(task: SimTask) -> bool:
-        if task.label not in known:
-            known[task.label] = fnmatchcase(task.get_name(), pattern)
-        return known[task.label]
-
-    return pick
-
-
-def _task_of(handle: asyncio.Handle) -> SimTask | None:
-    owner = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
-    return owner if type(owner) is SimTask else None
 
 
 def _label(handle: asyncio.Handle) -> str:

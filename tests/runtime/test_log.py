@@ -87,16 +87,20 @@ def test_a_traceback_in_the_console_stays_behind_its_bar_whatever_the_exception_
     assert r"  | 2026-01-01 critical forged\u001b[31m" in rest
 
 
+TEXTS = st.text("ab é€😀\n\r\t\0\x1b\x7f\x9b\u2028\u202e\ud800\udfff\"\\={}[]", max_size=40)
+
+
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.text(st.characters(), max_size=30),
+        TEXTS,
         st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+            st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.binary(max_size=9),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+            max_leaves=6,
         ),
-        max_size=8,
+        max_size=6,
     ),
     st.integers(0, 5_000),
 )

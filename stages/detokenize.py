@@ -119,6 +119,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         """Forgets the sequences of a request that is over."""
         request = outbox.request  # type: ignore[attr-defined]
         for sequence_id in range(request.first_sequence_id, request.first_sequence_id + request.num_sequences):
+            self._prompt_lengths.pop(sequence_id, None)
             self._forget(sequence_id)
 
     @property
@@ -231,7 +232,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         sequence.slot = None
 
     def _forget(self, sequence_id: int) -> None:
-        self._prompt_lengths.pop(sequence_id, None)
+        """The answer is over. Its prompt's length, if this was its first token, has yet to go out with the text."""
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None and sequence.slot is not None:
             self._sequence_ids[sequence.slot] = -1

@@ -168,16 +168,18 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 def _compile(launch: Launch, name: str, arch: int) -> Report:
     kernel, arguments, options = launch
-    constexprs = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], object] = {}
     divisible: dict[tuple[int, ...], list[list[object]]] = {}
-    for index, argument in enumerate(kernel.arg_names):
-        value = arguments[argument]
-        signature[argument] = "constexpr" if argument in constexprs else _type_of(value)
-        if signature[argument] == "constexpr":
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        is_constant = parameter.is_constexpr or (
+            isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        )
+        signature[parameter.name] = "constexpr" if is_constant else _type_of(value)
+        if is_constant:
             constants[(index,)] = value
-        elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        elif not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment) and _is_aligned(value):
             divisible[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -196,15 +198,17 @@ def _compile(launch: Launch, name: str, arch: int) -> Report:
 
 
 def _type_of(value: object) -> str:
-    """The type a launch would specialise on; integers of 1 become constants."""
     if isinstance(value, Tensor):
         return "*" + TYPE_NAMES[value.dtype]
     if isinstance(value, float):
         return "fp32"
     assert isinstance(value, int)
-    if value == 1:
-        return "constexpr"
     return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def _is_aligned(value: object) -> bool:
+    """Whether a launch would tell the compiler so: allocations are, and numbers that 16 divides."""
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -25,6 +25,7 @@ LOG2_E = 1.4426950408889634
 DECODE_ROWS = 16  # the smallest M of a tensor-core dot; a group of fewer heads is padded: that costs FLOPs, not bytes
 MIN_TILES_PER_SPLIT = 4  # shorter pieces cost more to merge than they gain
 MAX_SPLITS = 32
+INDEX_TENSORS = ["block_tables", "starts", "lengths"]
 
 
 class Tiling(NamedTuple):
@@ -176,7 +177,8 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-@triton.jit
+# The index tensors may be slices of one buffer and the table of any width: neither may cause another compilation.
+@triton.jit(do_not_specialize=["window", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def _decode_kernel(
     out, partial, weights, q, k_cache, v_cache, block_tables, starts, lengths, scale, window,
     num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
@@ -237,7 +239,7 @@ def _decode_kernel(
         tl.store(weights + piece * 2 + 1, total, mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts"])
 def _merge_kernel(
     out, partial, weights, starts, num_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, IS_MIXED: tl.constexpr,
@@ -262,7 +264,7 @@ def _merge_kernel(
     tl.store(out + (query * num_heads + head) * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "num_sequences", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def _extend_kernel(
     out, q, k_cache, v_cache, block_tables, starts, lengths, scale, window, num_sequences,
     num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,

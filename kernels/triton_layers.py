@@ -108,7 +108,7 @@ def _rms_norm_kernel(
     tl.store(out + row * D + d, normed * tl.load(weight + d, mask=is_dim, other=0.0), mask=is_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _rope_kernel(
     q, k, cos, sin, positions, num_heads, num_groups, q_row, q_head, k_row, k_head, cos_row, sin_row,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -135,7 +135,7 @@ def _rotate(place, cosines, sines, is_pair, HALF: tl.constexpr):
     tl.store(place + HALF, second * cosines + first * sines, mask=is_pair)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _write_kv_kernel(
     k, v, k_cache, v_cache, slot_mapping, num_groups, k_row, k_head, v_row, v_head,
     kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d,

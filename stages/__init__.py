@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from ..runtime.pipeline import Pipeline
     from ..runtime.stage import Stage, stage
     from .config import EngineConfig
-    from .engine import LLM, Engine
+    from .engine import Engine
+    from .offline import LLM
     from .params import SamplingParams
 
 __all__ = ["LLM", "Engine", "EngineConfig", "Pipeline", "SamplingParams", "Stage", "stage"]
 
 _HOMES = {
-    "LLM": ".engine",
+    "LLM": ".offline",
     "Engine": ".engine",
     "EngineConfig": ".config",
     "Pipeline": "..runtime.pipeline",

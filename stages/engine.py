@@ -1,0 +1,418 @@
+"""The engine: a model, the seven stages around it, and the Python interface to both.
+
+    async with Engine(model="path/or/hub-id") as engine:
+        async for output in engine.generate("Once upon a time"):
+            print(output.outputs[0].text, end="")
+
+Knows how the parts are put together, started and taken apart. What they do is theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.env import Env, LiveEnv
+from ..runtime.log import get_logger
+from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
+from .allocate import Allocate
+from .blocks import BlockPool
+from .config import EngineConfig
+from .detokenize import Detokenize
+from .device import Device
+from .errors import Overloaded, Refused
+from .execute import Execute
+from .intake import Intake
+from .limits import RequestLimits, as_token_ids
+from .messages import ChatPrompt, Prompt, Request
+from .outbox import Outboxes, RequestOutbox
+from .outputs import CompletionOutput, Delta, ModelInfo, OutputKind, RequestOutput
+from .params import SamplingParams
+from .pipeline import build_pipeline
+from .sample import Sample
+from .schedule import Schedule
+from .scheduler import Limits, Scheduler
+from .tokenize import Tokenize
+
+if TYPE_CHECKING:
+    from ..model.tokenizer import Tokenizer
+    from .encoder import ModelEncoder
+    from .loading import LoadedModel
+
+WARM_UP_PROMPT_TOKENS = 16
+
+PromptLike = str | Sequence[int] | Prompt
+Messages = Sequence[Mapping[str, Any]]
+
+log = get_logger("millrace.stages")
+
+
+class Engine:
+    """Serves one model. Use it as an async context manager, or `start` and `stop` it; it starts once.
+
+    Leaving frees everything: memory, threads, tasks. Requests under way then end with `abort`. It lives on the loop it
+    was started on, keeps no global state and handles no signals, so there may be several in a process. `config` and
+    `overrides` are those of `EngineConfig`. With an `env` of the caller's, threads end when the caller closes it.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, *, env: Env | None = None, **overrides: Any) -> None:
+        self.config = replace(config or EngineConfig(), **overrides)
+        self._env: Env = LiveEnv(self.config.seed) if env is None else env
+        self._owns_env = env is None
+        self._health = Health("new")
+        self._parts: EngineParts | None = None
+        self._info: ModelInfo | None = None
+        self._request_numbers = itertools.count()
+
+    # -- life
+
+    async def start(self) -> None:
+        """Loads the model and starts the stages; returns when a first answer has been generated.
+
+        Raises `ConfigError` or `ModelError` for what is wrong with the settings or the model.
+        """
+        if self._health.state != "new":
+            raise RuntimeError(f"an engine starts once, and this one is {self._health.state}: make another")
+        self._health = Health("loading", reason="the model is loading")
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        loaded, phases = await self._load()
+        with phases("pipeline"):
+            self._parts = EngineParts(self.config, loaded, self._make_device(loaded))
+            self._info = loaded.info
+            self._parts.pipeline.use(self._env)
+            await self._parts.pipeline.start()
+        with phases("warm_up"):
+            await self._warm_up()
+        self._health = Health("ready")
+        seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
+        info = loaded.info
+        log.info(
+            "engine.ready",
+            model=info.model_id,
+            device=info.device,
+            dtype=info.dtype,
+            max_model_len=info.max_model_len,
+            num_blocks=info.num_blocks,
+            **seconds,
+        )
+
+    async def _load(self) -> tuple[LoadedModel, Phases]:
+        """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
+        return await self._env.run_in_thread(_load, self.config, self._env)
+
+    def _make_device(self, loaded: LoadedModel) -> Device:
+        return Device()
+
+    async def _warm_up(self) -> None:
+        """A real answer: whatever is made at first use is made now, and what does not work shows."""
+        num_prompt = min(WARM_UP_PROMPT_TOKENS, self.info.max_model_len - 1, self.info.vocab_size)
+        max_tokens = min(4, self.info.max_model_len - num_prompt)
+        prompt = Prompt(token_ids=as_token_ids(list(range(num_prompt))))
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        await self.pipeline.call(Request("warm-up", (prompt,), params))
+
+    async def stop(self, cause: str = "server_shutdown") -> None:
+        """Ends what is under way, and frees everything. May be called again."""
+        self._health = Health("stopped", reason="the engine has been stopped")
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            for request_id in list(parts.exit.live):
+                parts.pipeline.cancel(request_id, cause)
+            await parts.pipeline.stop()
+        if self._owns_env:
+            await self._env.aclose()
+        if parts is not None:
+            is_on_gpu = self._info is not None and self._info.device != "cpu"
+            del parts
+            _free_memory(is_on_gpu)
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Takes nothing new and waits for what is under way; False if some of it is left after `timeout_s`."""
+        return await self.pipeline.drain(timeout_s)
+
+    async def __aenter__(self) -> Engine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    @property
+    def health(self) -> Health:
+        """Whether requests are taken, and if not, why."""
+        if self._health.is_ready and self._parts is not None:
+            return self._parts.pipeline.health
+        return self._health
+
+    # -- asking
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        output_kind: OutputKind = "delta",
+    ) -> AsyncIterator[RequestOutput]:
+        """Goes on with a prompt: text, or token ids.
+
+        Yields what is new ("delta"), all there is so far each time ("cumulative"), or the whole, once ("final").
+        Leaving the loop cancels the request. Raises `RequestError` if it fails. Without `params`, the model's defaults.
+        """
+        chosen = params or self.info.default_params
+        request = Request(self._request_id(request_id), (_as_prompt(prompt),), chosen, priority=priority)
+        async for output in self._ask(request, timeout_s, output_kind):
+            yield output
+
+    async def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        output_kind: OutputKind = "delta",
+    ) -> AsyncIterator[RequestOutput]:
+        """Answers `messages`, each with a role and a content. Without `params`, up to the end of the context."""
+        chat = ChatPrompt(tuple(messages), add_generation_prompt, continue_final_message, template_kwargs or {})
+        chosen = params or replace(self.info.default_params, max_tokens=None)
+        request = Request(self._request_id(request_id), (Prompt(chat=chat),), chosen, priority=priority)
+        async for output in self._ask(request, timeout_s, output_kind):
+            yield output
+
+    async def submit(self, request: Request, *, wait: bool = False, deadline_s: float | None = None) -> RequestOutbox:
+        """Sends a request of any number of prompts in, and returns where to read its answers.
+
+        Whoever gets the outbox reads it to its end, or calls `abort`. With `wait` False a burst that is more than the
+        door can look at is refused with `Overloaded`, with True it is held back. Raises `NotServing` when not ready.
+        """
+        if not self.health.is_ready:
+            raise NotServing(self.health)
+        try:
+            return await self.pipeline.submit(request, deadline_s=deadline_s, wait=wait)  # type: ignore[return-value]
+        except Busy as error:
+            waiting = self._require_parts().intake.admission.num_waiting
+            raise Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0) from None
+        except ValueError as error:  # a request id that is in use
+            raise Refused(str(error), param="request_id") from None
+
+    def abort(self, request_id: str, cause: str = "cancel") -> bool:
+        """Ends a request early; its blocks come free within a few steps. False if it is not under way."""
+        return self._parts is not None and self._parts.pipeline.cancel(request_id, cause)
+
+    async def _ask(self, request: Request, timeout_s: float | None, kind: OutputKind) -> AsyncIterator[RequestOutput]:
+        outbox = await self.submit(request, wait=True, deadline_s=timeout_s)
+        try:
+            async for output in read_outputs(outbox, kind):
+                yield output
+        finally:
+            self.abort(request.request_id)
+
+    def _request_id(self, request_id: str | None) -> str:
+        return f"request-{next(self._request_numbers)}" if request_id is None else request_id
+
+    # -- text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt. A long one takes its time; see `encoder` for use in a thread."""
+        return self.encoder.encode_text(text)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens)
+
+    # -- parts
+
+    @property
+    def info(self) -> ModelInfo:
+        """What was loaded. There once the engine has started, and stays."""
+        if self._info is None:
+            raise NotServing(self.health)
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._require_parts().loaded.tokenizer
+
+    @property
+    def encoder(self) -> ModelEncoder:
+        """Prompts and chats to token ids, as the tokenize stage does it."""
+        return self._require_parts().loaded.encoder
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages and the channels between them, running."""
+        return self._require_parts().pipeline
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The books of schedule, to look at."""
+        return self._require_parts().schedule.scheduler
+
+    @property
+    def pool(self) -> BlockPool:
+        """The books of the KV cache's blocks, to look at."""
+        return self._require_parts().allocate.allocator.pool
+
+    def _require_parts(self) -> EngineParts:
+        if self._parts is None:
+            raise NotServing(self.health)
+        return self._parts
+
+
+class EngineParts:
+    """The stages of one engine, joined: an engine's own, and what tests look into."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device) -> None:
+        info = loaded.info
+        limits = RequestLimits(info.vocab_size, info.max_model_len)
+        self.loaded = loaded
+        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
+        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
+        self.schedule = Schedule(_step_limits(config, info))
+        self.allocate = Allocate(info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
+        execute, sample = Execute(loaded.runner, device), Sample(loaded.sampler, device)
+        self.detokenize = Detokenize(
+            loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
+        )
+        self.exit = Outboxes()
+        self.pipeline = build_pipeline(
+            self.intake,
+            self.tokenize,
+            self.schedule,
+            self.allocate,
+            execute,
+            sample,
+            self.detokenize,
+            self.exit,
+            steps_in_flight=config.steps_in_flight,
+        )
+        self.exit.lane = self.pipeline.lane
+        self.exit.on_start.append(self.intake.request_started)
+        self.exit.on_end += [self.intake.request_ended, self.detokenize.request_ended]
+
+
+def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        block_size=info.block_size,
+        steps_in_flight=config.steps_in_flight,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+    )
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds that each phase of the start took."""
+
+    clock: Callable[[], float]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Generator[None]:
+        began = self.clock()
+        yield
+        self.seconds[name] = round(self.clock() - began, 4)
+
+
+def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel, Phases]:
+    """In a thread: importing torch alone takes longer than a loop may stand still."""
+    began = env.now()
+    from .loading import load_model
+
+    phases = Phases(env.now)
+    phases.seconds["import"] = round(env.now() - began, 4)
+    return load_model(config, phases), phases
+
+
+def _free_memory(is_on_gpu: bool) -> None:
+    """Returns what the model held now, and not whenever cycles of objects happen to be collected."""
+    gc.collect()
+    if is_on_gpu:
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def _as_prompt(prompt: PromptLike) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    return Prompt(token_ids=as_token_ids(prompt))
+
+
+# -- outputs
+
+
+async def read_outputs(outbox: RequestOutbox, kind: OutputKind = "delta") -> AsyncIterator[RequestOutput]:
+    """An outbox, read as `RequestOutput`s of a kind."""
+    request = outbox.request
+    choices = [_empty(index, request.params) for index in range(request.num_sequences)]
+    async for deltas in outbox:
+        for delta in deltas:
+            _add(choices[delta.index], delta)
+        if kind == "delta":
+            yield _output(outbox, [_part(delta, request.params) for delta in deltas], choices)
+        elif kind == "cumulative":
+            yield _output(outbox, [_copy(choice) for choice in choices], choices)
+    if kind == "final":
+        yield _output(outbox, choices, choices)
+
+
+def _empty(index: int, params: SamplingParams) -> CompletionOutput:
+    return CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+
+
+def _add(choice: CompletionOutput, delta: Delta) -> None:
+    choice.text += delta.text
+    choice.token_ids += delta.token_ids
+    if choice.logprobs is not None:
+        choice.logprobs += delta.logprobs
+    choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+def _part(delta: Delta, params: SamplingParams) -> CompletionOutput:
+    part = _empty(delta.index, params)
+    _add(part, delta)
+    return part
+
+
+def _copy(choice: CompletionOutput) -> CompletionOutput:
+    logprobs = None if choice.logprobs is None else list(choice.logprobs)
+    return replace(choice, token_ids=list(choice.token_ids), logprobs=logprobs)
+
+
+def _output(
+    outbox: RequestOutbox, outputs: list[CompletionOutput], choices: Sequence[CompletionOutput]
+) -> RequestOutput:
+    prompt = outbox.request.prompts[0]
+    return RequestOutput(
+        request_id=outbox.request_id,
+        prompt=prompt.text,
+        prompt_token_ids=None if prompt.token_ids is None else prompt.token_ids.tolist(),
+        outputs=outputs,
+        finished=all(choice.finish_reason is not None for choice in choices),
+        num_prompt_tokens=outbox.num_prompt_tokens,
+        num_generated_tokens=outbox.num_generated_tokens,
+        num_cached_tokens=outbox.num_cached_tokens,
+    )

@@ -1,0 +1,160 @@
+"""The engine without asyncio: lists of prompts in, lists of answers out, in a script, a notebook or another loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from .config import EngineConfig
+from .engine import Engine, Messages, PromptLike
+from .outputs import ModelInfo, RequestOutput
+from .params import SamplingParams
+
+T = TypeVar("T")
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model to ask synchronously: `LLM(model="...").generate(["Once", "Twice"], SamplingParams(max_tokens=20))`.
+
+    The engine runs on an event loop of its own in a thread of its own, so calls block their caller and work inside a
+    running loop too. Close it, or use it as a context manager; a second thread may ask at the same time.
+    """
+
+    def __init__(self, model: str | None = None, config: EngineConfig | None = None, **overrides: Any) -> None:
+        if model is not None:
+            overrides["model"] = model
+        self._engine = Engine(config, **overrides)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="millrace-llm", daemon=True)
+        self._thread.start()
+        self._is_closed = False
+        try:
+            self._run(self._engine.start())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def info(self) -> ModelInfo:
+        """What was loaded."""
+        return self._engine.info
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, on its own loop: look, but call nothing that awaits."""
+        return self._engine
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: Params = None,
+        use_tqdm: bool = True,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Goes on with each prompt, text or token ids; the answers are in the order of the prompts.
+
+        `params` are for all, or a list of one each; without any, the model's defaults. Raises the first `RequestError`
+        that a prompt meets, and cancels the rest.
+        """
+        asked = _as_prompts(prompts)
+        chosen = _each(params, len(asked))
+        streams = [
+            self._engine.generate(prompt, one, priority=priority, output_kind="final")
+            for prompt, one in zip(asked, chosen, strict=True)
+        ]
+        return self._run(self._gather(streams, use_tqdm))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answers one chat, a list of messages, or several. `options` are those of `Engine.chat`."""
+        chats = _as_chats(messages)
+        chosen = _each(params, len(chats))
+        streams = [
+            self._engine.chat(chat, one, output_kind="final", **options)
+            for chat, one in zip(chats, chosen, strict=True)
+        ]
+        return self._run(self._gather(streams, use_tqdm))
+
+    def close(self) -> None:
+        """Frees everything. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._run(self._engine.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C: what it waited for stops too
+            raise
+
+    async def _gather(self, streams: Sequence[Any], use_tqdm: bool) -> list[RequestOutput]:
+        room = asyncio.Semaphore(self._engine.config.max_waiting_requests)  # as many as the door lets wait
+        bar = _progress_bar(len(streams)) if use_tqdm else None
+
+        async def answer(stream: Any) -> RequestOutput:
+            async with room:
+                outputs: list[RequestOutput] = [output async for output in stream]
+            if bar is not None:
+                bar.set_postfix_str(f"{outputs[-1].num_generated_tokens} tokens in the last", refresh=False)
+                bar.update()
+            return outputs[-1]
+
+        tasks = [asyncio.ensure_future(answer(stream)) for stream in streams]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if bar is not None:
+                bar.close()
+
+
+def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """A list of prompts, also from one: a string, or a list of numbers."""
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str):
+        many = list(prompts)
+        if not many or not isinstance(many[0], int):
+            return many  # type: ignore[return-value]
+    return [prompts]  # type: ignore[list-item]
+
+
+def _as_chats(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]
+
+
+def _each(params: Params, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} params for {count} prompts: give one for all, or one each")
+    return list(params)
+
+
+def _progress_bar(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="answers", unit="prompt", dynamic_ncols=True)

@@ -1,0 +1,1 @@
+"""What stands in front of a pipeline: the command line, the HTTP server and its metrics."""

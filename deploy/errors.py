@@ -1,0 +1,139 @@
+"""Every error a client can see: its code, its HTTP status and its type, in one table.
+
+Knows how to describe whatever went wrong to a client. Refuses to let anything inner out: an error that nobody foresaw
+is described by the request's id alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..runtime.pipeline import Busy, Health, NotServing
+from ..stages.errors import Overloaded, RequestError, Unavailable
+
+MAX_MESSAGE_CHARS = 512
+
+# code -> (HTTP status, type). Codes are OpenAI's where it has one; types are as vLLM names them.
+CODES: dict[str, tuple[int, str]] = {
+    "invalid_json": (400, "BadRequestError"),
+    "invalid_type": (400, "BadRequestError"),
+    "invalid_value": (400, "BadRequestError"),
+    "missing_required_parameter": (400, "BadRequestError"),
+    "unknown_parameter": (400, "BadRequestError"),
+    "unsupported_parameter": (400, "BadRequestError"),
+    "unsupported_content_type": (400, "BadRequestError"),
+    "empty_prompt": (400, "BadRequestError"),
+    "bad_request": (400, "BadRequestError"),
+    "invalid_api_key": (401, "AuthenticationError"),
+    "not_found": (404, "NotFoundError"),
+    "model_not_found": (404, "NotFoundError"),
+    "request_not_found": (404, "NotFoundError"),
+    "method_not_allowed": (405, "MethodNotAllowedError"),
+    "request_timeout": (408, "RequestTimeoutError"),
+    "body_too_large": (413, "RequestTooLargeError"),
+    "unsupported_media_type": (415, "UnsupportedMediaTypeError"),
+    "expectation_failed": (417, "BadRequestError"),
+    "headers_too_large": (431, "BadRequestError"),
+    "context_length_exceeded": (400, "BadRequestError"),
+    "rate_limit_exceeded": (429, "overloaded_error"),
+    "internal_error": (500, "InternalServerError"),
+    "loading": (503, "ServiceUnavailableError"),
+    "draining": (503, "ServiceUnavailableError"),
+    "dead": (503, "ServiceUnavailableError"),
+    "too_many_connections": (503, "ServiceUnavailableError"),
+}
+
+
+class ApiError(Exception):
+    """What a client is told. `code` is a key of `CODES`, unless `status` and `type` are given with it."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int | None = None,
+        type: str | None = None,
+        details: Mapping[str, Any] | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        known_status, known_type = CODES.get(code, (500, "InternalServerError"))
+        self.code = code
+        self.message = shorten(message, MAX_MESSAGE_CHARS)
+        self.param = param
+        self.status = known_status if status is None else status
+        self.type = known_type if type is None else type
+        self.details = details
+        self.retry_after_s = retry_after_s
+        self._headers = dict(headers or {})
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The response headers that belong to this error."""
+        headers = dict(self._headers)
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+    def body(self) -> dict[str, Any]:
+        """`{"error": {...}}` as plain data."""
+        error: dict[str, Any] = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        if self.details is not None:
+            error["details"] = dict(self.details)
+        return {"error": error}
+
+
+def describe(error: BaseException) -> ApiError | None:
+    """What the client is told of `error`; None if nobody foresaw it: log it, then use `unforeseen`."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Overloaded):
+        details = {
+            "stage": "schedule",
+            "queue_depth": error.queue_depth,
+            "estimated_wait_s": round(error.estimated_wait_s, 3),
+        }
+        return _of(error, details=details, retry_after_s=error.estimated_wait_s)
+    if isinstance(error, Unavailable):
+        return _of(error, retry_after_s=1.0)
+    if isinstance(error, RequestError):
+        return _of(error)
+    if isinstance(error, Busy):
+        details = {"stage": "intake", "queue_depth": None, "estimated_wait_s": 1.0}
+        message = "too many requests arrive at once; try again in a second"
+        return ApiError("rate_limit_exceeded", message, details=details, retry_after_s=1.0)
+    if isinstance(error, NotServing):
+        return not_serving(error.health)
+    return None
+
+
+def not_serving(health: Health, retry_after_s: float = 1.0) -> ApiError:
+    """Why no request is taken now."""
+    code = health.state if health.state in CODES else "draining" if health.state == "stopped" else "loading"
+    message = {
+        "loading": "the model is loading; try again shortly",
+        "draining": "the server is shutting down; send this request to another one",
+        "dead": "the engine has failed and takes no more requests",
+    }[code]
+    return ApiError(code, message, retry_after_s=retry_after_s)
+
+
+def unforeseen(request_id: str) -> ApiError:
+    """What a client is told of a bug of ours: where to look for it, and nothing else."""
+    return ApiError("internal_error", f"internal error; the server's log has it under request id {request_id}")
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text`, cut to `limit` characters with an ellipsis."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _of(error: RequestError, **more: Any) -> ApiError:
+    return ApiError(error.code, error.message, param=error.param, status=error.status, type=error.type, **more)

@@ -1,0 +1,85 @@
+"""Fields that this server knows of and does not serve. Dropped silently they would change the answer, so they are
+refused unless their value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..stages.params import MAX_N
+from .errors import ApiError
+
+Harmless = Callable[[Any], bool]
+
+
+def _asks_nothing(value: Any) -> bool:
+    return value is None or value is False or value in ({}, [], "")
+
+
+def _is_text_format(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and value.get("type") == "text")
+
+
+def _is_text_only(value: Any) -> bool:
+    return value is None or value == ["text"]
+
+
+def _chooses_no_tool(value: Any) -> bool:
+    return value is None or value in ("none", "auto")
+
+
+_OFF_WHEN_EMPTY = (
+    "tools",
+    "functions",
+    "audio",
+    "echo",
+    "suffix",
+    "prompt_logprobs",
+    "use_beam_search",
+    "chat_template",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "bad_words",
+    "allowed_token_ids",
+    "truncate_prompt_tokens",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "cache_salt",
+    "logits_processors",
+    "web_search_options",
+)
+
+UNSUPPORTED: dict[str, Harmless] = {
+    "response_format": _is_text_format,
+    "modalities": _is_text_only,
+    "tool_choice": _chooses_no_tool,
+    "function_call": _chooses_no_tool,
+    "parallel_tool_calls": lambda value: isinstance(value, bool) or value is None,
+    **dict.fromkeys(_OFF_WHEN_EMPTY, _asks_nothing),
+}
+
+
+def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str]) -> list[str]:
+    """`unknown` without the fields that are merely not served. `ApiError` if one of those asks for something."""
+    for name in unknown:
+        if name == "best_of":
+            _check_best_of(raw)
+        elif name in UNSUPPORTED and not UNSUPPORTED[name](raw[name]):
+            message = f"{name}: not supported by this server; leave it out"
+            raise ApiError("unsupported_parameter", message, param=name)
+    return [name for name in unknown if name not in UNSUPPORTED and name != "best_of"]
+
+
+def _check_best_of(raw: Mapping[str, Any]) -> None:
+    best_of, n = raw["best_of"], raw.get("n")
+    if best_of is None:
+        return
+    if type(best_of) is not int or not 1 <= best_of <= MAX_N:
+        raise ApiError("invalid_value", f"best_of: must be a whole number from 1 to {MAX_N}", param="best_of")
+    if best_of != (1 if n is None else n):
+        message = f"best_of = {best_of}: choosing the best of several is not supported; leave it out, or equal to n"
+        raise ApiError("unsupported_parameter", message, param="best_of")

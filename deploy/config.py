@@ -1,0 +1,70 @@
+"""The server's settings: where it listens, who may come in, and how long it has patience."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Literal
+
+from ..stages.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """All that `serve` can be told besides the engine's settings. Read once, checked once."""
+
+    # where it listens
+    host: str = "127.0.0.1"  # loopback; another address needs a key, or allow_no_key
+    port: int = 8000  # 0: any free one, printed in the ready line
+    uds: str | None = None  # path of a Unix socket to listen on instead of host and port
+    max_connections: int = 2048
+
+    # what it answers
+    served_model_name: tuple[str, ...] = ()  # names that clients may send; answers carry the first. None: the model's
+    enable_force_include_usage: bool = False  # usage in every stream, asked for or not
+    strict_fields: bool = False  # an unknown field is a 400 instead of being ignored
+
+    # who may come in
+    api_key: tuple[str, ...] = ()  # any of these opens every route; none: no key is asked for
+    allow_no_key: bool = False  # listen beyond loopback without a key
+
+    # how long it has patience
+    max_body_bytes: int = 4 * 1024 * 1024
+    header_timeout_s: float = 10.0  # from a request's first byte to the end of its headers
+    body_timeout_s: float = 30.0  # to the end of its body
+    keep_alive_s: float = 60.0  # for the next request on a connection
+    stalled_reader_s: float = 30.0  # for a client that does not read what it asked for
+    shutdown_timeout_s: float = 30.0  # for requests under way when the server is told to stop
+
+    # what it says
+    log_format: Literal["console", "json"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port = {self.port}: must be from 0 (any free one) to 65535")
+        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "stalled_reader_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0 seconds")
+        if self.shutdown_timeout_s < 0:
+            raise ConfigError(f"shutdown_timeout_s = {self.shutdown_timeout_s}: must be at least 0 seconds")
+        for name in ("max_body_bytes", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if any(not key or not key.isascii() for key in self.api_key):
+            raise ConfigError("api_key: a key must be ASCII text, and not empty")
+        if not (self.is_private or self.api_key or self.allow_no_key):
+            raise ConfigError(
+                f"host = {self.host} is reachable from other machines: set --api-key, or --allow-no-key if something "
+                "in front asks for one"
+            )
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.uds is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

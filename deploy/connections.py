@@ -1,0 +1,145 @@
+"""One client's connection: what HTTP itself may cost before a request exists.
+
+Adds to aiohttp's protocol what it leaves open: a bound on the whole header block, a time limit on it, a bound on
+connections, and errors in our shape. Knows bytes and timers. Refuses to know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from .errors import ApiError
+
+MAX_HEADER_LINE = 8 * 1024
+MAX_HEADER_BLOCK = 16 * 1024
+MAX_HEADERS = 100
+LINGER_S = 1.0  # of reading on after an early answer, so that the client gets to see it
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's connection, with a bound on what may come before the end of the headers, in bytes and in time."""
+
+    __slots__ = ("_header_bytes", "_header_timeout_s", "_header_timer")
+
+    def __init__(self, manager: web.Server, *, header_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self._header_timeout_s = header_timeout_s
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_between_requests():
+            super().data_received(data)
+            return
+        room = MAX_HEADER_BLOCK - self._header_bytes
+        super().data_received(data[:room])
+        if self._has_message():
+            self._end_headers()
+            if len(data) > room:
+                super().data_received(data[room:])
+        elif len(data) > room:
+            limit = ApiError("headers_too_large", f"the header block is longer than {MAX_HEADER_BLOCK} bytes")
+            self._answer_and_close(limit)
+        elif data:
+            self._header_bytes += len(data)
+            if self._header_timer is None:
+                self._header_timer = self._loop.call_later(self._header_timeout_s, self._headers_timed_out)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._end_headers()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp answers when the bytes were no HTTP, or when an exception got past every handler."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun: it can only be cut off")
+        if isinstance(exc, LineTooLong):
+            error = ApiError("headers_too_large", f"a header line is longer than {MAX_HEADER_LINE} bytes")
+        elif status == 400:
+            error = ApiError("bad_request", "this is not well-formed HTTP")
+        else:
+            self.log_exception("unhandled error", exc_info=exc)
+            error = ApiError("internal_error", "internal error")
+        response = error_response(error)
+        response.force_close()
+        return response
+
+    def _is_between_requests(self) -> bool:
+        """Whether what arrives now belongs to headers: no request is waiting, under way or sending its body."""
+        return self._waiter is not None and not self._waiter.done() and not self._messages
+
+    def _has_message(self) -> bool:
+        return bool(self._messages) or self._force_close or self._close
+
+    def _end_headers(self) -> None:
+        self._header_bytes = 0
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_timed_out(self) -> None:
+        self._header_timer = None
+        if self._is_between_requests():
+            message = f"the headers did not arrive within {self._header_timeout_s:g} s"
+            self._answer_and_close(ApiError("request_timeout", message))
+
+    def _answer_and_close(self, error: ApiError) -> None:
+        self._end_headers()
+        if self.transport is not None:
+            self.transport.write(raw_response(error))
+        self.force_close()
+
+
+class Listener(web.Server):
+    """Makes the connections of one server, up to a number."""
+
+    def __init__(
+        self,
+        handler: Callable[[Any], Awaitable[web.StreamResponse]],
+        *,
+        max_connections: int,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(handler, **kwargs)
+        self._max_connections = max_connections
+
+    def __call__(self) -> Connection:
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self._connections) > self._max_connections:
+            error = ApiError("too_many_connections", "too many connections; try again shortly", retry_after_s=1.0)
+            transport.write(raw_response(error))
+            transport.close()
+
+
+def error_response(error: ApiError) -> web.Response:
+    """An error as a response."""
+    body = orjson.dumps(error.body())
+    return web.Response(status=error.status, body=body, content_type="application/json", headers=error.headers)
+
+
+def raw_response(error: ApiError) -> bytes:
+    """An error as bytes on the wire, for when there is no request yet. The connection closes behind it."""
+    body = orjson.dumps(error.body())
+    lines = [
+        f"HTTP/1.1 {error.status} {error.code}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        *(f"{name}: {value}" for name, value in error.headers.items()),
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body

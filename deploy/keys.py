@@ -1,0 +1,51 @@
+"""Who may come in: API keys, compared in a time that says nothing about them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from aiohttp import web
+
+from .errors import ApiError
+
+MAX_KEY_CHARS = 4096
+
+
+class Keys:
+    """The keys that open this server; without any, everybody may come in. Keeps digests only."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def check(self, request: web.BaseRequest) -> str:
+        """The holder of the request's key, as an opaque word ("" without keys). `ApiError` 401 if it brings none, a
+        wrong one, or two."""
+        if not self._digests:
+            return ""
+        digest = _digest(_presented(request))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, always
+        if not any(matches):
+            raise ApiError("invalid_api_key", "the API key is wrong: send `Authorization: Bearer KEY` or `x-api-key`")
+        return digest.hex()[:16]
+
+
+def _presented(request: web.BaseRequest) -> str:
+    bearers = request.headers.getall("Authorization", [])
+    others = request.headers.getall("x-api-key", [])
+    if not bearers and not others:
+        raise ApiError("invalid_api_key", "an API key is needed: send `Authorization: Bearer KEY` or `x-api-key`")
+    if len(bearers) > 1 or len(others) > 1:
+        raise ApiError("invalid_api_key", "two API keys in one request: send one")
+    scheme, _, key = bearers[0].partition(" ") if bearers else ("bearer", "", others[0])
+    if scheme.lower() != "bearer" or len(key) > MAX_KEY_CHARS:
+        raise ApiError("invalid_api_key", "the Authorization header must be `Bearer KEY`")
+    return key.strip()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,160 @@
+"""`GET /metrics`: vLLM's names, so that dashboards and autoscalers made for it work, and ours for stages and channels.
+
+Everything is read from the engine's own counters when somebody asks; nothing here runs per token. The set of series is
+fixed by the pipeline: no label ever carries what a client sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from .errors import CODES
+
+if TYPE_CHECKING:
+    from ..stages.engine import Engine
+    from ..stages.outbox import RequestOutbox
+    from .service import Service
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+CAUSES = ("cancel", "disconnect", "deadline", "stalled_reader", "server_shutdown", "abort")
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """One server's metrics. `watch` once the engine is there; `render` at any time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._engine: Engine | None = None
+        self._finished: Counter[str] = Counter()  # choices by finish reason
+        self._aborted: Counter[str] = Counter()  # requests by cause
+        self._rejected: Counter[str] = Counter()  # requests by error code
+        self._num_prompt = 0  # tokens of requests that have ended
+        self._num_generated = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def watch(self, engine: Engine) -> None:
+        """From now on the engine's requests are counted."""
+        self._engine = engine
+        assert engine.pipeline.exit is not None
+        engine.pipeline.exit.on_end.append(self._request_ended)
+
+    def count_rejection(self, code: str) -> None:
+        """A request was answered with an error."""
+        self._rejected[code if code in CODES else "other"] += 1
+
+    def render(self) -> bytes:
+        """The exposition."""
+        return generate_latest(self._registry)
+
+    def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        self._num_prompt += outbox.num_prompt_tokens
+        self._num_generated += outbox.num_generated_tokens
+        if error is not None:
+            self._finished["error"] += len(outbox.choices)
+            return
+        for choice in outbox.choices:
+            reason = choice.finish.reason.name.lower() if choice.finish is not None else "abort"
+            self._finished[reason] += 1
+        if cause != "finish":
+            self._aborted[cause if cause in CAUSES else "cancel"] += 1
+
+    # -- reading the engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client at each scrape."""
+        names = self._service.model_names
+        labels = {"model_name": names[0] if names else "", "engine": "0"}
+        yield from self._rejections()
+        if self._engine is None:
+            return
+        yield from self._gauges(self._engine, labels)
+        yield from self._counters(self._engine, labels)
+        yield from _stages(self._engine)
+        yield from _channels(self._engine)
+
+    def _gauges(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
+        scheduler, pool = engine.scheduler, engine.pool
+        yield _gauge("vllm:num_requests_running", "Sequences that run.", scheduler.num_running, labels)
+        yield _gauge("vllm:num_requests_waiting", "Sequences that wait to run.", scheduler.num_waiting, labels)
+        yield _gauge("vllm:num_requests_swapped", "Sequences swapped to the host.", 0, labels)
+        used = 1.0 - pool.num_free / pool.num_blocks
+        yield _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
+        yield _gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", 0, labels)
+
+    def _counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
+        assert engine.pipeline.exit is not None
+        live = engine.pipeline.exit.live.values()
+        num_prompt = self._num_prompt + sum(outbox.num_prompt_tokens for outbox in live)
+        num_generated = self._num_generated + sum(outbox.num_generated_tokens for outbox in live)
+        yield _counter("vllm:prompt_tokens", "Prompt tokens taken in.", num_prompt, labels)
+        yield _counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
+        num_preemptions = engine.scheduler.num_preemptions
+        yield _counter("vllm:num_preemptions", "Sequences that lost their blocks.", num_preemptions, labels)
+        yield _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", 0, labels)
+        yield _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", 0, labels)
+        success = CounterMetricFamily(
+            "vllm:request_success", "Choices that ended, by reason.", labels=[*labels, "finished_reason"]
+        )
+        for reason in FINISH_REASONS:
+            success.add_metric([*labels.values(), reason], self._finished[reason])
+        yield success
+        aborted = CounterMetricFamily("millrace:requests_aborted", "Requests cut short, by cause.", labels=["cause"])
+        for cause in CAUSES:
+            aborted.add_metric([cause], self._aborted[cause])
+        yield aborted
+
+    def _rejections(self) -> Iterator[Metric]:
+        rejected = CounterMetricFamily("millrace:request_errors", "Requests answered with an error.", labels=["code"])
+        for code in (*CODES, "other"):
+            rejected.add_metric([code], self._rejected[code])
+        yield rejected
+
+
+def _stages(engine: Engine) -> Iterator[Metric]:
+    seconds = CounterMetricFamily(
+        "millrace:stage_seconds", "Where a stage's time went: idle, busy, blocked.", labels=["stage", "state"]
+    )
+    restarts = CounterMetricFamily("millrace:stage_restarts", "Restarts of a stage after a crash.", labels=["stage"])
+    depth = GaugeMetricFamily("millrace:stage_queue_depth", "Items waiting before a stage.", labels=["stage"])
+    for name, runner in engine.pipeline.runners.items():
+        for state in ("idle", "busy", "blocked"):
+            seconds.add_metric([name, state], getattr(runner.times, state))
+        restarts.add_metric([name], runner.num_restarts)
+        depth.add_metric([name], sum(len(channel) for channel in runner.inputs.values()))
+    yield from (seconds, restarts, depth)
+
+
+def _channels(engine: Engine) -> Iterator[Metric]:
+    depth = GaugeMetricFamily("millrace:channel_depth", "Items on a channel.", labels=["edge"])
+    high = GaugeMetricFamily("millrace:channel_high_water", "Most items ever on a channel.", labels=["edge"])
+    capacity = GaugeMetricFamily("millrace:channel_capacity", "Room of a channel.", labels=["edge"])
+    sent = CounterMetricFamily("millrace:channel_items", "Items sent over a channel.", labels=["edge"])
+    blocked = CounterMetricFamily("millrace:channel_blocked_seconds", "Time a channel was full.", labels=["edge"])
+    for name, channel in engine.pipeline.channels.items():
+        stats = channel.stats()
+        depth.add_metric([name], stats.depth)
+        high.add_metric([name], stats.high_water)
+        capacity.add_metric([name], stats.capacity)
+        sent.add_metric([name], stats.num_sent)
+        blocked.add_metric([name], stats.seconds_full)
+    yield from (depth, high, capacity, sent, blocked)
+
+
+def _gauge(name: str, text: str, value: float, labels: dict[str, str]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _counter(name: str, text: str, value: float, labels: dict[str, str]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family

@@ -1,0 +1,96 @@
+"""Around every handler: the request's id, the key, and errors in one shape."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from ..runtime.log import bound, get_logger
+from .connections import error_response
+from .errors import ApiError, describe, shorten, unforeseen
+from .keys import Keys
+from .metrics import Metrics
+from .service import Service
+
+REQUEST_ID = web.RequestKey("request_id", str)
+OWNER = web.RequestKey("owner", str)
+
+_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+log = get_logger("millrace.deploy")
+
+
+def settled_id(wanted: str | None) -> str:
+    """The id a client wants for its request, or one of ours if it wants none or one that has no place in a header."""
+    return wanted if wanted is not None and _ID_PATTERN.fullmatch(wanted) else uuid.uuid4().hex
+
+
+def identify(metrics: Metrics) -> Middleware:
+    """Gives each request its id, binds it to the log lines, and turns whatever goes wrong into an answer."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[REQUEST_ID] = settled_id(request.headers.get("X-Request-Id"))
+        with bound(request_id=request[REQUEST_ID]):
+            try:
+                return await handler(request)
+            except web.HTTPException as error:
+                told = _of_aiohttp(request, error)
+            except Exception as error:
+                told = describe(error) or _unforeseen(request, error)
+            metrics.count_rejection(told.code)
+            return error_response(told)
+
+    return middleware
+
+
+def _unforeseen(request: web.Request, error: Exception) -> ApiError:
+    log.error("request.failed", path=shorten(request.path, 128), error=type(error).__name__, exc_info=error)
+    return unforeseen(request[REQUEST_ID])
+
+
+def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
+    """Errors that aiohttp raises itself: no such route, or not by this method."""
+    match error.status:
+        case 404:
+            return ApiError("not_found", "there is no such route")
+        case 405:
+            allowed = error.headers.get("Allow", "")
+            return ApiError("method_not_allowed", f"this route takes {allowed}", headers={"Allow": allowed})
+        case 413:
+            return ApiError("body_too_large", "the body is too long")
+        case 417:
+            return ApiError("expectation_failed", "the only Expect known here is 100-continue")
+        case _:
+            return ApiError("bad_request", "bad request")
+
+
+def check_keys(keys: Keys, public: frozenset[Callable[..., object]]) -> Middleware:
+    """Lets requests with a key pass, and those to `public` handlers. It looks at the handler that the router found,
+    never at the path, so that no spelling of a path is a way around it."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_public = request.match_info.http_exception is None and request.match_info.handler in public
+        request[OWNER] = "" if is_public else keys.check(request)
+        return await handler(request)
+
+    return check
+
+
+def add_headers(service: Service) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """A signal handler that puts on every response what belongs on every response."""
+
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        if REQUEST_ID in request:
+            response.headers["X-Request-Id"] = request[REQUEST_ID]
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Server"] = "millrace"
+        if service.is_draining:
+            response.force_close()
+
+    return add

@@ -1,0 +1,59 @@
+"""From a request to the data in its body: content type, length, time, and then the parser, off the loop if need be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from .config import ServerConfig
+from .errors import ApiError
+from .parsing import INLINE_BYTES, JsonLimits, parse_object, too_large
+
+T = TypeVar("T")
+
+
+async def read(
+    request: web.Request, config: ServerConfig, threads: Executor, make: Callable[[Mapping[str, Any]], T]
+) -> T:
+    """What `make` makes of the JSON object in the body. A long body is parsed and made in a thread: `make` must not
+    touch what belongs to the loop. `ApiError` 400, 408, 413 or 415."""
+    data = await _read_bytes(request, config)
+    limits = JsonLimits(num_bytes=config.max_body_bytes)
+    if len(data) <= INLINE_BYTES:
+        return make(parse_object(data, limits))
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(threads, lambda: make(parse_object(data, limits)))
+
+
+async def _read_bytes(request: web.Request, config: ServerConfig) -> bytes:
+    if request.content_type != "application/json":
+        raise ApiError("unsupported_media_type", "the body must be sent as Content-Type: application/json")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise ApiError("unsupported_media_type", "the body must be UTF-8")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError("unsupported_media_type", "the body must be sent as it is, with no Content-Encoding")
+    if (request.content_length or 0) > config.max_body_bytes:
+        raise too_large(config.max_body_bytes)
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            return await _read_all(request, config.max_body_bytes)
+    except TimeoutError:
+        raise ApiError("request_timeout", f"the body did not arrive within {config.body_timeout_s:g} s") from None
+    except web.RequestPayloadError:
+        raise ApiError("bad_request", "the body is not well-formed HTTP") from None
+
+
+async def _read_all(request: web.Request, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.content.iter_any():
+        num_bytes += len(chunk)
+        if num_bytes > limit:
+            raise too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)

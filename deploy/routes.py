@@ -1,0 +1,183 @@
+"""The routes: which path leads where, and the handlers that do not generate text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from ..stages.messages import ChatPrompt
+from .bodies import DetokenizeBody, TokenizeBody
+from .connections import error_response
+from .errors import ApiError, shorten
+from .generation import Generation
+from .metrics import CONTENT_TYPE, Metrics
+from .middleware import OWNER
+from .reading import read
+from .service import Service
+from .validation import read_body
+
+
+class Routes:
+    """The handlers of one server."""
+
+    def __init__(self, service: Service, metrics: Metrics, threads: Executor) -> None:
+        self.service = service
+        self._metrics = metrics
+        self._threads = threads
+        self._generation = Generation(service, threads)
+
+    @property
+    def public(self) -> frozenset[Any]:
+        """Handlers that ask for no key."""
+        return frozenset({self.live, self.ready})
+
+    def table(self) -> list[web.RouteDef]:
+        """All routes."""
+        generation = self._generation
+        return [
+            web.get("/health", self.ready),
+            web.get("/health/live", self.live),
+            web.get("/health/ready", self.ready),
+            web.get("/version", self.version),
+            web.get("/metrics", self.metrics),
+            web.get("/v1/models", self.models),
+            web.get("/v1/models/{id:.+}", self.model),
+            web.post("/v1/chat/completions", generation.chat, expect_handler=expect),
+            web.post("/v1/completions", generation.completions, expect_handler=expect),
+            web.post("/tokenize", self.tokenize, expect_handler=expect),
+            web.post("/detokenize", self.detokenize, expect_handler=expect),
+            web.delete("/v1/requests/{id:.+}", self.abort),
+        ]
+
+    # -- health
+
+    async def live(self, request: web.Request) -> web.Response:
+        """The process answers."""
+        return answer({"status": "alive"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """A request would be taken; 503 says why not."""
+        health = self.service.health
+        if health.is_ready:
+            return answer({"status": "ready"})
+        return answer({"status": health.state, "stage": health.stage, "reason": health.reason}, status=503)
+
+    async def version(self, request: web.Request) -> web.Response:
+        """What runs here."""
+        return answer({"version": package_version()})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus' text format."""
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    # -- models
+
+    async def models(self, request: web.Request) -> web.Response:
+        """All names that are served."""
+        self.service.require_engine()
+        return answer({"object": "list", "data": [self._model(name) for name in self.service.model_names]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """One of them."""
+        self.service.require_engine()
+        name = request.match_info["id"]
+        self.service.require_model(name)
+        return answer(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        engine = self.service.require_engine()
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.service.created,
+            "owned_by": "millrace",
+            "root": self.service.model_names[0],
+            "parent": None,
+            "max_model_len": engine.info.max_model_len,
+            "permission": [],
+        }
+
+    # -- tokens
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Token ids of a prompt or a chat."""
+        engine = self.service.require_engine()
+        body = await read(request, self.service.config, self._threads, self._tokenize_body)
+        tokenizer, encoder = engine.tokenizer, engine.encoder
+        if body.messages is not None:
+            chat = ChatPrompt(
+                messages=tuple(message.model_dump(exclude_none=True) for message in body.messages),
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs or {},
+            )
+            token_ids = await self._in_thread(encoder.encode_chat, chat)
+        else:
+            token_ids = await self._in_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
+        tokens = [int(token_id) for token_id in token_ids]
+        strings = None
+        if body.return_token_strs:
+            strings = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in tokens]
+        max_model_len = engine.info.max_model_len
+        return answer({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """The text of token ids."""
+        engine = self.service.require_engine()
+        body = await read(request, self.service.config, self._threads, self._detokenize_body)
+        vocab_size = engine.info.vocab_size
+        if body.tokens and (min(body.tokens) < 0 or max(body.tokens) >= vocab_size):
+            message = f"tokens holds an id outside 0..{vocab_size - 1}, the model's vocabulary"
+            raise ApiError("invalid_value", message, param="tokens")
+        return answer({"prompt": await self._in_thread(engine.tokenizer.decode, body.tokens, False)})
+
+    def _tokenize_body(self, raw: Mapping[str, Any]) -> TokenizeBody:
+        body, _ = read_body(TokenizeBody, raw, self.service.config.strict_fields)
+        self.service.require_model(body.model)
+        return body
+
+    def _detokenize_body(self, raw: Mapping[str, Any]) -> DetokenizeBody:
+        body, _ = read_body(DetokenizeBody, raw, self.service.config.strict_fields)
+        self.service.require_model(body.model)
+        return body
+
+    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    # -- requests under way
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """Ends a request; its own client gets what there is, with finish_reason `abort`."""
+        some_id = request.match_info["id"]
+        if self.service.abort(some_id, request[OWNER]) is None:
+            message = f"no request {shorten(repr(some_id), 128)} is under way"
+            raise ApiError("request_not_found", message, param="id")
+        return answer({"id": some_id, "aborted": True})
+
+
+async def expect(request: web.Request) -> web.Response | None:
+    """Tells a client that waits with its body to send it."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return error_response(ApiError("expectation_failed", "the only Expect known here is 100-continue"))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
+    return None
+
+
+def answer(data: Mapping[str, Any], status: int = 200) -> web.Response:
+    """Plain data as a JSON response."""
+    return web.Response(status=status, body=orjson.dumps(data), content_type="application/json")
+
+
+def package_version() -> str:
+    """Of millrace, as installed."""
+    try:
+        return version("millrace")
+    except PackageNotFoundError:
+        return "unknown"

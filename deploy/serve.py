@@ -1,0 +1,106 @@
+"""`millrace serve`: a model behind an HTTP server, until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from ..runtime.log import configure, get_logger
+from ..stages.config import EngineConfig
+from .config import ServerConfig
+from .server import Server
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from ..stages.engine import Engine
+
+log = get_logger("millrace.deploy")
+
+MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command. 0 after a drain in which every request ended, 1 if some had to be cut short."""
+    configure(server_config.log_format, server_config.log_level)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(serve(engine_config, server_config, _make_engine))
+
+
+async def serve(engine_config: EngineConfig, server_config: ServerConfig, make_engine: MakeEngine) -> int:
+    """Serves until SIGTERM or SIGINT, then drains. A second signal ends the process at once."""
+    stop = _Stop()
+    async with Server(server_config) as server:
+        loading = asyncio.ensure_future(_serve_engine(server, engine_config, make_engine, stop))
+        stop.on_early = loading.cancel
+        try:
+            return await loading
+        except asyncio.CancelledError:
+            if not stop.event.is_set():
+                raise
+            return 0  # told to stop before there was anything to drain
+
+
+async def _serve_engine(server: Server, engine_config: EngineConfig, make_engine: MakeEngine, stop: _Stop) -> int:
+    async with make_engine(engine_config) as engine:
+        server.attach(engine)
+        stop.on_early = None
+        gc.collect()
+        gc.freeze()  # the model and its modules live as long as we do: no collection need look at them again
+        _say_ready(server)
+        await stop.event.wait()
+        log.info("server.draining", live=len(server.service.live), timeout_s=server.config.shutdown_timeout_s)
+        is_clean = await server.drain()
+        await server.stop()
+    log.info("server.stopped", is_clean=is_clean)
+    return 0
+
+
+def _say_ready(server: Server) -> None:
+    """One line on stdout, for whoever started us."""
+    names = list(server.service.model_names)
+    line = {"event": "ready", "url": server.url, "models": names, "pid": os.getpid()}
+    sys.stdout.write(orjson.dumps(line).decode() + "\n")
+    sys.stdout.flush()
+
+
+class _Stop:
+    """SIGTERM and SIGINT: the first asks, the second does not."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.on_early: Callable[[], Any] | None = None  # while there is nothing to drain
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        if self.event.is_set():
+            os._exit(1)
+        self.event.set()
+        if self.on_early is not None:
+            self.on_early()
+
+
+def _make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
+    from ..stages.engine import Engine  # imports torch, and the server listens before that
+
+    return Engine(config)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed."""
+    if find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

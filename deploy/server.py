@@ -1,0 +1,140 @@
+"""The HTTP server in front of one engine: listening, health while the model loads, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from ..runtime.log import get_logger
+from ..stages.errors import ConfigError
+from .config import ServerConfig
+from .connections import LINGER_S, MAX_HEADER_LINE, MAX_HEADERS, Listener
+from .keys import Keys
+from .metrics import Metrics
+from .middleware import add_headers, check_keys, identify
+from .routes import Routes
+from .service import Service
+
+if TYPE_CHECKING:
+    from ..stages.engine import Engine
+
+log = get_logger("millrace.deploy")
+
+
+class Server:
+    """Listens from `start` on, and answers 503 `loading` until an engine is attached.
+
+    ```python
+    async with Server(ServerConfig(port=0)) as server, Engine(config) as engine:
+        server.attach(engine)
+        print(server.url)
+    ```
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.service = Service(config)
+        self.metrics = Metrics(self.service)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # long bodies and prompts
+        self._runner: _Runner | None = None
+        self._port = config.port
+
+    @property
+    def url(self) -> str:
+        """Where to reach it. With port 0, the port that was found."""
+        if self.config.uds is not None:
+            return f"unix:{self.config.uds}"
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listens. `ConfigError` if the address can not be had."""
+        self._runner = _Runner(self._make_app(), self.config)
+        await self._runner.setup()
+        try:
+            await self._make_site(self._runner).start()
+        except OSError as error:
+            await self.stop()
+            where = self.config.uds or f"{self.config.host}:{self.config.port}"
+            raise ConfigError(f"can not listen on {where}: {error.strerror or error}; try another port") from None
+        if self.config.uds is None:
+            self._port = int(self._runner.addresses[0][1])
+
+    def attach(self, engine: Engine) -> None:
+        """From now on requests are served."""
+        self.service.attach(engine)
+        self.metrics.watch(engine)
+
+    async def drain(self) -> bool:
+        """Takes nothing new and waits for what is under way, up to `shutdown_timeout_s`; aborts the rest. False if
+        there was a rest."""
+        return await self.service.drain(self.config.shutdown_timeout_s)
+
+    async def stop(self) -> None:
+        """Closes every connection and stops listening. Idempotent."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.config.uds is not None:
+            await asyncio.to_thread(_remove_socket, self.config.uds)
+
+    async def __aenter__(self) -> Server:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    def _make_app(self) -> web.Application:
+        routes = Routes(self.service, self.metrics, self._threads)
+        # The place of a check of Host and Origin is between these two.
+        middlewares = [identify(self.metrics), check_keys(Keys(self.config.api_key), routes.public)]
+        app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
+        app.on_response_prepare.append(add_headers(self.service))
+        app.add_routes(routes.table())
+        return app
+
+    def _make_site(self, runner: web.AppRunner) -> web.BaseSite:
+        if self.config.uds is not None:
+            return web.UnixSite(runner, self.config.uds)
+        return web.TCPSite(runner, self.config.host, self.config.port, backlog=1024)
+
+
+class _Runner(web.AppRunner):
+    """aiohttp's runner, with our connections."""
+
+    def __init__(self, app: web.Application, config: ServerConfig) -> None:
+        super().__init__(app, shutdown_timeout=1.0)
+        self._config = config
+
+    async def _make_server(self) -> web.Server:
+        stock = await super()._make_server()
+        return Listener(
+            stock.request_handler,
+            request_factory=stock.request_factory,
+            handler_cancellation=True,  # a client that leaves ends its request, wherever that is
+            max_connections=self._config.max_connections,
+            header_timeout_s=self._config.header_timeout_s,
+            keepalive_timeout=self._config.keep_alive_s,
+            max_line_size=MAX_HEADER_LINE,
+            max_field_size=MAX_HEADER_LINE,
+            max_headers=MAX_HEADERS,
+            lingering_time=LINGER_S,
+            auto_decompress=False,
+            access_log=None,
+        )
+
+
+def _remove_socket(path: str) -> None:
+    socket = Path(path)
+    if socket.exists() and stat.S_ISSOCK(socket.stat().st_mode):
+        socket.unlink()
+
+
+__all__ = ["Server", "ServerConfig"]

@@ -1,0 +1,72 @@
+"""A stream of events to one client, which may stop reading and must not be waited for for ever.
+
+Knows sockets and patience. Refuses to know what the events say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+HIGH_WATER_BYTES = 64 * 1024  # of a stream's own buffer; above it a write waits for the client to read
+
+
+class EventStream:
+    """Server-sent events on one request. A client that leaves a write waiting for `patience_s` is cut off.
+
+    Text made meanwhile stays in the request's outbox, where it is joined, so a client that does not read costs the
+    length of its own answer and holds nobody back.
+    """
+
+    def __init__(self, request: web.Request, patience_s: float, headers: Mapping[str, str]) -> None:
+        self.has_stalled = False
+        self._request = request
+        self._patience_s = patience_s
+        self._waiting_since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                **headers,
+            }
+        )
+
+    async def __aenter__(self) -> EventStream:
+        transport = self._request.transport
+        if transport is not None:
+            transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        await self._response.prepare(self._request)
+        self._watch()
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def send(self, events: bytes) -> None:
+        """Sends whole events. Waits only while the client's buffers are full."""
+        self._waiting_since = asyncio.get_running_loop().time()
+        await self._response.write(events)
+        self._waiting_since = None
+
+    async def finish(self) -> web.StreamResponse:
+        """Ends the response."""
+        self._waiting_since = asyncio.get_running_loop().time()
+        await self._response.write_eof()
+        self._waiting_since = None
+        return self._response
+
+    def _watch(self) -> None:
+        """One timer a stream, a few times in its patience: cheaper than a timeout around each of its writes."""
+        loop = asyncio.get_running_loop()
+        if self._waiting_since is not None and loop.time() - self._waiting_since >= self._patience_s:
+            self.has_stalled = True
+            if self._request.transport is not None:
+                self._request.transport.abort()  # the handler is cancelled, as for any client that leaves
+            return
+        self._timer = loop.call_later(self._patience_s / 8, self._watch)

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.deploy.running import RunningServer
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """A server whose steps take no time."""
+    with RunningServer() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def slow_server() -> Iterator[RunningServer]:
+    """A server whose steps take 10 ms, and which never ends an answer by itself."""
+    with RunningServer(step_s=0.01, script={"eos_probability": 0.0}) as running:
+        yield running

@@ -1,0 +1,220 @@
+"""Servers in processes of their own, and raw talk with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).resolve().parents[2]
+HELD = ("live", "blocks_in_use", "blocks_quarantined", "admitted", "sequences")
+
+
+class RunningServer:
+    """One process; `url` once it is ready. A context manager that kills it. `options` are those of `scripted_serve`."""
+
+    def __init__(self, *, wait: bool = True, **options: Any) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/deploy/scripted_serve.py"), json.dumps(options)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self.address = ("127.0.0.1", options.get("server", {}).get("port", 0))
+        if wait:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Reads the ready line."""
+        line = self._read_line()
+        if not line:
+            raise RuntimeError(f"the server did not start:\n{self.errors()}")
+        self.ready = json.loads(line)
+        self.url: str = self.ready["url"]
+        address = urlsplit(self.url)
+        self.address = (str(address.hostname), int(address.port or 0))
+
+    def wait_until_listening(self, timeout_s: float = 60.0) -> None:
+        """Before it is ready: until connections are taken. Needs a fixed port."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                self.connect().close()
+                return
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        raise TimeoutError(f"nobody listens:\n{self.errors()}")
+
+    def errors(self) -> str:
+        """What it has written to stderr so far."""
+        return os.pread(self._errors.fileno(), 10_000_000, 0).decode(errors="replace")
+
+    def stats(self) -> dict[str, Any]:
+        """See `scripted_serve.Talk`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("stats\n")
+        self.process.stdin.flush()
+        stats: dict[str, Any] = json.loads(self._read_line())
+        return stats
+
+    def wait_until_idle(self, timeout_s: float = 5.0) -> float:
+        """Seconds until nothing is left of any request in the engine."""
+        began = time.monotonic()
+        while True:
+            stats = self.stats()
+            left = {name: stats[name] for name in HELD}
+            if not any(left.values()):
+                assert not stats["violations"]
+                return time.monotonic() - began
+            assert time.monotonic() - began < timeout_s, f"the engine still holds {left}"
+            time.sleep(0.01)
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._errors.close()
+
+    def _read_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    # -- talking
+
+    def connect(self, timeout_s: float = 20.0) -> socket.socket:
+        """A connection of the bare kind."""
+        connection = socket.create_connection(self.address, timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def raw(self, data: bytes, timeout_s: float = 20.0) -> Answer:
+        """What comes back for these bytes."""
+        with self.connect(timeout_s) as connection:
+            began = time.perf_counter()
+            send(connection, data)
+            return read_answer(connection, began)
+
+    def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+        """The answer to a JSON body; bytes go as they are."""
+        return self.raw(post_bytes(path, body, headers))
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET") -> Answer:
+        """The answer to a request without a body."""
+        return self.raw(head_bytes(method, path, {"Connection": "close"} | dict(headers or {})))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response as it came over the wire."""
+
+    status: int
+    headers: dict[str, str]  # lower-case names
+    body: bytes
+    seconds: float  # from the first byte sent to the last one read
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> Any:
+        return self.json["error"]
+
+    def events(self) -> list[Any]:
+        """The data of a stream's events; the last is the text [DONE]."""
+        parts = self.body.decode().split("\n\n")
+        assert parts[-1] == "", "the stream ends in the middle of an event"
+        assert all(part.startswith("data: ") for part in parts[:-1])
+        return [part[6:] if part == "data: [DONE]" else json.loads(part[6:]) for part in parts[:-1]]
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def head_bytes(method: str, path: str, headers: Mapping[str, str]) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", *(f"{name}: {value}" for name, value in headers.items())]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("utf-8", "surrogateescape")
+
+
+def post_bytes(path: str, body: Any, headers: Mapping[str, str] | None = None) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    all_headers = {"Content-Type": "application/json", "Content-Length": str(len(data)), "Connection": "close"}
+    return head_bytes("POST", path, all_headers | dict(headers or {})) + data
+
+
+def send(connection: socket.socket, data: bytes) -> None:
+    """Sends what the other side lets us send: it may answer and close before it has read all."""
+    try:
+        connection.sendall(data)
+    except (BrokenPipeError, ConnectionResetError):
+        return
+
+
+def read_answer(connection: socket.socket, began: float | None = None) -> Answer:
+    """One response, to its end. `ConnectionError` if the connection closes before there is one."""
+    began = time.perf_counter() if began is None else began
+    chunks = _chunks(connection)
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += next(chunks)
+    head, _, rest = data.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    status = int(lines[0].split(" ")[1])
+    pairs = (line.split(":", 1) for line in lines[1:])
+    headers = {name.lower(): value.strip() for name, value in pairs}
+    body = _read_body(headers, rest, chunks)
+    return Answer(status, headers, body, time.perf_counter() - began)
+
+
+def _chunks(connection: socket.socket) -> Iterator[bytes]:
+    while data := connection.recv(65536):
+        yield data
+    raise ConnectionError("the connection was closed in the middle of a response")
+
+
+def _read_body(headers: Mapping[str, str], data: bytes, chunks: Iterator[bytes]) -> bytes:
+    if headers.get("transfer-encoding") == "chunked":
+        return _read_chunked(data, chunks)
+    length = int(headers.get("content-length", "0"))
+    while len(data) < length:
+        data += next(chunks)
+    return data[:length]
+
+
+def _read_chunked(data: bytes, chunks: Iterator[bytes]) -> bytes:
+    parts = []
+    while True:
+        while b"\r\n" not in data:
+            data += next(chunks)
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        while len(data) < length + 2:
+            data += next(chunks)
+        if not length:
+            return b"".join(parts)
+        parts.append(data[:length])
+        data = data[length + 2 :]

@@ -1,0 +1,106 @@
+"""A process that serves the scripted engine, as `millrace serve` would serve a model. For tests with raw sockets.
+
+    python tests/deploy/scripted_serve.py '{"server": {...ServerConfig...}, "engine": {...}, "step_s": 0.01}'
+
+Prints the ready line. Then each line on stdin is answered with a line of JSON on stdout: `stats` says how late the
+event loop was since the last `stats` (it is sampled every 5 ms), and what the engine holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import sys
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.serve import serve
+from millrace.runtime.log import configure
+from millrace.stages.config import EngineConfig
+from millrace.stages.scripted import Script
+from millrace.stages.testing import SMALL, ScriptedEngine
+
+
+class LoopLag:
+    """How late a timer of 5 ms was, at worst."""
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+        self._last_s = 0.0
+
+    async def watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._last_s = loop.time()
+            await asyncio.sleep(0.005)
+            self.worst_s = max(self.worst_s, loop.time() - self._last_s - 0.005)
+
+    def take(self) -> float:
+        worst_s, self.worst_s = self.worst_s, 0.0
+        return worst_s
+
+
+class Talk:
+    """Answers questions from stdin, on the loop."""
+
+    def __init__(self, engine: ScriptedEngine, lag: LoopLag) -> None:
+        self._engine = engine
+        self._lag = lag
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._answer, line.strip())
+
+    def _answer(self, question: str) -> None:
+        if question == "stats":
+            print(json.dumps(self._stats()), flush=True)
+
+    def _stats(self) -> dict[str, Any]:
+        parts = self._engine.parts
+        return {
+            "lag_ms": 1e3 * self._lag.take(),
+            "live": len(parts.exit.live),
+            "blocks_in_use": parts.allocate.allocator.pool.num_in_use,
+            "blocks_quarantined": parts.allocate.allocator.pool.num_quarantined,
+            "admitted": parts.intake.admission.num_admitted,
+            "sequences": len(parts.schedule.scheduler.sequences),
+            "violations": self._engine.model.violations,
+            "tasks": len(asyncio.all_tasks()),
+        }
+
+
+@contextlib.asynccontextmanager
+async def engine(options: dict[str, Any]) -> AsyncIterator[Any]:
+    await asyncio.sleep(options.get("load_s", 0.0))
+    config = replace(SMALL, **options.get("engine", {}))
+    script = Script(**options.get("script", {}))
+    async with ScriptedEngine(config, script, step_s=options.get("step_s", 0.0)) as scripted:
+        lag = LoopLag()
+        watching = asyncio.create_task(lag.watch())
+        Talk(scripted, lag)
+        try:
+            yield scripted
+        finally:
+            watching.cancel()
+
+
+def main() -> int:
+    options = json.loads(sys.argv[1])
+    server = options.get("server", {})
+    server.update({name: tuple(value) for name, value in server.items() if isinstance(value, list)})
+    server_config = ServerConfig(**{"port": 0} | server)
+    configure(server_config.log_format, server_config.log_level)
+    gc.collect()
+    return asyncio.run(serve(EngineConfig(), server_config, lambda _: engine(options)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""The API as it is on the wire: shapes, streams that equal whole answers, and errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deploy.running import RunningServer
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Tell me a story"}]
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+
+
+def body_for(path: str, **fields: object) -> dict[str, object]:
+    asked = {"messages": MESSAGES} if path == CHAT else {"prompt": "Once upon a time"}
+    return asked | GREEDY | fields
+
+
+def piece_of(path: str, choice: dict) -> str:
+    return choice["delta"].get("content", "") if path == CHAT else choice["text"]
+
+
+def text_of(path: str, choice: dict) -> str:
+    return choice["message"]["content"] if path == CHAT else choice["text"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 3, "temperature": 1.0, "seed": 7},
+        {"stop": ["e"]},
+        {"stop": "o", "include_stop_str_in_output": True},
+        {"ignore_eos": False, "max_tokens": 200},
+        {"logprobs": True, "top_logprobs": 2},
+        {"max_tokens": 1},
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_the_pieces_of_a_stream_are_the_whole_answer(server: RunningServer, path, fields):
+    if path == TEXT and "logprobs" in fields:
+        fields = {"logprobs": 2}
+    whole = server.post(path, body_for(path, **fields))
+    stream = server.post(path, body_for(path, stream=True, stream_options={"include_usage": True}, **fields))
+    assert whole.status == stream.status == 200
+    *chunks, last, done = stream.events()
+    assert done == "[DONE]"
+    assert last["choices"] == [] and last["usage"] == whole.json["usage"]
+    for choice in whole.json["choices"]:
+        own = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
+        assert "".join(piece_of(path, piece) for piece in own) == text_of(path, choice)
+        ends = [(piece["finish_reason"], piece["stop_reason"]) for piece in own if piece["finish_reason"]]
+        assert ends == [(choice["finish_reason"], choice["stop_reason"])]
+        assert own[-1]["finish_reason"], "the last chunk of a choice says why it ended"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+
+
+def test_a_chat_answer_has_openais_shape(server: RunningServer):
+    answer = server.post(CHAT, body_for(CHAT, max_tokens=3), {"X-Request-Id": "mine-1"})
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"] == "mine-1"
+    body = answer.json
+    text = body["choices"][0]["message"].pop("content")
+    assert len(text) <= 3 and isinstance(body.pop("created"), int)
+    prompt = len("Tell me a story") + 3
+    assert body == {
+        "id": "chatcmpl-mine-1",
+        "object": "chat.completion",
+        "model": "scripted",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant"},
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + 3,
+            "completion_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+        "system_fingerprint": None,
+    }
+
+
+def test_a_chat_stream_begins_with_the_role_of_each_choice(server: RunningServer):
+    answer = server.post(CHAT, body_for(CHAT, stream=True, n=2, max_tokens=2))
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
+    first, second, *rest, _done = answer.events()
+    for index, chunk in enumerate((first, second)):
+        assert chunk["object"] == "chat.completion.chunk"
+        assert "usage" not in chunk
+        assert chunk["choices"] == [
+            {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+                "stop_reason": None,
+            }
+        ]
+    assert all("role" not in choice["delta"] for chunk in rest for choice in chunk["choices"])
+
+
+def test_running_usage_is_in_every_chunk_when_asked_for(server: RunningServer):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = server.post(TEXT, body_for(TEXT, stream=True, stream_options=options, max_tokens=9))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in answer.events()[:-1]]
+    assert counts == sorted(counts) and counts[-1] == 9
+
+
+def test_a_stop_string_is_named_and_left_out(server: RunningServer):
+    plain = server.post(TEXT, body_for(TEXT)).json["choices"][0]["text"]
+    stop = next(letter for letter in plain[3:] if letter.isascii() and letter.isalpha())
+    choice = server.post(TEXT, body_for(TEXT, stop=["~~~", stop])).json["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["text"] == plain[: plain.index(stop)]
+
+
+def test_choices_are_numbered_prompt_by_prompt(server: RunningServer):
+    answer = server.post(TEXT, {"prompt": ["a", "b"], "n": 2, "max_tokens": 4, "seed": 1, "ignore_eos": True}).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"] == {
+        "prompt_tokens": 2,
+        "total_tokens": 2 + 16,
+        "completion_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    alone = server.post(TEXT, {"prompt": "b", "n": 2, "max_tokens": 4, "seed": 1, "ignore_eos": True}).json
+    assert [choice["text"] for choice in alone["choices"]] == [choice["text"] for choice in answer["choices"][2:]]
+
+
+def test_token_ids_as_prompt_give_the_answer_of_their_text(server: RunningServer):
+    texts = [
+        server.post(TEXT, GREEDY | {"prompt": prompt}).json["choices"][0]["text"]
+        for prompt in ("abc", ["abc"], list(b"abc"), [list(b"abc")])
+    ]
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_chat_spell_the_answer(server: RunningServer, stream):
+    answer = server.post(CHAT, body_for(CHAT, logprobs=True, top_logprobs=2, stream=stream))
+    if stream:
+        pieces = [chunk["choices"][0] for chunk in answer.events()[:-1]]
+        text = "".join(piece["delta"].get("content", "") for piece in pieces)
+        entries = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+    else:
+        choice = answer.json["choices"][0]
+        text, entries = choice["message"]["content"], choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == text
+    for entry in entries:
+        assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert entry["bytes"] and all(0 <= byte <= 255 for byte in entry["bytes"])
+        assert len(entry["top_logprobs"]) == 2
+        assert all(set(top) == {"token", "logprob", "bytes"} for top in entry["top_logprobs"])
+
+
+def test_logprobs_of_completions_are_parallel_lists(server: RunningServer):
+    choice = server.post(TEXT, body_for(TEXT, logprobs=3)).json["choices"][0]
+    shape = choice["logprobs"]
+    assert "".join(shape["tokens"]) == choice["text"]
+    assert len({len(values) for values in shape.values()}) == 1
+    assert shape["text_offset"] == [len("".join(shape["tokens"][:i])) for i in range(len(shape["tokens"]))]
+    assert all(token in top for token, top in zip(shape["tokens"], shape["top_logprobs"], strict=True))
+
+
+def test_models_are_listed_with_their_context(server: RunningServer):
+    (model,) = server.get("/v1/models").json["data"]
+    assert model["id"] == "scripted" and model["max_model_len"] == 512
+    assert server.get("/v1/models/scripted").json == model
+    missing = server.get("/v1/models/other")
+    assert missing.status == 404
+    assert {**missing.error, "message": ""} == {
+        "message": "",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": "model_not_found",
+    }
+
+
+def test_an_unknown_model_is_404_on_every_route(server: RunningServer):
+    for path, asked in (
+        (CHAT, {"messages": MESSAGES}),
+        (TEXT, {"prompt": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [97]}),
+    ):
+        answer = server.post(path, asked | {"model": "other"})
+        assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+        assert server.post(path, asked | {"model": "scripted"}).status == 200
+
+
+def test_unknown_fields_are_dropped_and_listed(server: RunningServer):
+    answer = server.post(TEXT, body_for(TEXT, kv_transfer_params={}, user="u", metadata={"a": 1}, **{"a\r\nb": 1}))
+    assert answer.status == 200
+    assert answer.headers["x-ignored-fields"] == "kv_transfer_params, a??b"
+
+
+def test_text_survives_the_round_trip_through_tokens(server: RunningServer):
+    for text in ("plain ASCII, 1 + 1 = 2\n\t", "é 漢字 🙂 \x00 \u2028", "<|end|>"):
+        tokens = server.post("/tokenize", {"prompt": text}).json
+        assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == 512
+        assert tokens["token_strs"] is None
+        assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json == {"prompt": text}
+
+
+def test_a_chat_is_tokenized_by_its_template(server: RunningServer):
+    plain = server.post("/tokenize", {"prompt": "hi", "return_token_strs": True}).json
+    assert plain["token_strs"] == ["h", "i"]
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json
+    assert chat["count"] > plain["count"]
+    assert server.post("/tokenize", {"prompt": "a", "messages": MESSAGES}).status == 400
+    assert server.post("/tokenize", {}).status == 400
+
+
+def test_ids_outside_the_vocabulary_are_no_text(server: RunningServer):
+    for tokens in ([-1], [10**6], [1.0], ["1"], [True], "x"):
+        answer = server.post("/detokenize", {"tokens": tokens})
+        assert answer.status == 400 and answer.error["param"].startswith("tokens")
+
+
+def test_a_prompt_and_answer_over_the_context_is_refused_with_the_numbers(server: RunningServer):
+    answer = server.post(TEXT, {"prompt": "a" * 500, "max_tokens": 13})
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert all(number in answer.error["message"] for number in ("500", "13", "512"))
+    chat = server.post(CHAT, {"messages": [{"role": "user", "content": "a" * 600}]})
+    assert (chat.error["code"], chat.error["param"]) == ("context_length_exceeded", "messages")
+    assert server.post(TEXT, {"prompt": "a" * 500, "max_tokens": 12}).status == 200
+
+
+def test_errors_before_the_first_token_of_a_stream_keep_their_status(server: RunningServer):
+    answer = server.post(TEXT, {"prompt": "a" * 600, "stream": True})
+    assert answer.status == 400 and answer.headers["content-type"] == "application/json"
+
+
+def test_routes_that_are_not_there_say_so(server: RunningServer):
+    assert server.get("/nope").error["code"] == "not_found"
+    wrong = server.get(TEXT)
+    assert (wrong.status, wrong.error["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
+
+
+def test_a_request_can_be_aborted_by_its_id(slow_server: RunningServer):
+    from tests.deploy.running import post_bytes, read_answer, send
+
+    body = {"prompt": "a", "max_tokens": 400, "stream": True}
+    with slow_server.connect() as connection:
+        send(connection, post_bytes(TEXT, body, {"X-Request-Id": "to-abort"}))
+        connection.recv(1, 2)  # MSG_PEEK: wait until it has begun
+        answer = slow_server.get("/v1/requests/to-abort", method="DELETE")
+        assert (answer.status, answer.json) == (200, {"id": "to-abort", "aborted": True})
+        events = read_answer(connection).events()
+    assert events[-1] == "[DONE]"
+    assert events[-2]["choices"][0]["finish_reason"] == "abort"
+    assert slow_server.get("/v1/requests/to-abort", method="DELETE").status == 404
+
+
+def test_health_and_version_answer(server: RunningServer):
+    assert server.get("/health").json == server.get("/health/ready").json == {"status": "ready"}
+    assert server.get("/health/live").json == {"status": "alive"}
+    assert server.get("/version").json["version"]
+
+
+def test_a_connection_is_used_again(server: RunningServer):
+    from tests.deploy.running import head_bytes, read_answer
+
+    with server.connect() as connection:
+        for _ in range(3):
+            connection.sendall(head_bytes("GET", "/health", {}))
+            assert read_answer(connection).status == 200
+
+
+def test_a_client_that_asks_first_is_told_to_go_on(server: RunningServer):
+    from tests.deploy.running import head_bytes, read_answer
+
+    data = b'{"prompt": "a", "max_tokens": 1}'
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(data)), "Expect": "100-continue"}
+    with server.connect() as connection:
+        connection.sendall(head_bytes("POST", TEXT, headers))
+        assert connection.recv(1024) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(data)
+        assert read_answer(connection).status == 200

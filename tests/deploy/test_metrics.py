@@ -1,0 +1,100 @@
+"""What a scrape says, against what was done."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.deploy.running import RunningServer, post_bytes, send
+
+TEXT = "/v1/completions"
+VLLM = {'model_name="scripted"', 'engine="0"'}
+
+
+def scrape(server: RunningServer) -> dict[str, float]:
+    """Sample name with its labels in order -> value."""
+    text = server.get("/metrics").body.decode()
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+            samples[f"{sample.name}{{{labels}}}"] = sample.value
+    return samples
+
+
+def of(samples: dict[str, float], name: str, **labels: str) -> float:
+    """The one sample of that name with those labels."""
+    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    own = {key: value for key, value in samples.items() if key.startswith(name + "{")}
+    found = [value for key, value in own.items() if all(part in key for part in wanted)]
+    assert len(found) == 1, (name, labels, found)
+    return found[0]
+
+
+def test_tokens_and_reasons_are_counted(server: RunningServer):
+    before = scrape(server)
+    server.post(TEXT, {"prompt": "abcde", "n": 2, "max_tokens": 7, "ignore_eos": True})
+    server.post(TEXT, {"prompt": "abc", "max_tokens": 0})
+    after = scrape(server)
+
+    def grown(name: str, **labels: str) -> float:
+        return of(after, name, **labels) - of(before, name, **labels)
+
+    assert grown("vllm:prompt_tokens_total") == 5
+    assert grown("vllm:generation_tokens_total") == 14
+    assert grown("vllm:request_success_total", finished_reason="length") == 2
+    assert grown("millrace:request_errors_total", code="invalid_value") == 1
+
+
+def test_what_runs_shows_while_it_runs(slow_server: RunningServer):
+    with slow_server.connect() as connection:
+        send(connection, post_bytes(TEXT, {"prompt": "a", "max_tokens": 400, "stream": True}))
+        connection.recv(1, 2)
+        during = scrape(slow_server)
+    slow_server.wait_until_idle()
+    after = scrape(slow_server)
+    assert of(during, "vllm:num_requests_running", model_name="scripted", engine="0") == 1
+    assert of(during, "vllm:kv_cache_usage_perc") > 0
+    assert of(after, "vllm:num_requests_running") == of(after, "vllm:kv_cache_usage_perc") == 0
+    assert of(after, "millrace:requests_aborted_total", cause="disconnect") >= 1
+    assert of(after, "vllm:request_success_total", finished_reason="abort") >= 1
+
+
+def test_vllms_names_are_there_with_their_labels(server: RunningServer):
+    samples = scrape(server)
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_swapped",
+        "vllm:kv_cache_usage_perc",
+        "vllm:cpu_cache_usage_perc",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:num_preemptions_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+    ):
+        (key,) = (key for key in samples if key.startswith(name + "{"))
+        assert set(re.findall(r'\w+="[^"]*"', key)) == VLLM
+
+
+def test_stages_and_channels_account_for_themselves(server: RunningServer):
+    samples = scrape(server)
+    for stage in ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize"):
+        assert of(samples, "millrace:stage_seconds_total", stage=stage, state="busy") > 0
+        assert of(samples, "millrace:stage_queue_depth", stage=stage) == 0
+    edges = [key for key in samples if key.startswith("millrace:channel_capacity{")]
+    assert len(edges) >= 9
+    for edge in (re.search(r'edge="([^"]+)"', key).group(1) for key in edges):
+        high_water = of(samples, "millrace:channel_high_water", edge=edge)
+        assert high_water <= of(samples, "millrace:channel_capacity", edge=edge)
+
+
+def test_no_client_can_add_a_series(server: RunningServer):
+    server.get("/health")
+    before = set(scrape(server))
+    for i in range(50):
+        server.get(f"/path/{i}", method=f"M{i}")
+        server.post(TEXT, {"prompt": "a", "model": f"m{i}", "user": f"u{i}", "max_tokens": 1})
+    assert set(scrape(server)) == before

@@ -1,0 +1,102 @@
+"""Starting, draining and ending, as a process manager sees it."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.deploy.running import RunningServer, free_port, post_bytes, read_answer, send
+
+TEXT = "/v1/completions"
+ENDLESS = {"eos_probability": 0.0}
+
+
+def begin_stream(server: RunningServer, max_tokens: int):
+    """A connection on which the first bytes of a stream have arrived."""
+    connection = server.connect(timeout_s=30.0)
+    send(connection, post_bytes(TEXT, {"prompt": "a", "max_tokens": max_tokens, "stream": True}))
+    connection.recv(1, 2)  # MSG_PEEK
+    return connection
+
+
+@pytest.mark.slow
+def test_sigterm_lets_what_is_under_way_finish_and_takes_nothing_new():
+    with RunningServer(step_s=0.01, script=ENDLESS) as server:
+        with begin_stream(server, max_tokens=150) as connection:
+            server.signal(signal.SIGTERM)
+            time.sleep(0.1)
+            ready = server.get("/health/ready")
+            assert (ready.status, ready.json["status"]) == (503, "draining")
+            assert server.get("/health/live").status == 200
+            refused = server.post(TEXT, {"prompt": "b", "max_tokens": 1})
+            assert (refused.status, refused.error["code"]) == (503, "draining")
+            assert 1 <= int(refused.headers["retry-after"]) <= 30
+            events = read_answer(connection).events()
+        assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
+        assert len("".join(event["choices"][0]["text"] for event in events[:-1]).encode()) > 100
+        assert server.process.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_what_outlasts_the_drain_gets_its_last_event():
+    with RunningServer(step_s=0.01, script=ENDLESS, server={"shutdown_timeout_s": 0.3}) as server:
+        with begin_stream(server, max_tokens=500) as connection:
+            began = time.monotonic()
+            server.signal(signal.SIGTERM)
+            events = read_answer(connection).events()
+        assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "abort"
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - began < 2.3 + 3.0  # the drain limit and 2 s, and slack for a busy machine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_process_at_once(number):
+    with RunningServer(step_s=0.01, script=ENDLESS) as server:
+        with begin_stream(server, max_tokens=500):
+            server.signal(signal.SIGTERM)
+            time.sleep(0.2)
+            server.signal(number)
+            assert server.process.wait(2) == 1
+
+
+@pytest.mark.slow
+def test_while_the_model_loads_the_server_says_so_and_can_be_stopped():
+    port = free_port()
+    with RunningServer(wait=False, load_s=60.0, server={"port": port}) as server:
+        server.wait_until_listening()
+        assert server.get("/health/live").status == 200
+        ready = server.get("/health")
+        assert (ready.status, ready.json["status"]) == (503, "loading")
+        refused = server.post(TEXT, {"prompt": "a"})
+        assert (refused.status, refused.error["code"]) == (503, "loading")
+        assert "retry-after" in refused.headers
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_the_ready_line_names_the_port_that_was_found(server: RunningServer):
+    assert server.ready["event"] == "ready"
+    assert server.ready["models"] == ["scripted"]
+    assert server.ready["url"] == f"http://127.0.0.1:{server.address[1]}"
+    assert server.ready["pid"] == server.process.pid
+
+
+@pytest.mark.slow
+def test_a_unix_socket_serves_as_well(tmp_path):
+    import socket
+
+    path = tmp_path / "s"
+    with RunningServer(wait=False, server={"uds": str(path)}) as server:
+        assert server.process.stdout is not None
+        assert f'"url":"unix:{path}"' in server.process.stdout.readline()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert read_answer(connection).status == 200
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        assert not path.exists()

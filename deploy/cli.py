@@ -1,0 +1,117 @@
+"""`millrace`: the command line. Each command is a file of its own, imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..stages.config import EngineConfig
+from ..stages.errors import ConfigError
+from .config import ServerConfig
+from .settings import Setting, add_flags, build, resolve, show
+
+CAN_NOT_START = 3  # a setting or a checkpoint is wrong; one line on stderr says which
+LOGGING = frozenset({"log_format", "log_level"})
+
+Run = Callable[[argparse.Namespace, EngineConfig, ServerConfig], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code. 0 well, 1 a failed request, 2 wrong usage, 3 can not start, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        settings = resolve((EngineConfig, ServerConfig), vars(options), os.environ, options.config)
+        if options.command != "serve" and settings["log_level"].source == "default":
+            settings["log_level"] = Setting("warning", "default")  # a terminal is for the answer
+        engine_config, server_config = build(EngineConfig, settings), build(ServerConfig, settings)
+        if options.print_config:
+            print(show(settings))
+            return 0
+        run: Run = import_module(f".{options.command}", __package__).run
+        return run(options, engine_config, server_config)
+    except ConfigError as error:
+        return _complain(error)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from ..model.errors import ModelError  # not needed by --help
+
+        if not isinstance(error, ModelError):
+            raise
+        return _complain(error)
+
+
+def _complain(error: Exception) -> int:
+    print(f"millrace: {error}", file=sys.stderr)
+    return CAN_NOT_START
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="millrace", description="An LLM serving engine made of seven stages.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_complete(commands)
+    _add_chat(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"millrace {version('millrace')}")
+        parser.exit()
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser("serve", usage=_usage("serve [MODEL]"), help="serve a model over HTTP (OpenAI's API)")
+    _add_model(serve)
+    _add_common(serve)
+    add_flags(serve, (EngineConfig, ServerConfig), omit=frozenset({"model"}))
+
+
+def _add_complete(commands: Any) -> None:
+    complete = commands.add_parser("complete", usage=_usage("complete PROMPT"), help="go on with a text")
+    complete.add_argument("prompt", metavar="PROMPT", help="text to go on with")
+    _add_client(complete)
+
+
+def _add_chat(commands: Any) -> None:
+    chat = commands.add_parser("chat", usage=_usage("chat"), help="talk with a model")
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before the first turn")
+    _add_client(chat)
+
+
+def _add_client(command: argparse.ArgumentParser) -> None:
+    asking = command.add_argument_group("asking")
+    asking.add_argument("--url", help="ask this server instead of loading a model, e.g. http://127.0.0.1:8000")
+    asking.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: 256)", default=256)
+    asking.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's)")
+    asking.add_argument("--top-p", type=float, metavar="X", help="share of the probability to choose from")
+    asking.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
+    asking.add_argument("--sampling-seed", type=int, metavar="N", help="the same seed gives the same answer")
+    asking.add_argument("--stats", action="store_true", help="print time to first token and tokens/s to stderr")
+    _add_common(command)
+    command.add_argument("--model", default=argparse.SUPPRESS, help="folder, Hub id, or name at the server")
+    not_needed = frozenset(name for name in ServerConfig.__dataclass_fields__ if name not in LOGGING | {"api_key"})
+    add_flags(command, (EngineConfig, ServerConfig), omit=not_needed | {"model"})
+
+
+def _usage(command: str) -> str:
+    return f"millrace {command} [options]"
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    text = "folder or Hub id of a model; none: the bundled one"
+    command.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the flags' names as keys")
+    command.add_argument("--print-config", action="store_true", help="print each setting and where it comes from")

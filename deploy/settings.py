@@ -1,0 +1,259 @@
+"""Settings from flags, environment, file and defaults, in this order of precedence, and where each came from.
+
+One table says what each field of the two configurations is for; types and defaults are the fields' own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..stages.config import EngineConfig
+from ..stages.errors import ConfigError
+from .config import ServerConfig
+
+ENV_PREFIX = "MILLRACE_"
+SECRET = frozenset({"api_key"})
+
+Kind = type[EngineConfig] | type[ServerConfig]
+
+# group -> field -> what it is for
+ENGINE_HELP: dict[str, dict[str, str]] = {
+    "model": {
+        "model": "folder or Hub id of a model; none: the bundled one",
+        "revision": "branch, tag or commit of a Hub model",
+        "download_dir": "where Hub models are cached",
+        "offline": "never open a socket; the model must be there already",
+        "load_format": "dummy: random weights, for benchmarks",
+        "dtype": "of weights and activations; auto: the checkpoint's",
+        "max_model_len": "tokens of prompt and answer together; none: the model's",
+        "generation_config": "whether sampling defaults come from the checkpoint",
+        "chat_template": "text of a chat template that replaces the checkpoint's",
+        "seed": "of requests that bring none, and of dummy weights",
+    },
+    "device": {
+        "device": "where the model runs",
+        "attention_backend": "auto: triton on cuda, torch on cpu",
+        "threads": "compute threads on a CPU; none: one a core",
+        "tokenizer_workers": "threads; a long prompt keeps one busy while others pass",
+    },
+    "batch": {
+        "max_num_seqs": "sequences that run at once",
+        "max_num_batched_tokens": "tokens of one step: smaller keeps gaps short, larger prefills faster",
+        "enable_chunked_prefill": "let long prompts run over several steps",
+        "steps_in_flight": "2 overlaps planning with execution, 1 is the serial debug mode",
+    },
+    "KV cache": {
+        "block_size": "tokens of a block: smaller wastes less, larger loads faster",
+        "num_gpu_blocks": "exact size of the pool, on any device; none: from memory",
+        "kv_cache_bytes": "size of the pool; none: from memory",
+        "gpu_memory_utilization": "share of the device's memory for weights, activations and cache together",
+    },
+    "admission": {
+        "max_admitted_requests": "requests under way at once, waiting ones included; more get 429",
+        "max_waiting_requests": "requests without a first token; more get 429",
+    },
+}
+
+SERVER_HELP: dict[str, dict[str, str]] = {
+    "listening": {
+        "host": "address; other than loopback it needs --api-key or --allow-no-key",
+        "port": "0: any free one, printed in the ready line",
+        "uds": "path of a Unix socket, instead of host and port",
+        "max_connections": "more are turned away",
+    },
+    "API": {
+        "served_model_name": "names that clients may send; answers carry the first; none: the model's",
+        "enable_force_include_usage": "send usage in every stream, asked for or not",
+        "strict_fields": "refuse unknown fields instead of ignoring them",
+        "max_body_bytes": "of a request",
+    },
+    "security": {
+        "api_key": "key that opens every route but /health; may be repeated",
+        "allow_no_key": "listen beyond loopback without a key",
+    },
+    "patience": {
+        "header_timeout_s": "seconds from a request's first byte to the end of its headers",
+        "body_timeout_s": "seconds to the end of its body",
+        "keep_alive_s": "seconds for the next request on a connection",
+        "stalled_reader_s": "seconds for a client that does not read its stream",
+        "shutdown_timeout_s": "seconds for requests under way when told to stop",
+    },
+    "logging": {
+        "log_format": "of the lines on stderr",
+        "log_level": "least severity that is logged",
+    },
+}
+
+_HELP: dict[Kind, dict[str, dict[str, str]]] = {EngineConfig: ENGINE_HELP, ServerConfig: SERVER_HELP}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One effective value."""
+
+    value: Any
+    source: str  # "flag --port", "environment MILLRACE_PORT", "file x.yaml", "default"
+
+
+def add_flags(parser: argparse.ArgumentParser, kinds: Iterable[Kind], *, omit: frozenset[str] = frozenset()) -> None:
+    """A flag for each field, grouped. A flag that is not given leaves nothing in the namespace."""
+    for kind in kinds:
+        fields = _fields(kind)
+        for title, helps in _HELP[kind].items():
+            group = parser.add_argument_group(title)
+            for name, text in helps.items():
+                if name not in omit:
+                    _add_flag(group, name, text, *fields[name])
+
+
+def resolve(
+    kinds: Iterable[Kind], flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
+) -> dict[str, Setting]:
+    """The effective value of each field. `ConfigError` names the file or variable that is wrong."""
+    in_file = _read_file(file) if file is not None else {}
+    settings: dict[str, Setting] = {}
+    for kind in kinds:
+        for name, (hint, default) in _fields(kind).items():
+            settings[name] = _settle(name, hint, default, flags, environment, in_file, file)
+    known = {name for kind in (EngineConfig, ServerConfig) for name in _fields(kind)}
+    for name in in_file:
+        if name not in known:
+            raise ConfigError(f"{file}: there is no setting {name}; --help lists them")
+    return settings
+
+
+def build(kind: type[Any], settings: Mapping[str, Setting]) -> Any:
+    """The configuration of that kind. `ConfigError` if values do not go together."""
+    return kind(**{field.name: settings[field.name].value for field in dataclasses.fields(kind)})
+
+
+def show(settings: Mapping[str, Setting]) -> str:
+    """One line a setting, as YAML that can be read back, with the source as its comment. Keys are not shown."""
+    lines = []
+    for name, setting in settings.items():
+        value = "'***'" if name in SECRET and setting.value else _as_yaml(setting.value)
+        lines.append(f"{name}: {value}  # {setting.source}")
+    return "\n".join(lines)
+
+
+# -- one field
+
+
+def _fields(kind: Kind) -> dict[str, tuple[Any, Any]]:
+    """Name -> (type, default)."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: (_without_none(hints[field.name]), field.default) for field in dataclasses.fields(kind)}
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    return hint
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, hint: Any, default: Any) -> None:
+    flag = "--" + name.replace("_", "-")
+    text = text.replace("%", "%%") + (f" (default: {default})" if default not in (None, ()) else "")
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
+    if hint is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif typing.get_origin(hint) is Literal:
+        options["choices"] = typing.get_args(hint)
+    elif typing.get_origin(hint) is tuple:
+        options.update(action="append", metavar="TEXT")
+    else:
+        options.update(type=hint, metavar={int: "N", float: "X"}.get(hint, "TEXT"))
+    group.add_argument(flag, **options)
+
+
+def _settle(
+    name: str,
+    hint: Any,
+    default: Any,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    in_file: Mapping[str, Any],
+    file: Path | None,
+) -> Setting:
+    if name in flags:
+        source = "command line" if name == "model" else f"flag --{name.replace('_', '-')}"
+        return Setting(_as_tuple(flags[name]), source)
+    variable = ENV_PREFIX + name.upper()
+    if variable in environment:
+        return Setting(_from_text(variable, hint, environment[variable]), f"environment {variable}")
+    if name in in_file:
+        return Setting(_from_yaml(f"{file}: {name}", hint, in_file[name]), f"file {file}")
+    return Setting(default, "default")
+
+
+def _from_text(where: str, hint: Any, text: str) -> Any:
+    """A value of an environment variable."""
+    if typing.get_origin(hint) is tuple:
+        return tuple(part for part in text.split(",") if part)
+    if hint is bool:
+        if text.lower() not in ("true", "1", "false", "0"):
+            raise ConfigError(f"{where} = {text!r}: must be true or false")
+        return text.lower() in ("true", "1")
+    if hint in (int, float):
+        try:
+            return hint(text)
+        except ValueError:
+            raise ConfigError(f"{where} = {text!r}: must be a {'whole ' if hint is int else ''}number") from None
+    return _checked(where, hint, text)
+
+
+def _from_yaml(where: str, hint: Any, value: Any) -> Any:
+    """A value of a file, which has a type of its own."""
+    if value is None:
+        return None
+    if typing.get_origin(hint) is tuple:
+        values = value if isinstance(value, list) else [value]
+        return tuple(_from_yaml(where, str, part) for part in values)
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint in (bool, int, float, str) and type(value) is not hint:
+        raise ConfigError(f"{where} = {value!r}: must be of type {hint.__name__}")
+    return _checked(where, hint, value)
+
+
+def _checked(where: str, hint: Any, value: Any) -> Any:
+    if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+        raise ConfigError(f"{where} = {value!r}: must be one of {', '.join(typing.get_args(hint))}")
+    return value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    import yaml  # not needed by who brings no file
+
+    try:
+        data = yaml.safe_load(file.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}: --config must name a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: this is no YAML: {str(error).splitlines()[0]}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: must hold a mapping, one line `name: value` a setting")
+    return {str(name).replace("-", "_"): value for name, value in data.items()}
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(repr(part) for part in value) + "]"
+    return repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,127 @@
+"""Where settings come from, and who wins."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+import yaml
+
+from millrace.deploy.cli import main
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.settings import ENGINE_HELP, SERVER_HELP, add_flags, build, resolve, show
+from millrace.stages.config import EngineConfig
+from millrace.stages.errors import ConfigError
+
+KINDS = (EngineConfig, ServerConfig)
+
+
+def settle(flags=(), environment=(), file=None):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, KINDS)
+    return resolve(KINDS, vars(parser.parse_args(list(flags))), dict(environment), file)
+
+
+@pytest.mark.parametrize(("kind", "helps"), [(EngineConfig, ENGINE_HELP), (ServerConfig, SERVER_HELP)])
+def test_every_field_has_its_flag_and_its_help(kind, helps):
+    told = [name for group in helps.values() for name in group]
+    assert sorted(told) == sorted(field.name for field in dataclasses.fields(kind))
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text("port: 1\nblock-size: 32\nmax_num_seqs: 7\n")
+    settings = settle(["--port", "3"], {"MILLRACE_PORT": "2", "MILLRACE_BLOCK_SIZE": "64"}, file)
+    names = ("port", "block_size", "max_num_seqs", "host")
+    found = {name: (settings[name].value, settings[name].source) for name in names}
+    assert found == {
+        "port": (3, "flag --port"),
+        "block_size": (64, "environment MILLRACE_BLOCK_SIZE"),
+        "max_num_seqs": (7, f"file {file}"),
+        "host": ("127.0.0.1", "default"),
+    }
+
+
+def test_each_source_gives_values_of_the_fields_type(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text("gpu_memory_utilization: 1\nserved_model_name: a\noffline: true\n")
+    environment = {"MILLRACE_API_KEY": "k1,k2", "MILLRACE_ENABLE_CHUNKED_PREFILL": "false", "MILLRACE_THREADS": "3"}
+    settings = settle(["--dtype", "float32"], environment, file)
+    config, server = build(EngineConfig, settings), build(ServerConfig, settings)
+    assert (config.gpu_memory_utilization, config.offline, config.threads) == (1.0, True, 3)
+    assert (config.enable_chunked_prefill, config.dtype) == (False, "float32")
+    assert (server.served_model_name, server.api_key) == (("a",), ("k1", "k2"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "text", "named"),
+    [
+        ({"MILLRACE_PORT": "x"}, "", "MILLRACE_PORT = 'x'"),
+        ({"MILLRACE_DTYPE": "int3"}, "", "MILLRACE_DTYPE = 'int3'"),
+        ({"MILLRACE_OFFLINE": "maybe"}, "", "MILLRACE_OFFLINE = 'maybe'"),
+        ({}, "port: x\n", "port = 'x'"),
+        ({}, "port: true\n", "port = True"),
+        ({}, "prot: 1\n", "there is no setting prot"),
+        ({}, "- 1\n", "must hold a mapping"),
+        ({}, "a: [\n", "this is no YAML"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(tmp_path, environment, text, named):
+    file = tmp_path / "m.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        settle([], environment, file)
+    assert named in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="none.yaml"):
+        settle([], {}, tmp_path / "none.yaml")
+
+
+def test_what_is_shown_can_be_read_back_but_for_keys(tmp_path):
+    settings = settle(["--api-key", "secret-1", "--served-model-name", "a", "--max-model-len", "64"])
+    shown = show(settings)
+    assert "secret" not in shown
+    assert "max_model_len: 64  # flag --max-model-len" in shown
+    read = yaml.safe_load(shown)
+    assert set(read) == set(settings) and read["served_model_name"] == ["a"] and read["model"] is None
+
+
+def test_other_addresses_than_loopback_need_a_key_or_a_word():
+    with pytest.raises(ConfigError, match="--api-key, or --allow-no-key"):
+        ServerConfig(host="0.0.0.0")
+    for config in (
+        ServerConfig(host="0.0.0.0", api_key=("k",)),
+        ServerConfig(host="0.0.0.0", allow_no_key=True),
+        ServerConfig(host="::1"),
+        ServerConfig(host="localhost"),
+        ServerConfig(host="0.0.0.0", uds="/tmp/s"),
+    ):
+        assert config.is_private or config.api_key or config.allow_no_key
+
+
+def test_print_config_prints_and_starts_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("MILLRACE_MAX_NUM_SEQS", "9")
+    assert main(["serve", "some/model", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert "model: 'some/model'  # command line" in printed
+    assert "max_num_seqs: 9  # environment MILLRACE_MAX_NUM_SEQS" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--port", "99999"], ["--block-size", "24"], ["--host", "0.0.0.0"], ["--config", "/none.yaml"]],
+)
+def test_a_wrong_setting_is_one_line_and_exit_code_3(capsys, arguments):
+    assert main(["serve", *arguments]) == 3
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("millrace: ") and told.err.count("\n") == 1
+
+
+def test_wrong_usage_is_exit_code_2(capsys):
+    for arguments in (["serve", "--no-such-flag"], ["serve", "--dtype", "int3"], [], ["nothing"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2

@@ -108,6 +108,8 @@ def test_a_slot_that_is_given_again_forgets_its_past():
     runner.forward(grant([(0, 0, 1, True)], started=[started(0, (9,))], tables=table(0, 5)))
     assert tokens_of(decoder.inputs[1], 0) == [(9, 0, 20)]
     assert decoder.inputs[1].block_tables.tolist() == [[5]]
+    runner.forward(grant([(0, 1, 1, True)]))
+    assert tokens_of(decoder.inputs[2], 0) == [(100, 1, 21)]  # generated, though the one before knew two tokens
 
 
 def test_news_of_a_step_that_fails_are_known_to_the_next():
@@ -248,6 +250,7 @@ async def run_alone(env: Env, runner: Scripted, generations: Sequence[int]) -> l
                     found.append(await item.logits)
                 except Exception as error:
                     found.append(type(error).__name__)
+        assert pipeline.health.is_ready
     return found
 
 

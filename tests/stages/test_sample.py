@@ -84,6 +84,7 @@ async def answers(env: Env, model: Scripted, *grants: StepGrant) -> tuple[list[A
         for each in grants:
             await pipeline.channel("execute.in").send(each)
         feedback = await receive(pipeline, "sample.feedback", len(grants))
+        assert pipeline.health.is_ready
         return feedback, pipeline.channel("sample.out").recv_all()
 
 
@@ -203,6 +204,7 @@ async def test_every_step_is_answered_once_in_order_and_when_the_device_is_done_
             await env.sleep(5.0)  # crashes must stay rarer than what wears a stage out; a step takes milliseconds
             late = [name for name in model.ran[len(ran_before) :] if name.endswith(f" {item.step}")]
             assert not late, f"{late} ran after step {item.step} was answered"
+        assert pipeline.health.is_ready
         tokens = [item.step for item in pipeline.channel("sample.out").recv_all()]
     assert len(tokens) == num_done and tokens == sorted(set(tokens))
     order = [tuple(reversed(name.split())) for name in model.ran]
@@ -237,6 +239,7 @@ async def test_a_crash_while_the_device_works_voids_the_step_after_it_has_worked
             await pipeline.channel("execute.in").send(each)
         feedback = await receive(pipeline, "sample.feedback", 4)
         assert told(feedback) == ["void 0 (ZeroDivisionError)", "void 1", "void 2", "done 3"]
+        assert pipeline.health.is_ready
 
 
 # -- time

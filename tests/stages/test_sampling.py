@@ -177,6 +177,18 @@ def test_all_penalties_together_are_as_written():
     torch.testing.assert_close(edited[0], noise(1)[0], rtol=0, atol=0)
 
 
+def test_penalties_of_rows_of_different_lengths_do_not_mix():
+    logits = noise(3)
+    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.6}
+    lengths = [((3,), ()), ((3, 4, 5, 6), (9,)), ((7, 8), (1, 2, 2, 2, 1, 3))]
+    together, alone = logits.clone(), logits.clone()
+    first = [started(slot, prompt, answer, **params) for slot, (prompt, answer) in enumerate(lengths)]
+    make().sample(decode(0, 1, 2, started=first), together)
+    for each in first:
+        make().sample(decode(each.slot, started=[each]), alone[each.slot : each.slot + 1])
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
 def test_bias_can_force_and_forbid_a_token():
     logits = peaks(3)
     assert one(logits, logit_bias={8: 100.0}).token_ids[0] == 8

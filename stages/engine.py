@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..runtime.env import Env, LiveEnv
 from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
+from ..runtime.trace import Tracer
 from .allocate import Allocate
 from .blocks import BlockPool
 from .config import EngineConfig
@@ -89,7 +90,7 @@ class Engine:
         with phases("pipeline"):
             self._parts = EngineParts(self.config, loaded, self._make_device(loaded))
             self._info = loaded.info
-            self._parts.pipeline.use(self._env)
+            self._parts.pipeline.use(self._env, Tracer(self._env))
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()

@@ -27,7 +27,7 @@ from .config import EngineConfig
 from .encoder import ModelEncoder
 from .errors import ConfigError, Refused
 from .memory import cpu_room_bytes, num_blocks
-from .messages import NO_INTS, Started, StepGrant
+from .messages import Started, StepGrant
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .runner import ModelRunner
@@ -193,25 +193,9 @@ def _gpu_room_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, 
 
 
 def _peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
-    """Runs one step of max_num_batched_tokens on a small cache and sees what it took besides."""
-    lengths = _largest_step(config, max_model_len)
-    blocks = [-(-length // config.block_size) for length in lengths]
-    runner = _runner(config, shape, decoder, sum(blocks), max_model_len)
-    slots = np.arange(len(lengths), dtype=np.int32)
-    params = SamplingParams(max_tokens=1)
-    started = [Started(i, i, "peak", np.zeros(n, np.int32), n, params, 0) for i, n in enumerate(lengths)]
-    grant = StepGrant(
-        step=0,
-        generation=0,
-        slots=slots,
-        starts=np.zeros(len(lengths), np.int32),
-        num_tokens=np.array(lengths, np.int32),
-        is_sampled=np.ones(len(lengths), np.bool_),
-        table_slots=np.repeat(slots, blocks).astype(np.int32),
-        table_places=np.concatenate([np.arange(count, dtype=np.int32) for count in blocks] or [NO_INTS]),
-        table_blocks=np.arange(sum(blocks), dtype=np.int32),
-        started=tuple(started),
-    )
+    """Runs the largest step on a cache of its own and sees what it took besides."""
+    grant = largest_grant(config, max_model_len)
+    runner = _runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
     torch.cuda.synchronize(decoder.device)
     torch.cuda.reset_peak_memory_stats(decoder.device)
     before = torch.cuda.memory_allocated(decoder.device)
@@ -220,9 +204,26 @@ def _peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder,
     return torch.cuda.max_memory_allocated(decoder.device) - before
 
 
-def _largest_step(config: EngineConfig, max_model_len: int) -> list[int]:
-    """Prompt lengths that together fill a step."""
-    longest = max_model_len - 1
-    whole, rest = divmod(config.max_num_batched_tokens, longest)
-    lengths = [longest] * whole + ([rest] if rest else [])
-    return lengths[: config.max_num_seqs]
+def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
+    """A step of max_num_batched_tokens: prompts of token 0, as long as may be, in blocks from 0 on."""
+    whole, rest = divmod(config.max_num_batched_tokens, max_model_len - 1)
+    lengths = [max_model_len - 1] * whole + ([rest] if rest else [])
+    lengths = lengths[: config.max_num_seqs]
+    blocks = [-(-length // config.block_size) for length in lengths]
+    slots = np.arange(len(lengths), dtype=np.int32)
+    params = SamplingParams(max_tokens=1)
+    return StepGrant(
+        step=0,
+        generation=0,
+        slots=slots,
+        starts=np.zeros(len(lengths), np.int32),
+        num_tokens=np.array(lengths, np.int32),
+        is_sampled=np.ones(len(lengths), np.bool_),
+        table_slots=np.repeat(slots, blocks),
+        table_places=np.concatenate([np.arange(count, dtype=np.int32) for count in blocks]),
+        table_blocks=np.arange(sum(blocks), dtype=np.int32),
+        started=tuple(
+            Started(slot, slot, "largest", np.zeros(length, np.int32), length, params, seed=0)
+            for slot, length in enumerate(lengths)
+        ),
+    )

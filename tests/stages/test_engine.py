@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator
 from hashlib import pbkdf2_hmac
@@ -13,8 +14,11 @@ import torch
 
 from millrace.runtime.pipeline import NotServing
 from millrace.runtime.testing import no_leaked_tasks
+from millrace.runtime.trace import EventKind
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
+from millrace.stages.engine import Phases
 from millrace.stages.errors import ConfigError, Overloaded, Refused, TimedOut
+from millrace.stages.loading import largest_grant, load_model
 from millrace.stages.memory import num_blocks
 from millrace.stages.messages import Prompt, Request
 from tests.model.checkpoints import make_checkpoint
@@ -36,7 +40,14 @@ def reference(checkpoint: Path):
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
 
+    made_before: dict[tuple[int, ...], list[int]] = {}
+
     def greedy(prompt: list[int], num_tokens: int) -> list[int]:
+        key = (*prompt, -num_tokens)
+        made_before[key] = made_before[key] if key in made_before else generate(prompt, num_tokens)
+        return made_before[key]
+
+    def generate(prompt: list[int], num_tokens: int) -> list[int]:
         with torch.no_grad():
             made = model.generate(
                 torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -202,6 +213,16 @@ def test_an_engine_left_by_an_exception_is_stopped(checkpoint):
     live(test)
 
 
+def test_what_the_stages_do_is_in_the_trace(checkpoint):
+    async def test() -> None:
+        async with engine_of(checkpoint) as engine:
+            await last(engine.generate("Once", GREEDY))
+            kinds = set(engine.pipeline.tracer.read_all()["kind"].tolist())
+            assert {EventKind.STAGE_BATCH, EventKind.STEP_PLANNED, EventKind.STEP_GRANTED} <= kinds
+
+    live(test)
+
+
 def test_two_engines_in_one_process_do_not_mix(checkpoint, reference):
     async def test() -> None:
         async with engine_of(checkpoint) as one, engine_of(checkpoint, block_size=32) as two:
@@ -245,6 +266,15 @@ def test_the_pool_is_what_was_asked_for_or_what_fits():
     assert num_blocks(EngineConfig(kv_cache_bytes=7_500), 1_000, max_model_len=64, room_bytes=0) == 7
     with pytest.raises(ConfigError, match="at most 48"):
         num_blocks(config, 1_000, max_model_len=64, room_bytes=3_999)
+
+
+def test_the_step_that_memory_is_measured_with_is_the_largest_there_can_be(checkpoint):
+    config = EngineConfig(model=str(checkpoint), max_num_batched_tokens=300, max_model_len=128, num_gpu_blocks=64)
+    loaded = load_model(config, Phases(time.monotonic))
+    grant = largest_grant(config, 128)
+    assert grant.num_tokens.tolist() == [127, 127, 46]
+    logits = loaded.runner.forward(grant)
+    assert logits.shape == (3, 640) and torch.isfinite(logits).all()
 
 
 # -- offline

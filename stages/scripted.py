@@ -9,6 +9,7 @@ and `Script.answer` says what the answer should have been. Needs numpy only.
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,8 @@ class ScriptedModel:
     """Runner and sampler of a scripted device: `forward` and `sample` as execute and sample call them.
 
     What should never happen is told in `violations`, a sentence each; a real device would compute nonsense in silence.
-    `env` gives the fault points `device.out_of_memory` and `device.nan_row`.
+    `env` gives the fault points `device.out_of_memory` and `device.nan_row`. A forward pass takes `step_s` of real
+    time, on its thread, as a real one would.
     """
 
     def __init__(
@@ -123,7 +125,9 @@ class ScriptedModel:
         max_model_len: int,
         script: Script | None = None,
         env: Env | None = None,
+        step_s: float = 0.0,
     ) -> None:
+        self.step_s = step_s
         self.script = script or Script()
         self.block_size = block_size
         self.violations: list[str] = []
@@ -169,6 +173,8 @@ class ScriptedModel:
         self._tables[grant.table_slots, grant.table_places] = grant.table_blocks
         if self._env is not None and self._env.fault("device.out_of_memory"):
             raise MemoryError("the scripted device is out of memory")
+        if self.step_s:
+            time.sleep(self.step_s)
         self._write(grant)
         self.num_steps += 1
         return self._read_back(grant)
@@ -325,7 +331,7 @@ class _GrantBooks:
         blocks, slots = grant.table_blocks[is_block], grant.table_slots[is_block]
         if len(np.unique(blocks)) != len(blocks):
             self._complain(grant, f"gives a block twice: {sorted(blocks.tolist())}")
-        for step, used in self._in_flight.items():
+        for step, used in list(self._in_flight.items()):  # a copy: steps end on the device thread
             if used[blocks].any():
                 self._complain(grant, f"reuses blocks {blocks[used[blocks]].tolist()}, which step {step} may still use")
         self._owner[blocks] = slots

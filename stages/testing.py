@@ -2,121 +2,248 @@
 
     from millrace.stages.testing import conformance, scripted_engine
 
-`scripted_pipeline` is the real pipeline, all seven stages, with a scripted device in place of a model.
+    async with scripted_engine(answer="Hello!") as engine:
+        async for output in engine.generate("anything"):
+            ...
+
+The engine is the real one, all seven stages, with a scripted device (see `scripted.py`) in place of a model. As a
+pytest fixture: see `pytest_plugin.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ..runtime.env import Env
-from ..runtime.pipeline import Pipeline
-from .allocate import Allocate
 from .config import EngineConfig
-from .detokenize import Detokenize
-from .execute import Execute
-from .intake import Intake
-from .limits import RequestLimits
-from .outbox import Outboxes
-from .pipeline import build_pipeline
-from .sample import Sample
-from .schedule import Schedule
-from .scheduler import Limits
-from .scripted import VOCAB_SIZE, ByteTokenizer, Script, ScriptedDevice, ScriptedModel
-from .tokenize import Tokenize
+from .device import Device
+from .engine import Engine, EngineParts, Phases
+from .outputs import ModelInfo
+from .params import SamplingParams
+from .scripted import EOS, VOCAB_SIZE, ByteTokenizer, Script, ScriptedDevice, ScriptedModel
+
+if TYPE_CHECKING:
+    from .conformance import BrokenPromise, conformance
+    from .loading import LoadedModel
 
 SMALL = EngineConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tokens=256, num_gpu_blocks=256, block_size=16)
 
+Answer = str | Callable[[str], str]
 
-@dataclass(frozen=True, slots=True)
-class ScriptedPipeline:
-    """The parts of a pipeline with a scripted device, for tests that look inside."""
 
-    pipeline: Pipeline
-    model: ScriptedModel
-    intake: Intake
-    tokenize: Tokenize
-    schedule: Schedule
-    allocate: Allocate
-    detokenize: Detokenize
-    exit: Outboxes
-    config: EngineConfig
+class ScriptedEngine(Engine):
+    """An `Engine` whose device is scripted: same interface, no weights, no torch, ready in milliseconds.
+
+    `model` is the scripted device; leaving the context raises AssertionError for what it saw amiss.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig = SMALL,
+        script: Script | None = None,
+        *,
+        step_s: float = 0.0,
+        env: Env | None = None,
+        **overrides: Any,
+    ) -> None:
+        super().__init__(_settled(config, overrides), env=env)
+        self.model = _model(self.config, script, self._env, step_s)
+
+    @property
+    def parts(self) -> EngineParts:
+        """The stages, to look at."""
+        return self._require_parts()
+
+    async def check_quiet(self, timeout_s: float = 5.0) -> None:
+        """Waits until nothing is left of any request; raises AssertionError for what still is after `timeout_s`."""
+        deadline = self._env.now() + timeout_s
+        while self._env.now() < deadline:
+            with suppress(AssertionError):
+                return check_quiet(self.parts, self.model)
+            await self._env.sleep(0.002)
+        check_quiet(self.parts, self.model)
+
+    async def _load(self) -> tuple[LoadedModel, Phases]:
+        return _loaded(self.config, self.model), Phases(self._env.now)
+
+    def _make_device(self, loaded: LoadedModel) -> Device:
+        return ScriptedDevice(self.model)
+
+    async def _warm_up(self) -> None:
+        """There is nothing to make at first use."""
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await super().__aexit__(*exc_info)
+        _check_violations(self.model)
+
+
+def scripted_engine(
+    config: EngineConfig = SMALL,
+    *,
+    answer: Answer | None = None,
+    script: Script | None = None,
+    step_s: float = 0.0,
+    env: Env | None = None,
+    **overrides: Any,
+) -> ScriptedEngine:
+    """An engine without a model, to be used as an `Engine`: `async with scripted_engine() as engine`.
+
+    `answer` is the answer to every prompt, or a function from the prompt's text to it (a chat prompt reads
+    `<|user|>Hi<|end|><|assistant|>`); without it, and without a `script`, answers are letters drawn from a hash of the
+    prompt. Each step takes `step_s`. `overrides` are fields of `EngineConfig`.
+    """
+    if answer is not None:
+        script = replace(script or Script(), answer=_as_tokens(answer))
+    return ScriptedEngine(config, script, step_s=step_s, env=env, **overrides)
+
+
+def _as_tokens(answer: Answer) -> Callable[[Sequence[int], int], Sequence[int]]:
+    tokenizer = ByteTokenizer()
+
+    def tokens(prompt: Sequence[int], seed: int) -> list[int]:
+        text = answer if isinstance(answer, str) else answer(tokenizer.decode(prompt, skip_special_tokens=False))
+        return tokenizer.encode_text(text)
+
+    return tokens
+
+
+# -- the pipeline alone
+
+
+class ScriptedPipeline(EngineParts):
+    """A pipeline with a scripted device, not started, and its parts, for tests that look inside."""
+
+    def __init__(self, config: EngineConfig, model: ScriptedModel) -> None:
+        super().__init__(config, _loaded(config, model), ScriptedDevice(model))
+        self.config = config
+        self.model = model
 
     def check(self) -> None:
-        """Raises AssertionError for what should hold between any two steps: blocks counted and owned (I3, I4),
-        sequences in one place each, and nothing that the device saw amiss (I13)."""
-        assert not self.model.violations, "; ".join(self.model.violations)
-        self.allocate.allocator.check()
-        self.schedule.scheduler.check()
+        """Raises AssertionError for what should hold between any two steps; see `check_parts`."""
+        check_parts(self, self.model)
 
     def check_quiet(self) -> None:
-        """Raises AssertionError unless nothing is left of any request: blocks free (I3), channels empty (I6), no entry
-        in any map (I10)."""
-        self.check()
-        pool, scheduler = self.allocate.allocator.pool, self.schedule.scheduler
-        assert pool.num_in_use == 0, f"{pool.num_in_use} blocks are in use and nobody runs"
-        assert pool.num_quarantined == 0, f"{pool.num_quarantined} blocks are quarantined and no step is in flight"
-        assert not scheduler.sequences, f"schedule still knows sequences {sorted(scheduler.sequences)}"
-        assert not self.exit.live, f"the exit still knows {sorted(self.exit.live)}"
-        assert not self.detokenize.num_sequences, f"detokenize still knows {self.detokenize.num_sequences} sequences"
-        assert not self.intake.admission.num_admitted, f"intake still counts {self.intake.admission.num_admitted}"
-        for name, channel in self.pipeline.channels.items():
-            stats = channel.stats()
-            assert stats.depth == 0 and channel.num_waiting == 0, f"channel {name} still holds {stats.depth}"
-            assert stats.high_water <= stats.capacity, f"channel {name} held {stats.high_water} of {stats.capacity}"
-            assert stats.num_sent == stats.num_received, f"channel {name} lost items"
+        """Raises AssertionError unless nothing is left of any request; see `check_quiet`."""
+        check_quiet(self, self.model)
 
 
 def scripted_pipeline(
     config: EngineConfig = SMALL, script: Script | None = None, env: Env | None = None
 ) -> ScriptedPipeline:
-    """The engine's own pipeline, not started, with a scripted device and a tokenizer of bytes.
+    """The engine's own pipeline with a scripted device and a tokenizer of bytes.
 
     `config` gives the sizes (a length or pool that it leaves open is that of `SMALL`); `env` another world to run in.
     """
-    max_model_len = config.max_model_len or SMALL.max_model_len
-    num_blocks = config.num_gpu_blocks or SMALL.num_gpu_blocks
-    assert max_model_len is not None and num_blocks is not None
-    config = replace(config, max_model_len=max_model_len, num_gpu_blocks=num_blocks)
-    limits = RequestLimits(vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
-    model = ScriptedModel(num_blocks, config.block_size, config.max_num_seqs, max_model_len, script, env)
-    device = ScriptedDevice(model)
-    tokenizer = ByteTokenizer()
-    intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
-    tokenize = Tokenize(tokenizer, limits, config.tokenizer_workers)
-    schedule = Schedule(_step_limits(config, max_model_len))
-    allocate = Allocate(num_blocks, config.block_size, config.max_num_seqs, max_model_len)
-    detokenize = Detokenize(tokenizer, tokenizer.decoder, num_slots=config.max_num_seqs, vocab_size=VOCAB_SIZE)
-    exit = Outboxes()
-    pipeline = build_pipeline(
-        intake,
-        tokenize,
-        schedule,
-        allocate,
-        Execute(model, device),
-        Sample(model, device),
-        detokenize,
-        exit,
-        steps_in_flight=config.steps_in_flight,
-    )
-    exit.lane = pipeline.lane
-    exit.on_start.append(intake.request_started)
-    exit.on_end += [intake.request_ended, detokenize.request_ended]
+    config = _settled(config, {})
+    made = ScriptedPipeline(config, _model(config, script, env))
     if env is not None:
-        pipeline.use(env)
-    return ScriptedPipeline(pipeline, model, intake, tokenize, schedule, allocate, detokenize, exit, config)
+        made.pipeline.use(env)
+    return made
 
 
-def _step_limits(config: EngineConfig, max_model_len: int) -> Limits:
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        block_size=config.block_size,
-        steps_in_flight=config.steps_in_flight,
-        enable_chunked_prefill=config.enable_chunked_prefill,
+def check_parts(parts: EngineParts, model: ScriptedModel) -> None:
+    """Raises AssertionError for what should hold between any two steps: blocks counted and owned (I3, I4), sequences in
+    one place each, and nothing that the device saw amiss (I2, I13)."""
+    _check_violations(model)
+    parts.allocate.allocator.check()
+    parts.schedule.scheduler.check()
+
+
+def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
+    """Raises AssertionError unless nothing is left of any request: blocks free (I3), channels empty (I6), no entry in
+    any map (I10)."""
+    check_parts(parts, model)
+    pool, scheduler, admission = parts.allocate.allocator.pool, parts.schedule.scheduler, parts.intake.admission
+    assert pool.num_in_use == 0, f"{pool.num_in_use} blocks are in use and nobody runs"
+    assert pool.num_quarantined == 0, f"{pool.num_quarantined} blocks are quarantined and no step is in flight"
+    assert not scheduler.sequences, f"schedule still knows sequences {sorted(scheduler.sequences)}"
+    assert not parts.exit.live, f"the exit still knows {sorted(parts.exit.live)}"
+    assert not parts.detokenize.num_sequences, f"detokenize still knows {parts.detokenize.num_sequences} sequences"
+    assert not admission.num_admitted, f"intake still counts {admission.num_admitted} requests"
+    assert not admission.num_waiting, f"intake still counts {admission.num_waiting} that wait"
+    for name, channel in parts.pipeline.channels.items():
+        stats = channel.stats()
+        assert stats.depth == 0 and channel.num_waiting == 0, f"channel {name} still holds {stats.depth}"
+        assert stats.high_water <= stats.capacity, f"channel {name} held {stats.high_water} of {stats.capacity}"
+        assert stats.num_sent == stats.num_received, f"channel {name} lost items"
+
+
+def _check_violations(model: ScriptedModel) -> None:
+    assert not model.violations, "the scripted device saw: " + "; ".join(model.violations[:5])
+
+
+# -- what stands in for a model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scripted:
+    """What `LoadedModel` is for a real model."""
+
+    info: ModelInfo
+    tokenizer: ByteTokenizer
+    encoder: ByteTokenizer
+    text_table: ByteTokenizer
+    runner: ScriptedModel
+    sampler: ScriptedModel
+
+    def make_decoder(self, params: SamplingParams) -> Any:
+        return self.tokenizer.decoder(params)
+
+
+def _settled(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:
+    config = replace(config, **overrides)
+    return replace(
+        config,
+        max_model_len=config.max_model_len or SMALL.max_model_len,
+        num_gpu_blocks=config.num_gpu_blocks or SMALL.num_gpu_blocks,
     )
 
 
-__all__ = ["SMALL", "Any", "Script", "ScriptedPipeline", "scripted_pipeline"]
+def _model(config: EngineConfig, script: Script | None, env: Env | None, step_s: float = 0.0) -> ScriptedModel:
+    num_blocks, max_model_len = config.num_gpu_blocks, config.max_model_len
+    assert num_blocks is not None and max_model_len is not None
+    return ScriptedModel(num_blocks, config.block_size, config.max_num_seqs, max_model_len, script, env, step_s)
+
+
+def _loaded(config: EngineConfig, model: ScriptedModel) -> Any:
+    assert config.max_model_len is not None and config.num_gpu_blocks is not None
+    tokenizer = ByteTokenizer()
+    info = ModelInfo(
+        model_id=config.model or "scripted",
+        max_model_len=config.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        dtype="float32",
+        device="cpu",
+        attention_backend="torch",
+        eos_token_ids=(EOS,),
+        num_blocks=config.num_gpu_blocks,
+        block_size=config.block_size,
+        has_chat_template=True,
+        default_params=SamplingParams(),
+    )
+    return _Scripted(info, tokenizer, tokenizer, tokenizer, model, model)
+
+
+def __getattr__(name: str) -> Any:
+    """The kit is loaded on first use: it brings the simulated loop along, which an engine alone does not need."""
+    if name in ("BrokenPromise", "conformance"):
+        return getattr(import_module(".conformance", __package__), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")
+
+
+__all__ = [
+    "SMALL",
+    "BrokenPromise",
+    "Script",
+    "ScriptedEngine",
+    "ScriptedPipeline",
+    "check_parts",
+    "check_quiet",
+    "conformance",
+    "scripted_engine",
+    "scripted_pipeline",
+]

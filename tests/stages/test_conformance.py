@@ -1,0 +1,241 @@
+"""The conformance kit: sound stages pass it, and a stage with any one of the seeded bugs does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from millrace.runtime.stage import Context, Crash, Outlet, Stage, stage
+from millrace.stages.testing import BrokenPromise, conformance
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Note:
+    request_id: str
+    text: str
+
+
+def make_note(request_id: str, i: int) -> Note:
+    return Note(request_id, f"note {i}")
+
+
+class Upper(Stage[Note, Note]):
+    """A sound stage; the bugs below are made of it. Takes a while for each batch."""
+
+    def __init__(self) -> None:
+        self._context: Context | None = None
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+
+    async def pause(self) -> None:
+        assert self._context is not None
+        await self._context.env.sleep(self._context.env.random("upper").uniform(0.0, 0.5))
+
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        for note in batch:
+            await self.pause()
+            out.send(replace(note, text=note.text.upper()))
+
+
+# -- sound stages
+
+
+def test_a_sound_stage_passes() -> None:
+    conformance(Upper, make_note)
+
+
+def test_sound_functions_pass_one_by_one_and_several_at_once() -> None:
+    def make(at_once: int) -> Any:
+        @stage(concurrency=at_once)
+        async def shout(note: Note) -> Note:
+            await asyncio.sleep(0.1 * (len(note.text) % 3))
+            return replace(note, text=note.text.upper())
+
+        return shout
+
+    conformance(lambda: make(1), make_note)
+    conformance(lambda: make(3), make_note)
+
+
+def test_a_stage_that_makes_several_of_an_item_passes_and_one_that_swallows_an_item_does_not() -> None:
+    @stage
+    async def twice(note: Note) -> AsyncIterator[Note]:
+        yield note
+        await asyncio.sleep(0)
+        yield note
+
+    @stage
+    def odd_ones(note: Note) -> Note | None:
+        return note if int(note.text.split()[-1]) % 2 else None
+
+    conformance(lambda: twice, make_note, seeds=4)
+    with pytest.raises(BrokenPromise, match="item 0, alone, never came out"):
+        conformance(lambda: odd_ones, make_note, seeds=1)
+
+
+def test_a_stage_with_state_that_recovers_passes() -> None:
+    class Counter(Upper):
+        on_crash = Crash.RECOVER
+
+        async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+            for note in batch:
+                try:
+                    out.send(replace(note, text=note.text.upper()))
+                except RuntimeError as error:
+                    out.fail(note, error)
+
+    conformance(Counter, make_note, seeds=4)
+
+
+def test_a_stage_that_flushes_as_it_goes_and_one_that_replies_pass() -> None:
+    class Flushes(Upper):
+        async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+            for note in batch:
+                upper = replace(note, text=getattr(note, "text", "poison").upper())
+                out.send(upper)
+                await out.flush()
+
+    class Replies(Upper):
+        async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+            for note in batch:
+                if note.text.endswith("3"):
+                    out.reply(note)
+                else:
+                    out.send(note)
+
+    conformance(Replies, make_note, seeds=4, is_ordered=False)
+    conformance(Flushes, make_note, make_poison=lambda request_id, i: Note(request_id, "fine"), seeds=4)
+
+
+# -- seeded bugs, each with the promise that it breaks
+
+
+class Reorders(Upper):
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        await super().handle(list(reversed(batch)), out)
+
+
+class LosesTheLastOfABatch(Upper):
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        await super().handle(batch if len(batch) < 3 else batch[:-1], out)
+
+
+class Duplicates(Upper):
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        await super().handle(batch, out)
+        if len(batch) > 2:
+            out.send(batch[0])
+
+
+class SwallowsCancellation(Upper):
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        for note in batch:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.pause()
+            out.send(note)
+
+
+class SwallowsCancellationOfAnItem(SwallowsCancellation):
+    concurrency = 3  # type: ignore[assignment]
+
+
+class DropsOnDrain(Upper):
+    """Waits for a second item before it lets the first one go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[Note] = []
+
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        self._kept += batch
+        if len(self._kept) > 1:
+            kept, self._kept = self._kept, []
+            await super().handle(kept, out)
+
+
+class BuffersWithoutBound(Upper):
+    """Takes everything at once, and sends it from a task of its own."""
+
+    async def setup(self, context: Context) -> None:
+        await super().setup(context)
+        self._kept: list[Note] = []
+        self._out: Outlet[Note] | None = None
+        self._arrived = asyncio.Event()
+        self._sending = asyncio.create_task(self._send())
+
+    async def teardown(self) -> None:
+        self._sending.cancel()
+
+    async def _send(self) -> None:
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._kept and self._out is not None:
+                self._out.send(self._kept.pop(0))
+                await self._out.flush()
+
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        for note in batch:
+            note.text.upper()
+        self._kept += batch
+        self._out = out
+        self._arrived.set()
+
+
+class LetsAPoisonItemKillTheBatch(Upper):
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        try:
+            await super().handle(batch, out)
+        except RuntimeError as error:
+            for note in batch:
+                out.fail(note, error)
+
+
+class ForgetsAPoisonItem(Upper):
+    async def handle(self, batch: Sequence[Note], out: Outlet[Note]) -> None:
+        for note in batch:
+            with contextlib.suppress(RuntimeError):
+                await super().handle([note], out)
+
+
+class LeavesATaskBehind(Upper):
+    async def setup(self, context: Context) -> None:
+        await super().setup(context)
+        self._watching = asyncio.create_task(asyncio.sleep(1e9))
+
+
+@pytest.mark.parametrize(
+    ("bug", "promise"),
+    [
+        (Reorders, "order"),
+        (LosesTheLastOfABatch, "once"),
+        (Duplicates, "once"),
+        (SwallowsCancellation, "cancel"),
+        (SwallowsCancellationOfAnItem, "cancel"),
+        (DropsOnDrain, "drain"),
+        (BuffersWithoutBound, "bounded memory"),
+        (LetsAPoisonItemKillTheBatch, "error isolation"),
+        (ForgetsAPoisonItem, "error isolation"),
+        (LeavesATaskBehind, "clean stop"),
+    ],
+)
+def test_a_stage_with_a_seeded_bug_fails_and_hears_which_promise_it_broke(bug: type[Upper], promise: str) -> None:
+    with pytest.raises(BrokenPromise) as caught:
+        conformance(bug, make_note)
+    assert caught.value.promise == promise, str(caught.value)
+
+
+def test_a_stage_with_ports_of_its_own_is_refused_with_their_names() -> None:
+    class Forks(Stage[Note, Note]):
+        outputs = {"left": Note, "right": Note}
+
+    with pytest.raises(ValueError, match="has the ports in, left, right: the kit knows stages with in and out"):
+        conformance(Forks, make_note)

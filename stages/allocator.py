@@ -39,6 +39,7 @@ class Allocator:
         self.pool = BlockPool(num_blocks, block_size)
         self.tables = BlockTables(num_slots, blocks_per_slot, block_size)
         self.last_granted = -1  # step
+        self._last_step = np.full(num_slots, -1, np.int64)  # [S] the last granted step with a row of the slot
         self.completed_step = -1
         self._started: dict[int, Started] = {}  # by slot: not yet told to the device
 
@@ -63,9 +64,9 @@ class Allocator:
             self._started[started.slot] = started
 
     def _empty(self, slot: int) -> None:
-        """Takes a slot's blocks away; they come back when the steps that were granted so far are done."""
+        """Takes a slot's blocks away; they come back when the last step that was granted to it is done."""
         self._started.pop(slot, None)
-        self.pool.give_back(self.tables.clear(slot), self.last_granted, self.completed_step)
+        self.pool.give_back(self.tables.clear(slot), int(self._last_step[slot]), self.completed_step)
 
     def _cut_to_budget(self, plan: StepPlan) -> _Tally:
         """Every row's share of the token budget, and the blocks it takes if there are enough."""
@@ -161,6 +162,7 @@ class Allocator:
         table_slots, table_places = self.tables.append(slots, counts, blocks)
         self.tables.num_tokens[slots] += granted
         self.last_granted = plan.step
+        self._last_step[slots] = plan.step
         return StepGrant(
             step=plan.step,
             generation=plan.generation,

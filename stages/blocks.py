@@ -6,7 +6,6 @@ Knows block ids and steps. Refuses to know sequences, policy or tensors.
 from __future__ import annotations
 
 import enum
-from collections import deque
 
 import numpy as np
 
@@ -40,7 +39,7 @@ class BlockPool:
         self.state = np.full(num_blocks, BlockState.FREE, np.int8)  # [N]
         self.num_holders = np.zeros(num_blocks, np.int32)  # [N] tables that hold the block
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of `num_free`, its top at the end
-        self._quarantine: deque[tuple[int, Ints]] = deque()  # (last step, blocks), steps rising
+        self._quarantine: list[tuple[int, Ints]] = []  # (last step that may touch them, blocks)
 
     @property
     def num_in_use(self) -> int:
@@ -73,8 +72,11 @@ class BlockPool:
 
     def settle(self, completed_step: int) -> None:
         """Every step up to `completed_step` is done: what waited for one of them is free."""
-        while self._quarantine and self._quarantine[0][0] <= completed_step:
-            _, blocks = self._quarantine.popleft()
+        waiting, self._quarantine = self._quarantine, []
+        for last_step, blocks in waiting:
+            if last_step > completed_step:
+                self._quarantine.append((last_step, blocks))
+                continue
             self.num_quarantined -= len(blocks)
             self._release(blocks)
 
@@ -84,7 +86,7 @@ class BlockPool:
         self.state[:] = BlockState.QUARANTINED
         self.num_free = self.num_cached = 0
         self.num_quarantined = self.num_blocks
-        self._quarantine = deque([(last_step, np.arange(self.num_blocks, dtype=np.int32))])
+        self._quarantine = [(last_step, np.arange(self.num_blocks, dtype=np.int32))]
 
     def _release(self, blocks: Ints) -> None:
         self.state[blocks] = BlockState.FREE

@@ -297,6 +297,7 @@ class Scheduler:
         rows = np.flatnonzero(report.num_granted)
         slots = plan.slots[rows]
         self._flights.append(_Flight(report.step, plan.generation, slots))
+        self.slots.last_step[slots] = report.step
         progress = np.where(self.slots.is_running[slots], report.num_granted[rows] + report.num_cached[rows], 0)
         self.slots.num_computed[slots] += progress
         is_sampled = plan.reaches_end[rows] & (progress == plan.num_wanted[rows])
@@ -326,7 +327,9 @@ class Scheduler:
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        last_step = self.last_granted if self._outstanding is None else self._outstanding.step
+        last_step = int(self.slots.last_step[sequence.slot])
+        if self._outstanding is not None and sequence.slot in self._outstanding.slots:
+            last_step = self._outstanding.step
         self.slots.leave(sequence.slot, last_step)
         self._started = [started for started in self._started if started.slot != sequence.slot]
         self._order = None

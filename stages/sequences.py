@@ -141,9 +141,10 @@ class SlotTable:
         self.limit = np.zeros(num_slots, np.int32)
         self.reserve = np.zeros(num_slots, np.int32)  # tokens to hold blocks for, 0 = as they come
         self.priority = np.zeros(num_slots, np.int32)
+        self.last_step = np.full(num_slots, -1, np.int64)  # the last granted step with a row of the slot
         self.generated = np.zeros((num_slots, 64), np.int32)  # [S, W] token ids, in order; W grows
         self._free = list(range(num_slots - 1, -1, -1))
-        self._leaving: list[tuple[int, int]] = []  # (last step that may know the slot, slot), steps rising
+        self._leaving: list[tuple[int, int]] = []  # (last step that may know the slot, slot)
 
     @property
     def num_free(self) -> int:
@@ -168,6 +169,7 @@ class SlotTable:
         self.num_prompt[slot] = sequence.num_prompt
         self.num_known[slot] = len(sequence.token_ids)
         self.num_computed[slot] = 0
+        self.last_step[slot] = -1
         self.limit[slot] = sequence.limit
         self.priority[slot] = sequence.priority
         self.reserve[slot] = sequence.limit if sequence.is_protected else 0
@@ -183,8 +185,8 @@ class SlotTable:
         self._leaving.append((last_step, slot))
 
     def settle(self, completed_step: int, last_granted: int) -> list[Sequence]:
-        """Frees the slots that no step in flight knows any more. Returns those whose sequences were preempted, now with
-        all their tokens known."""
+        """Frees the slots that no step in flight knows any more. Returns the sequences among them that were preempted,
+        now with all their tokens known."""
         back: list[Sequence] = []
         kept: list[tuple[int, int]] = []
         for last_step, slot in self._leaving:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..model.cache import KVCache
 from ..model.inputs import StepInputs
-from .messages import Ints, StepGrant
+from .messages import Bools, Ints, StepGrant
 
 Longs = NDArray[np.int64]
 
@@ -70,55 +70,51 @@ class ModelRunner:
 
     def inputs(self, grant: StepGrant) -> StepInputs:
         """The grant as the decoder reads it. Rows with one token come first there; logits keep the grant's order."""
+        slots, starts = grant.slots.astype(np.int64), grant.starts.astype(np.int64)
+        is_fed = starts >= self._num_known[slots]  # its input is the newest token
+        if np.count_nonzero(is_fed) == len(slots):
+            return self._decode_inputs(slots, starts, grant.is_sampled)
         is_single = grant.num_tokens == 1
-        num_single = int(np.count_nonzero(is_single))
-        if num_single == len(is_single):
-            return self._decode_inputs(grant)
         order = np.argsort(~is_single, kind="stable")
-        slots, starts, counts = (
-            column[order].astype(np.int64) for column in (grant.slots, grant.starts, grant.num_tokens)
-        )
+        slots, starts, is_fed = slots[order], starts[order], is_fed[order]
+        counts = grant.num_tokens[order].astype(np.int64)
         ends = np.cumsum(counts)
         offsets = ends - counts  # [S] of each row's first token in the step
-        positions = np.arange(ends[-1]) - np.repeat(offsets - starts, counts)
         row_of = np.empty_like(order)
         row_of[order] = np.arange(len(order))
+        rows = self._upload(slots)
         return self._make(
-            input_ids=self._input_ids(slots, starts, counts, offsets, int(ends[-1])),
-            slots=slots,
+            input_ids=self._input_ids(slots, starts, counts, offsets, is_fed),
+            rows=rows,
             token_slots=np.repeat(slots, counts),
-            positions=positions,
+            positions=np.arange(ends[-1]) - np.repeat(offsets - starts, counts),
             query_starts=np.concatenate([offsets, ends[-1:]]),
             lengths=starts + counts,
             logits_rows=ends[row_of[grant.is_sampled]] - 1,
-            num_decode=num_single,
+            num_decode=int(np.count_nonzero(is_single)),
         )
 
-    def _decode_inputs(self, grant: StepGrant) -> StepInputs:
-        slots, starts = grant.slots.astype(np.int64), grant.starts.astype(np.int64)
-        rows = np.arange(len(slots) + 1)
+    def _decode_inputs(self, slots: Longs, starts: Longs, is_sampled: Bools) -> StepInputs:
+        """The usual step: each row reads its newest token, and nothing is to be put together."""
+        rows = self._upload(slots)
         return self._make(
-            input_ids=self._input_ids(slots, starts, np.ones_like(slots), rows[:-1], len(slots)),
-            slots=slots,
+            input_ids=self.last_tokens.index_select(0, rows),
+            rows=rows,
             token_slots=slots,
             positions=starts,
-            query_starts=rows,
+            query_starts=np.arange(len(slots) + 1),
             lengths=starts + 1,
-            logits_rows=np.flatnonzero(grant.is_sampled),
+            logits_rows=np.flatnonzero(is_sampled),
             num_decode=len(slots),
         )
 
-    def _input_ids(self, slots: Longs, starts: Longs, counts: Longs, offsets: Longs, num_tokens: int) -> Tensor:
-        """[T] i64: a row that starts within what came with `Started` reads from there, any other its newest token."""
-        is_known = starts < self._num_known[slots]
-        if not is_known.any():
-            return self.last_tokens.index_select(0, self._upload(slots))
-        ids = np.empty(num_tokens, np.int64)
-        for row in np.flatnonzero(is_known).tolist():
+    def _input_ids(self, slots: Longs, starts: Longs, counts: Longs, offsets: Longs, is_fed: Bools) -> Tensor:
+        """[T] i64. A row that is not fed reads from what came with `Started`."""
+        ids = np.empty(int(counts.sum()), np.int64)
+        for row in np.flatnonzero(~is_fed).tolist():
             start, count, offset = int(starts[row]), int(counts[row]), int(offsets[row])
             ids[offset : offset + count] = self._known[slots[row]][start : start + count]
         input_ids = self._upload(ids)
-        is_fed = ~is_known
         if is_fed.any():
             newest = self.last_tokens.index_select(0, self._upload(slots[is_fed]))
             input_ids.index_copy_(0, self._upload(offsets[is_fed]), newest)
@@ -128,7 +124,7 @@ class ModelRunner:
         self,
         *,
         input_ids: Tensor,
-        slots: Longs,
+        rows: Tensor,
         token_slots: Longs,
         positions: Longs,
         query_starts: Longs,
@@ -136,13 +132,14 @@ class ModelRunner:
         logits_rows: Longs,
         num_decode: int,
     ) -> StepInputs:
-        blocks = self.tables[token_slots, positions // self.block_size].astype(np.int64)
+        place, offset = np.divmod(positions, self.block_size)
+        blocks = self.tables[token_slots, place].astype(np.int64)
         width = -(-int(lengths.max()) // self.block_size)
         return StepInputs(
             input_ids=input_ids,
             positions=self._upload(positions),
-            slot_mapping=self._upload(blocks * self.block_size + positions % self.block_size),
-            block_tables=self._device_tables[:, :width].index_select(0, self._upload(slots)),
+            slot_mapping=self._upload(blocks * self.block_size + offset),
+            block_tables=self._device_tables[:, :width].index_select(0, rows),
             query_starts=self._upload(query_starts.astype(np.int32)),
             lengths=self._upload(lengths.astype(np.int32)),
             logits_rows=self._upload(logits_rows),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..runtime.env import Env, LiveEnv
 from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
+from ..runtime.stage import Stage
 from ..runtime.trace import Tracer
 from .allocate import Allocate
 from .blocks import BlockPool
@@ -68,6 +69,26 @@ class Engine:
         self._parts: EngineParts | None = None
         self._info: ModelInfo | None = None
         self._request_numbers = itertools.count()
+        self._edits: list[Callable[[Pipeline], object]] = []
+
+    # -- stages of your own
+
+    def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None) -> None:
+        """Puts a stage of yours behind the one called `after`: "intake", "tokenize", ... "detokenize". Before `start`.
+
+        What does not fit there is refused at the start, with the ports and the mend. The stage sees every request, the
+        engine's own warm-up (request id "warm-up") included.
+        """
+        self._edit(lambda pipeline: pipeline.insert(stage, after, name=name))
+
+    def replace(self, name: str, stage: Stage[Any, Any]) -> None:
+        """Puts a stage of yours in the place of the one called `name`. Before `start`."""
+        self._edit(lambda pipeline: pipeline.replace(name, stage))
+
+    def _edit(self, edit: Callable[[Pipeline], object]) -> None:
+        if self._health.state != "new":
+            raise RuntimeError(f"the engine is {self._health.state}: change its stages before it starts")
+        self._edits.append(edit)
 
     # -- life
 
@@ -91,6 +112,8 @@ class Engine:
             self._parts = EngineParts(self.config, loaded, self._make_device(loaded))
             self._info = loaded.info
             self._parts.pipeline.use(self._env, Tracer(self._env))
+            for edit in self._edits:
+                edit(self._parts.pipeline)
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()

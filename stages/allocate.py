@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from ..runtime.trace import EventKind
+from ..runtime.trace import EventKind, StepRows
 from .allocator import Allocator
 from .messages import PlanReport, StepGrant, StepPlan
 
@@ -27,10 +29,14 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self._answered = 0  # plans of it
         self._context: Context | None = None
         self._recompute = 0  # how a sequence is preempted, as a name in the trace
+        self._rows: StepRows | None = None
+        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who runs there, for the trace
 
     async def setup(self, context: Context) -> None:
         self._context = context
         self._recompute = context.tracer.source("recompute")
+        if self._rows is None:
+            self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids))
 
     async def handle(self, batch: Sequence[StepPlan], out: Outlet[Any]) -> None:
         self._batch, self._answered = batch, 0
@@ -58,5 +64,13 @@ class Allocate(Stage[StepPlan, StepGrant]):
             num_tokens, num_decodes = int(grant.num_tokens.sum()), int((grant.num_tokens == 1).sum())
             counts = (len(grant.slots), num_tokens, num_decodes, report.num_free)
             tracer.emit(EventKind.STEP_GRANTED, source, grant.step, *counts)
+            self._trace_rows(grant)
         for slot in report.preempted.tolist():
             tracer.emit(EventKind.PREEMPTED, source, plan.step, slot, self._recompute)
+
+    def _trace_rows(self, grant: StepGrant) -> None:
+        assert self._rows is not None
+        for started in grant.started:
+            self._sequence_ids[started.slot] = started.sequence_id
+        ids = self._sequence_ids[grant.slots]
+        self._rows.step(grant.step, grant.slots, ids, grant.starts, grant.num_tokens)

@@ -16,6 +16,7 @@ from ..runtime.log import get_logger
 from ..runtime.pipeline import NotServing
 from ..runtime.runner import StageCrashed
 from ..runtime.stage import Context, Crash, Outlet
+from ..runtime.trace import EventKind
 from .errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
 from .messages import Finish, FinishReason, Request, StepText, TokenLogprobs
 from .outputs import FINISH_NAMES, Delta
@@ -57,6 +58,7 @@ class Outboxes(Exit["RequestOutbox"]):
 
     def open(self, request: Request, deadline_s: float | None = None) -> RequestOutbox:
         outbox = super().open(request, deadline_s)
+        self._trace_accepted(outbox.request)
         self._choices.update((choice.sequence_id, choice) for choice in outbox.choices)
         return outbox
 
@@ -67,7 +69,20 @@ class Outboxes(Exit["RequestOutbox"]):
         choices = (self._choices.get(int(sequence_id)) for sequence_id in getattr(item, "sequence_ids", ()))
         return tuple(dict.fromkeys(choice.outbox.request_id for choice in choices if choice is not None))
 
+    def _trace_accepted(self, request: Request) -> None:
+        if self._context is not None and self._context.tracer.enabled:
+            tracer, source, first = self._context.tracer, self._context.source, request.first_sequence_id
+            tracer.emit_request_name(source, first, request.request_id)
+            tracer.emit(EventKind.REQUEST_ACCEPTED, source, 0, first, request.num_sequences, max(0, request.priority))
+
+    def _trace_finished(self, outbox: RequestOutbox, cause: str) -> None:
+        if self._context is not None and self._context.tracer.enabled:
+            tracer, first = self._context.tracer, outbox.request.first_sequence_id
+            counts = (outbox.num_prompt_tokens, outbox.num_generated_tokens)
+            tracer.emit(EventKind.REQUEST_FINISHED, self._context.source, 0, first, tracer.source(cause), *counts)
+
     def _let_go(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        self._trace_finished(outbox, cause)
         for choice in outbox.choices:
             if self._choices.pop(choice.sequence_id, None) is not None and not isinstance(error, Overloaded):
                 self.lane.post(choice.sequence_id, cause)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ..runtime.stage import Context, Crash, Outlet, Stage
+from ..runtime.trace import EventKind
 from .device import SAMPLE, Choose, Device, fail
 from .messages import StepDone, StepGrant, StepLogits, StepTokens, StepVoid
 
@@ -32,11 +33,16 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not answered
         self._last_answered = -1  # step
         self._void_generation = -1
+        self._context: Context | None = None
+        self._began_s = 0.0  # when the device could begin with the step in hand
 
     async def setup(self, context: Context) -> None:
+        self._context = context
         self.device.join(context.env, SAMPLE)
 
     async def handle(self, batch: Sequence[StepLogits], out: Outlet[StepTokens]) -> None:
+        assert self._context is not None
+        self._began_s = max(self._began_s, self._context.env.now())
         for item in batch:
             self._submit(item.grant, self.sampler.sample)
         for item in batch:
@@ -68,10 +74,27 @@ class Sample(Stage[StepLogits, StepTokens]):
         if tokens is None or error is not None or has_fallen:
             self._void_generation = max(self._void_generation, grant.generation)
             out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
+            self._trace_void(grant, error)
             return
-        out.send(_done(tokens), port="feedback")  # first: the next step waits for it
+        done = _done(tokens)
+        out.send(done, port="feedback")  # first: the next step waits for it
+        self._trace_done(done)
         if len(tokens.slots) or tokens.started:
             out.send(tokens)
+
+    def _trace_done(self, done: StepDone) -> None:
+        assert self._context is not None
+        tracer, source, now_s = self._context.tracer, self._context.source, self._context.env.now()
+        if tracer.enabled:
+            num_finished, step_us = int(done.is_finished.sum()), int((now_s - self._began_s) * 1e6)
+            tracer.emit(EventKind.STEP_DONE, source, done.step, len(done.slots), num_finished, step_us)
+        self._began_s = now_s
+
+    def _trace_void(self, grant: StepGrant, error: BaseException | None) -> None:
+        assert self._context is not None
+        tracer, source = self._context.tracer, self._context.source
+        reason = tracer.source(type(error).__name__)
+        tracer.emit(EventKind.STEP_VOID, source, grant.step, len(grant.slots), reason)
 
 
 def _done(tokens: StepTokens) -> StepDone:

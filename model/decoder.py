@@ -77,9 +77,10 @@ class Decoder:
             x = kernels.rms_norm(residual, layer.input_norm, eps)
             residual = layer.output.add_to(residual, self._attention(index, layer, x, inputs, cache))
             x = kernels.rms_norm(residual, layer.post_norm, eps)
-            residual = layer.down.add_to(residual, kernels.silu_mul(layer.gate_up(x)))
+            residual = layer.down.add_to(residual, kernels.silu_mul(layer.gate_up.unrounded(x)))
         x = kernels.rms_norm(residual.index_select(0, inputs.logits_rows), self.weights.final_norm, eps)  # [L, hidden]
-        return self.weights.head.in_float32(x) if self.device.type == "cpu" else self.weights.head(x)
+        logits = self.weights.head.unrounded(x)
+        return logits.float() if self.device.type == "cpu" else logits
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Queries, keys and values of x, the cache written, and what the queries see, [T, H * D]."""

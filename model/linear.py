@@ -12,42 +12,42 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 class Linear:
     """x @ weight.T + bias for x [M, K] and weight [N, K]; the result is [M, N] in x's dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
+        self._columns = weight.t()  # [K, N], a view made once: it would cost two calls in each product
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return torch.mm(x, self._columns) if self._bias is None else torch.addmm(self._bias, x, self._columns)
+
+    def unrounded(self, x: Tensor) -> Tensor:
+        """The product in the dtype it was summed in, where the form has it: float32 or x's dtype."""
+        return self(x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + the product, rounded once. May write to `residual`: go on with what is returned."""
-        if self.bias is not None:
-            residual = residual.add_(self.bias)
-        return residual.addmm_(x, self.weight.t())
-
-    def in_float32(self, x: Tensor) -> Tensor:
-        """The product in float32, rounded no more often than the form needs: for logits."""
-        return self(x).float()
+        if self._bias is not None:
+            residual = residual.add_(self._bias)
+        return residual.addmm_(x, self._columns)
 
 
 class PackedLinear(Linear):
     """The weight reordered once for oneDNN, the plain one dropped. For a CPU, float32 or native bfloat16."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return product
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
         return total
 
 
@@ -65,11 +65,11 @@ class WidenedLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return super().__call__(x) if x.shape[0] == 1 else self._wide(x.float()).to(x.dtype)
 
+    def unrounded(self, x: Tensor) -> Tensor:
+        return super().__call__(x) if x.shape[0] == 1 else self._wide(x.float())
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return super().add_to(residual, x) if x.shape[0] == 1 else residual.add_(self._wide(x.float()))
-
-    def in_float32(self, x: Tensor) -> Tensor:
-        return super().__call__(x).float() if x.shape[0] == 1 else self._wide(x.float())
 
 
 def linear_form(device: torch.device, dtype: torch.dtype, num_weights: int) -> Callable[..., Linear]:

@@ -174,7 +174,7 @@ def test_every_form_of_a_linear_computes_the_same(
     linear = form(weight, bias)
     tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.1}
     torch.testing.assert_close(linear(x).double(), product, **tolerance)
-    torch.testing.assert_close(linear.in_float32(x).double(), product, **tolerance)
+    torch.testing.assert_close(linear.unrounded(x).double(), product, **tolerance)
     torch.testing.assert_close(linear.add_to(residual.clone(), x).double(), residual.double() + product, **tolerance)
 
 

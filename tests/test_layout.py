@@ -1,0 +1,211 @@
+"""Where things are and what may import what, read from the syntax trees: rules that no type checker holds."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("runtime", "kernels", "model", "stages", "deploy")
+MAY_IMPORT = {
+    "runtime": {"runtime"},
+    "kernels": {"kernels"},
+    "model": {"model", "kernels"},
+    "stages": {"stages", "model", "kernels", "runtime"},
+    "deploy": {"deploy", "stages", "model", "kernels", "runtime"},
+}
+STAGES = {"intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "outbox"}
+STAGE_FILES_WITH_TORCH = {"runner", "sampling", "logits", "loading"}  # what execute, sample and a real start run
+OUTSIDE_THE_ENV = {
+    "offline": {"threading", "concurrent"},  # an event loop of its own, for callers that have none
+    "scripted": {"time"},  # a device that takes real time
+    "pytest_plugin": set(),
+}
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "_pickle"}
+FORBIDDEN_CALLS = {"eval", "exec", "hash", "__import__"}  # builtin hash differs from process to process
+FORBIDDEN_METHODS = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"), ("os", "system"), ("os", "popen")}
+
+EXCUSED = {("train", "calls torch.load")}  # the training script resumes from its own checkpoint, weights_only
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Every file of the package, by its path from the root."""
+    files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
+    return {path.relative_to(ROOT): ast.parse(path.read_text("utf-8"), str(path)) for path in files}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(level, dotted name) of each import; `from . import a` is (1, "a")."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module is None:
+                yield from ((node.level, alias.name) for alias in node.names)
+            else:
+                yield node.level, node.module
+
+
+def imported_at_load(tree: ast.Module) -> set[str]:
+    """Top-level packages that loading the file imports: not those of functions, nor those for type checkers."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found |= {name.split(".")[0] for level, name in imports(node) if level == 0}
+    return found
+
+
+def own_imports(path: Path, tree: ast.AST) -> Iterator[str]:
+    """The files of the package that a file imports, as `part.module`."""
+    for level, name in imports(tree):
+        if level:
+            base = (*path.parts[:-1],)[: len(path.parts) - level]
+            yield ".".join([*base, name])
+        elif name.split(".")[0] == "millrace":
+            yield name.partition(".")[2]
+
+
+def test_the_packages_in_pyproject_are_the_folders_with_code() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for path in trees()}
+    listed = {package.removeprefix("millrace.").replace(".", "/") for package in setuptools["packages"]}
+    assert listed == {folder.as_posix() for folder in folders}
+    assert {f"millrace.{folder.replace('/', '.')}": folder for folder in listed} == setuptools["package-dir"]
+
+
+def test_every_folder_is_a_package_but_kernels_and_the_root() -> None:
+    """transformers imports a PyPI package called kernels when the repository's root is on sys.path."""
+    without = {path.parent.as_posix() for path in trees()} - {
+        path.parent.as_posix() for path in trees() if path.name == "__init__.py"
+    }
+    assert without == {"kernels"}
+    assert not (ROOT / "__init__.py").exists() and not (ROOT / "millrace").exists()
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{path} imports {name}"
+        for path, tree in trees().items()
+        for name in own_imports(path, tree)
+        if name.split(".")[0] not in MAY_IMPORT[path.parts[0]]
+    ]
+    assert not wrong, wrong
+
+
+def test_imports_inside_the_package_are_relative() -> None:
+    wrong = [
+        f"{path} imports {name}"
+        for path, tree in trees().items()
+        for level, name in imports(tree)
+        if level == 0 and name.split(".")[0] in {"millrace", *PARTS}
+    ]
+    assert not wrong, wrong
+
+
+def test_no_stage_imports_another() -> None:
+    wrong = [
+        f"{path} imports {name}"
+        for path, tree in trees().items()
+        if path.parts[0] == "stages" and path.stem in STAGES
+        for name in own_imports(path, tree)
+        if name.removeprefix("stages.") in STAGES
+    ]
+    assert not wrong, wrong
+
+
+def test_every_stage_is_in_a_file_of_its_name() -> None:
+    for stage in STAGES - {"outbox"}:
+        tree = trees()[Path(f"stages/{stage}.py")]
+        classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        assert stage.capitalize() in classes, f"stages/{stage}.py has the classes {classes}"
+
+
+def test_only_the_device_side_of_stages_imports_torch_and_runtime_does_not() -> None:
+    with_torch = {
+        path for path, tree in trees().items() if imported_at_load(tree) & {"torch", "triton", "transformers"}
+    }
+    assert {path.stem for path in with_torch if path.parts[0] == "stages"} <= STAGE_FILES_WITH_TORCH
+    assert not [path for path in with_torch if path.parts[0] in ("runtime", "deploy")]
+
+
+def test_only_deploy_imports_aiohttp() -> None:
+    wrong = [
+        str(path)
+        for path, tree in trees().items()
+        if path.parts[0] != "deploy" and any(name.split(".")[0] == "aiohttp" for _, name in imports(tree))
+    ]
+    assert not wrong, wrong
+
+
+def test_stages_reach_time_randomness_and_threads_through_the_env_only() -> None:
+    gated = {"time", "random", "threading", "concurrent", "multiprocessing", "secrets", "datetime", "uuid"}
+    wrong = [
+        f"{path} imports {name}"
+        for path, tree in trees().items()
+        if path.parts[0] == "stages"
+        for _, name in imports(tree)
+        if name.split(".")[0] in gated - OUTSIDE_THE_ENV.get(path.stem, set())
+    ]
+    methods = {"run_in_executor", "to_thread", "getrandbits", "urandom"}
+    for path, tree in trees().items():
+        if path.parts[0] != "stages":
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            is_stream = "env.random" in ast.unparse(node.value)
+            if node.attr in methods and not is_stream:
+                wrong.append(f"{path}:{node.lineno} uses {ast.unparse(node)}")
+            if ast.unparse(node).startswith(("np.random", "torch.rand")):
+                wrong.append(f"{path}:{node.lineno} uses {ast.unparse(node)}")
+    assert not wrong, wrong
+
+
+@pytest.mark.security
+def test_nothing_unpickles_evaluates_or_trusts_remote_code() -> None:
+    wrong: list[str] = []
+    for path, tree in trees().items():
+        wrong += [f"{path} imports {name}" for _, name in imports(tree) if name.split(".")[0] in FORBIDDEN_MODULES]
+        for node in ast.walk(tree):
+            complaint = _forbidden(node)
+            if complaint and (path.stem, complaint) not in EXCUSED:
+                wrong.append(f"{path}:{getattr(node, 'lineno', 0)} {complaint}")
+    assert not wrong, wrong
+
+
+def _forbidden(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Call):
+        called = node.func
+        if isinstance(called, ast.Name) and called.id in FORBIDDEN_CALLS:
+            return f"calls {called.id}"
+        if tuple(ast.unparse(called).split(".")) in FORBIDDEN_METHODS:
+            return f"calls {ast.unparse(called)}"
+        for keyword in node.keywords:
+            is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            if keyword.arg in ("shell", "trust_remote_code") and not is_off:
+                return f"passes {keyword.arg} = {ast.unparse(keyword.value)}"
+    return None
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "eval('1')",
+        "torch.load(f)",
+        "yaml.load(f)",
+        "run('ls', shell=True)",
+        "load(x, trust_remote_code=flag)",
+        "hash(key)",
+    ],
+)
+def test_the_scan_notices(code: str) -> None:
+    assert any(_forbidden(node) for node in ast.walk(ast.parse(code)))
+    assert not any(_forbidden(node) for node in ast.walk(ast.parse("load(x, trust_remote_code=False)")))

@@ -26,6 +26,7 @@ Doubles = NDArray[np.float64]
 BLOCK = 128  # tokens; small enough to look at twice, large enough that torch reduces whole vectors
 LOWEST = float(np.finfo(np.float32).min)  # below every number that is a candidate; a masked token is -inf
 NUM_LIKELY = 256  # blocks; top_p's first try looks at tokens above the maxima of all others
+MAX_BLOCKS = 16_384  # whose tokens are looked at together; 200 MB when all of them are candidates
 SLACK = 1e-3  # subtracted from a bound that only saves work, so that rounding never takes a token away
 
 
@@ -139,7 +140,7 @@ class Drawing:
     min_p: Doubles  # 0 is off
     u: Doubles  # the randomness, in [0, 1)
 
-    def __getitem__(self, rows: NDArray[np.intp]) -> Drawing:
+    def __getitem__(self, rows: NDArray[np.intp] | slice) -> Drawing:
         return Drawing(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.u[rows])
 
 
@@ -215,16 +216,26 @@ def _kth_largest(values: Floats, k: int) -> Floats:
 def _draw_above(
     bound: Doubles, logits: Tensor, maxima: Floats, drawing: Drawing, mass: Doubles
 ) -> tuple[Longs, Doubles]:
-    """Draws from the tokens at or above `bound`. Returns (tokens, the mass of those candidates), [n] each."""
-    rows, blocks = np.nonzero(maxima >= bound[:, None])
-    found = Blocks(logits).take(rows, blocks)
-    at_block, at = np.nonzero(found >= bound[rows][:, None])
-    row = rows[at_block]
+    """Draws from the tokens at or above `bound`. Returns (tokens, the mass of those candidates), [n] each.
+
+    A few rows at a time if need be, as flat distributions have many candidates and each takes about 100 bytes here.
+    """
+    is_needed = maxima >= bound[:, None]
+    group = is_needed.sum(1).cumsum() // MAX_BLOCKS
+    ends = np.append(np.flatnonzero(np.diff(group)) + 1, len(group))
     best = maxima.max(1).astype(np.float64)
-    scaled = (found[at_block, at] - best[row]) / drawing.temperature[row]
-    chosen = _draw_candidates(row, blocks[at_block] * BLOCK + at, scaled, drawing, mass)
-    covered: Doubles = np.bincount(row, weights=np.exp(scaled), minlength=len(bound)).astype(np.float64)
-    return chosen, covered
+    all_blocks, parts, start = Blocks(logits), [], 0
+    for end in ends.tolist():
+        rows, blocks = np.nonzero(is_needed[start:end])
+        found = all_blocks.take(rows + start, blocks)
+        at_block, at = np.nonzero(found >= bound[start:end][rows][:, None])
+        row = rows[at_block]
+        scaled = (found[at_block, at] - best[start:end][row]) / drawing.temperature[start:end][row]
+        some = slice(start, end)
+        chosen = _draw_candidates(row, blocks[at_block] * BLOCK + at, scaled, drawing[some], mass[some])
+        parts.append((chosen, np.bincount(row, weights=np.exp(scaled), minlength=end - start)))
+        start = end
+    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
 
 def _draw_candidates(row: Longs, token_ids: Longs, scaled: Doubles, drawing: Drawing, mass: Doubles) -> Longs:

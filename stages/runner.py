@@ -147,4 +147,5 @@ class ModelRunner:
         )
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)

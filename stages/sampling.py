@@ -99,14 +99,16 @@ class Sampler:
         blocks = Blocks(logits)
         maxima = blocks.maxima()
         is_broken = ~np.isfinite(maxima.max(1))
-        if np.count_nonzero(is_broken):
+        has_broken = np.count_nonzero(is_broken) > 0
+        if has_broken:
             logits[torch.from_numpy(is_broken).to(logits.device)] = 0.0  # numbers to go on with; the choice is not used
             maxima[is_broken] = 0.0
         if _any(needs, RANDOM):
             token_ids = self._choose_mixed(slots, logits, blocks, maxima, needs & RANDOM != 0)
         else:
             token_ids = blocks.argmax(maxima, np.arange(len(slots)))
-        token_ids[is_broken] = 0
+        if has_broken:
+            token_ids[is_broken] = 0
         return token_ids, is_broken
 
     def _choose_mixed(

@@ -138,6 +138,16 @@ def test_a_first_try_that_is_short_of_mass_is_made_good():
     assert drawn(row[None], drawing([1 - 2**-53], top_p=0.9)).tolist() == [last_kept]
 
 
+def test_rows_that_are_looked_at_a_few_at_a_time_draw_the_same(monkeypatch):
+    logits = rows(40, 3000, 8, spread=0.5)
+    rng = np.random.default_rng(0)
+    how = drawing(rng.random(40), rng.uniform(0.1, 2, 40), 0, rng.uniform(0.1, 1, 40), 0.0)
+    together = drawn(logits, how)
+    for limit in (1, 7, 100):
+        monkeypatch.setattr(maths, "MAX_BLOCKS", limit)
+        assert drawn(logits, how).tolist() == together.tolist()
+
+
 def test_masked_tokens_are_never_drawn():
     row = rows(1, 300, 2)[0]
     row[::3] = -torch.inf

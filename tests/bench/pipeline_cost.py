@@ -1,0 +1,274 @@
+"""What the pipeline itself costs: python -m tests.bench.pipeline_cost [--output results.json]
+
+Real stages, channels and threads; the device is a stand-in that takes no time or a fixed one. Three questions: how much
+time of the event loop's thread a step takes at 16 and at 256 decoding sequences, stage by stage; whether planning and
+execution overlap at K = 2; what an idle engine costs.
+
+Times are processor time of the loop's thread while it runs a stage's task: receiving, handling and delivering, so hops
+are inside, and what the task waits for is not. "clients" is what the readers of the answers cost, "rest" is asyncio and
+results coming back from the device's thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from millrace.runtime.runner import StageRunner
+from millrace.runtime.stage import Outlet
+from millrace.stages.config import EngineConfig
+from millrace.stages.messages import FinishReason, Prompt, Request, StepGrant, StepTokens
+from millrace.stages.params import SamplingParams
+from millrace.stages.testing import ScriptedEngine, scripted_engine
+
+T = TypeVar("T")
+
+STAGES = ("schedule", "allocate", "execute", "sample", "detokenize", "exit")
+MAX_MODEL_LEN = 8192
+HOST_BUDGET_US = {256: 250.0, 16: 100.0}  # schedule, allocate, execute, sample, hops; at 16 all stages
+DETOKENIZE_BUDGET_US = 350.0  # at 256
+
+
+class FreeDevice:
+    """A runner and sampler that take `step_s` and give every row a letter. Nothing is computed or checked."""
+
+    def __init__(self, num_slots: int, step_s: float = 0.0) -> None:
+        self.step_s = step_s
+        self.num_steps = 0
+        self.began: list[float] = []  # when each step began
+        self._sequence_ids = np.zeros(num_slots, np.int64)
+        self._num_prompt = np.zeros(num_slots, np.int32)
+
+    def forward(self, grant: StepGrant) -> None:
+        self.began.append(time.perf_counter())
+        if self.step_s:
+            time.sleep(self.step_s)
+
+    def sample(self, grant: StepGrant, logits: Any) -> StepTokens:
+        for started in grant.started:
+            self._sequence_ids[started.slot] = started.sequence_id
+            self._num_prompt[started.slot] = started.num_prompt
+        self.num_steps += 1
+        slots = grant.slots[grant.is_sampled]
+        ends = (grant.starts + grant.num_tokens)[grant.is_sampled]
+        return StepTokens(
+            step=grant.step,
+            slots=slots,
+            sequence_ids=self._sequence_ids[slots],
+            places=ends - self._num_prompt[slots],
+            token_ids=(97 + (ends & 15)).astype(np.int32),
+            finishes=np.full(len(slots), FinishReason.NONE, np.int8),
+            started=grant.started,
+        )
+
+
+class Timed:
+    """A coroutine with the seconds that its steps took on the loop's thread."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.coroutine = coroutine
+        self.seconds = 0.0
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self.coroutine.__await__()
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            began = time.thread_time()
+            try:
+                waits_for = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                self.seconds += time.thread_time() - began
+            try:
+                value, error = (yield waits_for), None
+            except BaseException as thrown:  # CancelledError, into the coroutine
+                value, error = None, thrown
+
+    async def run(self) -> Any:
+        return await self
+
+
+def engine_with(device: FreeDevice, num_sequences: int, steps_in_flight: int) -> ScriptedEngine:
+    """An engine on `device`, not started."""
+    config = EngineConfig(
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=num_sequences,
+        max_num_batched_tokens=max(2048, num_sequences),
+        num_gpu_blocks=num_sequences * (MAX_MODEL_LEN // 16),
+        steps_in_flight=steps_in_flight,
+    )
+    engine = scripted_engine(config)
+    engine.model.forward = device.forward  # type: ignore[method-assign, assignment]
+    engine.model.sample = device.sample  # type: ignore[method-assign, assignment]
+    engine.model.announce = lambda grant: None  # type: ignore[method-assign]
+    engine.model.complete = lambda grant: None  # type: ignore[method-assign]
+    return engine
+
+
+async def start_timed(engine: ScriptedEngine) -> dict[str, Timed]:
+    """Starts the engine with a clock around each stage's task. Returns the clocks, by stage."""
+    clocks: dict[str, Timed] = {}
+    run = StageRunner.run
+
+    def timed_run(self: StageRunner) -> Awaitable[None]:
+        clocks[self.name] = Timed(run(self))
+        return clocks[self.name].run()
+
+    StageRunner.run = timed_run  # type: ignore[method-assign, assignment]
+    try:
+        await engine.start()
+    finally:
+        StageRunner.run = run  # type: ignore[method-assign]
+    return clocks
+
+
+async def decode(engine: ScriptedEngine, num_sequences: int, clocks: dict[str, Timed]) -> list[asyncio.Task[None]]:
+    """Starts `num_sequences` endless answers, each with its own reader, and waits until all decode."""
+    params = SamplingParams(max_tokens=MAX_MODEL_LEN - 16, temperature=0.0, ignore_eos=True)
+    started = 0
+    all_started = asyncio.Event()
+
+    async def read(i: int) -> None:
+        nonlocal started
+        outbox = await engine.submit(Request(f"r{i}", (Prompt(text="Once upon"),), params), wait=True)
+        is_first = True
+        async for _ in outbox:
+            if is_first:
+                is_first = False
+                started += 1
+                if started == num_sequences:
+                    all_started.set()
+
+    tasks = []
+    for i in range(num_sequences):
+        clocks[f"client {i}"] = Timed(read(i))
+        tasks.append(asyncio.create_task(clocks[f"client {i}"].run()))
+    await all_started.wait()
+    return tasks
+
+
+async def host_cost(num_sequences: int, seconds: float) -> dict[str, float]:
+    """Microseconds a step, by stage, with a device that takes no time."""
+    device = FreeDevice(num_sequences)
+    engine = engine_with(device, num_sequences, steps_in_flight=2)
+    clocks = await start_timed(engine)
+    tasks = await decode(engine, num_sequences, clocks)
+    await asyncio.sleep(0.2)
+    before = {name: clock.seconds for name, clock in clocks.items()}
+    steps, thread, wall = device.num_steps, time.thread_time(), time.perf_counter()
+    await asyncio.sleep(seconds)
+    steps, thread, wall = device.num_steps - steps, time.thread_time() - thread, time.perf_counter() - wall
+    spent = {name: clock.seconds - before[name] for name, clock in clocks.items()}
+    await end(engine, tasks)
+    cost = {name: spent[name] for name in STAGES}
+    cost["clients"] = sum(time_s for name, time_s in spent.items() if name.startswith("client"))
+    cost["rest"] = thread - sum(cost.values())
+    cost = {name: round(1e6 * time_s / steps, 1) for name, time_s in cost.items()}
+    cost["loop thread, all"] = round(1e6 * thread / steps, 1)
+    cost["step period"] = round(1e6 * wall / steps, 1)
+    cost["steps"] = steps
+    return cost
+
+
+async def period_ms(steps_in_flight: int, device_s: float, host_s: float, num_steps: int = 200) -> float:
+    """The median time between the beginnings of two steps, when allocate works for `host_s` on each."""
+    device = FreeDevice(4, device_s)
+    engine = engine_with(device, 4, steps_in_flight)
+    await engine.start()
+    allocate = engine.parts.allocate
+    handle = allocate.handle
+
+    async def slow_handle(batch: Sequence[Any], out: Outlet[Any]) -> None:
+        until = time.thread_time() + host_s
+        while time.thread_time() < until:
+            pass
+        await handle(batch, out)
+
+    allocate.handle = slow_handle  # type: ignore[method-assign]
+    tasks = await decode(engine, 4, {})
+    while device.num_steps < num_steps:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    await end(engine, tasks)
+    return round(1e3 * float(np.median(np.diff(device.began[20:]))), 3)
+
+
+async def idle_share(seconds: float) -> float:
+    """Processor time of a started engine with nothing to do, as a share of one core."""
+    engine = scripted_engine()
+    async with engine:
+        await asyncio.sleep(0.2)
+        cpu, wall = time.process_time(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        return round((time.process_time() - cpu) / (time.perf_counter() - wall), 5)
+
+
+async def end(engine: ScriptedEngine, tasks: list[asyncio.Task[None]]) -> None:
+    await engine.stop()
+    await asyncio.gather(*tasks)
+
+
+def measure(seconds: float) -> dict[str, Any]:
+    """All figures."""
+
+    def run(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return asyncio.run(make())
+
+    machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]}
+    return {
+        "machine": machine,
+        "python": platform.python_version(),
+        "host_us_per_step": {str(n): run(lambda n=n: host_cost(n, seconds)) for n in (256, 16)},  # type: ignore[misc]
+        "overlap_period_ms": {f"K={k}": run(lambda k=k: period_ms(k, 0.005, 0.002)) for k in (1, 2)},  # type: ignore[misc]
+        "idle_share_of_a_core": run(lambda: idle_share(seconds)),
+    }
+
+
+def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
+    """Which targets are met."""
+    large, small = figures["host_us_per_step"]["256"], figures["host_us_per_step"]["16"]
+    core = ("schedule", "allocate", "execute", "sample", "rest")
+    return {
+        "256 sequences: schedule, allocate, execute, sample and hops <= 250 us": sum(large[s] for s in core) <= 250,
+        "256 sequences: detokenize <= 350 us": large["detokenize"] <= DETOKENIZE_BUDGET_US,
+        "16 sequences: all stages <= 100 us": sum(small[s] for s in STAGES) <= 100,
+        "5 ms device + 2 ms host: period <= 5.5 ms at K = 2": figures["overlap_period_ms"]["K=2"] <= 5.5,
+        "5 ms device + 2 ms host: period >= 7 ms at K = 1": figures["overlap_period_ms"]["K=1"] >= 7.0,
+        "idle: under 1 % of a core": figures["idle_share_of_a_core"] < 0.01,
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    large, small = figures["host_us_per_step"]["256"], figures["host_us_per_step"]["16"]
+    print(f"{'us a step':<20}{'256 sequences':>16}{'16 sequences':>16}")
+    for name in large:
+        print(f"{name:<20}{large[name]:>16}{small[name]:>16}")
+    print(f"\nperiod with a 5 ms device and 2 ms of host work: {figures['overlap_period_ms']} ms")
+    print(f"idle: {figures['idle_share_of_a_core']:.2%} of a core\n")
+    for target, is_met in verdicts(figures).items():
+        print(f"{'met   ' if is_met else 'MISSED'}  {target}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the pipeline itself costs, without a model.")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--output", type=Path, help="write the figures here, as JSON")
+    options = parser.parse_args()
+    figures = measure(options.seconds)
+    show(figures)
+    if options.output is not None:
+        options.output.write_text(json.dumps(figures | {"targets": verdicts(figures)}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -109,7 +109,8 @@ class Generation:
             priority=order.body.priority,
             arrival_s=asyncio.get_running_loop().time(),
         )
-        return await self.service.require_engine().submit(asked)
+        # a burst waits its turn at the door for microseconds; who may stay is for admission to say, behind it
+        return await self.service.require_engine().submit(asked, wait=True)
 
     def _answer(self, shape: type[Answer], answer_id: str, order: Order) -> Answer:
         options = order.body.stream_options

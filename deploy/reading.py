@@ -15,6 +15,8 @@ from .parsing import INLINE_BYTES, JsonLimits, parse_object, too_large
 
 T = TypeVar("T")
 
+MAX_CHUNKS = 16_384  # of a chunked body; each costs microseconds, however short it is
+
 
 async def read(
     request: web.Request, config: ServerConfig, threads: Executor, make: Callable[[Mapping[str, Any]], T]
@@ -49,11 +51,16 @@ async def _read_bytes(request: web.Request, config: ServerConfig) -> bytes:
 
 
 async def _read_all(request: web.Request, limit: int) -> bytes:
-    chunks: list[bytes] = []
-    num_bytes = 0
-    async for chunk in request.content.iter_any():
-        num_bytes += len(chunk)
+    if not request.can_read_body:
+        return b""
+    parts: list[bytes] = []
+    num_bytes = num_chunks = 0
+    async for part, is_end_of_chunk in request.content.iter_chunks():
+        num_bytes += len(part)
+        num_chunks += is_end_of_chunk
         if num_bytes > limit:
             raise too_large(limit)
-        chunks.append(chunk)
-    return b"".join(chunks)
+        if num_chunks > MAX_CHUNKS:
+            raise ApiError("body_too_large", f"the body comes in more than {MAX_CHUNKS} chunks: send longer ones")
+        parts.append(part)
+    return b"".join(parts)

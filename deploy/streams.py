@@ -6,12 +6,14 @@ Knows sockets and patience. Refuses to know what the events say.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
 HIGH_WATER_BYTES = 64 * 1024  # of a stream's own buffer; above it a write waits for the client to read
+SEND_BUFFER_BYTES = 128 * 1024  # of the kernel's, which would grow to megabytes for each client that does not read
 
 
 class EventStream:
@@ -40,6 +42,7 @@ class EventStream:
         transport = self._request.transport
         if transport is not None:
             transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         await self._response.prepare(self._request)
         self._watch()
         return self

@@ -111,7 +111,7 @@ class RunningServer:
         with self.connect(timeout_s) as connection:
             began = time.perf_counter()
             send(connection, data)
-            return read_answer(connection, began)
+            return read_answer(connection, began, has_body=not data.startswith(b"HEAD "))
 
     def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
         """The answer to a JSON body; bytes go as they are."""
@@ -174,7 +174,7 @@ def send(connection: socket.socket, data: bytes) -> None:
         return
 
 
-def read_answer(connection: socket.socket, began: float | None = None) -> Answer:
+def read_answer(connection: socket.socket, began: float | None = None, has_body: bool = True) -> Answer:
     """One response, to its end. `ConnectionError` if the connection closes before there is one."""
     began = time.perf_counter() if began is None else began
     chunks = _chunks(connection)
@@ -186,7 +186,7 @@ def read_answer(connection: socket.socket, began: float | None = None) -> Answer
     status = int(lines[0].split(" ")[1])
     pairs = (line.split(":", 1) for line in lines[1:])
     headers = {name.lower(): value.strip() for name, value in pairs}
-    body = _read_body(headers, rest, chunks)
+    body = _read_body(headers, rest, chunks) if has_body else b""
     return Answer(status, headers, body, time.perf_counter() - began)
 
 

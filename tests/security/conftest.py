@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.deploy.running import RunningServer
+from tests.security.oracle import CANARIES, KEY, TEXT
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/security/" in str(item.path):
+            item.add_marker(pytest.mark.security)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """An open server. Greedy streams run on it throughout, and none may notice what the tests do (O5)."""
+    with RunningServer(server={"log_format": "json"}) as running:
+        with CanaryStreams(running, num=2) as canaries:
+            yield running
+        assert not canaries.complaints
+        assert canaries.num_finished > 0
+        running.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def keyed_server() -> Iterator[RunningServer]:
+    """A server that asks for a key and takes no unknown field."""
+    with RunningServer(server={"api_key": [KEY], "strict_fields": True, "log_format": "json"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def slow_server() -> Iterator[RunningServer]:
+    """A server with long steps, two slots, and little patience."""
+    options = {
+        "step_s": 0.01,
+        "script": {"eos_probability": 0.0},
+        "engine": {"max_num_seqs": 2, "max_num_batched_tokens": 64},
+        "server": {
+            "header_timeout_s": 1.0,
+            "body_timeout_s": 1.0,
+            "keep_alive_s": 1.5,
+            "stalled_reader_s": 1.0,
+            "max_connections": 64,
+        },
+    }
+    with RunningServer(**options) as running:
+        yield running
+
+
+class CanaryStreams:
+    """Threads that ask for the same greedy stream again and again and compare it with the first one."""
+
+    def __init__(self, server: RunningServer, num: int) -> None:
+        self.complaints: list[str] = []
+        self.num_finished = 0
+        self._server = server
+        self._is_over = threading.Event()
+        body = {"prompt": CANARIES[0], "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+        self._text = server.post(TEXT, body).json["choices"][0]["text"]
+        self._body = body | {"stream": True}
+        self._threads = [threading.Thread(target=self._run) for _ in range(num)]
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.1):
+            try:
+                events = self._server.post(TEXT, self._body).events()
+            except (OSError, AssertionError) as error:
+                self.complaints.append(f"a canary was cut off: {error!r}")
+                continue
+            text = "".join(event["choices"][0]["text"] for event in events[:-1])
+            if text != self._text:
+                self.complaints.append(f"a canary said {text!r} instead of {self._text!r}")
+            self.num_finished += 1
+
+    def __enter__(self) -> CanaryStreams:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()

@@ -1,0 +1,66 @@
+"""T37: headers without measure."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deploy.running import head_bytes, read_answer, send
+from tests.security.oracle import check_error
+from tests.security.wire import tell
+
+KIB = 1024
+
+
+def with_header(name: str, size: int) -> bytes:
+    return head_bytes("GET", "/health", {name: "x" * size})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_header("X-Long", 1024 * KIB),
+        with_header("X-Long", 9 * KIB),
+        with_header("x" * 9 * KIB, 1),
+        b"GET /" + b"a" * 9 * KIB + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"a" * 1024 * KIB,
+        b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        + b"".join(b"X-%d: %s\r\n" % (i, b"v" * 4000) for i in range(5))
+        + b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 100_000 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 101 + b"\r\n",
+        b"A" * 1024 * KIB,
+    ],
+    ids=["1 MiB", "9 KiB", "name", "target", "endless target", "block", "100,000", "101", "no HTTP"],
+)
+def test_headers_over_the_limits_are_refused_and_the_connection_closes(server, data):
+    told = tell(server, data)
+    assert told.is_closed and told.num_responses == 1
+    check_error(told.answer(), (400, 431))
+    assert server.get("/health").status == 200
+
+
+def test_an_endless_header_is_cut_off_after_sixteen_kibibytes(server):
+    with server.connect() as connection:
+        send(connection, b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        line = b"X-A: " + b"v" * 1017 + b"\r\n"  # 1 KiB
+        for _ in range(17):
+            send(connection, line)
+        answer = read_answer(connection)
+    check_error(answer, 431)
+
+
+def test_headers_within_the_limits_are_served(server):
+    for data in (
+        with_header("X-Long", 8000),
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 90 + b"\r\n",
+    ):
+        with server.connect() as connection:
+            send(connection, data)
+            assert read_answer(connection).status == 200
+
+
+def test_a_request_in_single_bytes_is_served(server):
+    with server.connect() as connection:
+        for byte in head_bytes("GET", "/health", {"X-A": "b"}):
+            send(connection, bytes([byte]))
+        assert read_answer(connection).status == 200

@@ -1,0 +1,91 @@
+"""T41: every spelling of every route, without a key."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.security.oracle import KEY, check_error
+from tests.security.wire import tell
+
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/scripted"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+    ("DELETE", "/v1/requests/x"),
+    ("GET", "/nope"),
+]
+HOSTS = ["localhost", "a/?", "a?/health", "/health", "health", "localhost/health", "[::1]", "x" * 300, "", "é"]
+
+
+def spellings(path: str) -> list[str]:
+    return [
+        path,
+        path + "/",
+        "/" + path,
+        "/." + path,
+        "/health/.." + path,
+        "/health/%2e%2e" + path,
+        "/%2e" + path,
+        path.replace("/v1", "/V1"),
+        path.upper(),
+        path + "?/health",
+        path + "#/health",
+        path + "%00",
+        path + ";/health",
+        path + "/../health/..",
+        path.replace("o", "%6f"),
+        "http://localhost" + path,
+        "http://localhost/health/.." + path,
+        "http://health" + path,
+        path + "?x=/health/live",
+        "/health" + path,
+        "/health/live" + path,
+        "/health%2f.." + path,
+        "\\health" + path,
+    ]
+
+
+def ask(method: str, target: str, host: str = "localhost") -> bytes:
+    return f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_no_spelling_of_a_route_opens_it(keyed_server, method, path):
+    for target in spellings(path):
+        told = tell(keyed_server, ask(method, target))
+        assert told.num_responses == 1
+        check_error(told.answer(), (400, 401))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_no_host_opens_a_route(keyed_server, host):
+    for method, path in ROUTES:
+        check_error(tell(keyed_server, ask(method, path, host)).answer(), (400, 401))
+
+
+@pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "CONNECT", "FOO", "get"])
+def test_no_method_opens_a_route(keyed_server, method):
+    for _, path in ROUTES:
+        told = tell(keyed_server, ask(method, path))
+        assert told.num_responses == 1 and told.status in (400, 401)
+
+
+def test_health_alone_is_open(keyed_server):
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert keyed_server.get(path).status == 200
+        assert keyed_server.get(path, method="HEAD").status == 200
+    for path in ("/health/", "/health/nope", "//health", "/Health"):
+        assert keyed_server.get(path).status == 401
+
+
+def test_the_key_opens_every_route(keyed_server):
+    for headers in ({"Authorization": f"Bearer {KEY}"}, {"authorization": f"bearer {KEY}"}, {"X-Api-Key": KEY}):
+        assert keyed_server.get("/v1/models", headers).status == 200
+        assert keyed_server.get("/metrics", headers).status == 200
+        assert keyed_server.get("/nope", headers).status == 404
+        assert keyed_server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers).status == 200

@@ -1,0 +1,54 @@
+"""T42: how long a wrong key takes says nothing of the right one."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import math
+import random
+import time
+
+from multidict import CIMultiDict
+
+from millrace.deploy import keys
+from millrace.deploy.errors import ApiError
+from millrace.deploy.keys import Keys
+
+RIGHT = "sk-0123456789abcdef0123456789abcdef"
+
+
+class Request:
+    def __init__(self, key: str) -> None:
+        self.headers = CIMultiDict({"Authorization": f"Bearer {key}"})
+
+
+def seconds(checker: Keys, request: Request) -> float:
+    began = time.perf_counter_ns()
+    with contextlib.suppress(ApiError):
+        checker.check(request)  # type: ignore[arg-type]
+    return time.perf_counter_ns() - began
+
+
+def test_keys_are_compared_as_digests_by_compare_digest_only():
+    tree = ast.parse(inspect.getsource(keys))
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert calls.count("hmac.compare_digest") == 1
+    compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    assert not any("digest" in ast.unparse(node) for node in compared)
+
+
+def test_a_key_that_begins_right_takes_no_longer_than_one_that_does_not():
+    checker = Keys([RIGHT, "another-key"])
+    begins_right, is_wrong = Request(RIGHT[:-1] + "x"), Request("x" * len(RIGHT))
+    timings: dict[bool, list[float]] = {True: [], False: []}
+    order = random.Random(1)
+    for _ in range(40_000):
+        which = order.random() < 0.5
+        timings[which].append(seconds(checker, begins_right if which else is_wrong))
+    first, second = (sorted(values)[: int(len(values) * 0.9)] for values in timings.values())  # without interruptions
+    mean_1, mean_2 = sum(first) / len(first), sum(second) / len(second)
+    var_1 = sum((value - mean_1) ** 2 for value in first) / (len(first) - 1)
+    var_2 = sum((value - mean_2) ** 2 for value in second) / (len(second) - 1)
+    welch_t = (mean_1 - mean_2) / math.sqrt(var_1 / len(first) + var_2 / len(second))
+    assert abs(welch_t) < 4.5

@@ -1,0 +1,68 @@
+"""T43: keys in odd places and shapes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deploy.running import head_bytes
+from tests.security.oracle import KEY, check_error
+from tests.security.wire import tell
+
+BEARER = f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": ""},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer "},
+        {"Authorization": KEY},
+        {"Authorization": f"Basic {KEY}"},
+        {"Authorization": f"Bearer {KEY}x"},
+        {"Authorization": f"Bearer {KEY[:-1]}"},
+        {"Authorization": f"Bearer {KEY.upper()}"},
+        {"Authorization": f"Bearer {KEY} {KEY}"},
+        {"Authorization": f'Bearer "{KEY}"'},
+        {"Authorization": "Bearer " + "k" * 5000},
+        {"Authorization": "Bearer é漢"},
+        {"x-api-key": ""},
+        {"x-api-key": "é"},
+        {"x-api-key": f"{KEY},{KEY}"},
+        {"Cookie": f"api_key={KEY}"},
+    ],
+    ids=lambda headers: str(headers)[:40],
+)
+def test_what_is_not_the_key_is_401(keyed_server, headers):
+    answer = keyed_server.get("/v1/models", headers)
+    check_error(answer, 401)
+    assert answer.error["code"] == "invalid_api_key" and answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_key_in_the_query_is_no_key(keyed_server):
+    for query in (
+        f"?api_key={KEY}",
+        f"?key={KEY}",
+        f"?access_token={KEY}",
+        f"?Authorization={BEARER}".replace(" ", "+"),
+    ):
+        check_error(keyed_server.get(f"/v1/models{query}"), 401)
+
+
+def test_two_keys_are_no_key(keyed_server):
+    for extra in (BEARER, "Bearer wrong"):
+        data = head_bytes("GET", "/v1/models", {"Authorization": BEARER, "authorization": extra, "Connection": "close"})
+        check_error(tell(keyed_server, data).answer(), (400, 401))
+
+
+def test_a_key_of_64_kibibytes_is_refused(keyed_server):
+    data = head_bytes("GET", "/v1/models", {"Authorization": "Bearer " + "k" * 65536})
+    check_error(tell(keyed_server, data).answer(), (400, 401, 431))
+
+
+def test_no_key_is_in_the_log(keyed_server):
+    keyed_server.get("/v1/models", {"Authorization": BEARER})
+    keyed_server.get("/v1/models", {"Authorization": f"Bearer wrong-{KEY}"})
+    keyed_server.get(f"/nope?key={KEY}", {"Authorization": BEARER})
+    assert KEY not in keyed_server.errors()

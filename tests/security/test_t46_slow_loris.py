@@ -1,0 +1,71 @@
+"""T46: many connections that send a byte now and then. (Header and body time are 1 s on this server.)"""
+
+from __future__ import annotations
+
+import time
+
+from tests.deploy.running import head_bytes, read_answer, send
+from tests.security.oracle import TEXT, check_error
+from tests.security.wire import listen
+
+
+def test_headers_that_trickle_are_given_up(slow_server):
+    connections = [slow_server.connect() for _ in range(30)]
+    began = time.monotonic()
+    try:
+        while time.monotonic() - began < 1.5:
+            for connection in connections:
+                send(connection, b"G" if time.monotonic() - began < 0.1 else b"X")
+            time.sleep(0.2)
+        for connection in connections:
+            told = listen(connection, 5.0)
+            assert told.is_closed
+        assert slow_server.get("/health").status == 200
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_headers_that_trickle_are_told_why(slow_server):
+    with slow_server.connect() as connection:
+        send(connection, b"GET /health HTTP/1.1\r\nHost:")
+        answer = read_answer(connection)
+        assert 0.9 < answer.seconds < 6.0
+    check_error(answer, 408)
+
+
+def test_a_body_that_trickles_is_given_up(slow_server):
+    with slow_server.connect() as connection:
+        head = head_bytes("POST", TEXT, {"Content-Type": "application/json", "Content-Length": "1000"})
+        send(connection, head)
+        for _ in range(8):
+            send(connection, b" ")
+            time.sleep(0.2)
+        check_error(read_answer(connection), 408)
+
+
+def test_a_connection_without_a_request_is_closed(slow_server):
+    with slow_server.connect() as connection:
+        told = listen(connection, 6.0)
+    assert told.is_closed and not told.data and told.seconds > 0.9
+
+
+def test_connections_over_the_limit_are_turned_away(slow_server):
+    connections = []
+    try:
+        statuses = set()
+        for _ in range(80):
+            connection = slow_server.connect()
+            connections.append(connection)
+            send(connection, head_bytes("GET", "/health", {}))
+        for connection in connections:
+            try:
+                statuses.add(read_answer(connection).status)
+            except ConnectionError:
+                statuses.add(503)  # reset before it was read
+        assert statuses == {200, 503}
+    finally:
+        for connection in connections:
+            connection.close()
+    time.sleep(0.2)
+    assert slow_server.get("/health").status == 200

@@ -5,7 +5,7 @@ Knows vocabulary and context. Refuses to know load: that is `admission.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,7 +130,7 @@ def _chat_chars(chat: ChatPrompt | None) -> int:
 def _chars(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return sum(_chars(part) for part in value.values())
     return sum(_chars(part) for part in value) if isinstance(value, (list, tuple)) else 0
 

@@ -300,7 +300,7 @@ def test_256_plain_rows_cost_little_more_than_looking_them_up():
         return (time.process_time() - began) / len(steps)
 
     best = min(run(main, seed=0).value for _ in range(3))
-    assert best < 400e-6  # 45 us on an idle core; slack for busy machines
+    assert best < 400e-6  # 75 us measured on a busy machine
 
 
 def test_a_token_has_the_classes_of_all_its_characters():

@@ -261,10 +261,10 @@ def test_every_request_has_one_end_whatever_crashes_and_whoever_cancels():
             await asyncio.gather(*(client(i) for i in range(6)))
         assert sorted(ends) == [f"{i}" for i in range(6)] and not exit._choices
 
-    for seed in range(60):
+    for seed in range(40):
         faults = {"exit.crash.before": 0.1, "exit.crash.after": 0.1}
         fired += sum(run(main, seed=seed, fault_names=faults).faults_fired.values())
-    assert fired > 20
+    assert fired > 10
 
 
 @sim_test(seeds=3)

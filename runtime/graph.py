@@ -135,9 +135,15 @@ class Graph:
         if self.entry is not None and self.entry.stage in inside:
             part.entry = self.entry
         else:
-            part.entry = Port(first, next(iter(self.stages[first].inputs)))
+            part.entry = part._main_input(first)
             part.open_ports.discard(part.entry)
         return part
+
+    def _main_input(self, stage: str) -> Port:
+        """Where requests enter a slice that begins with `stage`: an input whose edge was cut, `in` if it is one."""
+        inputs = list(self.stages[stage].inputs)
+        cut = [port for port in inputs if Port(stage, port) in self.open_ports] or inputs
+        return Port(stage, "in" if "in" in cut else cut[0])
 
     def _move_behind(self, name: str, before: str) -> None:
         moved = self.stages.pop(name)

@@ -194,6 +194,16 @@ def test_a_cut_through_a_cycle_leaves_the_feedback_open_on_purpose() -> None:
     graph.cut("loop", "loop").check()
 
 
+def test_requests_enter_a_cut_where_its_edge_was_cut_and_not_at_its_feedback() -> None:
+    class Fed(Loop):
+        inputs = {"feedback": Text, "in": Text}
+
+    graph = chain(Source(), Fed(), Worker(), Sink())
+    graph.connect("worker.feedback", "fed.feedback", capacity=4, when_full="never", credits=4)
+    assert graph.cut("fed", "worker").entry == Port("fed", "in")
+    assert graph.cut("fed", "fed").entry == Port("fed", "in")
+
+
 # -- complaints, each with its mend
 
 

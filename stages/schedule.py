@@ -77,7 +77,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         out.send(plan)
         self.last_step_s = self._context.env.now()
         if self._context.tracer.enabled:
-            counts = (len(plan.slots), int(plan.num_wanted.sum()), self.scheduler.num_running, self.scheduler.num_waiting)
+            in_line = (self.scheduler.num_running, self.scheduler.num_waiting)
+            counts = (len(plan.slots), int(plan.num_wanted.sum()), *in_line)
             self._context.tracer.emit(EventKind.STEP_PLANNED, self._context.source, plan.step, *counts)
 
     @property

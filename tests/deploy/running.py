@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,15 @@ HELD = ("live", "blocks_in_use", "blocks_quarantined", "admitted", "sequences")
 
 
 class RunningServer:
-    """One process; `url` once it is ready. A context manager that kills it. `options` are those of `scripted_serve`."""
+    """One process; `url` once it is ready. A context manager that kills it.
 
-    def __init__(self, *, wait: bool = True, **options: Any) -> None:
+    `options` are those of `scripted_serve`, unless there is another `command`.
+    """
+
+    def __init__(self, *, wait: bool = True, command: Sequence[str] | None = None, **options: Any) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/deploy/scripted_serve.py"), json.dumps(options)],
+            command or [sys.executable, str(ROOT / "tests/deploy/scripted_serve.py"), json.dumps(options)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
             stdin=subprocess.PIPE,

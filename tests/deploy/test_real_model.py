@@ -1,0 +1,73 @@
+"""`millrace serve` and `millrace complete` with a checkpoint, from the command line on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.running import RunningServer
+from tests.model.checkpoints import make_checkpoint
+
+COMMAND = [sys.executable, "-m", "millrace.deploy"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("model") / "tiny"
+    make_checkpoint("qwen2", root)
+    return root
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_served_and_completed_alike(checkpoint):
+    with RunningServer(
+        command=[*COMMAND, "serve", str(checkpoint), "--port", "0", "--served-model-name", "tiny"]
+    ) as server:
+        assert server.ready["models"] == ["tiny"]
+        (model,) = server.get("/v1/models").json["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 2048)
+        asked = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        whole = server.post("/v1/completions", asked)
+        assert whole.status == 200 and whole.json["usage"]["completion_tokens"] == 8
+        text = whole.json["choices"][0]["text"]
+        events = server.post("/v1/completions", asked | {"stream": True}).events()
+        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
+        chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4})
+        assert chat.status == 200
+        tokens = server.post("/tokenize", {"prompt": "Größe 🙂 漢"}).json["tokens"]
+        assert server.post("/detokenize", {"tokens": tokens}).json == {"prompt": "Größe 🙂 漢"}
+        wrong = server.post("/v1/completions", asked | {"stop_token_ids": [640]})
+        assert (wrong.status, wrong.error["param"]) == (400, "stop_token_ids")
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.errors()
+
+
+@pytest.mark.slow
+def test_complete_runs_the_model_in_its_own_process(checkpoint):
+    command = [*COMMAND, "complete", "Once upon a time", "--model", str(checkpoint), "--max-tokens", "5", "--stats"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon a time")
+    assert "TTFT" in done.stderr and "answer" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["serve"], ["complete", "x", "--model"]])
+def test_a_model_that_is_none_is_one_line_and_exit_code_3(tmp_path, command):
+    arguments = [*COMMAND, *command, str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3
+    assert done.stderr.startswith("millrace: ") and done.stderr.count("\n") == 1 and str(tmp_path) in done.stderr
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_exit_code_3(server: RunningServer):
+    arguments = [*COMMAND, "serve", "--port", str(server.address[1])]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3
+    assert f"127.0.0.1:{server.address[1]}" in done.stderr and "Traceback" not in done.stderr

@@ -22,11 +22,12 @@ from .messages import TopLogprobs
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 BLOCK = 128  # tokens; small enough to look at twice, large enough that torch reduces whole vectors
 LOWEST = float(np.finfo(np.float32).min)  # below every number that is a candidate; a masked token is -inf
-NUM_LIKELY = 256  # blocks; top_p's first try looks at tokens above the maxima of all others
-MAX_BLOCKS = 16_384  # whose tokens are looked at together; 200 MB when all of them are candidates
+NUM_LIKELY = 256  # blocks, or a quarter of them; the guess for top_p is the least of so many largest maxima
+NUM_WHOLE = 8  # rows that are sorted whole at a time
 SLACK = 1e-3  # subtracted from a bound that only saves work, so that rounding never takes a token away
 
 
@@ -163,100 +164,108 @@ def draw_truncated(logits: Tensor, maxima: Floats, drawing: Drawing) -> Longs:
     """As `draw`, from what top_k, top_p and min_p leave, in that order. `maxima` [n, B] are those of `Blocks(logits)`.
 
     Each of the three keeps every token that is at least as likely as some threshold, so tokens that tie with the last
-    one kept are kept too. Exact at a fraction of a sort's cost: block maxima give a bound that no threshold is below,
-    and only tokens above it, the candidates, are looked at. For top_p on its own a higher bound is tried first, which
-    will do if the tokens above it have the share of the probability that is asked for.
+    one kept are kept too. Exact at a fraction of a sort's cost: block maxima give a bound, and only tokens above it,
+    the candidates, are looked at. For top_p alone that is a guess, which holds if the candidates have the share of the
+    probability that is asked for. Rows where it does not, or with most blocks above the bound, are sorted whole.
     """
     best = maxima.max(1).astype(np.float64)
     mass = np.ones(len(best))  # of the whole row; the likeliest token has 1
-    is_top_p_alone = (drawing.top_p < 1) & (drawing.top_k == 0)
-    rows = np.flatnonzero(is_top_p_alone)
+    is_guess = (drawing.top_p < 1) & (drawing.top_k == 0)
+    rows = np.flatnonzero(is_guess)
     if len(rows):
         weights = _weights(rows_of(logits, rows), best[rows], drawing.temperature[rows])
         mass[rows] = Blocks(weights).sums().cumsum(1)[:, -1]
-    bound = _bound(maxima, best, drawing, mass, logits.shape[1])
-    guess = bound.copy()
-    guess[rows] = np.maximum(bound[rows], _kth_largest(maxima[rows], min(NUM_LIKELY, maxima.shape[1])))
-    chosen, covered = _draw_above(guess, logits, maxima, drawing, mass)
-    short = np.flatnonzero((guess > bound) & (covered < drawing.top_p * mass * (1 + SLACK)))
-    if len(short):
-        chosen[short], _ = _draw_above(bound[short], rows_of(logits, short), maxima[short], drawing[short], mass[short])
+    bound = _bound(maxima, best, drawing)
+    is_near = maxima >= bound[:, None]
+    is_whole = is_near.sum(1) * 2 > maxima.shape[1]
+    chosen = np.zeros(len(best), np.int64)
+    few = np.flatnonzero(~is_whole)
+    if len(few):
+        found = _candidates(Blocks(logits), is_near & ~is_whole[:, None], bound, best, drawing.temperature)
+        chosen[few] = _draw_candidates(found, few, drawing, mass)
+        covered = np.bincount(found.row, weights=np.exp(found.value), minlength=len(best))
+        is_short = covered < drawing.top_p * mass * (1 + SLACK)
+        is_whole |= is_guess & is_short & (bound > best + drawing.temperature * _log(drawing.min_p))
+    whole = np.flatnonzero(is_whole)
+    if len(whole):
+        chosen[whole] = _draw_whole(rows_of(logits, whole), best[whole], drawing[whole], mass[whole])
     return chosen
 
 
-def _bound(maxima: Floats, best: Doubles, drawing: Drawing, mass: Doubles, num_tokens: int) -> Doubles:
-    """[n], for each row a logit that none of the tokens to keep is below.
+def _bound(maxima: Floats, best: Doubles, drawing: Drawing) -> Doubles:
+    """[n], for each row a logit that no token to keep is below; for top_p alone most likely so.
 
-    top_k: k blocks have a maximum at or above the k-th largest maximum, so k tokens are. top_p: tokens less likely than
-    (1 - top_p) / V have less than 1 - top_p together. min_p is itself a threshold. Where top_k and top_p are both on,
-    top_p's share is of what top_k kept, so all of that is needed and top_k's bound stands alone.
+    top_k: k blocks have a maximum at or above the k-th largest maximum, so k tokens are. min_p is itself a threshold;
+    but where top_p takes its share of what top_k kept, all of that is needed and top_k's bound stands alone.
     """
     num_blocks = maxima.shape[1]
+    likely = max(num_blocks // 4, 1)
+    num_wanted = np.where(drawing.top_k > 0, drawing.top_k, np.where(drawing.top_p < 1, min(NUM_LIKELY, likely), 0))
     bound = np.full(len(best), LOWEST)
-    for k in np.unique(drawing.top_k).tolist():
+    for k in np.unique(num_wanted).tolist():
         if 0 < k <= num_blocks:
-            rows = np.flatnonzero(drawing.top_k == k)
-            bound[rows] = _kth_largest(maxima[rows], k)
-    with np.errstate(divide="ignore"):
-        by_top_p = np.log((1 - drawing.top_p) * mass / num_tokens)
-        by_min_p = np.log(drawing.min_p)
-    lowest = np.where(drawing.top_p == 1, by_min_p, np.maximum(by_top_p, by_min_p))
-    lowest[(drawing.top_k > 0) & (drawing.top_p < 1)] = -np.inf
-    bound = np.maximum(bound, best + drawing.temperature * (lowest - SLACK))
-    finite: Doubles = np.maximum(bound, LOWEST)
-    return finite
+            rows = np.flatnonzero(num_wanted == k)
+            bound[rows] = np.partition(maxima[rows], num_blocks - k, axis=1)[:, num_blocks - k]
+    by_min_p = best + drawing.temperature * (_log(drawing.min_p) - SLACK)
+    by_min_p[(drawing.top_k > 0) & (drawing.top_p < 1)] = LOWEST
+    highest: Doubles = np.maximum(np.maximum(bound, by_min_p), LOWEST)
+    return highest
 
 
-def _kth_largest(values: Floats, k: int) -> Floats:
-    at = values.shape[1] - k
-    largest: Floats = np.partition(values, at, axis=1)[:, at]
-    return largest
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Tokens of several rows in a line, sorted by (row, id)."""
+
+    row: Longs
+    token_id: Longs
+    value: Doubles  # log-weight, 0 for the likeliest of the row
 
 
-def _draw_above(
-    bound: Doubles, logits: Tensor, maxima: Floats, drawing: Drawing, mass: Doubles
-) -> tuple[Longs, Doubles]:
-    """Draws from the tokens at or above `bound`. Returns (tokens, the mass of those candidates), [n] each.
-
-    A few rows at a time if need be, as flat distributions have many candidates and each takes about 100 bytes here.
-    """
-    is_needed = maxima >= bound[:, None]
-    group = is_needed.sum(1).cumsum() // MAX_BLOCKS
-    ends = np.append(np.flatnonzero(np.diff(group)) + 1, len(group))
-    best = maxima.max(1).astype(np.float64)
-    all_blocks, parts, start = Blocks(logits), [], 0
-    for end in ends.tolist():
-        rows, blocks = np.nonzero(is_needed[start:end])
-        found = all_blocks.take(rows + start, blocks)
-        at_block, at = np.nonzero(found >= bound[start:end][rows][:, None])
-        row = rows[at_block]
-        scaled = (found[at_block, at] - best[start:end][row]) / drawing.temperature[start:end][row]
-        some = slice(start, end)
-        chosen = _draw_candidates(row, blocks[at_block] * BLOCK + at, scaled, drawing[some], mass[some])
-        parts.append((chosen, np.bincount(row, weights=np.exp(scaled), minlength=end - start)))
-        start = end
-    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+def _candidates(blocks: Blocks, is_near: Bools, bound: Doubles, best: Doubles, temperature: Doubles) -> _Candidates:
+    """The tokens at or above `bound` in the blocks that are near."""
+    rows, near = np.nonzero(is_near)
+    found = blocks.take(rows, near)
+    at_block, at = np.nonzero(found >= bound[rows][:, None])
+    row = rows[at_block]
+    return _Candidates(row, near[at_block] * BLOCK + at, (found[at_block, at] - best[row]) / temperature[row])
 
 
-def _draw_candidates(row: Longs, token_ids: Longs, scaled: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
-    """Candidates of all rows in a line, sorted by (row, id), with their log-weights. Rows of about the same number of
-    candidates are drawn from together, side by side: so padding costs at most 8 times what is there."""
-    counts = np.bincount(row, minlength=len(mass))
-    column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    chosen = np.zeros(len(mass), np.int64)
+def _draw_candidates(found: _Candidates, rows: Longs, drawing: Drawing, mass: Doubles) -> Longs:
+    """One token for each of `rows`. Rows of about the same number of candidates are drawn from together, side by side:
+    so padding costs at most 8 times what is there."""
+    counts = np.bincount(found.row, minlength=len(mass))
+    column = np.arange(len(found.row)) - np.repeat(np.cumsum(counts) - counts, counts)
     size = np.ceil(np.log2(np.maximum(counts, 8)) / 3)
-    for each in np.unique(size):
-        rows = np.flatnonzero(size == each)
-        mine = np.flatnonzero(size[row] == each)
-        place = np.repeat(np.arange(len(rows)), counts[rows]), column[mine]
-        values = np.full((len(rows), int(counts[rows].max())), -np.inf)
-        values[place] = scaled[mine]
+    chosen = np.zeros(len(mass), np.int64)
+    for each in np.unique(size[rows]):
+        some = rows[size[rows] == each]
+        mine = np.flatnonzero(size[found.row] == each)
+        place = np.repeat(np.arange(len(some)), counts[some]), column[mine]
+        values = np.full((len(some), int(counts[some].max())), -np.inf)
+        values[place] = found.value[mine]
         ids = np.zeros(values.shape, np.int64)
-        ids[place] = token_ids[mine]
-        is_kept = values >= thresholds(values, drawing[rows], mass[rows])[:, None]
-        sums = np.where(is_kept, np.exp(values), 0.0).cumsum(1)
-        chosen[rows] = ids[np.arange(len(rows)), _first_above(sums, drawing.u[rows] * sums[:, -1])]
-    return chosen
+        ids[place] = found.token_id[mine]
+        chosen[some] = ids[np.arange(len(some)), _draw_from(values, drawing[some], mass[some])]
+    return chosen[rows]
+
+
+def _draw_whole(logits: Tensor, best: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
+    """One token for each row, a few rows at a time: a row takes about 40 bytes a token here."""
+    parts = []
+    for start in range(0, len(best), NUM_WHOLE):
+        some = slice(start, start + NUM_WHOLE)
+        values = _to_numpy(logits[some].float()).astype(np.float64)
+        values -= best[some, None]
+        values /= drawing.temperature[some, None]
+        parts.append(_draw_from(values, drawing[some], mass[some]))
+    return np.concatenate(parts)
+
+
+def _draw_from(values: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
+    """[n] places in log-weights [n, W], which are in the order of the vocabulary; -inf is padding."""
+    is_kept = values >= thresholds(values, drawing, mass)[:, None]
+    sums = np.where(is_kept, np.exp(values), 0.0).cumsum(1)
+    return _first_above(sums, drawing.u * sums[:, -1])
 
 
 def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
@@ -275,9 +284,7 @@ def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
     mass = np.where(has_top_k, sums[:, -1], mass)
     num_kept = ((sums - weights) < (drawing.top_p * mass)[:, None]).sum(1)
     by_top_p = np.where(drawing.top_p < 1, falling[rows, num_kept - 1], -np.inf)
-    with np.errstate(divide="ignore"):
-        by_min_p = np.log(drawing.min_p)
-    highest: Doubles = np.maximum(np.maximum(least, by_top_p), by_min_p)
+    highest: Doubles = np.maximum(np.maximum(least, by_top_p), _log(drawing.min_p))
     return highest
 
 
@@ -287,6 +294,12 @@ def _weights(logits: Tensor, best: Doubles, temperature: Doubles) -> Tensor:
     if (temperature != 1).any():
         scaled.div_(_column(logits, temperature))
     return scaled.exp_()
+
+
+def _log(x: Doubles) -> Doubles:
+    with np.errstate(divide="ignore"):
+        logarithms: Doubles = np.log(x)
+    return logarithms
 
 
 def _first_above(sums: Doubles, target: Doubles) -> Longs:

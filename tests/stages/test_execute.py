@@ -274,6 +274,7 @@ async def test_each_grant_leaves_once_and_in_order_whatever_crashes(env):
     assert found.count("InjectedCrash") == 0 or env.faults_fired["execute.crash.before"] > 0
 
 
+@pytest.mark.slow
 def test_the_stages_need_no_torch():
     names = ("execute", "sample", "device", "messages", "sampling_table")
     code = f"import sys\nfor name in {names}: __import__('millrace.stages.' + name)\nassert 'torch' not in sys.modules"

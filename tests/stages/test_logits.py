@@ -138,14 +138,16 @@ def test_a_first_try_that_is_short_of_mass_is_made_good():
     assert drawn(row[None], drawing([1 - 2**-53], top_p=0.9)).tolist() == [last_kept]
 
 
-def test_rows_that_are_looked_at_a_few_at_a_time_draw_the_same(monkeypatch):
-    logits = rows(40, 3000, 8, spread=0.5)
-    rng = np.random.default_rng(0)
-    how = drawing(rng.random(40), rng.uniform(0.1, 2, 40), 0, rng.uniform(0.1, 1, 40), 0.0)
-    together = drawn(logits, how)
-    for limit in (1, 7, 100):
-        monkeypatch.setattr(maths, "MAX_BLOCKS", limit)
-        assert drawn(logits, how).tolist() == together.tolist()
+@pytest.mark.parametrize("how", CASES, ids=str)
+def test_candidates_alone_and_whole_rows_draw_the_same(how, monkeypatch):
+    logits = rows(40, 5000, 8, spread=2.0)
+    how = drawing(np.random.default_rng(0).random(40), **how)
+    monkeypatch.setattr(maths, "NUM_WHOLE", 3)
+    maxima = Blocks(logits).maxima()
+    best = maxima.max(1).astype(float)
+    mass = Blocks(maths._weights(logits, best, how.temperature)).sums().cumsum(1)[:, -1]
+    whole = maths._draw_whole(logits, best, how, mass)
+    assert maths.draw_truncated(logits, maxima, how).tolist() == whole.tolist()
 
 
 def test_masked_tokens_are_never_drawn():
@@ -255,7 +257,7 @@ def test_the_noise_is_splitmix64_for_ever_as_seeded_answers_depend_on_it():
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.7}, {"top_p": 0.8}, {"top_k": 9}, {"min_p": 0.05}], ids=str)
 def test_frequencies_follow_the_distribution(how):
     row = rows(1, 200, 4, spread=1.5)[0]
-    n = 20_000
+    n = 6000
     u = maths.uniform(np.full(n, 42, np.uint64), np.arange(n))
     counts = np.bincount(drawn(row.expand(n, -1), drawing(u, **how)), minlength=200)
     expected = by_transformers(row, **how).double().numpy() * n

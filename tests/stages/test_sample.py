@@ -180,6 +180,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @sim_test(seeds=60, fault_names=FAULTS)
 async def test_every_step_is_answered_once_in_order_and_when_the_device_is_done_with_it(env):
     """A schedule in small: two steps in flight, a higher generation after a void, credits by the answers."""
@@ -211,6 +212,7 @@ async def test_every_step_is_answered_once_in_order_and_when_the_device_is_done_
     assert order == sorted(order, key=lambda each: (int(each[0]), each[1])) and len(set(order)) == len(order)
 
 
+@pytest.mark.slow
 def test_the_faults_of_that_walk_are_all_met():
     fired = dict.fromkeys(FAULTS, 0)
     walk = test_every_step_is_answered_once_in_order_and_when_the_device_is_done_with_it.__wrapped__

@@ -21,7 +21,7 @@ from .trace import Tracer
 
 State = Literal["new", "loading", "ready", "draining", "dead", "stopped"]
 
-OPEN_END_CAPACITY = 64  # of a channel that a slice leaves for its caller to feed or drain
+OPEN_END_CAPACITY = 64  # of a channel that the caller feeds or drains
 
 log = get_logger("millrace.runtime")
 
@@ -77,6 +77,7 @@ class Pipeline(Graph):
         self.env: Env = LiveEnv()
         self.tracer = Tracer(self.env)
         self.lane_reader: str | None = None  # the stage that reads the control lane
+        self.entry_capacity = OPEN_END_CAPACITY  # requests that have come in and were not looked at
         self._owns_env = True
         self._health = Health("new")
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -208,7 +209,7 @@ class Pipeline(Graph):
             raise RuntimeError("this slice has no exit, so nobody could answer: use channel() to feed and to read it")
         if not self._health.is_ready:
             raise NotServing(self._health)
-        outbox = self.exit.open(request, deadline_s)
+        outbox: Outbox[Any] = self.exit.open(request, deadline_s)
         try:
             await self._enter(getattr(outbox, "request", request), wait)  # an exit may stamp what enters
         except BaseException:
@@ -251,7 +252,8 @@ class Pipeline(Graph):
         assert self.entry is not None
         for port in sorted({self.entry, *self.open_ports}, key=str):
             if port not in self._port_channels:
-                open_end: Channel[Any] = Channel(str(port), OPEN_END_CAPACITY, self.env.now)
+                capacity = self.entry_capacity if port == self.entry else OPEN_END_CAPACITY
+                open_end: Channel[Any] = Channel(str(port), capacity, self.env.now)
                 self.channels[open_end.name] = self._port_channels[port] = open_end
 
     def _make_runner(self, name: str, stage: Stage[Any, Any]) -> StageRunner:
@@ -284,20 +286,20 @@ class Pipeline(Graph):
             self._break(name, error)
 
     async def _wait_until_set_up(self) -> None:
-        ready = [asyncio.create_task(runner.is_ready.wait()) for runner in self.runners.values()]
+        all_ready = asyncio.get_running_loop().create_task(self._wait_for_each(), name="set-up")
         try:
-            pending = set(ready)
-            while pending:
-                done, pending = await asyncio.wait(
-                    [*pending, *self._tasks.values()], return_when=asyncio.FIRST_COMPLETED
-                )
-                pending -= set(self._tasks.values())
-                for task in self._tasks.values():
-                    if task in done and not task.cancelled():
+            pending = {all_ready, *self._tasks.values()}
+            while all_ready in pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if not task.cancelled():
                         task.result()
         finally:
-            for task in ready:
-                task.cancel()
+            all_ready.cancel()
+
+    async def _wait_for_each(self) -> None:
+        for runner in self.runners.values():
+            await runner.is_ready.wait()
 
     def _request_ended(self, request_id: str) -> None:
         for runner in self.runners.values():

@@ -9,7 +9,7 @@ import enum
 import inspect
 import types
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
@@ -19,7 +19,7 @@ from .trace import Tracer
 
 In = TypeVar("In")
 Out = TypeVar("Out")
-In_contra = TypeVar("In_contra", contravariant=True)
+Out_co = TypeVar("Out_co", covariant=True)
 
 
 class Crash(enum.Enum):
@@ -42,7 +42,7 @@ class Context:
     escalate: Callable[[BaseException], None]  # gives the pipeline up; every live request ends with an error
 
 
-class Outlet(Protocol[Out]):
+class Outlet(Protocol[Out_co]):
     """Where `handle` puts what it made. Nothing leaves before `handle` returns or awaits `flush`."""
 
     def send(self, item: Any, port: str = "out") -> None:
@@ -169,7 +169,7 @@ class FunctionStage(Stage[Any, Any]):
 async def _results(result: Any) -> AsyncIterator[Any]:
     """What a stage function made of one item: it may return, await or yield; None is nothing."""
     if inspect.isawaitable(result):
-        result = await cast(Awaitable[Any], result)
+        result = await result
     if inspect.isasyncgen(result):
         async for made in result:
             yield made
@@ -211,7 +211,7 @@ def _annotations(function: Function) -> tuple[Any, Any]:
     makes = hints.get("return", Any)
     if typing.get_origin(makes) is not None and inspect.isclass(typing.get_origin(makes)):
         origin = typing.get_origin(makes)
-        if issubclass(origin, (typing.AsyncIterator, typing.Iterator, typing.AsyncIterable)):  # type: ignore[arg-type]
+        if issubclass(origin, (typing.AsyncIterator, typing.Iterator, typing.AsyncIterable)):
             makes = typing.get_args(makes)[0]
     return hints.get(parameters[0], Any), _without_none(makes)
 

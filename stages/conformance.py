@@ -427,7 +427,8 @@ class _CountingExit(Exit[_Box]):
         self._items[item.request_id] = i
         first = None if isinstance(item, _Poison) else getattr(item, "first_sequence_id", None)
         if first is not None:
-            count = getattr(item, "num_sequences", None) or getattr(getattr(item, "params", None), "n", 1)
+            num_choices = getattr(getattr(item, "params", None), "n", 1)
+            count = int(getattr(item, "num_sequences", num_choices))
             self._owners.update((first + k, item.request_id) for k in range(count))
 
     def requests_of(self, item: Any) -> Iterable[str]:

@@ -1,9 +1,9 @@
 """The scripted engine as a pytest fixture: `pytest_plugins = ["millrace.stages.pytest_plugin"]` in a conftest.py.
 
-    def test_my_client_reads_the_answer(scripted):
-        async def main(engine):
-            ...
-        scripted(main, answer="Hello!")
+def test_my_client_reads_the_answer(scripted):
+    async def main(engine):
+        ...
+    scripted(main, answer="Hello!")
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def scripted() -> Callable[..., Any]:
 
     def run(main: Main, **options: Any) -> Any:
         async def run_main() -> Any:
-            async with scripted_engine(**options) as engine:
+            engine = scripted_engine(**options)
+            async with engine:
                 return await main(engine)
 
         return asyncio.run(run_main())

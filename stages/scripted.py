@@ -77,7 +77,8 @@ class Script:
         assert params.max_tokens is not None
         seed = seed_of(params, choice_seed(params.seed or 0, choice))
         written = None if self.answer is None else [*self.answer(list(prompt), seed), EOS]
-        context, factor, tokens = 0, 1, []
+        context, factor = 0, 1
+        tokens: list[int] = []
         for token in prompt:
             context, factor = (context + (token + 3) * factor) & _WORD, factor * _FACTOR & _WORD
         while len(tokens) < params.max_tokens:
@@ -300,7 +301,8 @@ def _hash_rows(tokens: Ints, lengths: NDArray[np.integer[Any]], factors: Hashes)
     width = tokens.shape[1]
     with np.errstate(over="ignore"):
         terms = (tokens + 3).astype(np.uint64) * factors[:width]
-        return np.where(np.arange(width) < lengths[:, None], terms, np.uint64(0)).sum(1, dtype=np.uint64)
+        hashes: Hashes = np.where(np.arange(width) < lengths[:, None], terms, np.uint64(0)).sum(1, dtype=np.uint64)
+        return hashes
 
 
 class _GrantBooks:

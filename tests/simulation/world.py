@@ -55,6 +55,7 @@ class Client:
     waits_at_door: bool = True
     deadline_s: float | None = None
     gives_up_s: float | None = None  # after this long it goes away, wherever its request is
+    gives_up_turns: int | None = None  # the same, after so many turns of the loop: in the midst of what happens
     leaves_after: int | None = None  # tokens
     pause_s: float = 0.0  # between two reads
     stalls: bool = False  # reads nothing until all others have ended
@@ -68,7 +69,7 @@ class Setup:
     policy: str
     config: EngineConfig
     eos_probability: float
-    capacities: tuple[int, ...]  # of the edges that wait, in their order
+    capacities: tuple[int, ...]  # of the edges that wait, in their order; the last is the door's
     max_waiting: int  # prompts inside schedule
     device_delay_s: float
     tokenize_delay_s: float
@@ -106,7 +107,7 @@ def draw_setup(seed: int) -> Setup:
         policy=dice.choice(POLICIES),
         config=config,
         eos_probability=dice.choice([0.0, 0.01, 0.2]),
-        capacities=tuple(dice.choice([1, 2, 5]) for _ in range(4)),
+        capacities=tuple(dice.choice([1, 2, 5]) for _ in range(5)),
         max_waiting=dice.choice([1, 4, 512]),
         device_delay_s=dice.choice([0.0001, 0.01, 0.5]),
         tokenize_delay_s=dice.choice([0.0001, 0.05]),
@@ -139,13 +140,15 @@ def _draw_client(dice: Random, i: int, duration_s: float, max_model_len: int) ->
     params = _draw_params(dice, max_model_len - longest)
     client = Client(
         request=Request(f"r{i}", tuple(prompts), params),
-        arrival_s=duration_s * dice.random(),
+        arrival_s=duration_s * dice.choice([0.0, 0.5, dice.random()]),
         waits_at_door=dice.random() < 0.8,
         deadline_s=dice.choice([0.01, 1.0, 10.0]) if dice.random() < 0.15 else None,
     )
     manner = dice.random()
-    if manner < 0.15:
+    if manner < 0.08:
         return replace(client, gives_up_s=dice.choice([0.0, 0.001, 0.1, 2.0]) * dice.random())
+    if manner < 0.16:
+        return replace(client, gives_up_turns=dice.randrange(40))
     if manner < 0.25:
         return replace(client, leaves_after=dice.randrange(1, 8))
     if manner < 0.35:
@@ -277,6 +280,7 @@ class World:
         capacities = iter(self.setup.capacities)
         edges = parts.pipeline.edges
         edges[:] = [replace(e, capacity=next(capacities)) if e.when_full == "wait" else e for e in edges]
+        parts.pipeline.entry_capacity = next(capacities)
         parts.schedule.max_waiting = self.setup.max_waiting
         parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
         serve = parts.allocate.allocator.serve
@@ -370,8 +374,7 @@ class World:
         await self.env.sleep(client.arrival_s)
         reading = asyncio.create_task(self._read(history), name="reader")
         try:
-            async with asyncio.timeout(client.gives_up_s):
-                await reading
+            await self._wait_for(reading, client)
         except TimeoutError:
             history.outcome = "left"
             self.parts.pipeline.cancel(client.request.request_id, "disconnect")
@@ -386,6 +389,20 @@ class World:
                 self.others_gone.set()
         self.report.outcomes[history.outcome] += 1
         return history
+
+    async def _wait_for(self, reading: asyncio.Task[None], client: Client) -> None:
+        """Raises TimeoutError if the client has lost patience."""
+        if client.gives_up_turns is None:
+            async with asyncio.timeout(client.gives_up_s):
+                await reading
+            return
+        for _ in range(client.gives_up_turns):
+            await asyncio.sleep(0)
+        if not reading.done():
+            reading.cancel()
+            await asyncio.wait([reading])
+            raise TimeoutError
+        reading.result()
 
     async def _read(self, history: History) -> None:
         client, pipeline = history.client, self.parts.pipeline

@@ -1,0 +1,152 @@
+"""Bugs to plant: each is a context manager that puts one into the real classes. The simulation must find every one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from pytest import MonkeyPatch
+
+from millrace.runtime.channel import Bell, Channel
+from millrace.runtime.exit import Exit
+from millrace.stages.blocks import BlockPool
+from millrace.stages.messages import Ints
+from millrace.stages.outbox import Choice, RequestOutbox
+from millrace.stages.scheduler import Scheduler
+
+
+@contextmanager
+def _changed(owner: type, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    with MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, change(getattr(owner, name)))
+        yield
+
+
+def lost_free_on_abort() -> AbstractContextManager[None]:
+    """Schedule does not tell allocate of sequences that end any other way than by the device's word."""
+
+    def change(end: Any) -> Any:
+        def lossy(self: Scheduler, sequence_id: int) -> None:
+            sequence = self.sequences.get(sequence_id)
+            end(self, sequence_id)
+            if sequence is not None and self._ended[-1:] == [sequence.slot] and sequence_id not in finished_by_device:
+                self._ended.pop()
+
+        return lossy
+
+    finished_by_device: set[int] = set()
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        on_done = Scheduler.on_done
+
+        def noting(self: Scheduler, done: Any) -> None:
+            finished_by_device.update(done.sequence_ids[done.is_finished].tolist())
+            on_done(self, done)
+            finished_by_device.clear()
+
+        with MonkeyPatch.context() as patch, _changed(Scheduler, "end", change):
+            patch.setattr(Scheduler, "on_done", noting)
+            yield
+
+    return planted()
+
+
+def double_free() -> AbstractContextManager[None]:
+    """The first of several blocks that come free goes on the free stack twice."""
+
+    def change(release: Any) -> Any:
+        def twice(self: BlockPool, blocks: Ints) -> None:
+            release(self, blocks)
+            if len(blocks) > 1 and self.num_free < self.num_blocks:
+                release(self, blocks[:1])
+
+        return twice
+
+    return _changed(BlockPool, "_release", change)
+
+
+def missed_wake_up() -> AbstractContextManager[None]:
+    """A sender that is cancelled after it was promised room takes the room with it: whoever is behind it sleeps on."""
+
+    def change(wait: Any) -> Any:
+        async def lossy(self: Channel[Any]) -> None:
+            promise: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._senders.append(promise)
+            await promise
+
+        return lossy
+
+    return _changed(Channel, "_wait_for_room", change)
+
+
+def duplicate_terminal_event() -> AbstractContextManager[None]:
+    """A choice that has ended says so again whenever its client looks."""
+
+    def change(take: Any) -> Any:
+        def repeating(self: Choice) -> Any:
+            self.is_told = False
+            return take(self)
+
+        return repeating
+
+    return _changed(Choice, "take", change)
+
+
+def second_end() -> AbstractContextManager[None]:
+    """The exit forgets that a request has ended while it tells everybody."""
+
+    def change(end: Any) -> Any:
+        def again(self: Exit[Any], request_id: str, cause: str, error: BaseException | None = None) -> bool:
+            outbox = self.live.get(request_id)
+            is_ended: bool = end(self, request_id, cause, error)
+            if is_ended and outbox is not None and cause == "cancel":
+                for callback in self.on_end:
+                    callback(outbox, cause, error)
+            return is_ended
+
+        return again
+
+    return _changed(Exit, "end", change)
+
+
+def early_reuse() -> AbstractContextManager[None]:
+    """Blocks are free at once, whatever steps in flight still use them."""
+
+    def change(give_back: Any) -> Any:
+        def hasty(self: BlockPool, blocks: Ints, last_step: int, completed_step: int) -> None:
+            give_back(self, blocks, completed_step, completed_step)
+
+        return hasty
+
+    return _changed(BlockPool, "give_back", change)
+
+
+def sleeping_client() -> AbstractContextManager[None]:
+    """The end of a request does not wake its client."""
+
+    def change(end: Any) -> Any:
+        def silent(self: RequestOutbox, cause: str, error: BaseException | None) -> None:
+            self.bell, bell = Bell(), self.bell
+            end(self, cause, error)
+            self.bell = bell
+
+        return silent
+
+    return _changed(RequestOutbox, "end", change)
+
+
+BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
+    bug.__name__: bug
+    for bug in (
+        lost_free_on_abort,
+        double_free,
+        missed_wake_up,
+        duplicate_terminal_event,
+        early_reuse,
+        sleeping_client,
+        second_end,
+    )
+}

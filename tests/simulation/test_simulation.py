@@ -1,0 +1,131 @@
+"""The whole pipeline under simulation: every seed passes, seeds repeat, every fault strikes, planted bugs are found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from millrace.stages.params import SamplingParams
+from millrace.stages.scripted import Script
+from tests.simulation.bugs import BUGS
+from tests.simulation.world import FAULTS, right_answer, run_seed
+
+pytestmark = [pytest.mark.simulation, pytest.mark.slow]
+
+NUM_SEEDS = 500
+MAX_SEEDS_TO_FIND = 100  # a planted bug
+SOMETIMES = ("preempted", "void plan", "quarantined", "chunk", "mixed step", "ready", "dead", "draining", "stopped")
+OUTCOMES = ("finished", "left", "Busy", "Overloaded", "TimedOut", "Failed", "Unavailable", "NotServing")
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Totals:
+    """What all seeds together came to."""
+
+    failures: list[str] = field(default_factory=list)
+    faults_seen: Counter[str] = field(default_factory=Counter)
+    faults_fired: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+
+@pytest.fixture(scope="module")
+def totals() -> Totals:
+    """Runs the seeds, once for all tests of this file."""
+    found = Totals()
+    for seed in range(NUM_SEEDS):
+        try:
+            result = run_seed(seed)
+        except Exception as error:
+            found.failures.append(f"{type(error).__name__}: {error}\n{'; '.join(error.__notes__)}")
+            continue
+        found.faults_seen += result.faults_seen
+        found.faults_fired += result.faults_fired
+        found.states += result.value.states
+        found.states[result.value.health] += 1
+        found.outcomes += result.value.outcomes
+    return found
+
+
+def test_every_seed_keeps_the_invariants(totals: Totals) -> None:
+    assert not totals.failures, f"{len(totals.failures)} seeds failed, the first:\n{totals.failures[0]}"
+
+
+def test_every_fault_point_is_known_and_strikes(totals: Totals) -> None:
+    unknown = set(totals.faults_seen) - set(FAULTS)
+    assert not unknown, f"fault points that the simulation never turns on: {sorted(unknown)}; add them to FAULTS"
+    spared = [name for name in FAULTS if totals.faults_fired[name] < NUM_SEEDS // 100]
+    assert not spared, f"fault points that hardly ever strike: {spared}"
+
+
+def test_every_sometimes_state_and_outcome_is_reached(totals: Totals) -> None:
+    missing = [name for name in SOMETIMES if totals.states[name] < 5]
+    missing += [name for name in OUTCOMES if totals.outcomes[name] < 5]
+    assert not missing, f"{missing} in {dict(totals.states)}, {dict(totals.outcomes)}"
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    with BUGS[name]():
+        for seed in range(MAX_SEEDS_TO_FIND):
+            try:
+                run_seed(seed)
+            except Exception as error:
+                assert f"again: python -m tests.simulation.run --seed {seed} --trace" in error.__notes__
+                return
+    pytest.fail(f"{name} stayed hidden for {MAX_SEEDS_TO_FIND} seeds")
+
+
+def test_a_seed_is_the_same_run_in_processes_of_other_hash_seeds() -> None:
+    code = (
+        "from tests.simulation.world import run_seed\nfor seed in (0, 1, 2, 17, 33): print(run_seed(seed).trace_hash)"
+    )
+    hashes = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for hash_seed in ("1", "31337")
+    ]
+    assert hashes[0] == hashes[1] and len(set(hashes[0])) == 5
+
+
+# -- the oracle itself, on answers one can read
+
+
+def spelled(text: str) -> Script:
+    return Script(answer=lambda prompt, seed: text.encode())
+
+
+@pytest.mark.parametrize(
+    ("answer", "params", "expected"),
+    [
+        ("hello", SamplingParams(max_tokens=9), ("hello", "stop", None, 6)),
+        ("hello", SamplingParams(max_tokens=3), ("hel", "length", None, 3)),
+        ("hello", SamplingParams(max_tokens=9, stop=("ll",)), ("he", "stop", "ll", 4)),
+        (
+            "hello",
+            SamplingParams(max_tokens=9, stop=("ll",), include_stop_str_in_output=True),
+            ("hell", "stop", "ll", 4),
+        ),
+        ("hello", SamplingParams(max_tokens=9, stop=("lo", "ello")), ("h", "stop", "ello", 5)),
+        ("hello", SamplingParams(max_tokens=9, stop_token_ids=(ord("l"),)), ("he", "stop", ord("l"), 3)),
+        ("grü", SamplingParams(max_tokens=3), ("gr\ufffd", "length", None, 3)),
+    ],
+)
+def test_the_right_answer_is_what_a_reader_would_say(
+    answer: str, params: SamplingParams, expected: tuple[str, str, str | int | None, int]
+) -> None:
+    right = right_answer(spelled(answer), [1], params, 0, room=20)
+    assert (right.text, right.finish_reason, right.stop_reason, len(right.token_ids)) == expected

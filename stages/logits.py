@@ -27,7 +27,7 @@ Bools = NDArray[np.bool_]
 BLOCK = 128  # tokens; small enough to look at twice, large enough that torch reduces whole vectors
 LOWEST = float(np.finfo(np.float32).min)  # below every number that is a candidate; a masked token is -inf
 NUM_LIKELY = 256  # blocks, or a quarter of them; the guess for top_p is the least of so many largest maxima
-NUM_WHOLE = 8  # rows that are sorted whole at a time
+WHOLE_SIZE = 2**20  # entries that are sorted at a time where rows are sorted whole; 40 MB
 SLACK = 1e-3  # subtracted from a bound that only saves work, so that rounding never takes a token away
 
 
@@ -250,10 +250,10 @@ def _draw_candidates(found: _Candidates, rows: Longs, drawing: Drawing, mass: Do
 
 
 def _draw_whole(logits: Tensor, best: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
-    """One token for each row, a few rows at a time: a row takes about 40 bytes a token here."""
-    parts = []
-    for start in range(0, len(best), NUM_WHOLE):
-        some = slice(start, start + NUM_WHOLE)
+    """One token for each row, some rows at a time: an entry takes about 40 bytes here."""
+    parts, num_rows = [], max(WHOLE_SIZE // logits.shape[1], 1)
+    for start in range(0, len(best), num_rows):
+        some = slice(start, start + num_rows)
         values = _to_numpy(logits[some].float()).astype(np.float64)
         values -= best[some, None]
         values /= drawing.temperature[some, None]

@@ -142,7 +142,7 @@ def test_a_first_try_that_is_short_of_mass_is_made_good():
 def test_candidates_alone_and_whole_rows_draw_the_same(how, monkeypatch):
     logits = rows(40, 5000, 8, spread=2.0)
     how = drawing(np.random.default_rng(0).random(40), **how)
-    monkeypatch.setattr(maths, "NUM_WHOLE", 3)
+    monkeypatch.setattr(maths, "WHOLE_SIZE", 3 * 5000)
     maxima = Blocks(logits).maxima()
     best = maxima.max(1).astype(float)
     mass = Blocks(maths._weights(logits, best, how.temperature)).sums().cumsum(1)[:, -1]

@@ -19,7 +19,7 @@ from .errors import ApiError
 MAX_HEADER_LINE = 8 * 1024
 MAX_HEADER_BLOCK = 16 * 1024
 MAX_HEADERS = 100
-MAX_READ = 32 * 1024  # bytes parsed in one go: made of the shortest chunks these take 25 ms, and 256 KiB would take 200
+MAX_READ = 16 * 1024  # bytes parsed in one go: made of the shortest chunks these take 10 ms, and 256 KiB would take 170
 LINGER_S = 1.0  # of reading on after an early answer, so that the client gets to see it
 
 

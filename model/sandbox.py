@@ -23,7 +23,7 @@ from jinja2.visitor import NodeTransformer
 
 BUDGET = "the budget"  # its name among a render's variables, which no template can spell
 VALUE_SIZE = 1 << 20  # longest string or list an expression may give
-WORK = 1 << 26  # characters and items a render may make in all
+WORK = 1 << 25  # characters and items a render may make in all
 TURN = 256  # what a turn of a loop, a call and an output cost beside what they make: they take about a microsecond
 NUMBER_BITS = 4096
 LARGEST_ARGUMENT = 999  # of a width, an indentation or a precision

@@ -108,11 +108,11 @@ class Tokenizer:
 
     def _special_spans(self, text: str) -> list[tuple[int, int, int]]:
         """[begin, end) and id of each special token spelled in the text, whitespace that it absorbs included."""
-        encoding = self._rust.encode_batch([text], add_special_tokens=False)[0]
         spans = []
-        for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token_id in self.special_ids and self.special_tokens.get(text[begin:end].strip()) == token_id:
-                spans.append((begin, end, token_id))
+        for piece in _pieces(self._rust.encode_batch([text], add_special_tokens=False)[0]):
+            for token_id, (begin, end) in zip(piece.ids, piece.offsets, strict=True):
+                if token_id in self.special_ids and self.special_tokens.get(text[begin:end].strip()) == token_id:
+                    spans.append((begin, end, token_id))
         return spans
 
     def _encode_plain(self, text: str, is_start: bool) -> list[int]:
@@ -222,7 +222,10 @@ def _token_text(token: Any) -> str | None:
 
 
 def _ids(encoding: Encoding) -> list[int]:
-    if len(encoding) <= IDS_AT_ONCE:
-        return encoding.ids
+    return [token_id for piece in _pieces(encoding) for token_id in piece.ids]
+
+
+def _pieces(encoding: Encoding) -> list[Encoding]:
+    """The encoding in pieces of a size whose Python lists are made without holding other threads up."""
     encoding.truncate(IDS_AT_ONCE)
-    return [token_id for piece in (encoding, *encoding.overflowing) for token_id in piece.ids]
+    return [encoding, *encoding.overflowing]

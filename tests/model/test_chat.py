@@ -84,6 +84,7 @@ def test_the_final_message_is_continued_where_transformers_continues_it(
     assert encode(template, tokenizer, messages, **options) == expected(theirs, messages, **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_spelled_special_tokens_are_plain_text(
@@ -314,6 +315,7 @@ def test_a_template_that_cannot_run_is_refused_when_it_is_read(source: str, chat
         ChatTemplate(source, chatml)
 
 
+@pytest.mark.slow  # two of them use up the whole budget
 @pytest.mark.parametrize("source", BAD_AT_RENDER)
 def test_a_hostile_template_ends_in_an_error_and_soon(source: str, chatml: Tokenizer) -> None:
     start = time.process_time()

@@ -120,6 +120,7 @@ def pushed(decoder: IncrementalDecoder, ids: list[int]) -> str:
     return text + decoder.flush()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_tokens_one_by_one_give_the_text_of_all_at_once(tokenizer: Tokenizer, data: st.DataObject) -> None:
@@ -129,6 +130,7 @@ def test_tokens_one_by_one_give_the_text_of_all_at_once(tokenizer: Tokenizer, da
     assert pushed(IncrementalDecoder(table, skip), ids) == tokenizer.decode(ids, skip)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("é🙂👩‍👧語 \n▁"), max_size=30))
 def test_a_text_comes_back_in_whole_characters(tokenizer: Tokenizer, text: str) -> None:
@@ -182,6 +184,7 @@ def test_decoding_many_byte_tokens_takes_linear_time(tokenizer: Tokenizer) -> No
     assert seconds(16_000) < 5 * seconds(8_000) + 0.01
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
     text = (" ".join(TEXT) + "\n") * 400
     result: list[list[int]] = []
@@ -210,6 +213,7 @@ def test_several_threads_get_the_ids_of_one(tokenizer: Tokenizer) -> None:
     assert all(found[n] == expected for n in range(4))
 
 
+@pytest.mark.slow
 def test_the_front_of_the_model_package_imports_neither_torch_nor_transformers() -> None:
     modules = ["config", "tokenizer", "detokenizer", "chat", "generation", "hub"]
     code = "".join(f"import millrace.model.{name}\n" for name in modules)

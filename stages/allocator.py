@@ -70,16 +70,19 @@ class Allocator:
 
     def _cut_to_budget(self, plan: StepPlan) -> _Tally:
         """Every row's share of the token budget, and the blocks it takes if there are enough."""
-        before = np.cumsum(plan.num_wanted, dtype=np.int32) - plan.num_wanted
-        granted = np.clip(plan.token_budget - before, 0, plan.num_wanted).astype(np.int32)
-        if not plan.allows_partial:
-            granted[granted < plan.num_wanted] = 0
+        granted = plan.num_wanted
+        if int(granted.sum()) > plan.token_budget:
+            before = np.cumsum(plan.num_wanted, dtype=np.int32) - plan.num_wanted
+            granted = np.clip(plan.token_budget - before, 0, plan.num_wanted).astype(np.int32)
+            if not plan.allows_partial:
+                granted[granted < plan.num_wanted] = 0
         return _Tally(granted, self._blocks_needed(plan, granted))
 
     def _blocks_needed(self, plan: StepPlan, granted: Ints) -> Ints:
-        lengths = np.where(granted > 0, np.maximum(self.tables.num_tokens[plan.slots] + granted, plan.num_reserved), 0)
-        need: Ints = np.maximum(self.tables.num_blocks_for(lengths) - self.tables.num_blocks[plan.slots], 0)
-        return need.astype(np.int32)
+        lengths = np.maximum(self.tables.num_tokens[plan.slots] + granted, plan.num_reserved)
+        need: Ints = self.tables.num_blocks_for(lengths) - self.tables.num_blocks[plan.slots]
+        need[(need < 0) | (granted == 0)] = 0
+        return need
 
     def _serve_under_pressure(self, plan: StepPlan) -> _Tally:
         """Row by row, when there are fewer free blocks than wished for.
@@ -152,15 +155,20 @@ class Allocator:
     # -- telling
 
     def _grant(self, plan: StepPlan, tally: _Tally) -> StepGrant | None:
-        rows = np.flatnonzero(tally.granted)
-        if not len(rows):
+        slots, granted, counts = plan.slots, tally.granted, tally.new_blocks
+        is_sampled = plan.reaches_end & (granted == plan.num_wanted)
+        if not granted.all():
+            rows = np.flatnonzero(granted)
+            slots, granted, counts, is_sampled = slots[rows], granted[rows], counts[rows], is_sampled[rows]
+        if not len(slots):
             return None
-        slots, granted = plan.slots[rows], tally.granted[rows]
         starts = self.tables.num_tokens[slots]
-        counts = tally.new_blocks[rows]
-        blocks = self.pool.take(int(counts.sum()))
-        table_slots, table_places = self.tables.append(slots, counts, blocks)
-        self.tables.num_tokens[slots] += granted
+        grows = np.flatnonzero(counts)
+        table_slots = table_places = blocks = NO_INTS
+        if len(grows):
+            blocks = self.pool.take(int(counts.sum()))
+            table_slots, table_places = self.tables.append(slots[grows], counts[grows], blocks)
+        self.tables.num_tokens[slots] = starts + granted
         self.last_granted = plan.step
         self._last_step[slots] = plan.step
         return StepGrant(
@@ -169,7 +177,7 @@ class Allocator:
             slots=slots,
             starts=starts,
             num_tokens=granted,
-            is_sampled=plan.reaches_end[rows] & (granted == plan.num_wanted[rows]),
+            is_sampled=is_sampled,
             table_slots=table_slots,
             table_places=table_places,
             table_blocks=blocks,

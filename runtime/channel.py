@@ -106,7 +106,7 @@ class Channel(Generic[T]):
         self._clock = clock
         self._items: deque[T] = deque()
         self._senders: deque[asyncio.Future[None]] = deque()
-        self._num_promised = 0  # room given to permits and woken senders that have not used it yet
+        self._num_promised = 0
         self._bell = Bell()
         self._high_water = 0
         self._num_sent = 0
@@ -123,6 +123,11 @@ class Channel(Generic[T]):
     def num_waiting(self) -> int:
         """Senders waiting for room."""
         return len(self._senders)
+
+    @property
+    def num_promised(self) -> int:
+        """Room given to permits and woken senders that have not used it yet."""
+        return self._num_promised
 
     def listen(self, bell: Bell) -> None:
         """From now on `bell` rings for arrivals and for the close."""

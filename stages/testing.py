@@ -168,6 +168,7 @@ def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
     for name, channel in parts.pipeline.channels.items():
         stats = channel.stats()
         assert stats.depth == 0 and channel.num_waiting == 0, f"channel {name} still holds {stats.depth}"
+        assert channel.num_promised == 0, f"channel {name} keeps room for {channel.num_promised} senders that are gone"
         assert stats.high_water <= stats.capacity, f"channel {name} held {stats.high_water} of {stats.capacity}"
         assert stats.num_sent == stats.num_received, f"channel {name} lost items"
 

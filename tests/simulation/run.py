@@ -70,8 +70,8 @@ def run_many(seeds: range, max_failures: int) -> int:
         states[result.value.health] += 1
         num_steps += result.value.num_steps
         num_callbacks += result.num_callbacks
-    passed_s = time.perf_counter() - began
-    print(f"{num_done} seeds passed and {failures} failed in {passed_s:.1f} s")
+    passed_s, cpu_s = time.perf_counter() - began, time.process_time()
+    print(f"{num_done} seeds passed and {failures} failed in {passed_s:.1f} s, {cpu_s:.1f} s of processor time")
     print(f"{num_steps} steps, {num_callbacks} callbacks")
     print(f"outcomes: {dict(sorted(outcomes.items()))}")
     print(f"states: {dict(sorted(states.items()))}")

@@ -19,7 +19,7 @@ from tests.simulation.world import FAULTS, right_answer, run_seed
 pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
 NUM_SEEDS = 500
-MAX_SEEDS_TO_FIND = 100  # a planted bug
+MAX_SEEDS_TO_FIND = 300  # a planted bug
 SOMETIMES = ("preempted", "void plan", "quarantined", "chunk", "mixed step", "ready", "dead", "draining", "stopped")
 OUTCOMES = ("finished", "left", "Busy", "Overloaded", "TimedOut", "Failed", "Unavailable", "NotServing")
 ROOT = Path(__file__).parents[2]

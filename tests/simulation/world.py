@@ -75,6 +75,7 @@ class Setup:
     tokenize_delay_s: float
     faults: dict[str, float]
     clients: tuple[Client, ...]
+    cut_probability: float  # when schedule takes work: that three in ten of the live requests are cancelled at once
     ends: str  # "all": when every client is served; "drain" or "stop": in the middle
     ends_at_s: float
 
@@ -107,12 +108,13 @@ def draw_setup(seed: int) -> Setup:
         policy=dice.choice(POLICIES),
         config=config,
         eos_probability=dice.choice([0.0, 0.01, 0.2]),
-        capacities=tuple(dice.choice([1, 2, 5]) for _ in range(5)),
-        max_waiting=dice.choice([1, 4, 512]),
+        capacities=tuple(dice.choice([1, 1, 2, 5]) for _ in range(5)),
+        max_waiting=dice.choice([1, 1, 4, 512]),
         device_delay_s=dice.choice([0.0001, 0.01, 0.5]),
         tokenize_delay_s=dice.choice([0.0001, 0.05]),
         faults=_draw_faults(dice),
         clients=tuple(_draw_client(dice, i, duration_s, max_model_len) for i in range(num_clients)),
+        cut_probability=dice.choice([0.0, 0.0, 0.02, 0.2]),
         ends=dice.choice(["all"] * 8 + ["drain", "stop"]),
         ends_at_s=duration_s * dice.random(),
     )
@@ -140,20 +142,20 @@ def _draw_client(dice: Random, i: int, duration_s: float, max_model_len: int) ->
     params = _draw_params(dice, max_model_len - longest)
     client = Client(
         request=Request(f"r{i}", tuple(prompts), params),
-        arrival_s=duration_s * dice.choice([0.0, 0.5, dice.random()]),
+        arrival_s=duration_s * dice.choice([0.0, 0.0, 0.5, dice.random()]),
         waits_at_door=dice.random() < 0.8,
         deadline_s=dice.choice([0.01, 1.0, 10.0]) if dice.random() < 0.15 else None,
     )
     manner = dice.random()
     if manner < 0.08:
         return replace(client, gives_up_s=dice.choice([0.0, 0.001, 0.1, 2.0]) * dice.random())
-    if manner < 0.16:
-        return replace(client, gives_up_turns=dice.randrange(40))
-    if manner < 0.25:
+    if manner < 0.2:
+        return replace(client, gives_up_turns=dice.randrange(25))
+    if manner < 0.28:
         return replace(client, leaves_after=dice.randrange(1, 8))
-    if manner < 0.35:
+    if manner < 0.38:
         return replace(client, pause_s=dice.choice([0.01, 1.0]))
-    return replace(client, stalls=manner < 0.42)
+    return replace(client, stalls=manner < 0.45)
 
 
 def _draw_params(dice: Random, room: int) -> SamplingParams:
@@ -290,7 +292,14 @@ class World:
             self._check_step(plan, grant, report)
             return grant, report
 
+        add = parts.schedule.scheduler.add
+
+        def add_and_cut(request: Any) -> None:
+            add(request)
+            self._cut_clients_off()
+
         parts.allocate.allocator.serve = serve_and_check  # type: ignore[method-assign]
+        parts.schedule.scheduler.add = add_and_cut  # type: ignore[method-assign]
         return parts
 
     def _on_end(self, request_id: str, cause: str) -> None:
@@ -314,6 +323,14 @@ class World:
         if grant is not None:
             states["chunk"] += int((~grant.is_sampled).any())
             states["mixed step"] += bool((grant.num_tokens > 1).any() and (grant.num_tokens == 1).any())
+
+    def _cut_clients_off(self) -> None:
+        """A proxy in front goes down: many requests are cancelled in one turn of the loop, wherever they are."""
+        if self.setup.cut_probability <= self.env.random("cut").random():
+            return
+        for request_id in list(self.parts.exit.live):
+            if self.env.random("cut").random() < 0.3:
+                asyncio.get_running_loop().call_soon(self.parts.pipeline.cancel, request_id, "disconnect")
 
     def _check_progress(self, plan: Any, grant: Any) -> None:
         scheduler = self.parts.schedule.scheduler

@@ -4,9 +4,9 @@ Real stages, channels and threads; the device is a stand-in that takes no time o
 time of the event loop's thread a step takes at 16 and at 256 decoding sequences, stage by stage; whether planning and
 execution overlap at K = 2; what an idle engine costs.
 
-Times are processor time of the loop's thread while it runs a stage's task: receiving, handling and delivering, so hops
-are inside, and what the task waits for is not. "clients" is what the readers of the answers cost, "rest" is asyncio and
-results coming back from the device's thread.
+Times are those in which the loop runs a stage's task: receiving, handling and delivering, so hops are inside, and what
+the task waits for is not. "rest" is the readers of the answers, asyncio, and results coming back from the device's
+thread. On a machine with other work the least of many short windows is the better guess.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ T = TypeVar("T")
 
 STAGES = ("schedule", "allocate", "execute", "sample", "detokenize", "exit")
 MAX_MODEL_LEN = 8192
-HOST_BUDGET_US = {256: 250.0, 16: 100.0}  # schedule, allocate, execute, sample, hops; at 16 all stages
-DETOKENIZE_BUDGET_US = 350.0  # at 256
+WINDOW_STEPS = 5
 
 
 class FreeDevice:
@@ -83,13 +82,13 @@ class Timed:
         value: Any = None
         error: BaseException | None = None
         while True:
-            began = time.thread_time()
+            began = time.perf_counter()
             try:
                 waits_for = steps.send(value) if error is None else steps.throw(error)
             except StopIteration as stop:
                 return stop.value
             finally:
-                self.seconds += time.thread_time() - began
+                self.seconds += time.perf_counter() - began
             try:
                 value, error = (yield waits_for), None
             except BaseException as thrown:  # CancelledError, into the coroutine
@@ -133,52 +132,59 @@ async def start_timed(engine: ScriptedEngine) -> dict[str, Timed]:
     return clocks
 
 
-async def decode(engine: ScriptedEngine, num_sequences: int, clocks: dict[str, Timed]) -> list[asyncio.Task[None]]:
+async def decode(engine: ScriptedEngine, num_sequences: int) -> list[asyncio.Task[None]]:
     """Starts `num_sequences` endless answers, each with its own reader, and waits until all decode."""
     params = SamplingParams(max_tokens=MAX_MODEL_LEN - 16, temperature=0.0, ignore_eos=True)
-    started = 0
+    started: set[int] = set()
     all_started = asyncio.Event()
 
     async def read(i: int) -> None:
-        nonlocal started
         outbox = await engine.submit(Request(f"r{i}", (Prompt(text="Once upon"),), params), wait=True)
-        is_first = True
         async for _ in outbox:
-            if is_first:
-                is_first = False
-                started += 1
-                if started == num_sequences:
+            if not all_started.is_set():
+                started.add(i)
+                if len(started) == num_sequences:
                     all_started.set()
 
-    tasks = []
-    for i in range(num_sequences):
-        clocks[f"client {i}"] = Timed(read(i))
-        tasks.append(asyncio.create_task(clocks[f"client {i}"].run()))
+    tasks = [asyncio.create_task(read(i)) for i in range(num_sequences)]
     await all_started.wait()
     return tasks
 
 
-async def host_cost(num_sequences: int, seconds: float) -> dict[str, float]:
-    """Microseconds a step, by stage, with a device that takes no time."""
+async def host_cost(num_sequences: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Microseconds a step, by stage, with a device that takes no time: the median of windows of some steps each, and
+    the least, which on a machine with other work is the better guess."""
     device = FreeDevice(num_sequences)
     engine = engine_with(device, num_sequences, steps_in_flight=2)
     clocks = await start_timed(engine)
-    tasks = await decode(engine, num_sequences, clocks)
+    tasks = await decode(engine, num_sequences)
     await asyncio.sleep(0.2)
+    windows = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        windows.append(await _window(device, clocks))
+    await end(engine, tasks)
+    columns = {name: [window[name] for window in windows] for name in windows[0]}
+    return {
+        name: {"median": round(float(np.median(values)), 1), "least": round(min(values), 1)}
+        for name, values in columns.items()
+    }
+
+
+async def _window(device: FreeDevice, clocks: dict[str, Timed]) -> dict[str, float]:
+    """Microseconds a step over about WINDOW_STEPS steps."""
     before = {name: clock.seconds for name, clock in clocks.items()}
     steps, thread, wall = device.num_steps, time.thread_time(), time.perf_counter()
-    await asyncio.sleep(seconds)
+    while device.num_steps < steps + WINDOW_STEPS:  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
     steps, thread, wall = device.num_steps - steps, time.thread_time() - thread, time.perf_counter() - wall
     spent = {name: clock.seconds - before[name] for name, clock in clocks.items()}
-    await end(engine, tasks)
     cost = {name: spent[name] for name in STAGES}
-    cost["clients"] = sum(time_s for name, time_s in spent.items() if name.startswith("client"))
-    cost["rest"] = thread - sum(cost.values())
-    cost = {name: round(1e6 * time_s / steps, 1) for name, time_s in cost.items()}
-    cost["loop thread, all"] = round(1e6 * thread / steps, 1)
-    cost["step period"] = round(1e6 * wall / steps, 1)
-    cost["steps"] = steps
-    return cost
+    cost["all stages"] = sum(cost.values())
+    cost["rest"] = max(0.0, thread - cost["all stages"])
+    cost["loop thread, all"] = thread
+    cost["step period"] = wall
+    return {name: 1e6 * time_s / steps for name, time_s in cost.items()}
 
 
 async def period_ms(steps_in_flight: int, device_s: float, host_s: float, num_steps: int = 200) -> float:
@@ -196,7 +202,7 @@ async def period_ms(steps_in_flight: int, device_s: float, host_s: float, num_st
         await handle(batch, out)
 
     allocate.handle = slow_handle  # type: ignore[method-assign]
-    tasks = await decode(engine, 4, {})
+    tasks = await decode(engine, 4)
     while device.num_steps < num_steps:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     await end(engine, tasks)
@@ -234,14 +240,14 @@ def measure(seconds: float) -> dict[str, Any]:
     }
 
 
-def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
+def verdicts(figures: dict[str, Any], which: str = "median") -> dict[str, bool]:
     """Which targets are met."""
-    large, small = figures["host_us_per_step"]["256"], figures["host_us_per_step"]["16"]
-    core = ("schedule", "allocate", "execute", "sample", "rest")
+    large, small = ({name: each[which] for name, each in figures["host_us_per_step"][n].items()} for n in ("256", "16"))
+    core = ("schedule", "allocate", "execute", "sample")
     return {
         "256 sequences: schedule, allocate, execute, sample and hops <= 250 us": sum(large[s] for s in core) <= 250,
-        "256 sequences: detokenize <= 350 us": large["detokenize"] <= DETOKENIZE_BUDGET_US,
-        "16 sequences: all stages <= 100 us": sum(small[s] for s in STAGES) <= 100,
+        "256 sequences: detokenize <= 350 us": large["detokenize"] <= 350,
+        "16 sequences: all stages <= 100 us": small["all stages"] <= 100,
         "5 ms device + 2 ms host: period <= 5.5 ms at K = 2": figures["overlap_period_ms"]["K=2"] <= 5.5,
         "5 ms device + 2 ms host: period >= 7 ms at K = 1": figures["overlap_period_ms"]["K=1"] >= 7.0,
         "idle: under 1 % of a core": figures["idle_share_of_a_core"] < 0.01,
@@ -250,9 +256,10 @@ def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
 
 def show(figures: dict[str, Any]) -> None:
     large, small = figures["host_us_per_step"]["256"], figures["host_us_per_step"]["16"]
-    print(f"{'us a step':<20}{'256 sequences':>16}{'16 sequences':>16}")
+    print(f"{'us a step':<20}{'256 sequences':>18}{'least':>10}{'16 sequences':>18}{'least':>10}")
     for name in large:
-        print(f"{name:<20}{large[name]:>16}{small[name]:>16}")
+        cells = (large[name]["median"], large[name]["least"], small[name]["median"], small[name]["least"])
+        print(f"{name:<20}{cells[0]:>18}{cells[1]:>10}{cells[2]:>18}{cells[3]:>10}")
     print(f"\nperiod with a 5 ms device and 2 ms of host work: {figures['overlap_period_ms']} ms")
     print(f"idle: {figures['idle_share_of_a_core']:.2%} of a core\n")
     for target, is_met in verdicts(figures).items():

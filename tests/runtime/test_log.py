@@ -87,7 +87,7 @@ def test_a_traceback_in_the_console_stays_behind_its_bar_whatever_the_exception_
     assert r"  | 2026-01-01 critical forged\u001b[31m" in rest
 
 
-TEXTS = st.text("ab é€😀\n\r\t\0\x1b\x7f\x9b\u2028\u202e\ud800\udfff\"\\={}[]", max_size=40)
+TEXTS = st.text('ab é€😀\n\r\t\0\x1b\x7f\x9b\u2028\u202e\ud800\udfff"\\={}[]', max_size=40)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ class Muon(torch.optim.Optimizer):
             state = self.state[matrix]
             if not state:
                 state["momentum"] = torch.zeros_like(matrix)
+            assert matrix.grad is not None
             state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
             update = orthogonal(matrix.grad.lerp(state["momentum"], group["momentum"]))
             rows, columns = matrix.shape
@@ -41,9 +42,9 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix: Tensor, num_iterations: int = 5) -> Tensor:
     """About U @ V.T of the singular value decomposition, by Newton-Schulz iterations: singular values in [0.7, 1.2]."""
     a, b, c = 3.4445, -4.7750, 2.0315  # steepest at zero, so that small singular values grow fast
-    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x: Tensor = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = x / (x.norm() + 1e-7)
     for _ in range(num_iterations):
         gram = x @ x.T
-        x = a * x + torch.addmm(gram, gram, gram, beta=b, alpha=c) @ x
+        x = a * x + torch.addmm(gram, gram, gram, beta=b, alpha=c).matmul(x)
     return x if matrix.shape[0] <= matrix.shape[1] else x.T

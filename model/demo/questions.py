@@ -557,7 +557,8 @@ def comprehension(rng: random.Random) -> Question:
         if drawn.name not in [w.name for w in who]:
             who.append(drawn)
     topics = ["thing", "place", "food", "kind", "feeling"]
-    facts, questions, seen = [], [], set()
+    facts, questions = [], []
+    seen: set[str] = set()
     shared = rng.random() < 0.5  # everybody gets a fact of one topic, so that the name decides
     topic = rng.choice(topics)
     for w in who:

@@ -311,7 +311,7 @@ def _step(
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     for optimizer in optimizers:
         optimizer.step()
-    return sum(losses) / len(losses)
+    return float(sum(losses) / len(losses))
 
 
 def _save(path: Path, state: dict[str, object]) -> None:

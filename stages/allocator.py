@@ -79,9 +79,12 @@ class Allocator:
         return _Tally(granted, self._blocks_needed(plan, granted))
 
     def _blocks_needed(self, plan: StepPlan, granted: Ints) -> Ints:
-        lengths = np.maximum(self.tables.num_tokens[plan.slots] + granted, plan.num_reserved)
-        need: Ints = self.tables.num_blocks_for(lengths) - self.tables.num_blocks[plan.slots]
-        need[(need < 0) | (granted == 0)] = 0
+        tables, slots = self.tables, plan.slots
+        lengths = np.maximum(tables.num_tokens[slots] + granted, plan.num_reserved)
+        num_homeless = lengths - tables.num_blocks[slots] * tables.block_size  # tokens that the blocks do not hold yet
+        need: Ints = tables.num_blocks_for(np.maximum(num_homeless, 0))
+        if not granted.all():
+            need[granted == 0] = 0
         return need
 
     def _serve_under_pressure(self, plan: StepPlan) -> _Tally:

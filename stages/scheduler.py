@@ -58,6 +58,25 @@ class _Order:
         return cls(slots, slots[is_victim][::-1].copy(), num_victims)
 
 
+@dataclass(slots=True, eq=False)
+class _Steady:
+    """What a plan of decoding rows says, again and again, until a row comes or goes: each row wants one token."""
+
+    order: _Order  # it holds for
+    num_wanted: Ints  # [R] ones
+    reaches_end: Bools  # [R] all true
+    num_victims: Ints  # [R]
+    num_reserved: Ints  # [R]
+    num_plans: int  # for which it still holds: the fewest tokens that any row may yet make
+
+    @classmethod
+    def of(cls, order: _Order, table: SlotTable, num_wanted: Ints) -> _Steady:
+        slots = order.slots
+        num_plans = int((table.limit[slots] - table.num_known[slots]).min())
+        reaches_end = np.ones(len(slots), np.bool_)
+        return cls(order, num_wanted, reaches_end, order.num_victims[slots], table.reserve[slots], num_plans)
+
+
 class Scheduler:
     """Holds every sequence from its arrival to its end, and makes one plan at a time.
 
@@ -79,6 +98,7 @@ class Scheduler:
         self._outstanding: StepPlan | None = None
         self._flights: deque[_Flight] = deque()
         self._order: _Order | None = None  # None: membership changed
+        self._steady: _Steady | None = None  # None, or of another order: rows are to be looked at
         self._started: list[Started] = []  # to tell allocate in the next plan, as the next two
         self._ended: list[int] = []
         self._preempted: list[int] = []
@@ -225,16 +245,20 @@ class Scheduler:
 
     def _rows(self) -> tuple[Ints, Ints]:
         """The rows to ask for, decodes first, each group in the order of service: (slots, tokens wanted)."""
-        slots = self._in_order().slots
+        order = self._in_order()
+        slots, steady = order.slots, self._steady
+        if steady is not None and steady.order is order and steady.num_plans > 0 and len(slots) <= self._row_limit:
+            return slots, steady.num_wanted
         num_left = self.slots.num_known[slots] - self.slots.num_computed[slots]
         is_runnable = self.slots.num_known[slots] < self.slots.limit[slots]
         is_decode = is_runnable & (num_left == 1)
-        if is_decode.all():
-            rows, wanted = slots, num_left
-        else:
-            is_prefill = is_runnable & (num_left > 1)
-            rows = np.concatenate([slots[is_decode], slots[is_prefill]])
-            wanted = np.concatenate([num_left[is_decode], num_left[is_prefill]])
+        if 0 < len(slots) <= self._row_limit and is_decode.all():
+            self._steady = _Steady.of(order, self.slots, num_left)
+            return slots, num_left
+        self._steady = None
+        is_prefill = is_runnable & (num_left > 1)
+        rows = np.concatenate([slots[is_decode], slots[is_prefill]])
+        wanted = np.concatenate([num_left[is_decode], num_left[is_prefill]])
         return rows[: self._row_limit], wanted[: self._row_limit]
 
     def _admit(self, num_wanted: int) -> bool:
@@ -270,18 +294,23 @@ class Scheduler:
         self._order = None
 
     def _make_plan(self, slots: Ints, num_wanted: Ints) -> StepPlan:
-        order = self._in_order()
+        order, steady = self._in_order(), self._steady
+        if steady is not None and num_wanted is steady.num_wanted:
+            reaches_end, num_victims, num_reserved = steady.reaches_end, steady.num_victims, steady.num_reserved
+        else:
+            reaches_end = np.ones(len(slots), np.bool_)
+            num_victims, num_reserved = order.num_victims[slots], self.slots.reserve[slots]
         plan = StepPlan(
             step=self.last_granted + 1,
             generation=self._generation,
             completed_step=self.completed_step,
             slots=slots,
             num_wanted=num_wanted,
-            reaches_end=_all_true(len(slots)),
+            reaches_end=reaches_end,
             token_budget=self.limits.max_num_batched_tokens,
             victims=order.victims,
-            num_victims=order.num_victims[slots],
-            num_reserved=self.slots.reserve[slots],
+            num_victims=num_victims,
+            num_reserved=num_reserved,
             allows_partial=self.limits.enable_chunked_prefill,
             started=tuple(self._started),
             ended=np.array(self._ended, np.int32) if self._ended else NO_INTS,
@@ -294,6 +323,17 @@ class Scheduler:
 
     def _note_grant(self, plan: StepPlan, report: PlanReport) -> None:
         self.last_granted = report.step
+        steady = self._steady
+        is_steady = steady is not None and plan.num_wanted is steady.num_wanted and steady.order is self._order
+        if steady is not None and is_steady and report.num_granted.all():
+            slots = plan.slots
+            self._flights.append(_Flight(report.step, plan.generation, slots))
+            self.slots.last_step[slots] = report.step
+            self.slots.num_computed[slots] += 1
+            self.slots.num_known[slots] += 1
+            steady.num_plans -= 1
+            return
+        self._steady = None
         rows = np.flatnonzero(report.num_granted)
         slots = plan.slots[rows]
         self._flights.append(_Flight(report.step, plan.generation, slots))
@@ -374,7 +414,3 @@ class Scheduler:
         assert len(in_slots) + len(waiting) == len(self.sequences), "a sequence is in no place, or in two"
         assert 0 <= self.num_in_flight <= self.limits.steps_in_flight
         assert len(self._flights) == self.num_in_flight
-
-
-def _all_true(count: int) -> Bools:
-    return np.ones(count, np.bool_)

@@ -39,7 +39,8 @@ OTHER_FAULTS = (
     "device.out_of_memory",
     "device.nan_row",
 )
-FAULTS = STAGE_FAULTS + OTHER_FAULTS
+CLOCK_FAULT = "env.wall_clock_jump"  # the wall clock is read once or twice a run, so it jumps for certain or not
+FAULTS = (*STAGE_FAULTS, *OTHER_FAULTS, CLOCK_FAULT)
 QUIET_S = 200.0  # virtual, after the last client: everything that can settle has
 
 
@@ -112,7 +113,7 @@ def draw_setup(seed: int) -> Setup:
         max_waiting=dice.choice([1, 1, 4, 512]),
         device_delay_s=dice.choice([0.0001, 0.01, 0.5]),
         tokenize_delay_s=dice.choice([0.0001, 0.05]),
-        faults=_draw_faults(dice),
+        faults=_draw_faults(dice) | ({CLOCK_FAULT: 1.0} if Random(f"clock/{seed}").random() < 0.1 else {}),
         clients=tuple(_draw_client(dice, i, duration_s, max_model_len) for i in range(num_clients)),
         cut_probability=dice.choice([0.0, 0.0, 0.02, 0.2]),
         ends=dice.choice(["all"] * 8 + ["drain", "stop"]),
@@ -124,7 +125,7 @@ def _draw_faults(dice: Random) -> dict[str, float]:
     """None in every third run; else a few points, each with its own probability a pass."""
     if dice.random() < 0.33:
         return {}
-    names = dice.sample(FAULTS, dice.choice([1, 2, 4, 8]))
+    names = dice.sample(STAGE_FAULTS + OTHER_FAULTS, dice.choice([1, 2, 4, 8]))
     return {name: dice.choice([0.003, 0.02, 0.3]) for name in names}
 
 
@@ -455,7 +456,7 @@ class World:
 
     def _check_outcome(self, history: History) -> None:
         name, request = history.outcome, history.client.request
-        faults = self.setup.faults
+        faults = self.setup.faults.keys() - {CLOCK_FAULT}
         allowed = {"finished", "left", "Overloaded", "Busy"}
         if history.client.deadline_s is not None:
             allowed.add(TimedOut.__name__)

@@ -11,9 +11,8 @@ from torch import Tensor
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is made orthogonal: each direction of a matrix moves by the same amount.
 
-    A small model on little text learns to look back at its context (names, things said before) in about half as many
-    steps as with AdamW. Only for matrices inside the layers; embeddings and norms belong to AdamW. The matrices are
-    shared among the threads of `pool`.
+    Only for matrices inside the layers; embeddings and norms belong to AdamW. The matrices are shared among the threads
+    of `pool`.
     """
 
     def __init__(self, matrices: Iterable[Tensor], lr: float, pool: Executor, momentum: float = 0.95) -> None:

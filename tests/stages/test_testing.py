@@ -34,8 +34,8 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules and "aio
 
 @pytest.mark.slow
 def test_it_starts_in_under_200_ms_and_imports_no_torch() -> None:
-    """Processor time from the start of the process, imports included. A bare interpreter takes 13 ms on an idle core;
-    where it takes longer, the machine is busy or slow, and the limit grows with it."""
+    """Processor time from the start of the process, imports included. The limit is 200 ms, or 15 times what Python
+    alone takes if that is more: a slow or busy machine slows both."""
 
     def seconds(code: str) -> float:
         ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -43,7 +43,7 @@ def test_it_starts_in_under_200_ms_and_imports_no_torch() -> None:
 
     bare = min(seconds("import time; print(time.process_time())") for _ in range(3))
     started = min(seconds(START) for _ in range(3))
-    assert started < max(0.2, 0.2 * bare / 0.013), f"{1e3 * started:.0f} ms, and {1e3 * bare:.0f} ms for Python alone"
+    assert started < max(0.2, 15 * bare), f"{1e3 * started:.0f} ms, and {1e3 * bare:.0f} ms for Python alone"
 
 
 def test_it_answers_as_an_engine_does(scripted: Any) -> None:

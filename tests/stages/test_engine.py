@@ -73,8 +73,10 @@ def live(test, limit_s: float = 120.0) -> None:
         with no_leaked_tasks():
             await test()
 
+    before = set(threading.enumerate())
     asyncio.run(asyncio.wait_for(main(), limit_s))
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("millrace")]
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("millrace")]
+    assert [thread.name for thread in ours if thread not in before] == []
 
 
 def test_greedy_tokens_are_those_of_transformers_alone_and_among_others(checkpoint, reference):

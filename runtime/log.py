@@ -21,20 +21,22 @@ import re
 import select
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from functools import cached_property
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import orjson
-import structlog
-from structlog.contextvars import bind_contextvars as bind
-from structlog.contextvars import bound_contextvars as bound
-from structlog.typing import EventDict, FilteringBoundLogger
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 __all__ = ["LogSink", "bind", "bound", "captured_logs", "configure", "dropped", "get_logger", "shutdown"]
 
 Format = Literal["console", "json"]
+EventDict = MutableMapping[str, Any]
 
 MAX_LINE_BYTES = 4_096  # with the newline
 MAX_QUEUED_LINES = 8_192
@@ -44,20 +46,21 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "exce
 
 def get_logger(name: str) -> FilteringBoundLogger:
     """A logger called `name`. May be made at import time: it follows every later `configure`."""
-    logger = structlog.wrap_logger(
-        _Named(name),
-        processors=[
-            _drop_below_level,
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            _stamp,
-            structlog.processors.format_exc_info,
-            _hand_over,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
-        cache_logger_on_first_use=True,
-    )
-    return cast(FilteringBoundLogger, logger)
+    return cast("FilteringBoundLogger", _Logger(name))
+
+
+def bind(**values: Any) -> None:
+    """Adds `values` to each line of this context (task or thread) from now on."""
+    from structlog.contextvars import bind_contextvars
+
+    bind_contextvars(**values)
+
+
+def bound(**values: Any) -> AbstractContextManager[None]:
+    """Adds `values` to each line of this context within the block."""
+    from structlog.contextvars import bound_contextvars
+
+    return bound_contextvars(**values)
 
 
 def configure(
@@ -200,11 +203,47 @@ class _Active:
     foreign: _ForeignHandler | None = None
 
 
+class _Logger:
+    """Makes structlog's logger when there is something to log. Its import brings rich along, which takes a quarter of
+    the time in which the test double starts, and a library mostly has nothing to say."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, method: str) -> Any:
+        if LEVELS.get(method, logging.CRITICAL) < _Active.target.level:
+            return _say_nothing
+        return getattr(self._structured, method)
+
+    @cached_property
+    def _structured(self) -> FilteringBoundLogger:
+        import structlog
+
+        logger = structlog.wrap_logger(
+            _Named(self.name),
+            processors=[
+                _drop_below_level,
+                structlog.contextvars.merge_contextvars,
+                structlog.processors.add_log_level,
+                _stamp,
+                structlog.processors.format_exc_info,
+                _hand_over,
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
+            cache_logger_on_first_use=True,
+        )
+        return cast("FilteringBoundLogger", logger)
+
+
 class _Named:
     """The logger inside structlog's: only its name is of use, `_hand_over` has done the rest."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+
+def _say_nothing(*_args: object, **_values: object) -> None:
+    """A line that nobody wants."""
 
 
 class _StandardError:
@@ -255,22 +294,34 @@ class _ForeignHandler(logging.Handler):
             event = {"event": str(record.msg), "logger": record.name, "level": "error", "format_error": repr(error)}
         if record.exc_info and record.exc_info[0] is not None:
             event["exception"] = logging.Formatter().formatException(record.exc_info)
-        _Active.target.take(_stamp(None, "", structlog.contextvars.merge_contextvars(None, "", event)))
+        from structlog.contextvars import merge_contextvars
+
+        _Active.target.take(_stamp(None, "", merge_contextvars(None, "", event)))
 
 
-_stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+def _stamp(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
+    event["timestamp"] = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return event
 
 
 def _drop_below_level(_logger: Any, method_name: str, event: EventDict) -> EventDict:
+    """Of loggers that were bound; the others have looked already."""
     if LEVELS.get(method_name, logging.INFO) < _Active.target.level:
-        raise structlog.DropEvent
+        raise _drop_event()
     return event
 
 
 def _hand_over(logger: Any, _method_name: str, event: EventDict) -> EventDict:
     event["logger"] = logger.name
     _Active.target.take(event)
-    raise structlog.DropEvent  # which ends structlog's part
+    raise _drop_event()
+
+
+def _drop_event() -> BaseException:
+    """What ends structlog's part in a line."""
+    from structlog import DropEvent
+
+    return DropEvent()
 
 
 def _level_number(level: str) -> int:

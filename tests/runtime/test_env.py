@@ -171,9 +171,10 @@ def test_run_in_thread_sees_the_callers_contextvars_and_returns_its_result():
 def test_a_loop_that_closes_over_a_running_job_is_no_error_in_the_thread():
     go_on = threading.Event()
     errors: list[object] = []
+    worker = LiveEnv().worker("orphan")
 
     async def main() -> None:
-        LiveEnv().worker("orphan").submit(go_on.wait, 5)
+        worker.submit(go_on.wait, 5)
 
     hook, threading.excepthook = threading.excepthook, errors.append
     try:
@@ -184,6 +185,8 @@ def test_a_loop_that_closes_over_a_running_job_is_no_error_in_the_thread():
     finally:
         threading.excepthook = hook
     assert thread.is_alive() and thread.daemon and errors == []  # it waits for jobs; the process may end without it
+    worker._queue.put(None)  # type: ignore[attr-defined]  # nobody else can end it: `aclose` needs the loop
+    thread.join(5)
 
 
 def test_an_env_used_on_a_second_loop_says_so():

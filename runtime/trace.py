@@ -400,6 +400,12 @@ class StepRows:
         self._source = source
         self._decoding = np.full(num_slots, -1, np.int64)  # [S] the sequence that decodes there, -1 if none
         self._last_slots = np.empty(0, np.int64)
+        self._decoding_slots: Column | None = None  # of the last step, if all its rows decoded
+
+    def go_on(self, step: int, slots: Column) -> bool:
+        """Whether this step has the last one's rows, all decoding: the very same array says so, and there is nothing
+        to write."""
+        return slots is self._decoding_slots and step % KEYFRAME_STEPS != 0
 
     def step(
         self,
@@ -416,7 +422,8 @@ class StepRows:
         is_new = before != sequence_ids
         if step % KEYFRAME_STEPS == 0:
             is_new[:] = True
-        if not (is_new.any() or len(slots) != len(self._last_slots)) and decodes.all():
+        self._decoding_slots = slots if decodes.all() else None
+        if not is_new.any() and len(slots) == len(self._last_slots) and self._decoding_slots is not None:
             return  # as many rows, all of which decoded before: the same ones
         emit_many, source = self._tracer.emit_many, self._source
         extends, begins = ~decodes, decodes & is_new

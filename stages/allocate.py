@@ -61,16 +61,20 @@ class Allocate(Stage[StepPlan, StepGrant]):
         if not tracer.enabled:
             return
         if grant is not None:
-            num_tokens, num_decodes = int(grant.num_tokens.sum()), int((grant.num_tokens == 1).sum())
-            counts = (len(grant.slots), num_tokens, num_decodes, report.num_free)
+            num_rows = num_tokens = num_decodes = len(grant.slots)
+            if not grant.is_decode:
+                num_tokens, num_decodes = int(grant.num_tokens.sum()), int(np.count_nonzero(grant.num_tokens == 1))
+            counts = (num_rows, num_tokens, num_decodes, report.num_free)
             tracer.emit(EventKind.STEP_GRANTED, source, grant.step, *counts)
             self._trace_rows(grant)
-        for slot in report.preempted.tolist():
+        for slot in report.preempted:
             tracer.emit(EventKind.PREEMPTED, source, plan.step, slot, self._recompute)
 
     def _trace_rows(self, grant: StepGrant) -> None:
         assert self._rows is not None
         for started in grant.started:
             self._sequence_ids[started.slot] = started.sequence_id
+        if grant.is_decode and self._rows.go_on(grant.step, grant.slots):
+            return
         ids = self._sequence_ids[grant.slots]
         self._rows.step(grant.step, grant.slots, ids, grant.starts, grant.num_tokens)

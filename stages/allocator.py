@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .blocks import BlockPool, BlockTables
-from .messages import NO_INTS, Ints, PlanReport, Started, StepGrant, StepPlan
+from .messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Started, StepGrant, StepPlan
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What one plan has been given so far. Arrays are parallel to the plan's rows."""
+    """What one plan is given. R rows of the plan, of which G get new blocks."""
 
-    granted: Ints  # [R] tokens
-    new_blocks: Ints  # [R] blocks to add to the row's table
+    granted: Ints  # [R] tokens; the plan's own `num_wanted` if nothing was cut
+    grows: Indices  # [G] rows
+    counts: Ints  # [G] blocks for each
     preempted: list[int] = field(default_factory=list)  # slots
 
 
@@ -42,6 +43,7 @@ class Allocator:
         self._last_step = np.full(num_slots, -1, np.int64)  # [S] the last granted step with a row of the slot
         self.completed_step = -1
         self._started: dict[int, Started] = {}  # by slot: not yet told to the device
+        self._nothing = np.zeros(num_slots, np.int32)  # what a plan's rows find in a prefix cache that is not there
 
     # -- serving a plan
 
@@ -49,7 +51,7 @@ class Allocator:
         """The grant to run, or None if nothing of the plan can run now, and the report for whoever planned it."""
         self._take_note(plan)
         tally = self._cut_to_budget(plan)
-        if int(tally.new_blocks.sum()) > self.pool.num_free:
+        if len(tally.grows) and int(tally.counts.sum()) > self.pool.num_free:
             tally = self._serve_under_pressure(plan)
         grant = self._grant(plan, tally)
         return grant, self._report(plan, tally, is_void=grant is None)
@@ -58,7 +60,7 @@ class Allocator:
         """What happened since the last plan: steps done, sequences ended, preempted or started."""
         self.completed_step = plan.completed_step
         self.pool.settle(plan.completed_step)
-        for slot in (*plan.ended.tolist(), *plan.preempted.tolist()):
+        for slot in (*plan.ended, *plan.preempted):
             self._empty(slot)
         for started in plan.started:
             self._started[started.slot] = started
@@ -70,22 +72,22 @@ class Allocator:
 
     def _cut_to_budget(self, plan: StepPlan) -> _Tally:
         """Every row's share of the token budget, and the blocks it takes if there are enough."""
-        granted = plan.num_wanted
-        if int(granted.sum()) > plan.token_budget:
+        granted, num_rows = plan.num_wanted, len(plan.slots)
+        if (num_rows if plan.is_decode else int(granted.sum())) > plan.token_budget:
             before = np.cumsum(plan.num_wanted, dtype=np.int32) - plan.num_wanted
             granted = np.clip(plan.token_budget - before, 0, plan.num_wanted).astype(np.int32)
             if not plan.allows_partial:
                 granted[granted < plan.num_wanted] = 0
-        return _Tally(granted, self._blocks_needed(plan, granted))
+        return self._with_blocks(plan, granted)
 
-    def _blocks_needed(self, plan: StepPlan, granted: Ints) -> Ints:
+    def _with_blocks(self, plan: StepPlan, granted: Ints) -> _Tally:
         tables, slots = self.tables, plan.slots
-        lengths = np.maximum(tables.num_tokens[slots] + granted, plan.num_reserved)
-        num_homeless = lengths - tables.num_blocks[slots] * tables.block_size  # tokens that the blocks do not hold yet
-        need: Ints = tables.num_blocks_for(np.maximum(num_homeless, 0))
-        if not granted.all():
-            need[granted == 0] = 0
-        return need
+        lengths = tables.num_tokens[slots] + granted
+        if plan.num_reserved is not None:
+            lengths = np.maximum(lengths, plan.num_reserved * (granted > 0))
+        num_homeless = lengths - tables.room[slots]  # tokens that the blocks do not hold yet
+        grows = (num_homeless > 0).nonzero()[0]
+        return _Tally(granted, grows, tables.num_blocks_for(num_homeless[grows]) if len(grows) else NO_INTS)
 
     def _serve_under_pressure(self, plan: StepPlan) -> _Tally:
         """Row by row, when there are fewer free blocks than wished for.
@@ -94,7 +96,7 @@ class Allocator:
         for, and is counted before the next victim is taken. Rows behind one that waits get no new blocks: what is free
         is for the first in line.
         """
-        tally = _Tally(np.zeros_like(plan.num_wanted), np.zeros_like(plan.num_wanted))
+        tally = _RowByRow(np.zeros_like(plan.num_wanted), np.zeros_like(plan.num_wanted))
         row_of = {slot: row for row, slot in enumerate(plan.slots.tolist())}
         budget, num_free, is_short = plan.token_budget, self.pool.num_free, False
         for row, slot in enumerate(plan.slots.tolist()):
@@ -113,7 +115,8 @@ class Allocator:
                 is_short = True
             tally.granted[row], tally.new_blocks[row] = wanted, need
             budget, num_free = budget - wanted, num_free - need
-        return tally
+        grows = np.flatnonzero(tally.new_blocks)
+        return _Tally(tally.granted, grows, tally.new_blocks[grows], tally.preempted)
 
     def _share(self, plan: StepPlan, row: int, budget: int) -> int:
         wanted = int(plan.num_wanted[row])
@@ -123,10 +126,10 @@ class Allocator:
         if granted == 0:
             return 0
         slot = plan.slots[row]
-        length = max(int(self.tables.num_tokens[slot]) + granted, int(plan.num_reserved[row]))
+        length = max(int(self.tables.num_tokens[slot]) + granted, _reserved(plan, row))
         return max(-(-length // self.tables.block_size) - int(self.tables.num_blocks[slot]), 0)
 
-    def _next_victim(self, plan: StepPlan, tally: _Tally, row: int, need: int) -> int | None:
+    def _next_victim(self, plan: StepPlan, tally: _RowByRow, row: int, need: int) -> int | None:
         """The next slot to preempt for `row`; None when waiting for quarantined blocks is enough, or nobody is left."""
         promised = self.pool.num_free + self.pool.num_quarantined - int(tally.new_blocks.sum())
         if need <= promised:
@@ -136,7 +139,7 @@ class Allocator:
                 return int(victim)
         return None
 
-    def _preempt(self, slot: int, row: int | None, tally: _Tally) -> int:
+    def _preempt(self, slot: int, row: int | None, tally: _RowByRow) -> int:
         """Takes a slot's blocks, and what it was granted in this plan. Returns the tokens that frees."""
         tally.preempted.append(slot)
         self._empty(slot)
@@ -149,7 +152,7 @@ class Allocator:
     def _what_fits(self, plan: StepPlan, row: int, wanted: int, num_free: int) -> tuple[int, int]:
         """The part of a row's wish that `num_free` blocks can hold: (tokens, blocks)."""
         slot = plan.slots[row]
-        if not plan.allows_partial or plan.num_reserved[row] > 0:
+        if not plan.allows_partial or _reserved(plan, row) > 0:
             return 0, 0
         num_blocks = int(self.tables.num_blocks[slot]) + num_free
         fits = min(wanted, num_blocks * self.tables.block_size - int(self.tables.num_tokens[slot]))
@@ -158,19 +161,18 @@ class Allocator:
     # -- telling
 
     def _grant(self, plan: StepPlan, tally: _Tally) -> StepGrant | None:
-        slots, granted, counts = plan.slots, tally.granted, tally.new_blocks
-        is_sampled = plan.reaches_end & (granted == plan.num_wanted)
-        if not granted.all():
+        slots, granted, is_sampled = plan.slots, tally.granted, plan.reaches_end
+        if granted is not plan.num_wanted:
             rows = np.flatnonzero(granted)
-            slots, granted, counts, is_sampled = slots[rows], granted[rows], counts[rows], is_sampled[rows]
+            slots, granted = plan.slots[rows], tally.granted[rows]
+            is_sampled = plan.reaches_end[rows] & (granted == plan.num_wanted[rows])
         if not len(slots):
             return None
+        table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
+        if len(tally.grows):
+            blocks = self.pool.take(int(tally.counts.sum()))
+            table_slots, table_places = self.tables.append(plan.slots[tally.grows], tally.counts, blocks)
         starts = self.tables.num_tokens[slots]
-        grows = np.flatnonzero(counts)
-        table_slots = table_places = blocks = NO_INTS
-        if len(grows):
-            blocks = self.pool.take(int(counts.sum()))
-            table_slots, table_places = self.tables.append(slots[grows], counts[grows], blocks)
         self.tables.num_tokens[slots] = starts + granted
         self.last_granted = plan.step
         self._last_step[slots] = plan.step
@@ -184,18 +186,19 @@ class Allocator:
             table_slots=table_slots,
             table_places=table_places,
             table_blocks=blocks,
+            is_decode=plan.is_decode,
             started=self._tell_started(slots) if self._started else (),
         )
 
-    def _tell_started(self, slots: Ints) -> tuple[Started, ...]:
+    def _tell_started(self, slots: Indices) -> tuple[Started, ...]:
         return tuple(self._started.pop(slot) for slot in slots.tolist() if slot in self._started)
 
     def _report(self, plan: StepPlan, tally: _Tally, *, is_void: bool, is_reset: bool = False) -> PlanReport:
         return PlanReport(
             step=plan.step,
             num_granted=tally.granted,
-            num_cached=np.zeros_like(tally.granted),
-            preempted=np.array(tally.preempted, np.int32) if tally.preempted else NO_INTS,
+            num_cached=self._nothing[: len(tally.granted)],
+            preempted=tally.preempted,
             num_free=self.pool.num_free,
             num_quarantined=self.pool.num_quarantined,
             num_cached_blocks=self.pool.num_cached,
@@ -209,12 +212,11 @@ class Allocator:
         """Forgets every table. All blocks are free again once the steps granted so far are done."""
         self.completed_step = plan.completed_step
         self.last_granted = min(self.last_granted, plan.step - 1)  # a grant that was made was not sent
-        self.tables.num_blocks[:] = 0
-        self.tables.num_tokens[:] = 0
+        self.tables.clear_all()
         self._started.clear()
         self.pool.seize_all(self.last_granted)
         self.pool.settle(self.completed_step)
-        nothing = _Tally(np.zeros_like(plan.num_wanted), np.zeros_like(plan.num_wanted))
+        nothing = _Tally(np.zeros_like(plan.num_wanted), NO_INDICES, NO_INTS)
         return self._report(plan, nothing, is_void=True, is_reset=True)
 
     def check(self) -> None:
@@ -223,5 +225,18 @@ class Allocator:
         held = self.tables.held()
         assert len(np.unique(held)) == len(held), "two tables hold one block"
         assert len(held) == self.pool.num_in_use, f"tables hold {len(held)} blocks, {self.pool.num_in_use} are in use"
-        room = self.tables.num_blocks * self.tables.block_size
-        assert (self.tables.num_tokens <= room).all(), "a slot has tokens without a block"
+        assert (self.tables.room == self.tables.num_blocks * self.tables.block_size).all(), "room is counted wrong"
+        assert (self.tables.num_tokens <= self.tables.room).all(), "a slot has tokens without a block"
+
+
+@dataclass(slots=True)
+class _RowByRow:
+    """What the rows of a plan have been given so far."""
+
+    granted: Ints  # [R] tokens
+    new_blocks: Ints  # [R]
+    preempted: list[int] = field(default_factory=list)  # slots
+
+
+def _reserved(plan: StepPlan, row: int) -> int:
+    return 0 if plan.num_reserved is None else int(plan.num_reserved[row])

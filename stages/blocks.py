@@ -9,7 +9,7 @@ import enum
 
 import numpy as np
 
-from .messages import Ints
+from .messages import Indices, Ints
 
 
 class BlockState(enum.IntEnum):
@@ -117,27 +117,32 @@ class BlockTables:
         self.block_size = block_size
         self.blocks = np.zeros((num_slots, blocks_per_slot), np.int32)  # [S, M] block ids, in token order
         self.num_blocks = np.zeros(num_slots, np.int32)  # [S] entries of `blocks` that count
+        self.room = np.zeros(num_slots, np.int32)  # [S] tokens that these hold
         self.num_tokens = np.zeros(num_slots, np.int32)  # [S] tokens with a place; the last block may be partly filled
 
     def num_blocks_for(self, num_tokens: Ints) -> Ints:
         """Blocks that hold `num_tokens` tokens, elementwise."""
         return -(-num_tokens // self.block_size)
 
-    def append(self, slots: Ints, counts: Ints, blocks: Ints) -> tuple[Ints, Ints]:
+    def append(self, slots: Indices, counts: Ints, blocks: Ints) -> tuple[Indices, Indices]:
         """Adds `counts[i]` of `blocks`, in order, to the table of `slots[i]`. Returns (slot, place) of each, [B]."""
         owners = np.repeat(slots, counts)
-        within = np.arange(len(blocks), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
-        places = self.num_blocks[owners] + within
+        places = self.num_blocks[owners] + np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.blocks[owners, places] = blocks
         self.num_blocks[slots] += counts
+        self.room[slots] += counts * self.block_size
         return owners, places
 
     def clear(self, slot: int) -> Ints:
         """Empties the table of `slot`. Returns the blocks it held."""
         held = self.blocks[slot, : self.num_blocks[slot]].copy()
-        self.num_blocks[slot] = 0
-        self.num_tokens[slot] = 0
+        self.num_blocks[slot] = self.room[slot] = self.num_tokens[slot] = 0
         return held
+
+    def clear_all(self) -> None:
+        """Empties every table."""
+        for column in (self.num_blocks, self.room, self.num_tokens):
+            column[:] = 0
 
     def held(self) -> Ints:
         """The blocks of all tables, one after another."""

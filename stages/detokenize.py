@@ -21,7 +21,7 @@ from .messages import (
     Bools,
     Finish,
     FinishReason,
-    Ints,
+    Indices,
     Started,
     StepText,
     StepTokens,
@@ -94,7 +94,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._traits[: len(table.texts)][~table.is_plain[:vocab_size]] |= NOT_PLAIN
         self._traits[len(table.texts) :] |= NOT_PLAIN
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who has the slot, -1 nobody
-        self._next_places = np.zeros(num_slots, np.int32)  # [S] of the token to come
+        self._next_places = np.zeros(num_slots, np.intp)  # [S] of the token to come
         self._cares = np.full(num_slots, ANY, np.uint64)  # [S] traits of tokens that are no matter of a table
         self._sequences: dict[int, _Sequence] = {}  # by id
         self._prompt_lengths: dict[int, int] = {}  # by sequence id, to go out with the next text
@@ -138,7 +138,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         is_fast = (self._traits[step.token_ids] & self._cares[slots]) == 0
         is_fast &= is_ours & (places == next_places) & (step.finishes == 0)
         self._is_halfway = True
-        if is_fast.all():
+        if np.count_nonzero(is_fast) == len(is_fast):
             rows = self._read_fast(slots, places, step.sequence_ids, step.token_ids)
         else:
             columns = (slots, places, step.sequence_ids, step.token_ids)
@@ -149,7 +149,7 @@ class Detokenize(Stage[StepTokens, StepText]):
             out.send(rows.message(step.step, prompt_lengths))
         self._is_halfway = False
 
-    def _read_fast(self, slots: Ints, places: Ints, sequence_ids: NDArray[np.int64], token_ids: Ints) -> _Rows:
+    def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> _Rows:
         """Rows whose text is in the table."""
         self._next_places[slots] = places + 1
         return _Rows(sequence_ids.tolist(), self._texts[token_ids].tolist(), token_ids.tolist())

@@ -210,7 +210,7 @@ def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
     lengths = [max_model_len - 1] * whole + ([rest] if rest else [])
     lengths = lengths[: config.max_num_seqs]
     blocks = [-(-length // config.block_size) for length in lengths]
-    slots = np.arange(len(lengths), dtype=np.int32)
+    slots = np.arange(len(lengths))
     params = SamplingParams(max_tokens=1)
     return StepGrant(
         step=0,
@@ -220,7 +220,7 @@ def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
         num_tokens=np.array(lengths, np.int32),
         is_sampled=np.ones(len(lengths), np.bool_),
         table_slots=np.repeat(slots, blocks),
-        table_places=np.concatenate([np.arange(count, dtype=np.int32) for count in blocks]),
+        table_places=np.concatenate([np.arange(count) for count in blocks]),
         table_blocks=np.arange(sum(blocks), dtype=np.int32),
         started=tuple(
             Started(slot, slot, "largest", np.zeros(length, np.int32), length, params, seed=0)

@@ -31,9 +31,11 @@ from numpy.typing import NDArray
 from .params import SamplingParams
 
 Ints = NDArray[np.int32]
+Indices = NDArray[np.intp]  # numpy indexes with these as they are; int32 costs 3 us more for each use by 256 rows
 Bools = NDArray[np.bool_]
 
 NO_INTS: Ints = np.zeros(0, np.int32)
+NO_INDICES: Indices = np.zeros(0, np.intp)
 
 
 class FinishReason(enum.IntEnum):
@@ -124,17 +126,18 @@ class StepPlan:
     step: int  # no gaps among granted steps: a void plan's number is used again
     generation: int  # goes up when steps in flight were voided; older grants are not run
     completed_step: int  # every step up to this one is done: what waited for it may be reused
-    slots: Ints  # [R] in the order of service
-    num_wanted: Ints  # [R] tokens to compute
+    slots: Indices  # [R] in the order of service
+    num_wanted: Ints  # [R] tokens to compute, at least 1
     reaches_end: Bools  # [R] whether all wanted tokens lead to a new one
     token_budget: int
-    victims: Ints  # slots that may lose their blocks, first to go first
+    victims: Indices  # slots that may lose their blocks, first to go first
     num_victims: Ints  # [R] how many of them, from the front, the row may take from
-    num_reserved: Ints  # [R] tokens to hold blocks for, at once; 0 = only for what is granted
+    num_reserved: Ints | None = None  # [R] tokens to hold blocks for, at once; None and 0 = only for what is granted
+    is_decode: bool = False  # each row wants one token
     allows_partial: bool = True  # False: a wish is granted whole or not at all
     started: tuple[Started, ...] = ()
-    ended: Ints = field(default_factory=lambda: NO_INTS)  # [E] slots whose sequences are over
-    preempted: Ints = field(default_factory=lambda: NO_INTS)  # slots that schedule took back itself
+    ended: Sequence[int] = ()  # [E] slots whose sequences are over
+    preempted: Sequence[int] = ()  # slots that schedule took back itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,9 +145,9 @@ class PlanReport:
     """What became of a plan. Void: nothing was granted and there is nothing to copy, so no step goes on."""
 
     step: int
-    num_granted: Ints  # [R] tokens, 0 = left out
+    num_granted: Ints  # [R] tokens, 0 = left out; the plan's own `num_wanted` if all was granted
     num_cached: Ints  # [R] tokens found in the prefix cache, not computed
-    preempted: Ints  # slots that lost their blocks and are to be recomputed
+    preempted: Sequence[int]  # slots that lost their blocks and are to be recomputed
     num_free: int  # blocks
     num_quarantined: int
     num_cached_blocks: int = 0
@@ -168,13 +171,14 @@ class StepGrant:
 
     step: int
     generation: int
-    slots: Ints  # [R]
+    slots: Indices  # [R]
     starts: Ints  # [R] position of the first token to compute
     num_tokens: Ints  # [R] at least 1
     is_sampled: Bools  # [R] whether the last of them yields a new token
-    table_slots: Ints  # [B]
-    table_places: Ints  # [B]
+    table_slots: Indices  # [B]
+    table_places: Indices  # [B]
     table_blocks: Ints  # [B]
+    is_decode: bool = False  # as the plan says
     started: tuple[Started, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
 
@@ -197,10 +201,10 @@ class StepDone:
     """A step's outcome, for the books of schedule."""
 
     step: int
-    slots: Ints  # [L]
+    slots: Indices  # [L]
     sequence_ids: NDArray[np.int64]  # [L]
-    places: Ints  # [L] which generated token this is, from 0
-    token_ids: Ints  # [L]
+    places: Indices  # [L] which generated token this is, from 0
+    token_ids: Indices  # [L]
     is_finished: Bools  # [L]
 
 
@@ -228,10 +232,10 @@ class StepTokens:
     """The tokens of a step, for whoever turns them into text."""
 
     step: int
-    slots: Ints  # [L]
+    slots: Indices  # [L]
     sequence_ids: NDArray[np.int64]  # [L]
-    places: Ints  # [L] which generated token this is, from 0
-    token_ids: Ints  # [L]
+    places: Indices  # [L] which generated token this is, from 0
+    token_ids: Indices  # [L]
     finishes: NDArray[np.int8]  # [L] FinishReason
     started: tuple[Started, ...] = ()
     logprobs: Mapping[int, TopLogprobs] = field(default_factory=dict)  # row -> what was asked for

@@ -62,15 +62,12 @@ class ModelRunner:
         if len(grant.table_slots):
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
             if self.device.type != "cpu":
-                where = (
-                    self._upload(grant.table_slots.astype(np.int64)),
-                    self._upload(grant.table_places.astype(np.int64)),
-                )
+                where = (self._upload(grant.table_slots), self._upload(grant.table_places))
                 self._device_tables[where] = self._upload(grant.table_blocks)
 
     def inputs(self, grant: StepGrant) -> StepInputs:
         """The grant as the decoder reads it. Rows with one token come first there; logits keep the grant's order."""
-        slots, starts = grant.slots.astype(np.int64), grant.starts.astype(np.int64)
+        slots, starts = grant.slots, grant.starts.astype(np.int64)
         is_fed = starts >= self._num_known[slots]  # its input is the newest token
         if np.count_nonzero(is_fed) == len(slots):
             return self._decode_inputs(slots, starts, grant.is_sampled)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import logits as maths
 from .logits import Blocks, Drawing
-from .messages import Bools, FinishReason, Ints, StepGrant, StepTokens, TopLogprobs
+from .messages import Bools, FinishReason, Indices, Ints, StepGrant, StepTokens, TopLogprobs
 from .sampling_table import EDITS, ENDED, LOGPROBS, RANDOM, SamplingTable
 
 Longs = NDArray[np.int64]
@@ -58,7 +58,7 @@ class Sampler:
         with torch.inference_mode():
             return self._sample(grant, slots, needs, logits)
 
-    def _sample(self, grant: StepGrant, slots: Ints, needs: NDArray[np.uint8], logits: Tensor) -> StepTokens:
+    def _sample(self, grant: StepGrant, slots: Indices, needs: NDArray[np.uint8], logits: Tensor) -> StepTokens:
         table = self.table
         places = table.num_generated[slots]
         asked = np.flatnonzero(needs & LOGPROBS) if _any(needs, LOGPROBS) else NO_ROWS
@@ -68,30 +68,29 @@ class Sampler:
         else:
             token_ids, is_broken = NO_ROWS, np.zeros(0, np.bool_)
         self._note_last(slots, token_ids)
-        chosen = token_ids.astype(np.int32)
-        finishes = table.settle(slots, places, chosen, is_broken)
+        finishes = table.settle(slots, places, token_ids, is_broken)
         return StepTokens(
             step=grant.step,
             slots=slots,
             sequence_ids=table.sequence_ids[slots],
             places=places,
-            token_ids=chosen,
+            token_ids=token_ids,
             finishes=finishes,
             started=grant.started,
             logprobs={} if raw is None else self._logprobs(raw, asked, slots, token_ids, finishes),
         )
 
-    def _note_last(self, slots: Ints, token_ids: Longs) -> None:
+    def _note_last(self, slots: Indices, token_ids: Longs) -> None:
         if self._last_on_host is not None:
             self._last_on_host[slots] = token_ids
             return
         device = self.last_tokens.device
-        at = torch.from_numpy(slots.astype(np.int64)).to(device)
+        at = torch.from_numpy(slots).to(device)
         self.last_tokens.index_copy_(0, at, torch.from_numpy(token_ids).to(device))
 
     # -- choosing
 
-    def _choose(self, slots: Ints, needs: NDArray[np.uint8], logits: Tensor) -> tuple[Longs, Bools]:
+    def _choose(self, slots: Indices, needs: NDArray[np.uint8], logits: Tensor) -> tuple[Longs, Bools]:
         """(token ids, rows that hold no number), [L] each."""
         if _any(needs, EDITS):
             logits = logits.float()
@@ -112,7 +111,7 @@ class Sampler:
         return token_ids, is_broken
 
     def _choose_mixed(
-        self, slots: Ints, logits: Tensor, blocks: Blocks, maxima: maths.Floats, is_random: Bools
+        self, slots: Indices, logits: Tensor, blocks: Blocks, maxima: maths.Floats, is_random: Bools
     ) -> Longs:
         is_truncated = is_random & self.table.is_truncated[slots]
         token_ids = np.zeros(len(slots), np.int64)
@@ -127,14 +126,14 @@ class Sampler:
             token_ids[truncated] = maths.draw_truncated(rows, maxima[truncated], self._drawing(slots[truncated]))
         return token_ids
 
-    def _drawing(self, slots: Ints) -> Drawing:
+    def _drawing(self, slots: Indices) -> Drawing:
         table = self.table
         u = maths.uniform(table.seeds[slots], table.positions(slots))
         return Drawing(table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], u)
 
     # -- edits
 
-    def _edit(self, slots: Ints, logits: Tensor) -> None:
+    def _edit(self, slots: Indices, logits: Tensor) -> None:
         penalised = np.flatnonzero(self.table.is_penalised[slots])
         if len(penalised):
             self._penalise(slots, penalised, logits)
@@ -145,7 +144,7 @@ class Sampler:
         if len(rows):
             maths.forbid(logits, *_tensors(logits, rows, ids))
 
-    def _penalise(self, slots: Ints, rows: Longs, logits: Tensor) -> None:
+    def _penalise(self, slots: Indices, rows: Longs, logits: Tensor) -> None:
         """`rows` index into `slots`. Listings of tokens are padded by their last one, whose edit is the same twice."""
         table = self.table
         at = slots[rows]
@@ -164,7 +163,7 @@ class Sampler:
             maths.penalise_frequency(logits, row, token, often)
             maths.penalise_presence(logits, row, token, once)
 
-    def _penalise_repetition(self, slots: Ints, rows: Longs, num_tokens: Ints, logits: Tensor) -> None:
+    def _penalise_repetition(self, slots: Indices, rows: Longs, num_tokens: Ints, logits: Tensor) -> None:
         penalty = self.table.repetition_penalty[slots]
         repeated = np.flatnonzero(penalty != 1)
         if not len(repeated):
@@ -175,7 +174,7 @@ class Sampler:
         row, token, factor = _tensors(logits, rows[repeated, None], ids, penalty[repeated, None])
         maths.penalise_repetition(logits, row, token, factor)
 
-    def _add_bias(self, slots: Ints, rows: Longs, logits: Tensor) -> None:
+    def _add_bias(self, slots: Indices, rows: Longs, logits: Tensor) -> None:
         table = self.table
         at = slots[rows]
         width = int(table.num_biased[at].max())
@@ -186,7 +185,7 @@ class Sampler:
     # -- log-probabilities
 
     def _logprobs(
-        self, raw: Tensor, asked: Longs, slots: Ints, token_ids: Longs, finishes: NDArray[np.int8]
+        self, raw: Tensor, asked: Longs, slots: Indices, token_ids: Longs, finishes: NDArray[np.int8]
     ) -> dict[int, TopLogprobs]:
         """Row -> log-probabilities under the model itself, before any edit and temperature, for the rows `asked`."""
         whole = np.flatnonzero(finishes[asked] != FinishReason.ERROR)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from .messages import Bools, FinishReason, Ints, Started
+from .messages import Bools, FinishReason, Indices, Ints, Started
 from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 MIN_TEMPERATURE = 1e-20  # so that a difference of logits over it is still a float32; draws the likeliest token
@@ -32,7 +32,7 @@ class SamplingTable:
         self._eos = self._known(eos_token_ids)
         self.sequence_ids = np.full(num_slots, -1, np.int64)
         self.num_prompt = np.zeros(num_slots, np.int32)
-        self.num_generated = np.zeros(num_slots, np.int32)
+        self.num_generated = np.zeros(num_slots, np.intp)
         self.needs = np.zeros(num_slots, np.uint8)  # bits, as above
         # how to choose
         self.is_truncated = np.zeros(num_slots, np.bool_)
@@ -112,18 +112,18 @@ class SamplingTable:
     def _known(self, token_ids: Collection[int]) -> Ints:
         return np.array([token_id for token_id in token_ids if 0 <= token_id < self.vocab_size], np.int32)
 
-    def positions(self, slots: Ints) -> NDArray[np.int64]:
+    def positions(self, slots: Indices) -> NDArray[np.int64]:
         """The absolute position of the token that each slot is about to get."""
-        return self.num_prompt[slots].astype(np.int64) + self.num_generated[slots]
+        return self.num_prompt[slots] + self.num_generated[slots]
 
-    def forbidden(self, slots: Ints) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def forbidden(self, slots: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """EOS and stop token ids of the rows that have not reached `min_tokens`: (index into `slots`, id)."""
         early = np.flatnonzero(self.num_generated[slots] < self.min_tokens[slots])
         ids = self._end_ids[slots[early], : self._num_end_ids].astype(np.int64)
         at, column = np.nonzero(ids != NO_TOKEN)
         return early[at], ids[at, column]
 
-    def settle(self, slots: Ints, place: Ints, token_ids: Ints, is_broken: Bools) -> NDArray[np.int8]:
+    def settle(self, slots: Indices, place: Indices, token_ids: Indices, is_broken: Bools) -> NDArray[np.int8]:
         """Notes one new token for each of `slots`, none of which is finished; `place` is their `num_generated` until
         now. Returns their `FinishReason`.
 
@@ -145,7 +145,7 @@ class SamplingTable:
             self.needs[slots[finishes != FinishReason.NONE]] |= ENDED
         return finishes
 
-    def _ends(self, slots: Ints, token_ids: Ints) -> Bools:
+    def _ends(self, slots: Indices, token_ids: Indices) -> Bools:
         matches = self._end_ids[:, : self._num_end_ids][slots] == token_ids[:, None]
         matches[:, : len(self._eos)] &= ~self.ignores_eos[slots, None]
         is_end: Bools = matches.any(1)

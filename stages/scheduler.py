@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .errors import Failed, RequestError
-from .messages import NO_INTS, Bools, Ints, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
+from .messages import Bools, Indices, Ints, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
 from .sequences import Sequence, SlotTable, State, WaitingQueue, choice_seed
 
 MAX_VOIDS_ALONE = 2  # steps a sequence may make fail all by itself before it is given up
@@ -36,16 +36,17 @@ class _Flight:
 
     step: int
     generation: int
-    slots: Ints  # of the rows it runs
+    slots: Indices  # of the rows it runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Order:
     """The running slots in the order of service, and who may be preempted for whom. Changes only with membership."""
 
-    slots: Ints  # [R]
-    victims: Ints  # [V] newest first
+    slots: Indices  # [R]
+    victims: Indices  # [V] newest first
     num_victims: Ints  # [S] by slot: how many of them it may take
+    has_reserves: bool  # whether any of them is to have all its blocks at once
 
     @classmethod
     def of(cls, table: SlotTable) -> _Order:
@@ -55,7 +56,8 @@ class _Order:
         behind = np.cumsum(is_victim[::-1])[::-1] - is_victim
         num_victims = np.zeros(table.num_slots, np.int32)
         num_victims[slots] = behind
-        return cls(slots, slots[is_victim][::-1].copy(), num_victims)
+        has_reserves = bool(np.count_nonzero(table.reserve[slots]))
+        return cls(slots, slots[is_victim][::-1].copy(), num_victims, has_reserves)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +68,8 @@ class _Steady:
     num_wanted: Ints  # [R] ones
     reaches_end: Bools  # [R] all true
     num_victims: Ints  # [R]
-    num_reserved: Ints  # [R]
+    num_reserved: Ints | None  # [R]
+    one_each: Ints  # [S] by slot: ones for the rows, zeros elsewhere
     num_plans: int  # for which it still holds: the fewest tokens that any row may yet make
 
     @classmethod
@@ -74,7 +77,9 @@ class _Steady:
         slots = order.slots
         num_plans = int((table.limit[slots] - table.num_known[slots]).min())
         reaches_end = np.ones(len(slots), np.bool_)
-        return cls(order, num_wanted, reaches_end, order.num_victims[slots], table.reserve[slots], num_plans)
+        reserves = table.reserve[slots] if order.has_reserves else None
+        one_each = table.is_running.astype(np.int32)
+        return cls(order, num_wanted, reaches_end, order.num_victims[slots], reserves, one_each, num_plans)
 
 
 class Scheduler:
@@ -175,7 +180,7 @@ class Scheduler:
             self._must_wait = len(plan.slots) > 0 and self.num_in_flight > 0
         else:
             self._note_grant(plan, report)
-        for slot in report.preempted.tolist():
+        for slot in report.preempted:
             self._note_preempted(slot)
 
     def on_done(self, done: StepDone) -> None:
@@ -183,7 +188,7 @@ class Scheduler:
         self._pop_flight(done.step)
         self._row_limit = min(self.limits.max_num_seqs, 2 * self._row_limit)
         known = self.slots.knows(done.slots, done.sequence_ids)
-        if not known.all():
+        if np.count_nonzero(known) < len(known):
             done = StepDone(
                 done.step,
                 done.slots[known],
@@ -193,7 +198,7 @@ class Scheduler:
                 done.is_finished[known],
             )
         self.slots.note_tokens(done.slots, done.places, done.token_ids)
-        if done.is_finished.any():
+        if np.count_nonzero(done.is_finished):
             for sequence_id in done.sequence_ids[done.is_finished].tolist():
                 self.end(sequence_id)
 
@@ -229,7 +234,7 @@ class Scheduler:
         if self._must_wait:
             return None
         slots, num_wanted = self._rows()
-        if self._admit(int(num_wanted.sum())):
+        if len(self.waiting) and self._admit(int(num_wanted.sum())):
             slots, num_wanted = self._rows()
         if not len(slots) and not self._has_news():
             return None
@@ -243,7 +248,7 @@ class Scheduler:
             return True
         return self._num_quarantined > 0 and self.completed_step > self._told_step
 
-    def _rows(self) -> tuple[Ints, Ints]:
+    def _rows(self) -> tuple[Indices, Ints]:
         """The rows to ask for, decodes first, each group in the order of service: (slots, tokens wanted)."""
         order = self._in_order()
         slots, steady = order.slots, self._steady
@@ -293,13 +298,14 @@ class Scheduler:
         self._started.append(sequence.started())
         self._order = None
 
-    def _make_plan(self, slots: Ints, num_wanted: Ints) -> StepPlan:
+    def _make_plan(self, slots: Indices, num_wanted: Ints) -> StepPlan:
         order, steady = self._in_order(), self._steady
-        if steady is not None and num_wanted is steady.num_wanted:
+        is_steady = steady is not None and num_wanted is steady.num_wanted
+        if steady is not None and is_steady:
             reaches_end, num_victims, num_reserved = steady.reaches_end, steady.num_victims, steady.num_reserved
         else:
-            reaches_end = np.ones(len(slots), np.bool_)
-            num_victims, num_reserved = order.num_victims[slots], self.slots.reserve[slots]
+            reaches_end, num_victims = np.ones(len(slots), np.bool_), order.num_victims[slots]
+            num_reserved = self.slots.reserve[slots] if order.has_reserves else None
         plan = StepPlan(
             step=self.last_granted + 1,
             generation=self._generation,
@@ -311,10 +317,11 @@ class Scheduler:
             victims=order.victims,
             num_victims=num_victims,
             num_reserved=num_reserved,
+            is_decode=is_steady,
             allows_partial=self.limits.enable_chunked_prefill,
             started=tuple(self._started),
-            ended=np.array(self._ended, np.int32) if self._ended else NO_INTS,
-            preempted=np.array(self._preempted, np.int32) if self._preempted else NO_INTS,
+            ended=self._ended,
+            preempted=self._preempted,
         )
         self._started, self._ended, self._preempted = [], [], []
         return plan
@@ -323,25 +330,23 @@ class Scheduler:
 
     def _note_grant(self, plan: StepPlan, report: PlanReport) -> None:
         self.last_granted = report.step
-        steady = self._steady
-        is_steady = steady is not None and plan.num_wanted is steady.num_wanted and steady.order is self._order
-        if steady is not None and is_steady and report.num_granted.all():
-            slots = plan.slots
-            self._flights.append(_Flight(report.step, plan.generation, slots))
-            self.slots.last_step[slots] = report.step
-            self.slots.num_computed[slots] += 1
-            self.slots.num_known[slots] += 1
+        steady, table = self._steady, self.slots
+        if steady is not None and report.num_granted is steady.num_wanted and steady.order is self._order:
+            self._flights.append(_Flight(report.step, plan.generation, plan.slots))
+            table.last_step[plan.slots] = report.step
+            table.num_computed += steady.one_each
+            table.num_known += steady.one_each
             steady.num_plans -= 1
             return
         self._steady = None
         rows = np.flatnonzero(report.num_granted)
         slots = plan.slots[rows]
         self._flights.append(_Flight(report.step, plan.generation, slots))
-        self.slots.last_step[slots] = report.step
-        progress = np.where(self.slots.is_running[slots], report.num_granted[rows] + report.num_cached[rows], 0)
-        self.slots.num_computed[slots] += progress
+        table.last_step[slots] = report.step
+        progress = np.where(table.is_running[slots], report.num_granted[rows] + report.num_cached[rows], 0)
+        table.num_computed[slots] += progress
         is_sampled = plan.reaches_end[rows] & (progress == plan.num_wanted[rows])
-        self.slots.num_known[slots] += is_sampled
+        table.num_known[slots] += is_sampled
 
     def _note_preempted(self, slot: int) -> None:
         sequence = self.slots.sequences[slot]
@@ -352,7 +357,7 @@ class Scheduler:
         self.num_recomputed_tokens += int(self.slots.num_computed[slot])
         self._return(sequence)
 
-    def _take_back(self, slots: Ints, *, tell: bool) -> None:
+    def _take_back(self, slots: Indices, *, tell: bool) -> None:
         """Sends running sequences back to the queue without counting it as their preemption."""
         for slot in slots.tolist():
             sequence = self.slots.sequences[slot]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..runtime.env import Env
 from .device import SAMPLE, Device
-from .messages import Bools, ChatPrompt, FinishReason, Ints, Started, StepGrant, StepTokens, TopLogprobs
+from .messages import Bools, ChatPrompt, FinishReason, Indices, Ints, Started, StepGrant, StepTokens, TopLogprobs
 from .params import SamplingParams
 from .sequences import choice_seed
 
@@ -226,7 +226,7 @@ class ScriptedModel:
         rows = np.flatnonzero(grant.is_sampled)
         is_alive = ~self._is_finished[grant.slots[rows]]
         slots, contexts = grant.slots[rows][is_alive], logits[is_alive]
-        places = self._num_tokens[slots] - self._num_prompt[slots]
+        places = (self._num_tokens[slots] - self._num_prompt[slots]).astype(np.intp)
         tokens = self._choose(slots, places, contexts)
         finishes = self._finishes(slots, places, tokens)
         self._last_tokens[slots] = tokens
@@ -258,14 +258,14 @@ class ScriptedModel:
                     f"(slot {slots[row]}) than was written"
                 )
 
-    def _choose(self, slots: Ints, places: Ints, contexts: Hashes) -> Ints:
+    def _choose(self, slots: Indices, places: Indices, contexts: Hashes) -> Indices:
         if self.script.answer is not None:
             written = (self._written[slot] for slot in slots.tolist())
-            return np.array([w[min(p, len(w) - 1)] for w, p in zip(written, places.tolist(), strict=True)], np.int32)
+            return np.array([w[min(p, len(w) - 1)] for w, p in zip(written, places.tolist(), strict=True)], np.intp)
         may_end = ~self._ignores_eos[slots] & (places >= self._min_tokens[slots])
-        return self.script.next_tokens(contexts, self._seeds[slots], may_end)
+        return self.script.next_tokens(contexts, self._seeds[slots], may_end).astype(np.intp)
 
-    def _finishes(self, slots: Ints, places: Ints, tokens: Ints) -> NDArray[np.int8]:
+    def _finishes(self, slots: Indices, places: Indices, tokens: Indices) -> NDArray[np.int8]:
         may_end = places >= self._min_tokens[slots]
         finishes = np.where(places + 1 >= self._max_tokens[slots], FinishReason.LENGTH, FinishReason.NONE)
         finishes[(tokens == EOS) & may_end & ~self._ignores_eos[slots]] = FinishReason.STOP
@@ -277,7 +277,7 @@ class ScriptedModel:
             finishes[0] = FinishReason.ERROR
         return finishes.astype(np.int8)
 
-    def _logprobs(self, slots: Ints, tokens: Ints) -> dict[int, TopLogprobs]:
+    def _logprobs(self, slots: Indices, tokens: Indices) -> dict[int, TopLogprobs]:
         """Made up, in shape: the chosen token is the likeliest, the first letters follow."""
         found = {}
         for row in np.flatnonzero(self._has_extras[slots]).tolist():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .messages import Ints, Started
+from .messages import Indices, Ints, Started
 from .params import SamplingParams
 
 MAX_PREEMPTIONS = 4  # a sequence preempted this often comes back only with all it may need, and is no victim again
@@ -137,7 +137,7 @@ class SlotTable:
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.num_known = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
-        self.num_generated = np.zeros(num_slots, np.int32)
+        self.num_generated = np.zeros(num_slots, np.intp)
         self.limit = np.zeros(num_slots, np.int32)
         self.reserve = np.zeros(num_slots, np.int32)  # tokens to hold blocks for, 0 = as they come
         self.priority = np.zeros(num_slots, np.int32)
@@ -154,9 +154,9 @@ class SlotTable:
     def num_running(self) -> int:
         return self.num_slots - len(self._free) - len(self._leaving)
 
-    def running(self) -> Ints:
+    def running(self) -> Indices:
         """Slots of running sequences in the order of service, [R]."""
-        slots = np.flatnonzero(self.is_running).astype(np.int32)
+        slots = np.flatnonzero(self.is_running)
         return slots[np.lexsort((self.sequence_id[slots], self.priority[slots]))]
 
     def enter(self, sequence: Sequence) -> int:
@@ -210,12 +210,12 @@ class SlotTable:
         answered = self.generated[sequence.slot, : self.num_generated[sequence.slot]]
         return np.concatenate([sequence.token_ids[: sequence.num_prompt], answered])
 
-    def note_tokens(self, slots: Ints, places: Ints, token_ids: Ints) -> None:
+    def note_tokens(self, slots: Indices, places: Indices, token_ids: Indices) -> None:
         """The device chose `token_ids[i]` as answer token `places[i]` of `slots[i]`. Said twice, it changes nothing."""
         self.generated[slots, places] = token_ids
         self.num_generated[slots] = np.maximum(self.num_generated[slots], places + 1)
 
-    def knows(self, slots: Ints, sequence_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def knows(self, slots: Indices, sequence_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which rows still speak of the sequence in their slot."""
         known: NDArray[np.bool_] = self.sequence_id[slots] == sequence_ids
         return known

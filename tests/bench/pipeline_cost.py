@@ -63,8 +63,8 @@ class FreeDevice:
             step=grant.step,
             slots=slots,
             sequence_ids=self._sequence_ids[slots],
-            places=ends - self._num_prompt[slots],
-            token_ids=(97 + (ends & 15)).astype(np.int32),
+            places=(ends - self._num_prompt[slots]).astype(np.intp),
+            token_ids=(97 + (ends & 15)).astype(np.intp),
             finishes=np.full(len(slots), FinishReason.NONE, np.int8),
             started=grant.started,
         )

@@ -311,7 +311,7 @@ class World:
 
     def _check_step(self, plan: Any, grant: Any, report: Any) -> None:
         """I2-I4, I9 and I13. What fails is kept aside: raised here, it would look like a crash of the stage."""
-        self.env.note("step", plan.step, plan.slots.tolist(), report.num_granted.tolist(), report.preempted.tolist())
+        self.env.note("step", plan.step, plan.slots.tolist(), report.num_granted.tolist(), list(report.preempted))
         try:
             self.parts.check()
             self._check_progress(plan, grant)

@@ -90,10 +90,10 @@ def step(
     token_ids = [ord(token) if isinstance(token, str) else token for token in columns[3]]
     return StepTokens(
         step=number,
-        slots=np.array(columns[0], np.int32),
+        slots=np.array(columns[0], np.intp),
         sequence_ids=np.array(columns[1], np.int64),
-        places=np.array(columns[2], np.int32),
-        token_ids=np.array(token_ids, np.int32),
+        places=np.array(columns[2], np.intp),
+        token_ids=np.array(token_ids, np.intp),
         finishes=np.array([row[4] if len(row) > 4 else 0 for row in rows], np.int8),
         started=tuple(starts),
         logprobs=logprobs or {},

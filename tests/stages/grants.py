@@ -30,17 +30,17 @@ def grant(
 ) -> StepGrant:
     """`rows` are (slot, start, tokens, is sampled), `tables` are (slot, place, block)."""
     slots, starts, counts, sampled = zip(*rows, strict=True) if rows else ((), (), (), ())
-    news = np.array(tables, np.int32).reshape(-1, 3)
+    news = np.array(tables, np.intp).reshape(-1, 3)
     return StepGrant(
         step=step,
         generation=generation,
-        slots=ints(*slots),
+        slots=np.array(slots, np.intp),
         starts=ints(*starts),
         num_tokens=ints(*counts),
         is_sampled=np.array(sampled, np.bool_),
         table_slots=news[:, 0],
         table_places=news[:, 1],
-        table_blocks=news[:, 2],
+        table_blocks=news[:, 2].astype(np.int32),
         started=tuple(started),
     )
 

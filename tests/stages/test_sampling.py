@@ -61,7 +61,7 @@ def test_a_row_in_the_middle_of_its_prompt_gets_no_token():
 def test_dtypes_are_those_of_the_messages():
     tokens = one(noise(1), temperature=1.0)
     kinds = (tokens.slots, tokens.sequence_ids, tokens.places, tokens.token_ids, tokens.finishes)
-    assert [array.dtype for array in kinds] == [np.int32, np.int64, np.int32, np.int32, np.int8]
+    assert [array.dtype for array in kinds] == [np.intp, np.int64, np.intp, np.intp, np.int8]
 
 
 # -- seeds

@@ -195,7 +195,7 @@ def test_a_finished_sequence_gives_its_blocks_back_in_the_next_plan_even_if_noth
     bench.scheduler.add(request(0, 3))
     bench.step(stop={0})
     plan, grant = bench.plan()
-    assert plan is not None and grant is None and plan.ended.tolist() == [0]
+    assert plan is not None and grant is None and list(plan.ended) == [0]
     assert bench.allocator.pool.num_free == 64
     assert bench.scheduler.plan() is None
 

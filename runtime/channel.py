@@ -48,8 +48,9 @@ class Bell:
     def ring(self) -> None:
         """Wakes the waiter, or lets the next `wait` return at once."""
         self._rung = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def wait(self) -> None:
         """Returns after the next ring, or at once if it rang since the last `wait`. One waiter at a time."""
@@ -144,8 +145,9 @@ class Channel(Generic[T]):
 
     def try_send(self, item: T) -> bool:
         """Queues `item` if there is room and nobody waits before it; True if so."""
-        self._check_open()
-        if not self._has_room() or self._senders:
+        if self.is_closed:
+            self._check_open()
+        if self._senders or len(self._items) + self._num_promised >= self.capacity:
             return False
         self._put(item)
         return True
@@ -190,13 +192,18 @@ class Channel(Generic[T]):
         depth = len(self._items)
         if depth > self._high_water:
             self._high_water = depth
+        if depth == 1 or depth == self.capacity:
+            self._note_time(depth)
+        self._bell.ring()
+
+    def _note_time(self, depth: int) -> None:
+        now = self._clock()
         if self._empty_since is not None:
-            self._waiting_since = self._clock()
-            self._seconds_empty += self._waiting_since - self._empty_since
+            self._waiting_since = now
+            self._seconds_empty += now - self._empty_since
             self._empty_since = None
         if depth == self.capacity and self._full_since is None:
-            self._full_since = self._clock()
-        self._bell.ring()
+            self._full_since = now
 
     def _pass_room_on(self) -> None:
         while self._senders and self._has_room():
@@ -218,7 +225,8 @@ class Channel(Generic[T]):
         if self._full_since is not None:
             self._seconds_full += now - self._full_since
             self._full_since = None
-        self._pass_room_on()
+        if self._senders:
+            self._pass_room_on()
         return items
 
     def __aiter__(self) -> AsyncIterator[T]:

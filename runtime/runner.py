@@ -118,6 +118,12 @@ class StageRunner:
         self._is_stopping = False
         self._num_carried = 0  # batches, or items at once, that `handle` has now
         self._oldest_since_s = 0.0  # when the oldest item of the last batch came
+        self._idle_since_s = context.env.now()
+        # looked up once, as a step passes here eight times
+        self._now = context.env.now
+        self._ports = tuple(self.inputs.items())
+        self._wants = stage.wants if type(stage).wants is not Stage.wants else None
+        self._before, self._after = f"{name}.crash.before", f"{name}.crash.after"
         for channel in self.inputs.values():
             channel.listen(self._bell)
         if stage.reads_lane:
@@ -130,9 +136,15 @@ class StageRunner:
         await self.stage.setup(self._context)
         self.is_ready.set()
         at_once = self.stage.concurrency
+        self._idle_since_s = self._now()
         try:
-            while (batch := await self._next_batch()) is not None:
-                if at_once is None:
+            while True:
+                batch = self._receive()
+                if batch is None:
+                    if self._has_ended():
+                        break
+                    await self._bell.wait()
+                elif at_once is None:
                     await self._carry(batch)
                 else:
                     await self._carry_singly(batch, at_once)
@@ -147,25 +159,26 @@ class StageRunner:
         """Whether `handle` has something now."""
         return self._num_carried > 0
 
-    async def _next_batch(self) -> list[Any] | None:
-        """What is waiting at the ports the stage wants, in their order; None when all have ended."""
-        env = self._context.env
-        began = env.now()
-        while True:
-            batch: list[Any] = []
-            self._oldest_since_s = env.now()
-            for port, channel in self.inputs.items():
-                if len(channel) and self.stage.wants(port):
-                    self._oldest_since_s = min(self._oldest_since_s, channel.waiting_since)
-                    batch += channel.recv_all()
-            if batch and self.exit is not None:
-                batch = self._still_wanted(batch)
-            if batch or (self.stage.reads_lane and len(self._context.lane)):
-                self.times.idle += env.now() - began
-                return batch
-            if all(channel.is_closed and not len(channel) for channel in self.inputs.values()):
-                return None
-            await self._bell.wait()
+    def _receive(self) -> list[Any] | None:
+        """What is waiting at the ports the stage wants, in their order; None if there is nothing to do."""
+        batch: list[Any] = []
+        for port, channel in self._ports:
+            if len(channel) and (self._wants is None or self._wants(port)):
+                since = channel.waiting_since
+                if not batch or since < self._oldest_since_s:
+                    self._oldest_since_s = since
+                batch += channel.recv_all()
+        if batch and self.exit is not None:
+            batch = self._still_wanted(batch)
+        if batch:
+            return batch
+        if self.stage.reads_lane and len(self._context.lane):
+            self._oldest_since_s = self._now()
+            return batch
+        return None
+
+    def _has_ended(self) -> bool:
+        return all(channel.is_closed and not len(channel) for channel in self.inputs.values())
 
     def _still_wanted(self, batch: list[Any]) -> list[Any]:
         kept = [item for item in batch if self._is_wanted(item)]
@@ -179,36 +192,35 @@ class StageRunner:
     # -- one batch
 
     async def _carry(self, batch: list[Any]) -> None:
-        env, tracer = self._context.env, self._context.tracer
-        began, waited = env.now(), env.now() - self._oldest_since_s
+        now, tracer = self._now, self._context.tracer
+        began = now()
+        waited = began - self._oldest_since_s
+        if not self._num_carried:
+            self.times.idle += began - self._idle_since_s
         out = CollectingOutlet(self)
         self._num_carried += 1
         try:
-            await self._handle(batch, out)
+            try:
+                self._fault(self._before)
+                await self.stage.handle(batch, out)
+                self._fault(self._after)
+            except BaseException as error:
+                if not self._is_crash(error):
+                    raise
+                await self._pick_up(batch, out, error)
             await out.flush()
         finally:
             self._num_carried -= 1
-        now = env.now()
-        busy = now - began - out.blocked_s
+        ended = self._idle_since_s = self.last_progress_s = now()
+        busy = ended - began - out.blocked_s
         self.times.busy += busy
-        self.last_progress_s = now
         if tracer.enabled:
-            times_us = (int(seconds * 1e6) for seconds in (waited, busy, out.blocked_s))
+            times_us = (int(waited * 1e6), int(busy * 1e6), int(out.blocked_s * 1e6))
             tracer.emit(EventKind.STAGE_BATCH, self._context.source, 0, len(batch), *times_us)
 
-    async def _handle(self, batch: list[Any], out: CollectingOutlet) -> None:
-        try:
-            self._fault("before")
-            await self.stage.handle(batch, out)
-            self._fault("after")
-        except BaseException as error:
-            if not self._is_crash(error):
-                raise
-            await self._pick_up(batch, out, error)
-
-    def _fault(self, when: str) -> None:
-        if self._context.env.fault(f"{self.name}.crash.{when}"):
-            raise InjectedCrash(f"{self.name} {when}")
+    def _fault(self, name: str) -> None:
+        if self._context.env.fault(name):
+            raise InjectedCrash(name)
 
     def _is_crash(self, error: BaseException) -> bool:
         """Whether `error` is the stage's own failure, and not somebody stopping it."""
@@ -263,13 +275,16 @@ class StageRunner:
                 tap.try_send(item)
             if env.fault("channel.delay"):
                 await env.sleep(env.random("channel.delay").uniform(0.0, 0.02))
-            if output.channel.try_send(item):
-                continue
-            if output.edge is not None and output.edge.when_full == "never":
-                raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, yet it never may be")
-            began = env.now()
-            await output.channel.send(item)
-            waited += env.now() - began
+            if not output.channel.try_send(item):
+                waited += await self._wait_and_send(output, item)
+        return waited
+
+    async def _wait_and_send(self, output: Output, item: Any) -> float:
+        if output.edge is not None and output.edge.when_full == "never":
+            raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, yet it never may be")
+        began = self._now()
+        await output.channel.send(item)
+        waited = self._now() - began
         self.times.blocked += waited
         return waited
 

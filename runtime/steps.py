@@ -44,12 +44,16 @@ class StepQueue:
     def submit(self, step: int, phase: int, run: Callable[[], R]) -> asyncio.Future[R]:
         """Runs `run()` on the device thread when its turn comes. Resolves on the loop; raises what `run` raised."""
         ticket = (step, phase)
+        if ticket == self._next:
+            result = self._worker.submit(run)
+            self._advance()
+            self._hand_over()
+            return result
         if ticket < self._next or ticket in self._early:
             raise AssertionError(f"step {step} phase {phase} was submitted before; next is {self._next}")
-        result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._early[ticket] = _Job(run, result)
-        self._hand_over()
-        return result
+        promise: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._early[ticket] = _Job(run, promise)
+        return promise
 
     def skip(self, step: int, phase: int) -> None:
         """Says that (step, phase) will never be submitted. Does nothing when it was."""
@@ -57,12 +61,16 @@ class StepQueue:
             self.submit(step, phase, _nothing).cancel()
 
     def _hand_over(self) -> None:
-        while (job := self._early.pop(self._next, None)) is not None:
-            step, phase = self._next
-            self._next = (step, phase + 1) if phase + 1 < self._num_phases else (step + 1, 0)
+        """Those that came before their turn, and whose turn it is now."""
+        while self._early and (job := self._early.pop(self._next, None)) is not None:
+            self._advance()
             if job.result.cancelled():
                 continue
             _chain(self._worker.submit(job.run), job.result)
+
+    def _advance(self) -> None:
+        step, phase = self._next
+        self._next = (step, phase + 1) if phase + 1 < self._num_phases else (step + 1, 0)
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ class _Tally:
     granted: Ints  # [R] tokens; the plan's own `num_wanted` if nothing was cut
     grows: Indices  # [G] rows
     counts: Ints  # [G] blocks for each
+    num_blocks: int  # in all
     preempted: list[int] = field(default_factory=list)  # slots
 
 
@@ -43,6 +44,7 @@ class Allocator:
         self._last_step = np.full(num_slots, -1, np.int64)  # [S] the last granted step with a row of the slot
         self.completed_step = -1
         self._started: dict[int, Started] = {}  # by slot: not yet told to the device
+        self._ones = np.ones(num_slots, np.int32)
         self._nothing = np.zeros(num_slots, np.int32)  # what a plan's rows find in a prefix cache that is not there
 
     # -- serving a plan
@@ -51,7 +53,7 @@ class Allocator:
         """The grant to run, or None if nothing of the plan can run now, and the report for whoever planned it."""
         self._take_note(plan)
         tally = self._cut_to_budget(plan)
-        if len(tally.grows) and int(tally.counts.sum()) > self.pool.num_free:
+        if tally.num_blocks > self.pool.num_free:
             tally = self._serve_under_pressure(plan)
         grant = self._grant(plan, tally)
         return grant, self._report(plan, tally, is_void=grant is None)
@@ -87,7 +89,10 @@ class Allocator:
             lengths = np.maximum(lengths, plan.num_reserved * (granted > 0))
         num_homeless = lengths - tables.room[slots]  # tokens that the blocks do not hold yet
         grows = (num_homeless > 0).nonzero()[0]
-        return _Tally(granted, grows, tables.num_blocks_for(num_homeless[grows]) if len(grows) else NO_INTS)
+        if plan.is_decode and plan.num_reserved is None:
+            return _Tally(granted, grows, self._ones[: len(grows)], len(grows))
+        counts = tables.num_blocks_for(num_homeless[grows])
+        return _Tally(granted, grows, counts, int(counts.sum()))
 
     def _serve_under_pressure(self, plan: StepPlan) -> _Tally:
         """Row by row, when there are fewer free blocks than wished for.
@@ -116,7 +121,8 @@ class Allocator:
             tally.granted[row], tally.new_blocks[row] = wanted, need
             budget, num_free = budget - wanted, num_free - need
         grows = np.flatnonzero(tally.new_blocks)
-        return _Tally(tally.granted, grows, tally.new_blocks[grows], tally.preempted)
+        counts = tally.new_blocks[grows]
+        return _Tally(tally.granted, grows, counts, int(counts.sum()), tally.preempted)
 
     def _share(self, plan: StepPlan, row: int, budget: int) -> int:
         wanted = int(plan.num_wanted[row])
@@ -127,7 +133,7 @@ class Allocator:
             return 0
         slot = plan.slots[row]
         length = max(int(self.tables.num_tokens[slot]) + granted, _reserved(plan, row))
-        return max(-(-length // self.tables.block_size) - int(self.tables.num_blocks[slot]), 0)
+        return max(-(-(length - int(self.tables.room[slot])) // self.tables.block_size), 0)
 
     def _next_victim(self, plan: StepPlan, tally: _RowByRow, row: int, need: int) -> int | None:
         """The next slot to preempt for `row`; None when waiting for quarantined blocks is enough, or nobody is left."""
@@ -135,7 +141,7 @@ class Allocator:
         if need <= promised:
             return None
         for victim in plan.victims[: plan.num_victims[row]].tolist():
-            if victim not in tally.preempted and (self.tables.num_blocks[victim] > 0):
+            if victim not in tally.preempted and self.tables.room[victim] > 0:
                 return int(victim)
         return None
 
@@ -154,8 +160,8 @@ class Allocator:
         slot = plan.slots[row]
         if not plan.allows_partial or _reserved(plan, row) > 0:
             return 0, 0
-        num_blocks = int(self.tables.num_blocks[slot]) + num_free
-        fits = min(wanted, num_blocks * self.tables.block_size - int(self.tables.num_tokens[slot]))
+        room = int(self.tables.room[slot]) + num_free * self.tables.block_size
+        fits = min(wanted, room - int(self.tables.num_tokens[slot]))
         return fits, self._need(plan, row, fits)
 
     # -- telling
@@ -169,8 +175,8 @@ class Allocator:
         if not len(slots):
             return None
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
-        if len(tally.grows):
-            blocks = self.pool.take(int(tally.counts.sum()))
+        if tally.num_blocks:
+            blocks = self.pool.take(tally.num_blocks)
             table_slots, table_places = self.tables.append(plan.slots[tally.grows], tally.counts, blocks)
         starts = self.tables.num_tokens[slots]
         self.tables.num_tokens[slots] = starts + granted
@@ -216,7 +222,7 @@ class Allocator:
         self._started.clear()
         self.pool.seize_all(self.last_granted)
         self.pool.settle(self.completed_step)
-        nothing = _Tally(np.zeros_like(plan.num_wanted), NO_INDICES, NO_INTS)
+        nothing = _Tally(np.zeros_like(plan.num_wanted), NO_INDICES, NO_INTS, 0)
         return self._report(plan, nothing, is_void=True, is_reset=True)
 
     def check(self) -> None:
@@ -225,7 +231,7 @@ class Allocator:
         held = self.tables.held()
         assert len(np.unique(held)) == len(held), "two tables hold one block"
         assert len(held) == self.pool.num_in_use, f"tables hold {len(held)} blocks, {self.pool.num_in_use} are in use"
-        assert (self.tables.room == self.tables.num_blocks * self.tables.block_size).all(), "room is counted wrong"
+        assert not (self.tables.room % self.tables.block_size).any(), "a table has room for a part of a block"
         assert (self.tables.num_tokens <= self.tables.room).all(), "a slot has tokens without a block"
 
 

@@ -16,7 +16,7 @@ class BlockState(enum.IntEnum):
     """Every block is in exactly one of these."""
 
     FREE = 0
-    IN_USE = 1  # in one or more tables
+    IN_USE = 1  # in a table
     CACHED = 2  # in no table, but its contents may be wanted again; taken when free ones run out
     QUARANTINED = 3  # given back while steps in flight may still touch it
 
@@ -37,7 +37,6 @@ class BlockPool:
         self.num_quarantined = 0
         self.num_cached = 0
         self.state = np.full(num_blocks, BlockState.FREE, np.int8)  # [N]
-        self.num_holders = np.zeros(num_blocks, np.int32)  # [N] tables that hold the block
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of `num_free`, its top at the end
         self._quarantine: list[tuple[int, Ints]] = []  # (last step that may touch them, blocks)
 
@@ -47,22 +46,19 @@ class BlockPool:
         return self.num_blocks - self.num_free - self.num_quarantined - self.num_cached
 
     def take(self, count: int) -> Ints:
-        """`count` free blocks, [count], in use from now on by one holder each. Ask `num_free` first."""
+        """`count` free blocks, [count], in use from now on. Ask `num_free` first."""
         assert count <= self.num_free, f"{count} blocks taken of {self.num_free} free ones"
         rest = self.num_free - count
         blocks = self._free[rest : self.num_free].copy()
         self.num_free = rest
         self.state[blocks] = BlockState.IN_USE
-        self.num_holders[blocks] = 1
         return blocks
 
     def give_back(self, blocks: Ints, last_step: int, completed_step: int) -> None:
-        """One holder of each of `blocks` lets go. They are free once step `last_step` is done."""
+        """`blocks` are in no table any more. They are free once step `last_step` is done."""
         if not len(blocks):
             return
         assert (self.state[blocks] == BlockState.IN_USE).all(), f"blocks {blocks.tolist()} given back, not all in use"
-        self.num_holders[blocks] -= 1
-        assert not self.num_holders[blocks].any(), "a block was given back while another table holds it"
         if last_step <= completed_step:
             self._release(blocks)
             return
@@ -82,7 +78,6 @@ class BlockPool:
 
     def seize_all(self, last_step: int) -> None:
         """Takes every block from everybody; all are free once step `last_step` is done. For a reset after a crash."""
-        self.num_holders[:] = 0
         self.state[:] = BlockState.QUARANTINED
         self.num_free = self.num_cached = 0
         self.num_quarantined = self.num_blocks
@@ -103,8 +98,6 @@ class BlockPool:
         assert (self.state[free] == BlockState.FREE).all(), "a block on the free stack is not free"
         waiting = [block for _, blocks in self._quarantine for block in blocks.tolist()]
         assert len(set(waiting)) == len(waiting) == self.num_quarantined, "a block is quarantined twice"
-        assert (self.num_holders[self.state != BlockState.IN_USE] == 0).all(), "a block nobody uses has holders"
-        assert (self.num_holders[self.state == BlockState.IN_USE] > 0).all(), "a block in use has no holder"
 
 
 class BlockTables:
@@ -116,9 +109,13 @@ class BlockTables:
     def __init__(self, num_slots: int, blocks_per_slot: int, block_size: int) -> None:
         self.block_size = block_size
         self.blocks = np.zeros((num_slots, blocks_per_slot), np.int32)  # [S, M] block ids, in token order
-        self.num_blocks = np.zeros(num_slots, np.int32)  # [S] entries of `blocks` that count
-        self.room = np.zeros(num_slots, np.int32)  # [S] tokens that these hold
+        self.room = np.zeros(num_slots, np.int32)  # [S] tokens that the blocks of a slot hold
         self.num_tokens = np.zeros(num_slots, np.int32)  # [S] tokens with a place; the last block may be partly filled
+
+    @property
+    def num_blocks(self) -> Ints:
+        """[S] entries of `blocks` that count."""
+        return self.room // self.block_size
 
     def num_blocks_for(self, num_tokens: Ints) -> Ints:
         """Blocks that hold `num_tokens` tokens, elementwise."""
@@ -126,23 +123,24 @@ class BlockTables:
 
     def append(self, slots: Indices, counts: Ints, blocks: Ints) -> tuple[Indices, Indices]:
         """Adds `counts[i]` of `blocks`, in order, to the table of `slots[i]`. Returns (slot, place) of each, [B]."""
-        owners = np.repeat(slots, counts)
-        places = self.num_blocks[owners] + np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
+        if len(blocks) == len(slots):  # one each, as when decoding
+            owners, places = slots, (self.room[slots] // self.block_size).astype(np.intp)
+        else:
+            owners = np.repeat(slots, counts)
+            places = self.num_blocks[owners] + np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.blocks[owners, places] = blocks
-        self.num_blocks[slots] += counts
         self.room[slots] += counts * self.block_size
         return owners, places
 
     def clear(self, slot: int) -> Ints:
         """Empties the table of `slot`. Returns the blocks it held."""
-        held = self.blocks[slot, : self.num_blocks[slot]].copy()
-        self.num_blocks[slot] = self.room[slot] = self.num_tokens[slot] = 0
+        held = self.blocks[slot, : self.room[slot] // self.block_size].copy()
+        self.room[slot] = self.num_tokens[slot] = 0
         return held
 
     def clear_all(self) -> None:
         """Empties every table."""
-        for column in (self.num_blocks, self.room, self.num_tokens):
-            column[:] = 0
+        self.room[:] = self.num_tokens[:] = 0
 
     def held(self) -> Ints:
         """The blocks of all tables, one after another."""

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..runtime.message import message
 from .params import SamplingParams
 
 Ints = NDArray[np.int32]
@@ -51,7 +52,7 @@ class FinishReason(enum.IntEnum):
 # -- requests
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class Prompt:
     """One prompt, in one of three forms; `token_ids` [P] needs no tokenizer."""
 
@@ -72,7 +73,7 @@ class ChatPrompt:
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class Request:
     """What a client asked for. `len(prompts) * params.n` sequences, ids from `first_sequence_id`: prompt p, choice j is
     `first_sequence_id + p * n + j`, and the same less `first_sequence_id` is the index its client sees."""
@@ -89,7 +90,7 @@ class Request:
         return len(self.prompts) * self.params.n
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class TokenRequest:
     """One prompt of a request, as token ids. Its `params.n` choices have ids from `first_sequence_id`."""
 
@@ -105,7 +106,7 @@ class TokenRequest:
 # -- steps
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class Started:
     """A sequence took a slot, for the first time or again after a preemption. Travels with the first grant that runs
     it, so that each stage can fill its row of columnar state."""
@@ -119,7 +120,7 @@ class Started:
     seed: int  # of this choice
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class StepPlan:
     """An ordered list of wishes. A plan without rows only says what has happened."""
 
@@ -140,7 +141,7 @@ class StepPlan:
     preempted: Sequence[int] = ()  # slots that schedule took back itself
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class PlanReport:
     """What became of a plan. Void: nothing was granted and there is nothing to copy, so no step goes on."""
 
@@ -155,7 +156,7 @@ class PlanReport:
     is_reset: bool = False  # allocate lost its books: no slot has blocks any more
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class BlockCopy:
     """Blocks to copy before a step: `direction` is "out" (to the host), "in" or "fork" (on the device)."""
 
@@ -164,7 +165,7 @@ class BlockCopy:
     destinations: Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class StepGrant:
     """What to run. Block tables travel as what is new in them: entry i says that block `table_places[i]` of slot
     `table_slots[i]` is `table_blocks[i]`; the execute stage keeps the tables."""
@@ -187,7 +188,7 @@ class StepGrant:
         return int(np.count_nonzero(self.is_sampled))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class StepLogits:
     """A step on its way through the device. `logits` resolves to the device's handle on [L, V] logits, one row for each
     sampled row of the grant, in order; it raises what the forward pass raised."""
@@ -196,7 +197,7 @@ class StepLogits:
     logits: asyncio.Future[Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class StepDone:
     """A step's outcome, for the books of schedule."""
 
@@ -208,7 +209,7 @@ class StepDone:
     is_finished: Bools  # [L]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class StepVoid:
     """A step that did not happen: the device failed, or an earlier step of its generation was void."""
 
@@ -217,7 +218,7 @@ class StepVoid:
     error: BaseException | None  # None: it fell with an earlier one
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class TopLogprobs:
     """Log-probabilities of one token: the chosen one's, and the k likeliest in falling order."""
 
@@ -227,7 +228,7 @@ class TopLogprobs:
     logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class StepTokens:
     """The tokens of a step, for whoever turns them into text."""
 
@@ -261,7 +262,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, str, bytes, float], ...]  # (id, text, bytes, logprob), likeliest first
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class StepText:
     """The text of a step. Row i: sequence, its new text (often "": held back or half a character), its new token."""
 

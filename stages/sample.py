@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
 from .device import SAMPLE, Choose, Device, fail
@@ -86,7 +88,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         assert self._context is not None
         tracer, source, now_s = self._context.tracer, self._context.source, self._context.env.now()
         if tracer.enabled:
-            num_finished, step_us = int(done.is_finished.sum()), int((now_s - self._began_s) * 1e6)
+            num_finished, step_us = int(np.count_nonzero(done.is_finished)), int((now_s - self._began_s) * 1e6)
             tracer.emit(EventKind.STEP_DONE, source, done.step, len(done.slots), num_finished, step_us)
         self._began_s = now_s
 

@@ -78,7 +78,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self.last_step_s = self._context.env.now()
         if self._context.tracer.enabled:
             in_line = (self.scheduler.num_running, self.scheduler.num_waiting)
-            counts = (len(plan.slots), int(plan.num_wanted.sum()), *in_line)
+            num_tokens = len(plan.slots) if plan.is_decode else int(plan.num_wanted.sum())
+            counts = (len(plan.slots), num_tokens, *in_line)
             self._context.tracer.emit(EventKind.STEP_PLANNED, self._context.source, plan.step, *counts)
 
     @property

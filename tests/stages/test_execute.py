@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -165,12 +166,7 @@ def test_copies_that_nobody_would_make_are_refused():
     runner, _ = make()
     step = grant([(0, 0, 1, True)], started=[started(0, (1,))])
     with pytest.raises(NotImplementedError, match="step 0 asks for 1 block copies"):
-        runner.forward(
-            StepGrant(
-                **{name: getattr(step, name) for name in StepGrant.__slots__ if name != "copies"},
-                copies=(BlockCopy("out", ints(1), ints(2)),),
-            )
-        )
+        runner.forward(replace(step, copies=(BlockCopy("out", ints(1), ints(2)),)))
 
 
 # -- with a real decoder

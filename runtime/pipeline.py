@@ -278,7 +278,7 @@ class Pipeline(Graph):
     async def _guard(self, name: str, runner: StageRunner) -> None:
         try:
             await runner.run()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
             if not runner.is_ready.is_set():

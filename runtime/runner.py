@@ -299,6 +299,11 @@ class StageRunner:
 
     async def _pick_up(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
         log.error("stage.crashed", stage=self.name, error=type(error).__name__, num_items=len(batch), exc_info=error)
+        if self.stage.on_crash is Crash.FAIL and not isinstance(error, ChannelOverrun):
+            out.discard()
+            for item in batch:
+                self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
+            return
         if isinstance(error, ChannelOverrun) or self.stage.on_crash is Crash.ESCALATE or not self._may_restart():
             self._on_broken(self.name, error)
             return

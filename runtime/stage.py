@@ -25,6 +25,7 @@ Out_co = TypeVar("Out_co", covariant=True)
 class Crash(enum.Enum):
     """What the supervisor does after an exception that `handle` did not expect."""
 
+    FAIL = "fail"  # end the requests of the batch and go on: nothing outlives a `handle`, so nothing can be broken
     ISOLATE = "isolate"  # retry each item of the batch alone once; one that crashes again ends its request; restart
     RECOVER = "recover"  # the stage holds state for many requests: its own `recover` puts that right
     ESCALATE = "escalate"  # nothing can be saved: the pipeline is dead
@@ -145,6 +146,7 @@ class FunctionStage(Stage[Any, Any]):
     takes: Any = Any
     makes: Any = Any
     at_once: int = 1
+    on_crash: ClassVar[Crash] = Crash.FAIL
     inputs: Mapping[str, Any] = field(init=False)  # type: ignore[misc]
     outputs: Mapping[str, Any] = field(init=False)  # type: ignore[misc]
 

@@ -450,6 +450,21 @@ async def test_a_crash_among_items_at_once_hits_one_request(env: SimEnv) -> None
         assert [answers[i] for i in (0, 2, 3)] == [["a"], ["c"], ["d"]] and isinstance(answers[1], StageCrashed)
 
 
+@sim_test(seeds=3)
+async def test_a_function_may_raise_as_often_as_it_likes(env: SimEnv) -> None:
+    @stage
+    def strict(word: Word) -> Word:
+        if word.text == "bad":
+            raise LookupError(word.text)
+        return word
+
+    async with line(strict, env=env) as pipeline:
+        for i in range(20):
+            answer = await outcome(pipeline, Word(str(i), "bad" if i % 4 else "good"))
+            assert isinstance(answer, StageCrashed) if i % 4 else answer == ["good"]
+        assert pipeline.health.is_ready and pipeline.runners["strict"].num_restarts == 0
+
+
 @sim_test(seeds=6)
 async def test_items_at_once_that_wait_for_room_count_as_blocked_each_for_itself(env: SimEnv) -> None:
     @stage(concurrency=3)

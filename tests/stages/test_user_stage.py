@@ -205,7 +205,7 @@ def test_the_semantic_cache_answers_what_it_has_learnt_without_a_step() -> None:
                 raise AssertionError("no answer")
 
             assert await ask("the capital of France") == "it is france"
-            while engine.parts.schedule.scheduler.num_in_flight:  # a step may follow the last one of an answer
+            while engine.parts.schedule.scheduler.num_in_flight:  # noqa: ASYNC110  a step may follow an answer
                 await asyncio.sleep(0.001)
             steps = engine.model.num_steps
             assert await ask("France the capital OF") == "it is france"

@@ -66,20 +66,12 @@ def test_it_says_what_it_is_and_what_it_takes() -> None:
     assert list(inspect.signature(Told).parameters) == ["step", "rows", "is_last", "notes"]
 
 
-def test_what_it_does_not_support_it_refuses() -> None:
-    with pytest.raises(TypeError, match="no __post_init__"):
-
-        @message
-        class Checked:
-            step: int
-
-            def __post_init__(self) -> None: ...
-
+def test_a_dataclass_as_its_base_is_refused() -> None:
     @dataclass
     class Base:
         step: int
 
-    with pytest.raises(TypeError, match="no dataclass as its base"):
+    with pytest.raises(TypeError, match="message Derived: a dataclass as its base"):
 
         @message
         class Derived(Base):

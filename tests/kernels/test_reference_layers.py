@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 17), (2, 3, 64)])
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (1, 576), (3, 17), (2, 3, 64)])
 def test_rms_norm_is_that_of_llama_to_the_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = (torch.randn(shape) * 3).to(dtype)

@@ -7,13 +7,14 @@ held out, and no training document has such a key. Greetings and questions about
 
 import argparse
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from .questions import Question, ask, key_of, made_up_name
-from .stories import draw_story, open_story, tell
+from .stories import Story, draw_story, open_story, tell
 from .world import BOYS, GIRLS
 
 END_OF_TEXT, IM_START, IM_END, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -74,6 +75,7 @@ def render_chat(messages: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{IM_START}{role}\n{content}{IM_END}\n" for role, content in messages)
 
 
+NEW_NAMES_SHARE = 0.5  # of stories
 STORY_SHARE = 0.36  # of documents; about half of the tokens, as a request for a story is answered with one
 
 
@@ -85,7 +87,17 @@ def _draw(make: Callable[[], T], key: Callable[[T], tuple[str, ...]], split: Spl
 
 
 def _story(rng: random.Random, split: Split) -> str:
-    return tell(_draw(lambda: draw_story(rng), lambda s: s.key, split)).text
+    story = tell(_draw(lambda: draw_story(rng), lambda s: s.key, split))
+    return _renamed(rng, story) if split == "train" and rng.random() < NEW_NAMES_SHARE else story.text
+
+
+def _renamed(rng: random.Random, story: Story) -> str:
+    """The story with names that no other story has: whoever tells it must look them up in what was told."""
+    text = story.text
+    for name in (story.hero.name, story.friend.name):
+        if name != "Will":  # which is also how a question begins
+            text = re.sub(rf"\b{name}\b", made_up_name(rng), text)
+    return text
 
 
 def _conversation(rng: random.Random, split: Split) -> str:

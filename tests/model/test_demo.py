@@ -106,13 +106,21 @@ def test_a_story_ends_and_does_not_repeat_itself(demo: tuple[Any, Any]):
     assert repeated_4grams(ids[:NUM_TOKENS]) < 0.2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Pip", "Zanemo"])
+def test_a_story_keeps_its_hero_also_one_nobody_has_heard_of(demo: tuple[Any, Any], name: str):
+    model, tokenizer = demo
+    ids = greedy(model, tokenizer, f"Once upon a time, there was a little fox named {name}. {name} lived in a forest.")
+    assert tokenizer.decode(ids).count(name) >= 2
+
+
 def test_the_committed_evaluation_meets_its_bounds(evaluation: dict[str, Any]):
-    """What these weights reach. NOTE: they seldom keep a hero's name (`names_kept`), which is their known weakness."""
     figures = evaluation["figures"]
     assert (figures["num_openings"], figures["num_questions"]) == (25, 25)
-    assert figures["perplexity_per_token"] < 2.5
+    assert figures["perplexity_per_token"] < 1.9
     assert figures["repeated_4grams"] < 0.05
-    assert figures["right_answers"] >= 0.4
+    assert figures["names_kept"] >= 0.9 and figures["at_most_one_other_name"] >= 0.9
+    assert figures["right_answers"] >= 0.7
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.env import Env, LiveEnv
@@ -34,6 +33,7 @@ from .messages import ChatPrompt, Prompt, Request
 from .outbox import Outboxes, RequestOutbox
 from .outputs import CompletionOutput, Delta, ModelInfo, OutputKind, RequestOutput
 from .params import SamplingParams
+from .phases import Phases
 from .pipeline import build_pipeline
 from .sample import Sample
 from .schedule import Schedule
@@ -342,20 +342,6 @@ def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
         steps_in_flight=config.steps_in_flight,
         enable_chunked_prefill=config.enable_chunked_prefill,
     )
-
-
-@dataclass(slots=True)
-class Phases:
-    """Seconds that each phase of the start took."""
-
-    clock: Callable[[], float]
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, name: str) -> Generator[None]:
-        began = self.clock()
-        yield
-        self.seconds[name] = round(self.clock() - began, 4)
 
 
 def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel, Phases]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +30,9 @@ from .memory import cpu_room_bytes, num_blocks
 from .messages import Started, StepGrant
 from .outputs import ModelInfo
 from .params import SamplingParams
+from .phases import Phases
 from .runner import ModelRunner
 from .sampling import Sampler
-
-if TYPE_CHECKING:
-    from .engine import Phases
 
 LOGITS_COPIES_BYTES = 14  # a logit: as the model gives it, and up to three copies in float32 while tokens are chosen
 

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 from ..runtime.env import Env
 from .config import EngineConfig
 from .device import Device
-from .engine import Engine, EngineParts, Phases
+from .engine import Engine, EngineParts
 from .outputs import ModelInfo
 from .params import SamplingParams
+from .phases import Phases
 from .scripted import EOS, VOCAB_SIZE, ByteTokenizer, Script, ScriptedDevice, ScriptedModel
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from millrace.runtime.pipeline import NotServing
 from millrace.runtime.testing import no_leaked_tasks
 from millrace.runtime.trace import EventKind
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
-from millrace.stages.engine import Phases
 from millrace.stages.errors import ConfigError, Overloaded, Refused, TimedOut
 from millrace.stages.limits import RequestLimits
 from millrace.stages.loading import largest_grant, load_model
 from millrace.stages.memory import num_blocks
 from millrace.stages.messages import Prompt, Request
+from millrace.stages.phases import Phases
 from tests.model.checkpoints import make_checkpoint
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

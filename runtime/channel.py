@@ -6,6 +6,7 @@ Knows waiting, order and counting. Refuses to know what the items are.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -37,7 +38,10 @@ class ChannelStats:
 
 
 class Bell:
-    """Wakes one waiter. A stage has one bell for all that may concern it: channels and its control lane."""
+    """Wakes one waiter. A stage has one bell for all that may concern it: channels and its control lane.
+
+    `while not bell.heard(): await bell.next_ring()` is `wait`, without the price of a coroutine each time.
+    """
 
     __slots__ = ("_rung", "_waiter")
 
@@ -49,18 +53,25 @@ class Bell:
         """Wakes the waiter, or lets the next `wait` return at once."""
         self._rung = True
         waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def heard(self) -> bool:
+        """Whether it rang since the last time that this was true."""
+        was_rung, self._rung = self._rung, False
+        return was_rung
+
+    def next_ring(self) -> asyncio.Future[None]:
+        """Resolves at the next ring; ask `heard` first. One waiter at a time."""
+        self._waiter = asyncio.Future(loop=asyncio.get_running_loop())
+        return self._waiter
 
     async def wait(self) -> None:
         """Returns after the next ring, or at once if it rang since the last `wait`. One waiter at a time."""
-        if not self._rung:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._rung = False
+        while not self.heard():
+            await self.next_ring()
 
 
 class Permit(Generic[T]):
@@ -109,13 +120,14 @@ class Channel(Generic[T]):
         self._senders: deque[asyncio.Future[None]] = deque()
         self._num_promised = 0
         self._bell = Bell()
+        self._wakes: Callable[[], bool] = _always
         self._high_water = 0
         self._num_sent = 0
         self._seconds_full = 0.0
         self._seconds_empty = 0.0
         self._full_since: float | None = None
         self._empty_since: float | None = clock()
-        self._waiting_since = 0.0  # when the first of the queued items came
+        self.waiting_since = 0.0  # when the oldest queued item came, by this channel's clock; inf if it woke nobody
 
     def __len__(self) -> int:
         return len(self._items)
@@ -130,16 +142,12 @@ class Channel(Generic[T]):
         """Room given to permits and woken senders that have not used it yet."""
         return self._num_promised
 
-    def listen(self, bell: Bell) -> None:
-        """From now on `bell` rings for arrivals and for the close."""
+    def listen(self, bell: Bell, wakes: Callable[[], bool] | None = None) -> None:
+        """From now on `bell` rings for the close, and for arrivals: for those at which `wakes()` is true, if given."""
         self._bell = bell
+        self._wakes = wakes or _always
         if self._items or self.is_closed:
             bell.ring()
-
-    @property
-    def waiting_since(self) -> float:
-        """When the oldest queued item came, by this channel's clock; ask only while there is one."""
-        return self._waiting_since
 
     # -- sending
 
@@ -194,12 +202,15 @@ class Channel(Generic[T]):
             self._high_water = depth
         if depth == 1 or depth == self.capacity:
             self._note_time(depth)
-        self._bell.ring()
+        if self._wakes is _always or self._wakes():
+            self._bell.ring()
+        elif depth == 1:
+            self.waiting_since = math.inf
 
     def _note_time(self, depth: int) -> None:
         now = self._clock()
         if self._empty_since is not None:
-            self._waiting_since = now
+            self.waiting_since = now
             self._seconds_empty += now - self._empty_since
             self._empty_since = None
         if depth == self.capacity and self._full_since is None:
@@ -270,6 +281,10 @@ class Channel(Generic[T]):
             seconds_full=self._seconds_full + (now - self._full_since if self._full_since is not None else 0.0),
             seconds_empty=self._seconds_empty + (now - self._empty_since if self._empty_since is not None else 0.0),
         )
+
+
+def _always() -> bool:
+    return True
 
 
 class ControlLane:

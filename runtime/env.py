@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -56,6 +56,8 @@ class Worker(ABC):
 
 class Env(ABC):
     """What a stage may know of the world. Belongs to the one event loop it is first used on."""
+
+    injects_faults: ClassVar[bool] = True  # False: `fault` is never true, and need not be asked
 
     @abstractmethod
     def now(self) -> float:
@@ -115,6 +117,7 @@ class LiveEnv(Env):
     wait for `sys.getswitchinterval()` (5 ms).
     """
 
+    injects_faults: ClassVar[bool] = False
     now = staticmethod(time.monotonic)
     now_ns = staticmethod(time.monotonic_ns)
     wall_time = staticmethod(time.time)

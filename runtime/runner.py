@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .channel import Bell, Channel, ChannelOverrun
@@ -55,28 +56,27 @@ class Output:
 class CollectingOutlet:
     """The `Outlet` a runner gives to `handle`: it collects, and delivers when `handle` is done."""
 
-    __slots__ = ("_items", "_runner", "blocked_s", "has_flushed")
+    __slots__ = ("_runner", "blocked_s", "has_flushed", "items")
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner = runner
-        self._items: list[tuple[str, Any]] = []
+        self.items: list[tuple[str, Any]] = []  # (port, item), not delivered yet
         self.blocked_s = 0.0  # spent waiting for room
         self.has_flushed = False
 
     def send(self, item: Any, port: str = "out") -> None:
         if port not in self._runner.outputs:
             raise KeyError(f"stage {self._runner.name} has no output {port}: it has {', '.join(self._runner.outputs)}")
-        self._items.append((port, item))
+        self.items.append((port, item))
 
     async def flush(self) -> None:
-        items, self._items = self._items, []
-        if items:
+        if self.items:
             self.has_flushed = True
-            self.blocked_s += await self._runner.deliver(items)
+            await self._runner.deliver(self)
 
     def discard(self) -> None:
         """Forgets what was collected and not delivered."""
-        self._items.clear()
+        self.items.clear()
 
     def fail(self, item: Any, error: BaseException) -> None:
         self._runner.fail(item, error)
@@ -123,9 +123,10 @@ class StageRunner:
         self._now = context.env.now
         self._ports = tuple(self.inputs.items())
         self._wants = stage.wants if type(stage).wants is not Stage.wants else None
+        self._injects_faults = context.env.injects_faults
         self._before, self._after = f"{name}.crash.before", f"{name}.crash.after"
-        for channel in self.inputs.values():
-            channel.listen(self._bell)
+        for port, channel in self._ports:
+            channel.listen(self._bell, partial(stage.wakes, port) if type(stage).wakes is not Stage.wakes else None)
         if stage.reads_lane:
             context.lane.listen(self._bell)
 
@@ -135,19 +136,19 @@ class StageRunner:
         """Sets the stage up, feeds it until its inputs end, tears it down."""
         await self.stage.setup(self._context)
         self.is_ready.set()
-        at_once = self.stage.concurrency
+        at_once, bell = self.stage.concurrency, self._bell
         self._idle_since_s = self._now()
         try:
-            while True:
-                batch = self._receive()
-                if batch is None:
-                    if self._has_ended():
-                        break
-                    await self._bell.wait()
-                elif at_once is None:
-                    await self._carry(batch)
-                else:
-                    await self._carry_singly(batch, at_once)
+            while not self._has_ended():
+                if not bell.heard():
+                    await bell.next_ring()
+                elif (batch := self._receive()) is not None:
+                    if at_once is None:
+                        await self._carry(batch)
+                    else:
+                        await self._carry_singly(batch, at_once)
+                    if self._wants is not None:
+                        bell.ring()  # it may want now what it did not want before
             await self._finish_items_in_hand()
         finally:
             self._is_stopping = True
@@ -163,11 +164,10 @@ class StageRunner:
         """What is waiting at the ports the stage wants, in their order; None if there is nothing to do."""
         batch: list[Any] = []
         for port, channel in self._ports:
-            if len(channel) and (self._wants is None or self._wants(port)):
-                since = channel.waiting_since
-                if not batch or since < self._oldest_since_s:
-                    self._oldest_since_s = since
-                batch += channel.recv_all()
+            if (self._wants is None or self._wants(port)) and (items := channel.recv_all()):
+                if not batch or channel.waiting_since < self._oldest_since_s:
+                    self._oldest_since_s = channel.waiting_since
+                batch += items
         if batch and self.exit is not None:
             batch = self._still_wanted(batch)
         if batch:
@@ -178,9 +178,19 @@ class StageRunner:
         return None
 
     def _has_ended(self) -> bool:
-        return all(channel.is_closed and not len(channel) for channel in self.inputs.values())
+        for _, channel in self._ports:  # noqa: SIM110  # a generator costs as much as all the rest
+            if not channel.is_closed or len(channel):
+                return False
+        return True
 
     def _still_wanted(self, batch: list[Any]) -> list[Any]:
+        is_live = self._context.is_live
+        for item in batch:
+            request_id = getattr(item, "request_id", None)
+            if request_id is not None and not is_live(request_id):
+                break
+        else:
+            return batch
         kept = [item for item in batch if self._is_wanted(item)]
         self.num_dropped += len(batch) - len(kept)
         return kept
@@ -194,21 +204,24 @@ class StageRunner:
     async def _carry(self, batch: list[Any]) -> None:
         now, tracer = self._now, self._context.tracer
         began = now()
-        waited = began - self._oldest_since_s
+        waited = max(0.0, began - self._oldest_since_s)
         if not self._num_carried:
             self.times.idle += began - self._idle_since_s
         out = CollectingOutlet(self)
         self._num_carried += 1
         try:
             try:
-                self._fault(self._before)
+                if self._injects_faults:
+                    self._fault(self._before)
                 await self.stage.handle(batch, out)
-                self._fault(self._after)
+                if self._injects_faults:
+                    self._fault(self._after)
             except BaseException as error:
                 if not self._is_crash(error):
                     raise
                 await self._pick_up(batch, out, error)
-            await out.flush()
+            if out.items and (self._injects_faults or not self._deliver_at_once(out)):
+                await self.deliver(out)
         finally:
             self._num_carried -= 1
         ended = self._idle_since_s = self.last_progress_s = now()
@@ -266,18 +279,30 @@ class StageRunner:
 
     # -- delivering
 
-    async def deliver(self, items: Sequence[tuple[str, Any]]) -> float:
-        """Sends each item to its port's channel, waiting where the edge waits. Returns the seconds waited for room."""
-        env, waited = self._context.env, 0.0
-        for port, item in items:
+    def _deliver_at_once(self, out: CollectingOutlet) -> bool:
+        """Sends what there is room for, in order. Whether that was all."""
+        items = out.items
+        for count, (port, item) in enumerate(items):
             output = self.outputs[port]
+            if not output.channel.try_send(item):
+                del items[:count]
+                return False
             for tap in output.taps:
                 tap.try_send(item)
+        items.clear()
+        return True
+
+    async def deliver(self, out: CollectingOutlet) -> None:
+        """Sends each item to its port's channel, waiting where the edge waits."""
+        env, items, out.items = self._context.env, out.items, []
+        for port, item in items:
+            output = self.outputs[port]
             if env.fault("channel.delay"):
                 await env.sleep(env.random("channel.delay").uniform(0.0, 0.02))
             if not output.channel.try_send(item):
-                waited += await self._wait_and_send(output, item)
-        return waited
+                out.blocked_s += await self._wait_and_send(output, item)
+            for tap in output.taps:
+                tap.try_send(item)
 
     async def _wait_and_send(self, output: Output, item: Any) -> float:
         if output.edge is not None and output.edge.when_full == "never":

@@ -110,6 +110,11 @@ class Stage(Generic[In, Out]):
         """Whether to receive from `port` now. What is not wanted stays queued and holds its sender back."""
         return True
 
+    def wakes(self, port: str) -> bool:
+        """Whether an arrival at `port` is worth waking for now. If not, it is received with what wakes the stage next:
+        say so only where that is sure to come."""
+        return True
+
 
 def _declared_types(cls: type) -> tuple[Any, Any]:
     """The arguments of a `Stage[In, Out]` that `cls` itself names as its base; None where it names none."""

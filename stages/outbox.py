@@ -115,7 +115,9 @@ class Outboxes(Exit["RequestOutbox"]):
             outbox = choice.outbox
             if not outbox.has_news:
                 outbox.has_news = True
-                self._wake(outbox)
+                if not outbox.has_started:
+                    self._start(outbox)
+                outbox.bell.ring()
         if item.prompt_lengths:
             for sequence_id, length in item.prompt_lengths.items():
                 if sequence_id in choices:
@@ -126,12 +128,10 @@ class Outboxes(Exit["RequestOutbox"]):
         for row, finish in item.finishes.items():
             self._finish(item.sequence_ids[row], finish)
 
-    def _wake(self, outbox: RequestOutbox) -> None:
-        if not outbox.has_started:
-            outbox.has_started = True
-            for callback in self.on_start:
-                callback(outbox.request_id)
-        outbox.bell.ring()
+    def _start(self, outbox: RequestOutbox) -> None:
+        outbox.has_started = True
+        for callback in self.on_start:
+            callback(outbox.request_id)
 
     def _finish(self, sequence_id: int, finish: Finish) -> None:
         choice = self._choices.pop(sequence_id, None)
@@ -194,7 +194,8 @@ class RequestOutbox:
                 return deltas
             if self.cause is not None:
                 break
-            await self.bell.wait()
+            if not self.bell.heard():
+                await self.bell.next_ring()
         if self._is_over or self.error is None:
             raise StopAsyncIteration
         self._is_over = True
@@ -202,6 +203,9 @@ class RequestOutbox:
 
     def _take(self) -> list[Delta]:
         self.has_news = False
+        if len(self.choices) == 1:
+            delta = self.choices[0].take()
+            return [] if delta is None else [delta]
         return [delta for choice in self.choices if (delta := choice.take()) is not None]
 
     # -- ending

@@ -20,7 +20,7 @@ FINISH_NAMES: Mapping[FinishReason, FinishName] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What one choice gained since its client last looked. The last one of a choice has a `finish_reason`."""
 

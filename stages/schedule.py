@@ -42,6 +42,10 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     def wants(self, port: str) -> bool:
         return port != "in" or self.scheduler.num_waiting < self.max_waiting
 
+    def wakes(self, port: str) -> bool:
+        """A report after which no step could begin comes with the feedback that lets the next one begin."""
+        return port != "report" or self.scheduler.may_plan_after_report
+
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
         self._batch, self._taken = batch, 0
         self._take(batch, out)

@@ -121,6 +121,12 @@ class Scheduler:
         return self.last_granted - self.completed_step
 
     @property
+    def may_plan_after_report(self) -> bool:
+        """Whether there may be a credit left once the outstanding plan is granted. If not, some step in flight is done
+        before another can be planned, whatever the report says."""
+        return self.num_in_flight == 0 or self.num_in_flight + 1 < self.limits.steps_in_flight
+
+    @property
     def num_waiting(self) -> int:
         return len(self.waiting) + self._num_returning
 

@@ -7,6 +7,11 @@ execution overlap at K = 2; what an idle engine costs.
 Times are those in which the loop runs a stage's task: receiving, handling and delivering, so hops are inside, and what
 the task waits for is not. "rest" is the readers of the answers, asyncio, and results coming back from the device's
 thread. On a machine with other work the least of many short windows is the better guess.
+
+The budget (250 us at 256 sequences, 100 us at 16) was written on a machine on which handing an item from one task to
+another through an `asyncio.Queue` took 3.1 us. A step has seven such hops, and is interpreted code throughout, so the
+same hop is measured here, between the measurements, and the figures are given both as they are and in the time of that
+machine.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ T = TypeVar("T")
 STAGES = ("schedule", "allocate", "execute", "sample", "detokenize", "exit")
 MAX_MODEL_LEN = 8192
 WINDOW_STEPS = 5
+REFERENCE_HOP_US = 3.1  # of an asyncio.Queue, where the budget was written
 
 
 class FreeDevice:
@@ -171,6 +177,24 @@ async def host_cost(num_sequences: int, seconds: float) -> dict[str, dict[str, f
     }
 
 
+async def queue_hop_us(num_hops: int = 20_000) -> float:
+    """Microseconds to hand an item from one task to another with nothing but asyncio: how fast this machine is now."""
+    there, back = asyncio.Queue[int](1), asyncio.Queue[int](1)
+
+    async def echo() -> None:
+        for _ in range(num_hops // 2):
+            await back.put(await there.get())
+
+    task = asyncio.create_task(echo())
+    began = time.perf_counter()
+    for i in range(num_hops // 2):
+        await there.put(i)
+        await back.get()
+    hop_us = 1e6 * (time.perf_counter() - began) / num_hops
+    await task
+    return hop_us
+
+
 async def _window(device: FreeDevice, clocks: dict[str, Timed]) -> dict[str, float]:
     """Microseconds a step over about WINDOW_STEPS steps."""
     before = {name: clock.seconds for name, clock in clocks.items()}
@@ -231,23 +255,38 @@ def measure(seconds: float) -> dict[str, Any]:
         return asyncio.run(make())
 
     machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]}
+    hops, costs = [run(queue_hop_us)], {}
+    for n in (256, 16):
+        costs[str(n)] = run(lambda n=n: host_cost(n, seconds))  # type: ignore[misc]
+        hops.append(run(queue_hop_us))
     return {
         "machine": machine,
         "python": platform.python_version(),
-        "host_us_per_step": {str(n): run(lambda n=n: host_cost(n, seconds)) for n in (256, 16)},  # type: ignore[misc]
+        "queue_hop_us": {"here": round(float(np.median(hops)), 2), "reference": REFERENCE_HOP_US},
+        "host_us_per_step": costs,
         "overlap_period_ms": {f"K={k}": run(lambda k=k: period_ms(k, 0.005, 0.002)) for k in (1, 2)},  # type: ignore[misc]
         "idle_share_of_a_core": run(lambda: idle_share(seconds)),
     }
 
 
-def verdicts(figures: dict[str, Any], which: str = "median") -> dict[str, bool]:
+def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
     """Which targets are met."""
-    large, small = ({name: each[which] for name, each in figures["host_us_per_step"][n].items()} for n in ("256", "16"))
-    core = ("schedule", "allocate", "execute", "sample")
-    return {
-        "256 sequences: schedule, allocate, execute, sample and hops <= 250 us": sum(large[s] for s in core) <= 250,
-        "256 sequences: detokenize <= 350 us": large["detokenize"] <= 350,
-        "16 sequences: all stages <= 100 us": small["all stages"] <= 100,
+    large, small = (
+        {name: each["median"] for name, each in figures["host_us_per_step"][n].items()} for n in ("256", "16")
+    )
+    core_us = sum(large[stage] for stage in ("schedule", "allocate", "execute", "sample"))
+    scale = figures["queue_hop_us"]["reference"] / figures["queue_hop_us"]["here"]
+    budget = {
+        "256 sequences: schedule, allocate, execute, sample and hops <= 250 us": (core_us, 250),
+        "256 sequences: detokenize <= 350 us": (large["detokenize"], 350),
+        "16 sequences: all stages <= 100 us": (small["all stages"], 100),
+    }
+    in_time = {
+        f"{target}: {spent_us * factor:.0f} us, {whose}": spent_us * factor <= allowed_us
+        for target, (spent_us, allowed_us) in budget.items()
+        for factor, whose in ((1.0, "as measured"), (scale, "in the time of the budget's machine"))
+    }
+    return in_time | {
         "5 ms device + 2 ms host: period <= 5.5 ms at K = 2": figures["overlap_period_ms"]["K=2"] <= 5.5,
         "5 ms device + 2 ms host: period >= 7 ms at K = 1": figures["overlap_period_ms"]["K=1"] >= 7.0,
         "idle: under 1 % of a core": figures["idle_share_of_a_core"] < 0.01,
@@ -260,7 +299,9 @@ def show(figures: dict[str, Any]) -> None:
     for name in large:
         cells = (large[name]["median"], large[name]["least"], small[name]["median"], small[name]["least"])
         print(f"{name:<20}{cells[0]:>18}{cells[1]:>10}{cells[2]:>18}{cells[3]:>10}")
-    print(f"\nperiod with a 5 ms device and 2 ms of host work: {figures['overlap_period_ms']} ms")
+    hop = figures["queue_hop_us"]
+    print(f"\nan asyncio.Queue hop: {hop['here']} us ({hop['reference']} where the budget was written)")
+    print(f"period with a 5 ms device and 2 ms of host work: {figures['overlap_period_ms']} ms")
     print(f"idle: {figures['idle_share_of_a_core']:.2%} of a core\n")
     for target, is_met in verdicts(figures).items():
         print(f"{'met   ' if is_met else 'MISSED'}  {target}")

@@ -149,6 +149,24 @@ async def test_an_unwanted_port_holds_its_sender_back_until_it_is_wanted_again(e
         assert pipeline.runners["pass"].times.blocked > 0.9
 
 
+@sim_test(seeds=3)
+async def test_an_arrival_that_wakes_nobody_is_handled_with_the_next_one_that_does(env: SimEnv) -> None:
+    class Sleepy(Pass):
+        def wakes(self, port: str) -> bool:
+            return self.is_awake
+
+    sleepy = Sleepy()
+    sleepy.is_awake = False
+    async with line(sleepy, env=env, capacity=4) as pipeline:
+        tasks = [asyncio.create_task(pipeline.call(Word("a", "a")))]
+        await env.sleep(1.0)
+        assert sleepy.batches == []
+        sleepy.is_awake = True
+        tasks.append(asyncio.create_task(pipeline.call(Word("b", "b"))))
+        await asyncio.gather(*tasks)
+        assert sleepy.batches == [["a", "b"]]
+
+
 # -- crashes
 
 

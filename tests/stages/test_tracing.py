@@ -43,3 +43,14 @@ async def test_each_step_is_planned_granted_and_done_in_that_order(env: SimEnv):
     for step in range(5):
         of_step = records[(records["step"] == step) & (records["kind"] >= 16) & (records["kind"] < 32)]
         assert [EventKind(kind) for kind in of_step["kind"]][:3] == list(kinds)
+
+
+@sim_test(seeds=3, policies=("fifo",), thread_delay_s=(0.001, 0.002))
+async def test_in_steady_decoding_schedule_wakes_once_a_step(env: SimEnv):
+    async with scripted_engine(script=NEVER_ENDS, env=env) as engine:
+        async for _ in engine.generate([3, 4, 5], SamplingParams(max_tokens=100)):
+            pass
+        schedule, records = engine.pipeline.tracer.source("schedule"), engine.pipeline.tracer.read_all()
+    batches = records[(records["kind"] == EventKind.STAGE_BATCH) & (records["source"] == schedule)]
+    steps = records[records["kind"] == EventKind.STEP_DONE]
+    assert len(steps) >= 100 and len(batches) < 1.2 * len(steps)

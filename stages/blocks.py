@@ -46,10 +46,11 @@ class BlockPool:
         return self.num_blocks - self.num_free - self.num_quarantined - self.num_cached
 
     def take(self, count: int) -> Ints:
-        """`count` free blocks, [count], in use from now on. Ask `num_free` first."""
+        """`count` free blocks, [count], in use from now on; ids that follow each other where the pool is untouched. Ask
+        `num_free` first."""
         assert count <= self.num_free, f"{count} blocks taken of {self.num_free} free ones"
         rest = self.num_free - count
-        blocks = self._free[rest : self.num_free].copy()
+        blocks = self._free[rest : self.num_free][::-1].copy()
         self.num_free = rest
         self.state[blocks] = BlockState.IN_USE
         return blocks

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LAYOUTS = ("layer-major", "block-major", "token-major")
+LAYOUTS = ("layer-major", "block-major", "head-major", "token-major")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +34,11 @@ def make_case(
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     layout: str = "layer-major",
+    is_scattered: bool = True,
     seed: int = 0,
 ) -> PagedCase:
-    """Sequence s holds `lengths[s]` tokens, the last `num_new[s]` of them new."""
+    """Sequence s holds `lengths[s]` tokens, the last `num_new[s]` of them new. Blocks lie anywhere, or follow each
+    other from block 1 on."""
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-length // block_size) for length in lengths]
     spare = 3
@@ -44,7 +46,7 @@ def make_case(
     k_cache, v_cache = empty_caches(total, num_groups, block_size, head_dim, dtype, layout)
     block_tables = torch.full((len(lengths), max(num_blocks, default=0) + 1), -(1 << 30), dtype=torch.int32)
     block_tables[:, 1::2] = (1 << 31) - 1
-    ids = torch.randperm(total, generator=generator)
+    ids = torch.randperm(total, generator=generator) if is_scattered else torch.arange(1, total)
     keys, values = [], []
     for sequence, length in enumerate(lengths):
         own, ids = ids[: num_blocks[sequence]], ids[num_blocks[sequence] :]
@@ -62,13 +64,16 @@ def make_case(
 def empty_caches(
     num_blocks: int, num_groups: int, block_size: int, head_dim: int, dtype: torch.dtype, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """One layer's views [N, G, B, D] of a cache full of NaN, as three engines might lay it out."""
+    """One layer's views [N, G, B, D] of a cache full of NaN, as four engines might lay it out."""
     if layout == "layer-major":  # [2, N, G, B, D]
         kv = torch.full((2, num_blocks, num_groups, block_size, head_dim), float("nan"), dtype=dtype)
         return kv[0], kv[1]
     if layout == "block-major":  # [N, layers, 2, G, B, D]
         kv = torch.full((num_blocks, 3, 2, num_groups, block_size, head_dim), float("nan"), dtype=dtype)
         return kv[:, 1, 0], kv[:, 1, 1]
+    if layout == "head-major":  # [2, G, N, B, D]
+        kv = torch.full((2, num_groups, num_blocks, block_size, head_dim), float("nan"), dtype=dtype)
+        return kv[0].transpose(0, 1), kv[1].transpose(0, 1)
     assert layout == "token-major"  # [N, B, 2, G, D]
     kv = torch.full((num_blocks, block_size, 2, num_groups, head_dim), float("nan"), dtype=dtype)
     return kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.kernels import reference
+from millrace.kernels.gather import Bucket, gather, run_of
 from tests.kernels.paged import LAYOUTS, PagedCase, dense_attention, make_case
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -52,6 +53,24 @@ def test_any_layout_of_the_cache_gives_the_same_attention(layout: str, dtype: to
 def test_one_block_and_one_group_are_no_special_case(layout: str, num_groups: int) -> None:
     case = make_case([1], [1], num_groups=num_groups, block_size=1, layout=layout)
     assert_close(decode(case, 1.0), dense_attention(case, 1.0))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("num_new", [1, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_that_follow_each_other_give_the_same_attention_and_are_not_copied(
+    layout: str, num_new: int, window: int | None
+) -> None:
+    case = make_case([num_new], [14], layout=layout, is_scattered=False)
+    blocks = case.block_tables[:1, :4].long()
+    is_one_piece = layout in ("head-major", "token-major")
+    assert run_of(case.k_cache, case.v_cache, blocks) == (1 if is_one_piece else None)
+    assert run_of(case.k_cache, case.v_cache, blocks.flip(1)) is None
+    assert_close(attend(case, 0.25, window), dense_attention(case, 0.25, window))
+    if is_one_piece:
+        keys, _ = gather(case.k_cache, case.v_cache, Bucket(None, None, blocks, 2, 14, run=1))
+        assert keys.data_ptr() == case.k_cache[1, 0, 2].data_ptr()
+        assert torch.equal(keys[0].transpose(0, 1), case.keys[0][2:])
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -18,6 +18,15 @@ def test_a_new_pool_is_all_free():
     pool.check()
 
 
+def test_an_untouched_pool_gives_blocks_that_follow_each_other():
+    pool = BlockPool(num_blocks=8, block_size=2)
+    first, second = pool.take(3), pool.take(2)
+    assert [*first, *second] == [0, 1, 2, 3, 4]
+    pool.give_back(second, last_step=0, completed_step=0)
+    pool.give_back(first, last_step=0, completed_step=0)
+    assert pool.take(5).tolist() == [0, 1, 2, 3, 4]
+
+
 def test_blocks_taken_are_distinct_and_in_use():
     pool = BlockPool(num_blocks=4, block_size=2)
     first, second = pool.take(2), pool.take(2)

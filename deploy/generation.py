@@ -107,6 +107,7 @@ class Generation:
             order.prompts,
             order.params,
             priority=order.body.priority,
+            cache_salt=order.body.cache_salt or "",
             arrival_s=asyncio.get_running_loop().time(),
         )
         # a burst waits its turn at the door for microseconds; who may stay is for admission to say, behind it

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ..stages.blocks import BlockPool
 from .errors import CODES
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ class Metrics:
         yield _gauge("vllm:num_requests_running", "Sequences that run.", scheduler.num_running, labels)
         yield _gauge("vllm:num_requests_waiting", "Sequences that wait to run.", scheduler.num_waiting, labels)
         yield _gauge("vllm:num_requests_swapped", "Sequences swapped to the host.", 0, labels)
-        used = 1.0 - pool.num_free / pool.num_blocks
+        used = pool.num_in_use / pool.num_blocks
         yield _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
+        yield _blocks(pool, labels)
         yield _gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", 0, labels)
 
     def _counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
@@ -98,8 +100,10 @@ class Metrics:
         yield _counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
         num_preemptions = engine.scheduler.num_preemptions
         yield _counter("vllm:num_preemptions", "Sequences that lost their blocks.", num_preemptions, labels)
-        yield _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", 0, labels)
-        yield _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", 0, labels)
+        cache = engine.prefix_cache
+        queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
+        yield _counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
+        yield _counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
         success = CounterMetricFamily(
             "vllm:request_success", "Choices that ended, by reason.", labels=[*labels, "finished_reason"]
         )
@@ -116,6 +120,22 @@ class Metrics:
         for code in (*CODES, "other"):
             rejected.add_metric([code], self._rejected[code])
         yield rejected
+
+
+def _blocks(pool: BlockPool, labels: dict[str, str]) -> Metric:
+    blocks = GaugeMetricFamily(
+        "millrace:kv_blocks", "KV blocks by state; shared ones count as used, too.", labels=[*labels, "state"]
+    )
+    counts = {
+        "free": pool.num_free,
+        "used": pool.num_in_use,
+        "shared": pool.num_shared,
+        "cached": pool.num_cached,
+        "quarantined": pool.num_quarantined,
+    }
+    for state, count in counts.items():
+        blocks.add_metric([*labels.values(), state], count)
+    return blocks
 
 
 def _stages(engine: Engine) -> Iterator[Metric]:

@@ -53,6 +53,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "block_size": "tokens of a block: smaller wastes less, larger loads faster",
         "num_gpu_blocks": "exact size of the pool, on any device; none: from memory",
         "kv_cache_bytes": "size of the pool; none: from memory",
+        "enable_prefix_caching": "do not compute again what an earlier prompt or answer began with",
         "gpu_memory_utilization": "share of the device's memory for weights, activations and cache together",
     },
     "admission": {

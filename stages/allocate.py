@@ -14,6 +14,7 @@ from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind, StepRows
 from .allocator import Allocator
 from .messages import PlanReport, StepGrant, StepPlan
+from .prefix import PrefixCache
 
 
 class Allocate(Stage[StepPlan, StepGrant]):
@@ -23,8 +24,15 @@ class Allocate(Stage[StepPlan, StepGrant]):
     outputs: ClassVar = {"out": StepGrant, "report": PlanReport}
     on_crash: ClassVar = Crash.RECOVER
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, max_model_len: int) -> None:
-        self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_model_len: int,
+        cache: PrefixCache | None = None,
+    ) -> None:
+        self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache)
         self._batch: Sequence[StepPlan] = ()  # in hand, or last
         self._answered = 0  # plans of it
         self._context: Context | None = None

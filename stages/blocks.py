@@ -6,6 +6,8 @@ Knows block ids and steps. Refuses to know sequences, policy or tensors.
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,16 +18,18 @@ class BlockState(enum.IntEnum):
     """Every block is in exactly one of these."""
 
     FREE = 0
-    IN_USE = 1  # in a table
+    IN_USE = 1  # in one table or more
     CACHED = 2  # in no table, but its contents may be wanted again; taken when free ones run out
-    QUARANTINED = 3  # given back while steps in flight may still touch it
+    QUARANTINED = 3  # in no table, while steps in flight may still touch it
 
 
 class BlockPool:
-    """The ids [0, num_blocks) and the state of each.
+    """The ids [0, num_blocks), the state of each, and how many tables hold it.
 
-    A block given back is quarantined until every step that might still read or write it is done: `give_back` names the
-    last such step, and `settle` says how far the device has come. Counts are kept, so asking is free.
+    A block that the last table gives back is quarantined until every step that might still read or write it is done:
+    `give_back` names the last such step, and `settle` says how far the device has come. Then it is free; or, if `keep`
+    said that its contents may be wanted again, cached, until it is taken because no other is free: the one that has
+    been cached longest first. Counts are kept, so asking is free.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -35,31 +39,73 @@ class BlockPool:
         self.block_size = block_size  # tokens a block
         self.num_free = num_blocks
         self.num_quarantined = 0
-        self.num_cached = 0
+        self.num_evicted = 0  # cached blocks that were taken, ever
+        self.on_evicted: Callable[[int], object] = _ignore  # told of each cached block whose contents are given up
         self.state = np.full(num_blocks, BlockState.FREE, np.int8)  # [N]
+        self.num_tables = np.zeros(num_blocks, np.int32)  # [N] that hold the block
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of `num_free`, its top at the end
+        self._is_kept = np.zeros(num_blocks, np.bool_)  # [N] the contents may be wanted again
+        self._cached: OrderedDict[int, None] = OrderedDict()  # longest unused first
+        self._last_step = np.full(num_blocks, -1, np.int64)  # [N] that may touch it, as far as givers have said
         self._quarantine: list[tuple[int, Ints]] = []  # (last step that may touch them, blocks)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can give: free and cached ones."""
+        return self.num_free + len(self._cached)
 
     @property
     def num_in_use(self) -> int:
         """Blocks in tables."""
-        return self.num_blocks - self.num_free - self.num_quarantined - self.num_cached
+        return self.num_blocks - self.num_free - self.num_quarantined - len(self._cached)
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks in more than one table."""
+        return int(np.count_nonzero(self.num_tables > 1))
 
     def take(self, count: int) -> Ints:
-        """`count` free blocks, [count], in use from now on; ids that follow each other where the pool is untouched. Ask
-        `num_free` first."""
-        assert count <= self.num_free, f"{count} blocks taken of {self.num_free} free ones"
+        """`count` blocks, [count], each in use by one table from now on; ids that follow each other where the pool is
+        untouched. Ask `num_available` first."""
+        if count > self.num_free:
+            assert count <= self.num_available, f"{count} blocks taken of {self.num_available} that can be had"
+            for _ in range(count - self.num_free):
+                self._evict(self._cached.popitem(last=False)[0])
         rest = self.num_free - count
         blocks = self._free[rest : self.num_free][::-1].copy()
         self.num_free = rest
         self.state[blocks] = BlockState.IN_USE
+        self.num_tables[blocks] = 1
         return blocks
 
+    def share(self, blocks: Ints) -> None:
+        """One more table holds each of `blocks`, whose contents were kept: in use, cached or quarantined ones."""
+        states = self.state[blocks]
+        assert self._is_kept[blocks].all(), f"blocks {blocks.tolist()} shared, not all of them kept"
+        for block in blocks[states == BlockState.CACHED].tolist():
+            del self._cached[block]
+        self.num_quarantined -= int(np.count_nonzero(states == BlockState.QUARANTINED))
+        self.state[blocks] = BlockState.IN_USE
+        self.num_tables[blocks] += 1
+
+    def keep(self, block: int) -> None:
+        """The contents of `block`, which is in use, may be wanted again."""
+        self._is_kept[block] = True
+
     def give_back(self, blocks: Ints, last_step: int, completed_step: int) -> None:
-        """`blocks` are in no table any more. They are free once step `last_step` is done."""
+        """`blocks` are in one table less. Those in none can be had again once every step is done that any giver said
+        may touch them."""
         if not len(blocks):
             return
         assert (self.state[blocks] == BlockState.IN_USE).all(), f"blocks {blocks.tolist()} given back, not all in use"
+        self.num_tables[blocks] -= 1
+        self._last_step[blocks] = np.maximum(self._last_step[blocks], last_step)
+        blocks = blocks[self.num_tables[blocks] == 0]
+        last_step = int(self._last_step[blocks].max(initial=-1))
         if last_step <= completed_step:
             self._release(blocks)
             return
@@ -68,26 +114,63 @@ class BlockPool:
         self._quarantine.append((last_step, blocks))
 
     def settle(self, completed_step: int) -> None:
-        """Every step up to `completed_step` is done: what waited for one of them is free."""
+        """Every step up to `completed_step` is done: what waited for one of them can be had again."""
         waiting, self._quarantine = self._quarantine, []
         for last_step, blocks in waiting:
             if last_step > completed_step:
                 self._quarantine.append((last_step, blocks))
                 continue
+            is_due = (self.state[blocks] == BlockState.QUARANTINED) & (self._last_step[blocks] <= completed_step)
+            blocks = blocks[is_due]  # others were shared in the meantime, and perhaps given back again
             self.num_quarantined -= len(blocks)
             self._release(blocks)
 
+    def forget_kept(self) -> int:
+        """Nothing that was kept is wanted any more. Returns how many cached blocks that frees."""
+        blocks = list(self._cached)
+        self._cached.clear()
+        self._is_kept[:] = False
+        self._push(np.array(blocks, np.int32))
+        return len(blocks)
+
     def seize_all(self, last_step: int) -> None:
         """Takes every block from everybody; all are free once step `last_step` is done. For a reset after a crash."""
+        self._cached.clear()
+        self._is_kept[:] = False
         self.state[:] = BlockState.QUARANTINED
-        self.num_free = self.num_cached = 0
+        self.num_tables[:] = 0
+        self._last_step[:] = last_step
+        self.num_free = 0
         self.num_quarantined = self.num_blocks
         self._quarantine = [(last_step, np.arange(self.num_blocks, dtype=np.int32))]
 
     def _release(self, blocks: Ints) -> None:
+        """To the cache those that are kept: the last of a table as the first to go, for without it the others are
+        still of use, and it is of none without them."""
+        is_kept = self._is_kept[blocks]
+        if np.count_nonzero(is_kept):
+            kept = blocks[is_kept]
+            self.state[kept] = BlockState.CACHED
+            self._cached.update(dict.fromkeys(kept[::-1].tolist()))
+            blocks = blocks[~is_kept]
+        self._push(blocks)
+
+    def _evict(self, block: int) -> None:
+        self.num_evicted += 1
+        self._is_kept[block] = False
+        self.state[block] = BlockState.FREE
+        self._free[self.num_free] = block
+        self.num_free += 1
+        self.on_evicted(block)
+
+    def _push(self, blocks: Ints) -> None:
         self.state[blocks] = BlockState.FREE
         self._free[self.num_free : self.num_free + len(blocks)] = blocks[::-1]
         self.num_free += len(blocks)
+
+    def kept(self) -> set[int]:
+        """Blocks whose contents may be wanted again."""
+        return set(np.flatnonzero(self._is_kept).tolist())
 
     def check(self) -> None:
         """Raises AssertionError unless the counts, the states and the stacks tell the same story (I3, I4)."""
@@ -97,8 +180,19 @@ class BlockPool:
         free = self._free[: self.num_free]
         assert len(np.unique(free)) == self.num_free, "a block is on the free stack twice"
         assert (self.state[free] == BlockState.FREE).all(), "a block on the free stack is not free"
-        waiting = [block for _, blocks in self._quarantine for block in blocks.tolist()]
-        assert len(set(waiting)) == len(waiting) == self.num_quarantined, "a block is quarantined twice"
+        is_used = self.state == BlockState.IN_USE
+        assert ((self.num_tables > 0) == is_used).all(), "a block is in use by no table, or in a table and not in use"
+        cached = np.array(list(self._cached), np.int64)
+        assert (self.state[cached] == BlockState.CACHED).all(), "a block among the cached ones is not cached"
+        assert self._is_kept[cached].all(), "a block is cached whose contents nobody wants"
+        waiting = {block for _, blocks in self._quarantine for block in blocks.tolist()}
+        assert waiting.issuperset(np.flatnonzero(self.state == BlockState.QUARANTINED).tolist()), (
+            "a quarantined block waits for no step"
+        )
+
+
+def _ignore(block: int) -> None:
+    pass
 
 
 class BlockTables:

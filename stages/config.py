@@ -43,6 +43,7 @@ class EngineConfig:
     block_size: int = 16  # tokens; smaller wastes less, larger loads faster
     num_gpu_blocks: int | None = None  # exact size of the pool, on any device; None: from memory
     kv_cache_bytes: int | None = None  # size of the pool; None: from memory
+    enable_prefix_caching: bool = True  # do not compute what an earlier prompt or answer began with
     gpu_memory_utilization: float = 0.9  # share of the device's memory for weights, activations and cache together
 
     # the door

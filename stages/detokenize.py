@@ -98,6 +98,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._cares = np.full(num_slots, ANY, np.uint64)  # [S] traits of tokens that are no matter of a table
         self._sequences: dict[int, _Sequence] = {}  # by id
         self._prompt_lengths: dict[int, int] = {}  # by sequence id, to go out with the next text
+        self._num_cached: dict[int, int] = {}  # likewise
         self._is_halfway = False  # in a step, with some of its rows seen
         self._context: Context | None = None
 
@@ -120,6 +121,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         request = outbox.request  # type: ignore[attr-defined]
         for sequence_id in range(request.first_sequence_id, request.first_sequence_id + request.num_sequences):
             self._prompt_lengths.pop(sequence_id, None)
+            self._num_cached.pop(sequence_id, None)
             self._forget(sequence_id)
 
     @property
@@ -145,8 +147,9 @@ class Detokenize(Stage[StepTokens, StepText]):
             rows = self._read_fast(*(column[is_fast] for column in columns))
             await self._read_slow(step, np.flatnonzero(is_ours & (places >= next_places) & ~is_fast), rows, out)
         if rows.texts:
-            prompt_lengths, self._prompt_lengths = self._prompt_lengths, {}
-            out.send(rows.message(step.step, prompt_lengths))
+            out.send(rows.message(step.step, self._prompt_lengths, self._num_cached))
+            if self._prompt_lengths:
+                self._prompt_lengths, self._num_cached = {}, {}
         self._is_halfway = False
 
     def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> _Rows:
@@ -206,6 +209,8 @@ class Detokenize(Stage[StepTokens, StepText]):
             sequence = _Sequence(started.request_id, self._table, self._make_decoder(started.params), started.params)
             self._sequences[started.sequence_id] = sequence
             self._prompt_lengths[started.sequence_id] = started.num_prompt
+            if started.num_cached:
+                self._num_cached[started.sequence_id] = started.num_cached
         elif sequence.slot is not None:
             self._leave_slot(sequence)
         self._empty(started.slot)
@@ -295,9 +300,16 @@ class _Rows:
         if logprobs is not None:
             self.logprobs[row] = logprobs
 
-    def message(self, step: int, prompt_lengths: dict[int, int]) -> StepText:
+    def message(self, step: int, prompt_lengths: dict[int, int], num_cached: dict[int, int]) -> StepText:
         return StepText(
-            step, self.sequence_ids, self.texts, self.token_ids, self.finishes, self.logprobs, prompt_lengths
+            step,
+            self.sequence_ids,
+            self.texts,
+            self.token_ids,
+            self.finishes,
+            self.logprobs,
+            prompt_lengths,
+            num_cached,
         )
 
 

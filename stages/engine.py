@@ -35,6 +35,7 @@ from .outputs import CompletionOutput, Delta, ModelInfo, OutputKind, RequestOutp
 from .params import SamplingParams
 from .phases import Phases
 from .pipeline import build_pipeline
+from .prefix import PrefixCache
 from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits, Scheduler
@@ -109,7 +110,8 @@ class Engine:
     async def _start(self) -> None:
         loaded, phases = await self._load()
         with phases("pipeline"):
-            self._parts = EngineParts(self.config, loaded, self._make_device(loaded))
+            secret = self._env.random("prefix.secret").randbytes(16)
+            self._parts = EngineParts(self.config, loaded, self._make_device(loaded), secret)
             self._info = loaded.info
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
@@ -144,6 +146,7 @@ class Engine:
         prompt = Prompt(token_ids=as_token_ids(list(range(num_prompt))))
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         await self.pipeline.call(Request("warm-up", (prompt,), params))
+        self.reset_prefix_cache()
 
     async def stop(self, cause: str = "server_shutdown") -> None:
         """Ends what is under way, and frees everything. May be called again."""
@@ -187,6 +190,7 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         timeout_s: float | None = None,
         output_kind: OutputKind = "delta",
     ) -> AsyncIterator[RequestOutput]:
@@ -194,9 +198,11 @@ class Engine:
 
         Yields what is new ("delta"), all there is so far each time ("cumulative"), or the whole, once ("final").
         Leaving the loop cancels the request. Raises `RequestError` if it fails. Without `params`, the model's defaults.
+        Requests find cached prefixes only of requests with the same `cache_salt`.
         """
         chosen = params or self.info.default_params
-        request = Request(self._request_id(request_id), (_as_prompt(prompt),), chosen, priority=priority)
+        prompts = (_as_prompt(prompt),)
+        request = Request(self._request_id(request_id), prompts, chosen, priority=priority, cache_salt=cache_salt)
         async for output in self._ask(request, timeout_s, output_kind):
             yield output
 
@@ -210,13 +216,15 @@ class Engine:
         template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         timeout_s: float | None = None,
         output_kind: OutputKind = "delta",
     ) -> AsyncIterator[RequestOutput]:
         """Answers `messages`, each with a role and a content. Without `params`, up to the end of the context."""
         chat = ChatPrompt(tuple(messages), add_generation_prompt, continue_final_message, template_kwargs or {})
         chosen = params or replace(self.info.default_params, max_tokens=None)
-        request = Request(self._request_id(request_id), (Prompt(chat=chat),), chosen, priority=priority)
+        prompts = (Prompt(chat=chat),)
+        request = Request(self._request_id(request_id), prompts, chosen, priority=priority, cache_salt=cache_salt)
         async for output in self._ask(request, timeout_s, output_kind):
             yield output
 
@@ -295,6 +303,15 @@ class Engine:
         """The books of the KV cache's blocks, to look at."""
         return self._require_parts().allocate.allocator.pool
 
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        """What is known of earlier prompts and answers, to look at; None if it is switched off."""
+        return self._require_parts().allocate.allocator.cache
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix, so that nothing is found that was computed before. Returns the blocks freed."""
+        return self._require_parts().allocate.allocator.reset_prefix_cache()
+
     def _require_parts(self) -> EngineParts:
         if self._parts is None:
             raise NotServing(self.health)
@@ -304,14 +321,15 @@ class Engine:
 class EngineParts:
     """The stages of one engine, joined: an engine's own, and what tests look into."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
         info = loaded.info
         limits = RequestLimits(info.vocab_size, info.max_model_len)
         self.loaded = loaded
         self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
         self.schedule = Schedule(_step_limits(config, info))
-        self.allocate = Allocate(info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
+        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
+        self.allocate = Allocate(info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len, cache)
         execute, sample = Execute(loaded.runner, device), Sample(loaded.sampler, device)
         self.detokenize = Detokenize(
             loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size

@@ -84,6 +84,7 @@ class Request:
     first_sequence_id: int = -1  # given by the exit when the request enters
     priority: int = 0  # lower goes first
     arrival_s: float = 0.0  # monotonic
+    cache_salt: str = ""  # cached prefixes are found by requests of the same salt only
 
     @property
     def num_sequences(self) -> int:
@@ -101,6 +102,7 @@ class TokenRequest:
     first_sequence_id: int
     priority: int = 0
     arrival_s: float = 0.0
+    cache_salt: str = ""
 
 
 # -- steps
@@ -118,6 +120,8 @@ class Started:
     num_prompt: int  # P
     params: SamplingParams
     seed: int  # of this choice
+    cache_salt: str = ""  # only sequences of the same salt share blocks
+    num_cached: int = 0  # of `token_ids`, found in the prefix cache: allocate says so
 
 
 @message
@@ -139,6 +143,8 @@ class StepPlan:
     started: tuple[Started, ...] = ()
     ended: Sequence[int] = ()  # [E] slots whose sequences are over
     preempted: Sequence[int] = ()  # slots that schedule took back itself
+    settled: Sequence[StepDone] = ()  # steps that are done since the last plan
+    voided: Sequence[int] = ()  # steps that are over since then and did not happen
 
 
 @message
@@ -149,9 +155,8 @@ class PlanReport:
     num_granted: Ints  # [R] tokens, 0 = left out; the plan's own `num_wanted` if all was granted
     num_cached: Ints  # [R] tokens found in the prefix cache, not computed
     preempted: Sequence[int]  # slots that lost their blocks and are to be recomputed
-    num_free: int  # blocks
+    num_free: int  # blocks that can be had: free, or cached and in no table
     num_quarantined: int
-    num_cached_blocks: int = 0
     is_void: bool = False
     is_reset: bool = False  # allocate lost its books: no slot has blocks any more
 
@@ -273,3 +278,4 @@ class StepText:
     finishes: Mapping[int, Finish] = field(default_factory=dict)  # row -> how it ended
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> if asked for
     prompt_lengths: Mapping[int, int] = field(default_factory=dict)  # sequence id -> prompt tokens, when first seen
+    num_cached: Mapping[int, int] = field(default_factory=dict)  # sequence id -> of them not computed, if any

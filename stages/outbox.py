@@ -120,8 +120,9 @@ class Outboxes(Exit["RequestOutbox"]):
                 outbox.bell.ring()
         if item.prompt_lengths:
             for sequence_id, length in item.prompt_lengths.items():
-                if sequence_id in choices:
-                    choices[sequence_id].num_prompt_tokens = length
+                if (choice := choices.get(sequence_id)) is not None:
+                    choice.num_prompt_tokens = length
+                    choice.num_cached_tokens = item.num_cached.get(sequence_id, 0)
         for row, logprobs in item.logprobs.items():
             if (choice := choices.get(item.sequence_ids[row])) is not None:
                 choice.logprobs.append(logprobs)
@@ -180,8 +181,8 @@ class RequestOutbox:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were found, not computed."""
-        return 0
+        """Prompt tokens that were found, not computed; of each prompt those of its first choice."""
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.request.params.n])
 
     # -- reading
 
@@ -230,6 +231,7 @@ class Choice:
         "index",
         "is_told",
         "logprobs",
+        "num_cached_tokens",
         "num_prompt_tokens",
         "num_read",
         "num_unspoken_chars",
@@ -249,6 +251,7 @@ class Choice:
         self.finish: Finish | None = None
         self.is_told = False  # the reader knows that it has finished
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.num_read = 0  # tokens
         self.num_unspoken_chars = 0  # of text that was read, and whose logprobs were not
 

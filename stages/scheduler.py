@@ -104,9 +104,11 @@ class Scheduler:
         self._flights: deque[_Flight] = deque()
         self._order: _Order | None = None  # None: membership changed
         self._steady: _Steady | None = None  # None, or of another order: rows are to be looked at
-        self._started: list[Started] = []  # to tell allocate in the next plan, as the next two
+        self._started: list[Started] = []  # to tell allocate in the next plan, as the next four
         self._ended: list[int] = []
         self._preempted: list[int] = []
+        self._settled: list[StepDone] = []
+        self._voided: list[int] = []
         self._num_returning = 0  # preempted sequences that have not come back to the queue yet
         self._row_limit = limits.max_num_seqs  # lowered when steps fail, until the one at fault is alone
         self._num_free_blocks: int | None = None  # as of the last report
@@ -155,6 +157,7 @@ class Scheduler:
                 params,
                 choice_seed(params.seed or 0, choice),
                 request.priority,
+                request.cache_salt,
             )
             self.sequences[sequence_id] = sequence
             self.waiting.push(sequence)
@@ -204,6 +207,7 @@ class Scheduler:
                 done.is_finished[known],
             )
         self.slots.note_tokens(done.slots, done.places, done.token_ids)
+        self._settled.append(done)
         if np.count_nonzero(done.is_finished):
             for sequence_id in done.sequence_ids[done.is_finished].tolist():
                 self.end(sequence_id)
@@ -212,6 +216,7 @@ class Scheduler:
         """A step did not happen. Everything that was in flight with it is computed anew, in smaller steps. Returns the
         sequences to give up, with the error their clients get."""
         flight = self._pop_flight(void.step)
+        self._voided.append(void.step)
         if void.generation != self._generation:
             return []  # it fell with an earlier one, and was dealt with then
         self._generation += 1
@@ -328,8 +333,10 @@ class Scheduler:
             started=tuple(self._started),
             ended=self._ended,
             preempted=self._preempted,
+            settled=self._settled,
+            voided=self._voided,
         )
-        self._started, self._ended, self._preempted = [], [], []
+        self._started, self._ended, self._preempted, self._settled, self._voided = [], [], [], [], []
         return plan
 
     # -- books
@@ -349,10 +356,18 @@ class Scheduler:
         slots = plan.slots[rows]
         self._flights.append(_Flight(report.step, plan.generation, slots))
         table.last_step[slots] = report.step
-        progress = np.where(table.is_running[slots], report.num_granted[rows] + report.num_cached[rows], 0)
+        num_cached = report.num_cached[rows]
+        for row in np.flatnonzero(num_cached).tolist():
+            self._note_found(int(slots[row]), int(num_cached[row]))
+        progress = np.where(table.is_running[slots], report.num_granted[rows] + num_cached, 0)
         table.num_computed[slots] += progress
         is_sampled = plan.reaches_end[rows] & (progress == plan.num_wanted[rows])
         table.num_known[slots] += is_sampled
+
+    def _note_found(self, slot: int, num_cached: int) -> None:
+        sequence = self.slots.sequences[slot]
+        if sequence is not None and sequence.num_preempted:
+            self.num_recomputed_tokens -= num_cached  # counted when it was preempted
 
     def _note_preempted(self, slot: int) -> None:
         sequence = self.slots.sequences[slot]

@@ -321,24 +321,30 @@ class _GrantBooks:
         self._last_step = -1
 
     def announce(self, grant: StepGrant) -> Ints:
-        """Checks the grant and notes what it uses. Returns its new blocks, those that exist."""
+        """Checks the grant and notes what it uses. Returns its new blocks, those that exist: not those that begin a
+        sequence because their contents are known, which nobody may write."""
         if grant.step != self._last_step + 1 and self._last_step >= 0:
             self._complain(grant, f"follows step {self._last_step}: steps have no gaps")
         self._last_step = grant.step
+        num_found = np.zeros(self._num_slots, np.int32)  # blocks
         for started in grant.started:
-            self._num_placed[started.slot] = self._num_computed[started.slot] = 0
+            self._num_placed[started.slot] = 0
+            self._num_computed[started.slot] = started.num_cached
+            num_found[started.slot] = started.num_cached // self._block_size
         is_block = (grant.table_blocks >= 0) & (grant.table_blocks < self._num_blocks)
         if not is_block.all():
             self._complain(grant, f"names blocks {grant.table_blocks[~is_block].tolist()} of {self._num_blocks}")
-        blocks, slots = grant.table_blocks[is_block], grant.table_slots[is_block]
+        blocks, slots, places = grant.table_blocks[is_block], grant.table_slots[is_block], grant.table_places[is_block]
+        self._tables[slots, places] = blocks
+        np.maximum.at(self._num_placed, slots, places + 1)
+        is_new = places >= num_found[slots]
+        blocks, slots = blocks[is_new], slots[is_new]
         if len(np.unique(blocks)) != len(blocks):
             self._complain(grant, f"gives a block twice: {sorted(blocks.tolist())}")
         for step, used in list(self._in_flight.items()):  # a copy: steps end on the device thread
             if used[blocks].any():
                 self._complain(grant, f"reuses blocks {blocks[used[blocks]].tolist()}, which step {step} may still use")
         self._owner[blocks] = slots
-        self._tables[slots, grant.table_places[is_block]] = blocks
-        np.maximum.at(self._num_placed, slots, grant.table_places[is_block] + 1)
         self._check_rows(grant)
         return blocks
 

@@ -50,6 +50,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     priority: int
+    cache_salt: str = ""
     state: State = State.WAITING
     slot: int = -1  # while running or preempted
     num_preempted: int = 0
@@ -73,7 +74,14 @@ class Sequence:
     def started(self) -> Started:
         """What the stages behind must know to run it in its slot."""
         return Started(
-            self.slot, self.sequence_id, self.request_id, self.token_ids, self.num_prompt, self.params, self.seed
+            self.slot,
+            self.sequence_id,
+            self.request_id,
+            self.token_ids,
+            self.num_prompt,
+            self.params,
+            self.seed,
+            self.cache_salt,
         )
 
 

@@ -159,6 +159,8 @@ def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
     any map (I10)."""
     check_parts(parts, model)
     pool, scheduler, admission = parts.allocate.allocator.pool, parts.schedule.scheduler, parts.intake.admission
+    if parts.allocate.allocator.cache is not None:
+        parts.allocate.allocator.cache.check()
     assert pool.num_in_use == 0, f"{pool.num_in_use} blocks are in use and nobody runs"
     assert pool.num_quarantined == 0, f"{pool.num_quarantined} blocks are quarantined and no step is in flight"
     assert not scheduler.sequences, f"schedule still knows sequences {sorted(scheduler.sequences)}"

@@ -132,6 +132,7 @@ class Tokenize(Stage[Request, TokenRequest]):
             params=params,
             first_sequence_id=request.first_sequence_id + prompt_index * params.n,
             priority=request.priority,
+            cache_salt=request.cache_salt,
             arrival_s=request.arrival_s,
         )
 

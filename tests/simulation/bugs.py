@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from pytest import MonkeyPatch
 
 from millrace.runtime.channel import Bell, Channel
 from millrace.runtime.exit import Exit
 from millrace.stages.blocks import BlockPool
-from millrace.stages.messages import Ints
+from millrace.stages.messages import Ints, StepPlan
 from millrace.stages.outbox import Choice, RequestOutbox
+from millrace.stages.prefix import Chain, PrefixCache
 from millrace.stages.scheduler import Scheduler
+from millrace.stages.sharing import Sharing
 
 
 @contextmanager
@@ -124,6 +128,60 @@ def early_reuse() -> AbstractContextManager[None]:
     return _changed(BlockPool, "give_back", change)
 
 
+def trusted_digest() -> AbstractContextManager[None]:
+    """Blocks are found by their keys alone."""
+
+    def change(find: Any) -> Any:
+        def trusting(self: PrefixCache, chain: Chain) -> Ints:
+            blocks = find(self, chain)
+            most = (len(chain.token_ids) - 1) // self.block_size
+            while chain.num_blocks < most and (entry := self._entries.get(self._key(chain, chain.num_blocks))):
+                blocks, chain.last = np.append(blocks, np.int32(entry.block)), entry
+                chain.num_blocks += 1
+            return blocks
+
+        return trusting
+
+    return _changed(PrefixCache, "find", change)
+
+
+def kept_despite_void() -> AbstractContextManager[None]:
+    """What a step should have filled that did not happen counts as filled."""
+
+    def change(settle: Any) -> Any:
+        def gullible(self: Sharing, plan: StepPlan) -> None:
+            settle(self, replace(plan, voided=()))
+
+        return gullible
+
+    return _changed(Sharing, "settle", change)
+
+
+def freed_by_the_first_holder() -> AbstractContextManager[None]:
+    """A shared block leaves with the first table that gives it back."""
+
+    def change(share: Any) -> Any:
+        def counting_nobody(self: BlockPool, blocks: Ints) -> None:
+            share(self, blocks)
+            self.num_tables[blocks] = 1
+
+        return counting_nobody
+
+    return _changed(BlockPool, "share", change)
+
+
+def shared_too_early() -> AbstractContextManager[None]:
+    """A prompt's blocks can be found as soon as their step is granted."""
+
+    def change(note_grant: Any) -> Any:
+        def hasty(self: Sharing, step: int, *columns: Any) -> None:
+            note_grant(self, -1, *columns)
+
+        return hasty
+
+    return _changed(Sharing, "note_grant", change)
+
+
 def sleeping_client() -> AbstractContextManager[None]:
     """The end of a request does not wake its client."""
 
@@ -148,5 +206,9 @@ BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
         early_reuse,
         sleeping_client,
         second_end,
+        trusted_digest,
+        kept_despite_void,
+        freed_by_the_first_holder,
+        shared_too_early,
     )
 }

@@ -20,7 +20,20 @@ pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
 NUM_SEEDS = 500
 MAX_SEEDS_TO_FIND = 300  # a planted bug
-SOMETIMES = ("preempted", "void plan", "quarantined", "chunk", "mixed step", "ready", "dead", "draining", "stopped")
+SOMETIMES = (
+    "found",
+    "shared",
+    "evicted",
+    "preempted",
+    "void plan",
+    "quarantined",
+    "chunk",
+    "mixed step",
+    "ready",
+    "dead",
+    "draining",
+    "stopped",
+)
 OUTCOMES = ("finished", "left", "Busy", "Overloaded", "TimedOut", "Failed", "Unavailable", "NotServing")
 ROOT = Path(__file__).parents[2]
 

@@ -11,6 +11,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -76,6 +77,7 @@ class Setup:
     tokenize_delay_s: float
     faults: dict[str, float]
     clients: tuple[Client, ...]
+    digest_bits: int  # of the prefix cache's keys: few, so that they collide
     cut_probability: float  # when schedule takes work: that three in ten of the live requests are cancelled at once
     ends: str  # "all": when every client is served; "drain" or "stop": in the middle
     ends_at_s: float
@@ -98,10 +100,12 @@ def draw_setup(seed: int) -> Setup:
         max_num_batched_tokens=smallest_budget + dice.choice([0, 1, 7, 40]),
         enable_chunked_prefill=is_chunked,
         steps_in_flight=dice.choice([1, 2, 2, 4]),
+        enable_prefix_caching=dice.random() < 0.85,
         max_admitted_requests=dice.choice([4] + [1000] * 7),
         max_waiting_requests=dice.choice([2] + [1000] * 7),
         tokenizer_workers=dice.choice([1, 2]),
     )
+    beginning = [dice.choice(ALPHABET) for _ in range(max_model_len)] if dice.random() < 0.6 else []
     num_clients = dice.choice([5, 6, 8, 16]) if dice.random() < 0.96 else dice.randrange(50, 200)
     duration_s = dice.choice([0.001, 0.2, 5.0])
     return Setup(
@@ -114,7 +118,8 @@ def draw_setup(seed: int) -> Setup:
         device_delay_s=dice.choice([0.0001, 0.01, 0.5]),
         tokenize_delay_s=dice.choice([0.0001, 0.05]),
         faults=_draw_faults(dice) | ({CLOCK_FAULT: 1.0} if Random(f"clock/{seed}").random() < 0.1 else {}),
-        clients=tuple(_draw_client(dice, i, duration_s, max_model_len) for i in range(num_clients)),
+        clients=tuple(_draw_client(dice, i, duration_s, max_model_len, beginning) for i in range(num_clients)),
+        digest_bits=dice.choice([256, 256, 256, 8, 1]),
         cut_probability=dice.choice([0.0, 0.0, 0.02, 0.2]),
         ends=dice.choice(["all"] * 8 + ["drain", "stop"]),
         ends_at_s=duration_s * dice.random(),
@@ -129,12 +134,15 @@ def _draw_faults(dice: Random) -> dict[str, float]:
     return {name: dice.choice([0.003, 0.02, 0.3]) for name in names}
 
 
-def _draw_client(dice: Random, i: int, duration_s: float, max_model_len: int) -> Client:
+def _draw_client(dice: Random, i: int, duration_s: float, max_model_len: int, beginning: list[int]) -> Client:
+    """`beginning`: tokens that many prompts of the run begin with."""
     num_prompts = 2 if dice.random() < 0.1 else 1
     longest = 0
     prompts = []
     for _ in range(num_prompts):
         ids = [dice.choice(ALPHABET) for _ in range(dice.choice([1, 2, 5, max_model_len // 2, max_model_len - 2]))]
+        num_common = dice.randrange(len(ids) + 1) if beginning and dice.random() < 0.8 else 0
+        ids[:num_common] = beginning[:num_common]
         longest = max(longest, len(ids))
         if dice.random() < 0.5:
             prompts.append(Prompt(token_ids=np.array(ids, np.int32)))
@@ -142,7 +150,7 @@ def _draw_client(dice: Random, i: int, duration_s: float, max_model_len: int) ->
             prompts.append(Prompt(text=bytes(ids).decode("latin-1").replace("Ã", "x").replace("©", "y")))
     params = _draw_params(dice, max_model_len - longest)
     client = Client(
-        request=Request(f"r{i}", tuple(prompts), params),
+        request=Request(f"r{i}", tuple(prompts), params, cache_salt=dice.choice(["", "", "", "a"])),
         arrival_s=duration_s * dice.choice([0.0, 0.0, 0.5, dice.random()]),
         waits_at_door=dice.random() < 0.8,
         deadline_s=dice.choice([0.01, 1.0, 10.0]) if dice.random() < 0.15 else None,
@@ -285,6 +293,8 @@ class World:
         edges[:] = [replace(e, capacity=next(capacities)) if e.when_full == "wait" else e for e in edges]
         parts.pipeline.entry_capacity = next(capacities)
         parts.schedule.max_waiting = self.setup.max_waiting
+        if parts.allocate.allocator.cache is not None and self.setup.digest_bits < 256:
+            parts.allocate.allocator.cache.digest = self._weak_digest
         parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
         serve = parts.allocate.allocator.serve
 
@@ -302,6 +312,9 @@ class World:
         parts.allocate.allocator.serve = serve_and_check  # type: ignore[method-assign]
         parts.schedule.scheduler.add = add_and_cut  # type: ignore[method-assign]
         return parts
+
+    def _weak_digest(self, before: bytes, tokens: bytes) -> bytes:
+        return bytes([sha256(before + tokens).digest()[0] % 2**self.setup.digest_bits])
 
     def _on_end(self, request_id: str, cause: str) -> None:
         self.ends[request_id] += 1
@@ -321,6 +334,9 @@ class World:
         states["preempted"] += len(report.preempted)
         states["void plan"] += grant is None
         states["quarantined"] += report.num_quarantined > 0
+        states["found"] += bool(report.num_cached.any())
+        states["shared"] += self.parts.allocate.allocator.pool.num_shared > 0
+        states["evicted"] += self.parts.allocate.allocator.pool.num_evicted > 0
         if grant is not None:
             states["chunk"] += int((~grant.is_sampled).any())
             states["mixed step"] += bool((grant.num_tokens > 1).any() and (grant.num_tokens == 1).any())

@@ -89,6 +89,10 @@ class Metrics:
         used = pool.num_in_use / pool.num_blocks
         yield _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
         yield _blocks(pool, labels)
+        waste = engine.block_tables.waste
+        yield _gauge(
+            "millrace:kv_internal_fragmentation_ratio", "Share of blocks' room without a token.", waste, labels
+        )
         yield _gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", 0, labels)
 
     def _counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:

@@ -111,17 +111,21 @@ class Allocator:
         blocks = self._sharing.find(slot)
         if blocks is None:
             plan.num_wanted[row] = 0
-        elif len(blocks):
+            return
+        if len(blocks):
             self.pool.share(blocks)
             self.tables.append(np.array([slot]), np.array([len(blocks)], np.int32), blocks)
             self.tables.num_tokens[slot] = len(blocks) * self.pool.block_size
             plan.num_wanted[row] -= len(blocks) * self.pool.block_size
             self._found[slot] = blocks
+        self._sharing.begin(slot, min(int(plan.num_wanted[row]), plan.token_budget))
 
     def _detach(self, plan: StepPlan, row: int, num_wanted: int) -> None:
         """As if the row had not been attached."""
         plan.num_wanted[row] = num_wanted
         slot = int(plan.slots[row])
+        if self._sharing is not None:
+            self._sharing.begin_no_more(slot)
         if self._found.pop(slot, None) is not None:
             self.pool.give_back(self.tables.clear(slot), -1, self.completed_step)
 

@@ -92,9 +92,9 @@ class BlockPool:
         self.state[blocks] = BlockState.IN_USE
         self.num_tables[blocks] += 1
 
-    def keep(self, block: int) -> None:
-        """The contents of `block`, which is in use, may be wanted again."""
-        self._is_kept[block] = True
+    def keep(self, blocks: Ints) -> None:
+        """The contents of `blocks`, which are in use, may be wanted again."""
+        self._is_kept[blocks] = True
 
     def give_back(self, blocks: Ints, last_step: int, completed_step: int) -> None:
         """`blocks` are in one table less. Those in none can be had again once every step is done that any giver said
@@ -226,6 +226,12 @@ class BlockTables:
         self.blocks[owners, places] = blocks
         self.room[slots] += counts * self.block_size
         return owners, places
+
+    @property
+    def waste(self) -> float:
+        """The share of the running sequences' room that holds no token: the rest of their last blocks; 0 if none run."""
+        room = int(self.room.sum())
+        return 1.0 - int(self.num_tokens.sum()) / room if room else 0.0
 
     def clear(self, slot: int) -> Ints:
         """Empties the table of `slot`. Returns the blocks it held."""

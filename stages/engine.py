@@ -21,7 +21,7 @@ from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
 from ..runtime.trace import Tracer
 from .allocate import Allocate
-from .blocks import BlockPool
+from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
 from .detokenize import Detokenize
 from .device import Device
@@ -302,6 +302,11 @@ class Engine:
     def pool(self) -> BlockPool:
         """The books of the KV cache's blocks, to look at."""
         return self._require_parts().allocate.allocator.pool
+
+    @property
+    def block_tables(self) -> BlockTables:
+        """Where the running sequences' keys and values lie, to look at."""
+        return self._require_parts().allocate.allocator.tables
 
     @property
     def prefix_cache(self) -> PrefixCache | None:

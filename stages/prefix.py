@@ -18,12 +18,14 @@ import numpy as np
 
 from .messages import Ints
 
+MIN_TOKENS_TO_WAIT_FOR = 32  # fewer are computed again sooner than the K steps are over that one would wait
+
 Digest = Callable[[bytes, bytes], bytes]  # (key before, tokens) -> key
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Entry:
-    """A full block whose contents are complete. Equal to itself only."""
+    """A full block whose contents are complete. Equal to itself only; never changed."""
 
     block: int
     before: _Entry | str  # the entry of the block before it; for a first block the salt
@@ -36,6 +38,7 @@ class Chain:
 
     sequence_id: int
     token_ids: Ints  # [P + G] as it started
+    num_known: int  # full blocks of them
     salt: str
     keys: list[bytes]  # of the full blocks of `token_ids`, as far as anybody asked; before them that of the salt
     last: _Entry | str  # the last block that was found or put in; at first the salt
@@ -52,6 +55,7 @@ class PrefixCache:
 
     def __init__(self, block_size: int, secret: bytes = b"", digest: Digest | None = None) -> None:
         self.block_size = block_size
+        self.min_tokens_to_wait_for = MIN_TOKENS_TO_WAIT_FOR
         self.num_queries = 0  # tokens looked up
         self.num_hits = 0  # tokens found
         self._secret = secret
@@ -66,7 +70,8 @@ class PrefixCache:
     def chain(self, sequence_id: int, token_ids: Ints, salt: str = "") -> Chain:
         """A sequence that has no block yet."""
         root = self.digest(self._secret, salt.encode())
-        return Chain(sequence_id, token_ids.astype(np.int32, copy=False), salt, [root], salt)
+        num_known = len(token_ids) // self.block_size
+        return Chain(sequence_id, token_ids.astype(np.int32, copy=False), num_known, salt, [root], salt)
 
     # -- finding
 
@@ -91,17 +96,20 @@ class PrefixCache:
         self.num_hits += chain.num_blocks * self.block_size
 
     def is_coming(self, chain: Chain) -> bool:
-        """Whether another sequence computes the block after those found, and it is worth waiting for."""
-        if not self._computing or chain.num_blocks >= (len(chain.token_ids) - 1) // self.block_size:
+        """Whether another sequence computes what comes after the blocks found, and so much of it that it is worth
+        waiting for."""
+        most = (len(chain.token_ids) - 1) // self.block_size
+        end = chain.num_blocks + -(-self.min_tokens_to_wait_for // self.block_size)
+        if not self._computing or end > most:
             return False
-        owner = self._computing.get(self._key(chain, chain.num_blocks))
-        return owner is not None and owner != chain.sequence_id
+        owners = (self._computing.get(self._key(chain, place)) for place in range(chain.num_blocks, end))
+        return all(owner is not None and owner != chain.sequence_id for owner in owners)
 
     # -- putting in
 
     def begin(self, chain: Chain, num_tokens: int) -> None:
         """The first `num_tokens` tokens of `chain` are computed or being computed."""
-        num_full = min(num_tokens, len(chain.token_ids)) // self.block_size
+        num_full = min(num_tokens // self.block_size, chain.num_known)
         for place in range(max(chain.num_computing, chain.num_blocks), num_full):
             self._computing.setdefault(self._key(chain, place), chain.sequence_id)
         chain.num_computing = max(chain.num_computing, num_full)

@@ -14,6 +14,8 @@ from .blocks import BlockPool, BlockTables
 from .messages import Indices, Ints, Started, StepDone, StepPlan
 from .prefix import Chain, PrefixCache
 
+STEPS_READ_AT_ONCE = 4  # more would save little, and hold the loop for longer at a time
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prefill:
@@ -39,8 +41,11 @@ class Sharing:
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] of the chain, -1 if there is none
         self._num_prompt = np.zeros(num_slots, np.intp)  # [S]
         self._num_known = np.zeros(num_slots, np.int32)  # [S] tokens that came with Started
-        self._tails = np.zeros((num_slots, tables.block_size), np.int32)  # [S, B] tokens of the block that fills
+        # [S, 2 B] the newest tokens, by position: of the block that fills, and of the one before
+        self._newest = np.zeros((num_slots, 2 * tables.block_size), np.int32)
         self._prefills: deque[_Prefill] = deque()
+        self._unread: list[StepDone] = []  # at most B
+        self._max_unread = min(tables.block_size, STEPS_READ_AT_ONCE)
         pool.on_evicted = cache.forget
 
     # -- a sequence
@@ -51,8 +56,8 @@ class Sharing:
         self._chains[slot] = self.cache.chain(started.sequence_id, token_ids, started.cache_salt)
         self._sequence_ids[slot] = started.sequence_id
         self._num_prompt[slot], self._num_known[slot] = started.num_prompt, len(token_ids)
-        rest = len(token_ids) % self._tables.block_size
-        self._tails[slot, :rest] = token_ids[len(token_ids) - rest :]
+        begin = len(token_ids) // self._tables.block_size * self._tables.block_size
+        self._newest[slot, np.arange(begin, len(token_ids)) % self._newest.shape[1]] = token_ids[begin:]
 
     def find(self, slot: int) -> Ints | None:
         """The blocks that the sequence in `slot` can begin with; None if it should wait for the next one, which
@@ -61,11 +66,20 @@ class Sharing:
         blocks = self.cache.find(chain)
         return None if self.cache.is_coming(chain) else blocks
 
-    def drop(self, slot: int) -> None:
-        """The sequence loses its blocks."""
+    def begin(self, slot: int, num_tokens: int) -> None:
+        """The sequence is about to compute so many tokens behind those found: others may wait for them."""
+        chain = self._chain(slot)
+        self.cache.begin(chain, chain.num_blocks * self._tables.block_size + num_tokens)
+
+    def begin_no_more(self, slot: int) -> None:
+        """It is not, after all."""
         chain = self._chains[slot]
         if chain is not None:
             self.cache.drop(chain)
+
+    def drop(self, slot: int) -> None:
+        """The sequence loses its blocks."""
+        self.begin_no_more(slot)
         self._chains[slot] = None
         self._sequence_ids[slot] = -1
 
@@ -81,6 +95,7 @@ class Sharing:
         self._chains = [None] * len(self._chains)
         self._sequence_ids[:] = -1
         self._prefills.clear()
+        self._unread.clear()
         self.cache.clear()
 
     # -- steps
@@ -104,30 +119,51 @@ class Sharing:
                 continue
             for slot, chain, end in prefill.rows:
                 if self._chains[slot] is chain:
-                    self._put(slot, chain, min(end, len(chain.token_ids)) // self._tables.block_size)
+                    self._put_known(slot, chain, min(end // self._tables.block_size, chain.num_known))
+        is_steady = not (plan.started or plan.ended or plan.preempted)
         for done in plan.settled:
-            self._note_tokens(done)
+            self._unread.append(done)
+            if len(self._unread) >= self._max_unread:
+                self._read_tokens()
+        if self._unread and not is_steady:  # somebody looks for blocks now, or leaves some
+            self._read_tokens()
 
-    def _note_tokens(self, done: StepDone) -> None:
-        slots, token_ids = done.slots, done.token_ids
-        places, offsets = np.divmod(self._num_prompt[slots] + done.places, self._tables.block_size)
-        is_ours = self._sequence_ids[slots] == done.sequence_ids
-        for row in np.flatnonzero((offsets == 0) & is_ours).tolist():
-            slot = int(slots[row])
-            self._put(slot, self._chain(slot), int(places[row]))
+    def _read_tokens(self) -> None:
+        """Some steps at once, as what it takes hardly depends on how many. NOTE: no more of them than a block has
+        tokens, or one would be written over before it is put in."""
+        columns = [(done.slots, done.sequence_ids, done.places, done.token_ids) for done in self._unread]
+        slots, sequence_ids, places, token_ids = (np.concatenate(column) for column in zip(*columns, strict=True))
+        self._unread.clear()
+        is_ours = self._sequence_ids[slots] == sequence_ids
         if np.count_nonzero(is_ours) < len(is_ours):
-            slots, offsets, token_ids = slots[is_ours], offsets[is_ours], token_ids[is_ours]
-        self._tails[slots, offsets] = token_ids
+            slots, places, token_ids = slots[is_ours], places[is_ours], token_ids[is_ours]
+        positions = self._num_prompt[slots] + places
+        self._newest[slots, positions % self._newest.shape[1]] = token_ids
+        filled = np.flatnonzero(positions % self._tables.block_size == 0)
+        self._put_filled(slots[filled], positions[filled] // self._tables.block_size - 1)
 
-    def _put(self, slot: int, chain: Chain, num_full: int) -> None:
-        """The first `num_full` blocks of the sequence are complete."""
-        num_known = len(chain.token_ids) // self._tables.block_size
-        while chain.num_blocks < num_full:
-            place = chain.num_blocks
-            assert place < num_known or place == num_full - 1, f"block {place} of slot {slot} was passed over"
-            block = int(self._tables.blocks[slot, place])
-            if self.cache.put(chain, block, None if place < num_known else self._tails[slot].tobytes()):
-                self._pool.keep(block)
+    def _put_filled(self, slots: Indices, places: Indices) -> None:
+        """Block `places[i]` of `slots[i]` is complete, [F]; so are those before it."""
+        size = self._tables.block_size
+        blocks = self._tables.blocks[slots, places]
+        halves = self._newest.reshape(len(self._newest), 2, size)[slots, places % 2]  # [F, B]
+        contents, begin, new = halves.tobytes(), 0, []
+        for slot, place, block in zip(slots.tolist(), places.tolist(), blocks.tolist(), strict=True):
+            chain, end = self._chain(slot), begin + 4 * size
+            if chain.num_blocks < chain.num_known:
+                self._put_known(slot, chain, min(place + 1, chain.num_known))
+            if place >= chain.num_known:
+                assert place == chain.num_blocks, f"block {chain.num_blocks} of slot {slot} was passed over"
+                if self.cache.put(chain, block, contents[begin:end]):
+                    new.append(block)
+            begin = end
+        self._pool.keep(np.array(new, np.int32))
+
+    def _put_known(self, slot: int, chain: Chain, num_full: int) -> None:
+        """The first `num_full` blocks are complete; their tokens are among those that the sequence started with."""
+        blocks = self._tables.blocks[slot, chain.num_blocks : num_full]
+        is_new = [self.cache.put(chain, block) for block in blocks.tolist()]
+        self._pool.keep(blocks[is_new])
 
     def check(self) -> None:
         """Raises AssertionError unless the pool keeps what the cache knows, and nothing else (I11)."""

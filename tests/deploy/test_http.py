@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.deploy.running import RunningServer
@@ -11,9 +13,14 @@ MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
 
+_numbers = itertools.count()
+
+
 def body_for(path: str, **fields: object) -> dict[str, object]:
     asked = {"messages": MESSAGES} if path == CHAT else {"prompt": "Once upon a time"}
-    return asked | GREEDY | fields
+    return (
+        asked | GREEDY | {"cache_salt": f"test-{next(_numbers)}"} | fields
+    )  # what others asked before changes nothing
 
 
 def piece_of(path: str, choice: dict) -> str:
@@ -85,6 +92,16 @@ def test_a_chat_answer_has_openais_shape(server: RunningServer):
         },
         "system_fingerprint": None,
     }
+
+
+def test_usage_says_how_much_of_the_prompt_was_found_in_the_cache(server: RunningServer):
+    body = {"prompt": "a story that is told more than once" + "." * 40, "max_tokens": 2, "cache_salt": "twice"}
+    found = [server.post(TEXT, body).json["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    assert found == [0, 64]
+    metrics = server.get("/metrics").body.decode()
+    hits = next(line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_total"))
+    assert float(hits.split()[-1]) >= 64
+    assert 'millrace:kv_blocks{engine="0",model_name="scripted",state="cached"}' in metrics
 
 
 def test_a_chat_stream_begins_with_the_role_of_each_choice(server: RunningServer):

@@ -293,8 +293,11 @@ class World:
         edges[:] = [replace(e, capacity=next(capacities)) if e.when_full == "wait" else e for e in edges]
         parts.pipeline.entry_capacity = next(capacities)
         parts.schedule.max_waiting = self.setup.max_waiting
-        if parts.allocate.allocator.cache is not None and self.setup.digest_bits < 256:
-            parts.allocate.allocator.cache.digest = self._weak_digest
+        cache = parts.allocate.allocator.cache
+        if cache is not None:
+            cache.min_tokens_to_wait_for = 1
+            if self.setup.digest_bits < 256:
+                cache.digest = self._weak_digest
         parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
         serve = parts.allocate.allocator.serve
 

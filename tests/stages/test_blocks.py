@@ -109,3 +109,11 @@ def test_clearing_a_slot_returns_what_it_held_and_leaves_the_others():
 def test_a_block_is_needed_for_each_started_block_size(num_tokens: int, num_blocks: int):
     tables = BlockTables(num_slots=1, blocks_per_slot=2, block_size=16)
     assert tables.num_blocks_for(ints(num_tokens)).tolist() == [num_blocks]
+
+
+def test_waste_is_the_room_of_last_blocks_that_holds_no_token():
+    tables = BlockTables(num_slots=2, blocks_per_slot=4, block_size=4)
+    assert tables.waste == 0.0
+    tables.append(np.array([0, 1]), ints(2, 1), ints(0, 1, 2))
+    tables.num_tokens[:] = 5, 4
+    assert tables.waste == pytest.approx(0.25)

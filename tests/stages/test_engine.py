@@ -95,6 +95,21 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_among_others(checkpoi
     live(test)
 
 
+def test_prompts_that_begin_alike_get_the_tokens_they_would_get_alone(checkpoint, reference):
+    prompts = [[*range(3, 44), last] for last in (7, 8, 9)] + [list(range(3, 44)), list(range(3, 30))]
+
+    async def test() -> None:
+        async with engine_of(checkpoint) as engine:
+            answers = [await last(engine.generate(p, GREEDY, output_kind="final")) for p in prompts]
+            again = await asyncio.gather(*(last(engine.generate(p, GREEDY, output_kind="final")) for p in prompts))
+        assert [answer.num_cached_tokens for answer in answers] == [0, 32, 32, 32, 16]
+        assert [answer.num_cached_tokens for answer in again] == [32, 32, 32, 32, 16]
+        for prompt, first, second in zip(prompts, answers, again, strict=True):
+            assert first.outputs[0].token_ids == second.outputs[0].token_ids == reference(prompt, 12)
+
+    live(test)
+
+
 def test_deltas_joined_are_what_cumulative_and_final_outputs_say(checkpoint):
     async def test() -> None:
         async with engine_of(checkpoint) as engine:

@@ -1,0 +1,226 @@
+"""What is computed once, and by whom it may be found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.runtime.simloop import SimEnv
+from millrace.runtime.testing import sim_test
+from millrace.stages import SamplingParams
+from millrace.stages.outputs import RequestOutput
+from millrace.stages.prefix import PrefixCache
+from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
+
+NEVER_ENDS = Script(eos_probability=0.0)
+
+
+def engine_of(env: SimEnv, **config: Any) -> ScriptedEngine:
+    """Blocks of 4 tokens. It checks itself what every row reads."""
+    sizes = {"block_size": 4, "num_gpu_blocks": 256, "max_model_len": 256, "max_num_batched_tokens": 64}
+    return scripted_engine(script=NEVER_ENDS, env=env, **{**sizes, **config})
+
+
+def ids(count: int, first: int = 0) -> list[int]:
+    return [97 + (first + i) % 26 for i in range(count)]
+
+
+async def ask(engine: ScriptedEngine, prompt: Sequence[int], max_tokens: int = 3, **fields: Any) -> RequestOutput:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, n=fields.pop("n", 1))
+    outputs = engine.generate(list(prompt), params, output_kind="final", **fields)
+    (output,) = [output async for output in outputs]
+    return output
+
+
+# -- through all stages
+
+
+@sim_test(seeds=4)
+async def test_a_prompt_that_begins_like_an_earlier_one_is_computed_from_where_they_part(env: SimEnv):
+    async with engine_of(env) as engine:
+        assert (await ask(engine, ids(30))).num_cached_tokens == 0
+        assert (await ask(engine, [*ids(21), *ids(9, first=3)])).num_cached_tokens == 20
+        assert (await ask(engine, ids(20, first=5))).num_cached_tokens == 0
+
+
+@sim_test(seeds=4)
+async def test_the_last_token_of_a_prompt_is_always_computed(env: SimEnv):
+    async with engine_of(env) as engine:
+        await ask(engine, ids(16))
+        assert (await ask(engine, ids(16))).num_cached_tokens == 12
+        assert (await ask(engine, ids(17))).num_cached_tokens == 16
+
+
+@sim_test(seeds=4)
+async def test_the_next_turn_finds_the_answer_of_the_last_one_too(env: SimEnv):
+    async with engine_of(env) as engine:
+        answer = await ask(engine, ids(10), max_tokens=20)
+        turn = [*ids(10), *answer.outputs[0].token_ids, *ids(5)]
+        assert (await ask(engine, turn)).num_cached_tokens == 28  # of 10 + 19: the last token has no keys yet
+
+
+@sim_test(seeds=4)
+async def test_requests_of_different_salts_share_nothing(env: SimEnv):
+    async with engine_of(env) as engine:
+        for salt in ("", "a", "b"):
+            assert (await ask(engine, ids(30), cache_salt=salt)).num_cached_tokens == 0
+        for salt in ("", "a", "b"):
+            assert (await ask(engine, ids(30), cache_salt=salt)).num_cached_tokens == 28
+
+
+@sim_test(seeds=4)
+async def test_switched_off_nothing_is_found_or_kept(env: SimEnv):
+    async with engine_of(env, enable_prefix_caching=False) as engine:
+        await ask(engine, ids(30))
+        assert (await ask(engine, ids(30))).num_cached_tokens == 0
+        await engine.check_quiet()
+        assert engine.pool.num_free == 256 and engine.prefix_cache is None and engine.reset_prefix_cache() == 0
+
+
+@sim_test(seeds=4)
+async def test_after_a_reset_nothing_is_found_that_was_computed_before_it(env: SimEnv):
+    async with engine_of(env) as engine:
+        await ask(engine, ids(30))
+        await engine.check_quiet()
+        under_way = asyncio.create_task(ask(engine, ids(30, first=7), max_tokens=100))
+        while not engine.pool.num_in_use:
+            await env.sleep(0.001)
+        assert (
+            engine.reset_prefix_cache() == 8
+        )  # seven of the prompt; the eighth ends with the second token of the answer
+        await under_way
+        assert (await ask(engine, ids(30))).num_cached_tokens == 0
+        assert (await ask(engine, ids(30, first=7))).num_cached_tokens == 0
+
+
+@sim_test(seeds=4)
+async def test_the_choices_of_a_request_hold_their_prompt_once(env: SimEnv):
+    async with engine_of(env) as engine:
+        most = 0
+        task = asyncio.create_task(ask(engine, ids(100), n=8, max_tokens=6))
+        while not task.done():
+            most = max(most, engine.pool.num_in_use)
+            await env.sleep(0.0005)
+        assert most <= 25 + 8 * (2 + 1)
+        assert engine.prefix_cache is not None and engine.prefix_cache.num_hits == 7 * 96
+        assert (await task).num_cached_tokens == 0  # the first choice computed it
+
+
+@sim_test(seeds=4)
+async def test_prompts_that_come_at_once_wait_for_the_first_to_compute_what_they_share(env: SimEnv):
+    async with engine_of(env, max_num_batched_tokens=128) as engine:
+        answers = await asyncio.gather(*(ask(engine, [*ids(80), 97 + i]) for i in range(6)))
+        assert sorted(answer.num_cached_tokens for answer in answers) == [0] + [80] * 5
+
+
+@sim_test(seeds=4)
+async def test_who_waits_for_a_prefix_computes_it_when_the_other_one_leaves(env: SimEnv):
+    async with engine_of(env, max_num_batched_tokens=8, max_num_seqs=4) as engine:
+        first = asyncio.create_task(ask(engine, ids(200)))
+        second = asyncio.create_task(ask(engine, ids(200)))
+        while engine.scheduler.completed_step < 4:
+            await env.sleep(0.0005)
+        first.cancel()
+        answer = await second
+        assert 0 < answer.num_cached_tokens < 196
+
+
+@sim_test(seeds=4)
+async def test_what_was_used_last_is_kept_longest(env: SimEnv):
+    async with engine_of(env, num_gpu_blocks=64) as engine:
+        for first in range(6):  # 10 full blocks each
+            await ask(engine, ids(40, first=3 * first))
+        assert (await ask(engine, ids(40))).num_cached_tokens > 0  # used again, so the others go first
+        await ask(engine, ids(120, first=25))
+        assert (await ask(engine, ids(40))).num_cached_tokens == 36
+        assert (await ask(engine, ids(40, first=3))).num_cached_tokens < 36
+
+
+@sim_test(seeds=2)
+async def test_digests_that_collide_cost_hits_and_never_an_answer(env: SimEnv):
+    async with engine_of(env, num_gpu_blocks=80) as engine:
+        assert engine.prefix_cache is not None
+        engine.prefix_cache.digest = lambda before, tokens: sha256(before + tokens).digest()[:1]
+        draw = env.random("prompts")
+        for _ in range(40):
+            prompts = [[97 + draw.randrange(2) for _ in range(30)] for _ in range(5)]
+            answers = await asyncio.gather(*(ask(engine, prompt) for prompt in prompts))
+            for prompt, answer in zip(prompts, answers, strict=True):
+                params = SamplingParams(max_tokens=3, temperature=0.0, seed=0)
+                assert answer.outputs[0].token_ids == NEVER_ENDS.expected(prompt, params)
+        assert engine.prefix_cache.num_hits > 0
+
+
+# -- the cache alone
+
+
+def chain_of(cache: PrefixCache, tokens: Sequence[int], sequence_id: int = 0, salt: str = "") -> Any:
+    return cache.chain(sequence_id, np.array(tokens, np.int32), salt)
+
+
+def test_a_block_that_somebody_else_put_in_first_is_not_put_in_again():
+    cache = PrefixCache(block_size=2)
+    one, other = chain_of(cache, [1, 2, 3, 4, 5], 1), chain_of(cache, [1, 2, 7, 8, 9], 2)
+    assert cache.put(one, 10) and not cache.put(other, 20)
+    assert cache.put(one, 11) and cache.put(other, 21)  # behind the same first block
+    assert cache.find(chain_of(cache, [1, 2, 7, 8, 0])).tolist() == [10, 21]
+    cache.check()
+
+
+def test_blocks_of_an_answer_follow_those_of_its_prompt():
+    cache = PrefixCache(block_size=2)
+    chain = chain_of(cache, [1, 2, 3])
+    assert cache.put(chain, 5) and cache.put(chain, 6, np.array([3, 4], np.int32).tobytes())
+    assert cache.find(chain_of(cache, [1, 2, 3, 4, 9])).tolist() == [5, 6]
+    assert cache.find(chain_of(cache, [1, 2, 3, 5, 9])).tolist() == [5]
+
+
+def test_a_forgotten_block_hides_those_behind_it():
+    cache = PrefixCache(block_size=1)
+    chain = chain_of(cache, [1, 2, 3, 4])
+    for block in range(3):
+        cache.put(chain, block)
+    cache.forget(1)
+    assert cache.find(chain_of(cache, [1, 2, 3, 4])).tolist() == [0]
+    assert cache.blocks() == {0, 2} and len(cache) == 2
+
+
+def test_a_block_is_waited_for_only_while_another_sequence_computes_it():
+    cache = PrefixCache(block_size=2)
+    cache.min_tokens_to_wait_for = 2
+    first, second = chain_of(cache, [1, 2, 3, 4, 5], 1), chain_of(cache, [1, 2, 3, 4, 9], 2)
+    assert not cache.is_coming(second)
+    cache.begin(first, 2)
+    assert cache.is_coming(second) and not cache.is_coming(first)
+    cache.put(first, 7)
+    assert cache.find(second).tolist() == [7] and not cache.is_coming(second)
+    cache.begin(first, 5)
+    assert cache.is_coming(second)
+    cache.drop(first)
+    assert not cache.is_coming(second)
+
+
+def test_a_few_tokens_are_computed_again_rather_than_waited_for():
+    cache = PrefixCache(block_size=16)
+    first, second = chain_of(cache, range(80), 1), chain_of(cache, range(40), 2)
+    cache.begin(first, 16)
+    assert not cache.is_coming(second)
+    cache.begin(first, 32)
+    assert cache.is_coming(second) and not cache.is_coming(chain_of(cache, range(32), 3))
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2]])
+def test_a_prompt_of_no_more_than_a_block_finds_nothing(tokens: list[int]):
+    cache = PrefixCache(block_size=2)
+    cache.put(chain_of(cache, [1, 2, 3]), 0)
+    assert len(cache.find(chain_of(cache, tokens))) == 0
+
+
+def test_keys_differ_between_processes_with_different_secrets():
+    keys = [chain_of(PrefixCache(2, secret), [1, 2]).keys for secret in (b"a", b"b")]
+    assert keys[0] != keys[1]

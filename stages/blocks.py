@@ -229,7 +229,7 @@ class BlockTables:
 
     @property
     def waste(self) -> float:
-        """The share of the running sequences' room that holds no token: the rest of their last blocks; 0 if none run."""
+        """The share of running sequences' room that holds no token: the rest of their last blocks. 0 if none run."""
         room = int(self.room.sum())
         return 1.0 - int(self.num_tokens.sum()) / room if room else 0.0
 

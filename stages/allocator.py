@@ -176,29 +176,31 @@ class Allocator:
         """Row by row, when there are fewer free blocks than wished for.
 
         A row that lacks blocks takes them from the victims it may take from. What they give up may have to be waited
-        for, and is counted before the next victim is taken. Rows behind one that waits get no new blocks: what is free
-        is for the first in line.
+        for, and is counted before the next victim is taken. Rows of lower rank than one that waits get no new blocks:
+        what is free is for the first in line, which is who may take from most others. (Decodes come before prefills of
+        better rank.)
         """
         tally = _RowByRow(np.zeros_like(plan.num_wanted), np.zeros_like(plan.num_wanted))
         row_of = {slot: row for row, slot in enumerate(plan.slots.tolist())}
-        budget, num_free, is_short = plan.token_budget, self.pool.num_available, False
+        budget, num_free, waiting_rank = plan.token_budget, self.pool.num_available, -1
         for row, slot in enumerate(plan.slots.tolist()):
             if slot in tally.preempted:
                 continue
             if row in beginners:
                 self._attach(plan, row)
                 num_free = self.pool.num_available - int(tally.new_blocks.sum())
-            wanted = self._share(plan, row, budget)
+            wanted, rank = self._share(plan, row, budget), int(plan.num_victims[row])
+            is_behind = rank <= waiting_rank
             need = self._need(plan, row, wanted)
-            while need > num_free and not is_short:
+            while need > num_free and not is_behind:
                 victim = self._next_victim(plan, tally, row, need)
                 if victim is None:
                     break
                 budget += self._preempt(victim, row_of.get(victim), tally)
                 num_free = self.pool.num_available - int(tally.new_blocks.sum())
-            if need > num_free or (is_short and need > 0):
-                wanted, need = (0, 0) if is_short else self._what_fits(plan, row, wanted, num_free)
-                is_short = True
+            if need > num_free or (is_behind and need > 0):
+                wanted, need = (0, 0) if is_behind else self._what_fits(plan, row, wanted, num_free)
+                waiting_rank = max(waiting_rank, rank)
             tally.granted[row], tally.new_blocks[row] = wanted, need
             budget, num_free = budget - wanted, num_free - need
             if row in beginners and not wanted:

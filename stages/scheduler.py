@@ -1,4 +1,4 @@
-"""Decides what the next step should run. First come, first served; decodes before prefills.
+"""Decides what the next step should run. By priority, then first come, first served; decodes before prefills.
 
 Plain code behind the schedule stage. Knows sequences and steps; refuses to know blocks (allocate does), clocks, and the
 event loop. Told the same things in the same order, it decides the same.
@@ -15,6 +15,7 @@ from .errors import Failed, RequestError
 from .messages import Bools, Indices, Ints, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
 from .sequences import Sequence, SlotTable, State, WaitingQueue, choice_seed
 
+MAX_PRIORITY = 1 << 31
 MAX_VOIDS_ALONE = 2  # steps a sequence may make fail all by itself before it is given up
 
 
@@ -244,6 +245,8 @@ class Scheduler:
         self._settle()
         if self._must_wait:
             return None
+        if len(self.waiting) and not self.slots.num_free:
+            self._make_way()
         slots, num_wanted = self._rows()
         if len(self.waiting) and self._admit(int(num_wanted.sum())):
             slots, num_wanted = self._rows()
@@ -277,22 +280,47 @@ class Scheduler:
         wanted = np.concatenate([num_left[is_decode], num_left[is_prefill]])
         return rows[: self._row_limit], wanted[: self._row_limit]
 
+    def _make_way(self) -> None:
+        """Takes slots from running sequences for strictly better ones that wait; the worst give way first. They are
+        admitted once no step in flight knows the slots any more."""
+        running = self._in_order().slots
+        worst = int(self.slots.priority[running].max(initial=-MAX_PRIORITY))
+        first = self.waiting.peek()
+        if first is None or first.priority >= worst:
+            return
+        better = sorted(sequence.priority for sequence in self.waiting if sequence.priority < worst)
+        better = better[self.slots.num_leaving :]  # the others have slots on their way to them
+        for slot in running[::-1].tolist():
+            victim = self.slots.sequences[slot]
+            assert victim is not None
+            if not better or better[0] >= victim.priority:
+                return
+            if not victim.is_protected:
+                del better[0]
+                self._preempted.append(slot)
+                self._note_preempted(slot)
+
+    def _is_better_than_running(self, sequence: Sequence) -> bool:
+        return sequence.priority < int(self.slots.priority[self._in_order().slots].max(initial=-MAX_PRIORITY))
+
     def _admit(self, num_wanted: int) -> bool:
-        """Gives slots to those that wait, in order, while tokens, slots and blocks are likely to be there."""
+        """Gives slots to those that wait, in order, while tokens, slots and blocks are likely to be there. Whether
+        anybody got one."""
         first = self.waiting.peek()
         if first is None or self._num_returning or not self.slots.num_free:
             return False
         budget = self.limits.max_num_batched_tokens - num_wanted
-        spare = self._spare_blocks()
+        spare, num_before = self._spare_blocks(), self.num_running
         while first is not None and self.slots.num_free and budget > 0 and self.num_running < self._row_limit:
             need = -(-max(len(first.token_ids) + 1, first.limit if first.is_protected else 0) // self.limits.block_size)
-            if spare is not None and need > spare and self.num_running > 0:
+            is_tight = spare is not None and need > spare and self.num_running > 0
+            if is_tight and not self._is_better_than_running(first):  # else it may take what it lacks
                 break
             self._start(self.waiting.pop())
             budget -= len(first.token_ids)
             spare = None if spare is None else spare - need - 1
             first = self.waiting.peek()
-        return self._order is None
+        return self.num_running > num_before
 
     def _spare_blocks(self) -> int | None:
         """Blocks likely to be left when every running sequence has what it needs now and one more each; None before the

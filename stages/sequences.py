@@ -161,6 +161,11 @@ class SlotTable:
         return len(self._free)
 
     @property
+    def num_leaving(self) -> int:
+        """Slots that will be free once the steps in flight are done."""
+        return len(self._leaving)
+
+    @property
     def num_running(self) -> int:
         return self.num_slots - len(self._free) - len(self._leaving)
 

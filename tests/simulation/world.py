@@ -150,7 +150,13 @@ def _draw_client(dice: Random, i: int, duration_s: float, max_model_len: int, be
             prompts.append(Prompt(text=bytes(ids).decode("latin-1").replace("Ã", "x").replace("©", "y")))
     params = _draw_params(dice, max_model_len - longest)
     client = Client(
-        request=Request(f"r{i}", tuple(prompts), params, cache_salt=dice.choice(["", "", "", "a"])),
+        request=Request(
+            f"r{i}",
+            tuple(prompts),
+            params,
+            cache_salt=dice.choice(["", "", "", "a"]),
+            priority=dice.choice([0, 0, 0, 0, -1, 3]),
+        ),
         arrival_s=duration_s * dice.choice([0.0, 0.0, 0.5, dice.random()]),
         waits_at_door=dice.random() < 0.8,
         deadline_s=dice.choice([0.01, 1.0, 10.0]) if dice.random() < 0.15 else None,

@@ -111,6 +111,13 @@ def test_rows_behind_one_that_waits_for_blocks_get_no_new_ones():
     assert report.num_granted.tolist() == [0, 0]
 
 
+def test_a_row_that_may_take_from_others_does_not_wait_behind_one_that_may_not():
+    allocator = make(num_blocks=4, num_slots=3)
+    allocator.serve(plan(0, {0: 4, 1: 4}))
+    grant, report = allocator.serve(plan(1, {0: 1, 1: 1}, completed=0, victims=[0], may_take={1: 1}))
+    assert report.preempted == [0] and grant is not None and grant.slots.tolist() == [1]
+
+
 def test_a_reserved_row_gets_all_its_blocks_at_once_or_none():
     allocator = make(num_blocks=4)
     allocator.serve(plan(0, {0: 2}))

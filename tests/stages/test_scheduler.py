@@ -157,6 +157,56 @@ def test_a_lower_priority_number_goes_first():
     assert served(bench, bench.step()) == [1]
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_better_request_takes_the_slot_of_the_worst_and_the_others_finish(steps_in_flight: int):
+    bench = Bench(max_num_seqs=3, steps_in_flight=steps_in_flight)
+    for i, priority in enumerate((1, 5, 5)):
+        bench.scheduler.add(request(i, 3, max_tokens=20, priority=priority))
+    bench.step()
+    bench.scheduler.add(request(3, 3, max_tokens=3, priority=0))
+    num_steps = next(number for number in range(1, 10) if 3 in served(bench, bench.step()))
+    assert num_steps <= 3
+    assert bench.scheduler.sequences[2].num_preempted == 1 and bench.scheduler.num_preemptions == 1
+    bench.run()
+    assert {i: len(places) for i, places in bench.answers.items()} == {0: 20, 1: 20, 2: 20, 3: 3}
+    assert all(places == list(range(len(places))) for places in bench.answers.values())
+
+
+def test_a_request_of_equal_priority_waits_for_a_slot():
+    bench = Bench(max_num_seqs=1)
+    bench.scheduler.add(request(0, 3, max_tokens=6))
+    bench.step()
+    bench.scheduler.add(request(1, 3, max_tokens=6))
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_as_many_give_way_as_there_are_better_ones_and_nobody_more_often_than_four_times():
+    bench = Bench(max_num_seqs=4)
+    for i in range(4):
+        bench.scheduler.add(request(i, 3, max_tokens=25, priority=9))
+    bench.step()
+    for i in range(4, 30):
+        bench.scheduler.add(request(i, 3, max_tokens=2, priority=0))
+        bench.step()
+        assert all(s.num_preempted <= MAX_PREEMPTIONS for s in bench.scheduler.sequences.values())
+    assert bench.scheduler.num_preemptions > 4
+    bench.run()
+    assert sorted(len(places) for places in bench.answers.values()) == [2] * 26 + [25] * 4
+
+
+def test_a_better_request_takes_the_blocks_it_lacks():
+    bench = Bench(num_blocks=8, max_num_seqs=4)
+    for i in range(2):
+        bench.scheduler.add(request(i, 12, max_tokens=20, priority=9))
+    bench.step()
+    bench.scheduler.add(request(2, 12, max_tokens=4, priority=0))
+    num_steps = next(number for number in range(1, 10) if 2 in served(bench, bench.step()))
+    assert num_steps <= 3
+    bench.run()
+    assert {i: len(places) for i, places in bench.answers.items()} == {0: 20, 1: 20, 2: 4}
+
+
 def test_no_more_run_than_max_num_seqs():
     bench = Bench(max_num_seqs=2)
     for i in range(6):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 
@@ -23,13 +22,10 @@ MIN_TOKENS_TO_WAIT_FOR = 32  # fewer are computed again sooner than the K steps 
 Digest = Callable[[bytes, bytes], bytes]  # (key before, tokens) -> key
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A full block whose contents are complete. Equal to itself only; never changed."""
-
-    block: int
-    before: _Entry | str  # the entry of the block before it; for a first block the salt
-    tokens: bytes  # [B] i32
+# What is known of a full block: its key; what stands before it, which is the number that the block before was given
+# when it was put in, and for a first block the salt; its tokens [B] i32; its own number. A plain tuple, as the garbage
+# collector leaves those alone: there is one for each block of the pool.
+_Entry = tuple[bytes, int | str, bytes, int]
 
 
 @dataclass(slots=True)
@@ -41,7 +37,7 @@ class Chain:
     num_known: int  # full blocks of them
     salt: str
     keys: list[bytes]  # of the full blocks of `token_ids`, as far as anybody asked; before them that of the salt
-    last: _Entry | str  # the last block that was found or put in; at first the salt
+    last: int | str  # number of the last block that was found or put in; at first the salt
     num_blocks: int = 0  # found or put in
     num_computing: int = 0  # full blocks of `token_ids` that are granted
     is_cut: bool = False  # another block took the place of one of these: nothing behind it can be found
@@ -60,8 +56,9 @@ class PrefixCache:
         self.num_hits = 0  # tokens found
         self._secret = secret
         self.digest = digest or _sha256
-        self._entries: dict[bytes, _Entry] = {}
-        self._keys: dict[int, bytes] = {}  # by block
+        self._entries: dict[int, _Entry] = {}  # by block
+        self._blocks: dict[bytes, int] = {}  # by key
+        self._num_put = 0
         self._computing: dict[bytes, int] = {}  # key -> sequence that computes the block now
 
     def __len__(self) -> int:
@@ -82,11 +79,14 @@ class PrefixCache:
         chain.last, chain.num_blocks, chain.is_cut = chain.salt, 0, False
         blocks: list[int] = []
         while len(blocks) < most:
-            entry = self._entries.get(self._key(chain, len(blocks)))
-            if entry is None or entry.before != chain.last or entry.tokens != self._tokens(chain, len(blocks)):
+            block = self._blocks.get(self._key(chain, len(blocks)))
+            if block is None:
                 break
-            blocks.append(entry.block)
-            chain.last = entry
+            _, before, tokens, number = self._entries[block]
+            if before != chain.last or tokens != self._tokens(chain, len(blocks)):
+                break
+            blocks.append(block)
+            chain.last = number
         chain.num_blocks = len(blocks)
         return np.array(blocks, np.int32)
 
@@ -128,13 +128,15 @@ class PrefixCache:
         chain.num_blocks += 1
         if chain.is_cut:
             return False
-        entry = self._entries.get(key)
-        if entry is not None:  # somebody else has computed the same, or the digests collide
-            chain.is_cut = entry.before != chain.last or entry.tokens != tokens
-            chain.last = entry
+        known = self._blocks.get(key)
+        if known is not None:  # somebody else has computed the same, or the digests collide
+            _, before, contents, number = self._entries[known]
+            chain.is_cut = before != chain.last or contents != tokens
+            chain.last = number
             return False
-        chain.last = self._entries[key] = _Entry(block, chain.last, tokens)
-        self._keys[block] = key
+        self._num_put += 1
+        self._blocks[key], self._entries[block] = block, (key, chain.last, tokens, self._num_put)
+        chain.last = self._num_put
         return True
 
     def drop(self, chain: Chain) -> None:
@@ -147,33 +149,27 @@ class PrefixCache:
 
     def forget(self, block: int) -> None:
         """The contents of `block` are given up."""
-        del self._entries[self._keys.pop(block)]
+        del self._blocks[self._entries.pop(block)[0]]
 
     def clear(self) -> None:
         """Forgets every block. What is being computed goes on, and is not put in."""
         self._entries.clear()
-        self._keys.clear()
+        self._blocks.clear()
         self._computing.clear()
 
     def blocks(self) -> set[int]:
         """The blocks whose contents are known."""
-        return set(self._keys)
+        return set(self._entries)
 
     def check(self) -> None:
         """Raises AssertionError unless each entry is found under the key of its tokens (I11)."""
-        assert len(self._keys) == len(self._entries), "a block has no entry, or an entry no block"
-        for block, key in self._keys.items():
-            entry = self._entries[key]
-            assert entry.block == block, f"block {block} is known by the entry of block {entry.block}"
-            assert self._key_of(entry) == key, f"block {block} is known by a key that is not its tokens'"
-
-    def _key_of(self, entry: _Entry) -> bytes:
-        tokens = [entry.tokens]
-        while isinstance(entry.before, _Entry):
-            entry = entry.before
-            tokens.append(entry.tokens)
-        assert isinstance(entry.before, str)
-        return reduce(self.digest, reversed(tokens), self.digest(self._secret, entry.before.encode()))
+        assert len(self._blocks) == len(self._entries), "a block has no key, or a key no block"
+        keys = {number: key for key, _, _, number in self._entries.values()}
+        for block, (key, before, tokens, _) in self._entries.items():
+            assert self._blocks.get(key) == block, f"block {block} is known by the key of block {self._blocks.get(key)}"
+            root = self.digest(self._secret, before.encode()) if isinstance(before, str) else keys.get(before)
+            if root is not None:  # else the block before was forgotten, and this one can not be found
+                assert self.digest(root, tokens) == key, f"block {block} is known by a key that is not its tokens'"
 
     # -- keys
 

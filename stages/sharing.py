@@ -14,7 +14,7 @@ from .blocks import BlockPool, BlockTables
 from .messages import Indices, Ints, Started, StepDone, StepPlan
 from .prefix import Chain, PrefixCache
 
-STEPS_READ_AT_ONCE = 4  # more would save little, and hold the loop for longer at a time
+ROWS_READ_AT_ONCE = 1024  # more would save little, and hold the loop for longer at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class Sharing:
         self._newest = np.zeros((num_slots, 2 * tables.block_size), np.int32)
         self._prefills: deque[_Prefill] = deque()
         self._unread: list[StepDone] = []  # at most B
-        self._max_unread = min(tables.block_size, STEPS_READ_AT_ONCE)
+        self._num_unread = 0  # rows
         pool.on_evicted = cache.forget
 
     # -- a sequence
@@ -96,6 +96,7 @@ class Sharing:
         self._sequence_ids[:] = -1
         self._prefills.clear()
         self._unread.clear()
+        self._num_unread = 0
         self.cache.clear()
 
     # -- steps
@@ -123,7 +124,8 @@ class Sharing:
         is_steady = not (plan.started or plan.ended or plan.preempted)
         for done in plan.settled:
             self._unread.append(done)
-            if len(self._unread) >= self._max_unread:
+            self._num_unread += len(done.slots)
+            if len(self._unread) == self._tables.block_size or self._num_unread >= ROWS_READ_AT_ONCE:
                 self._read_tokens()
         if self._unread and not is_steady:  # somebody looks for blocks now, or leaves some
             self._read_tokens()
@@ -134,6 +136,7 @@ class Sharing:
         columns = [(done.slots, done.sequence_ids, done.places, done.token_ids) for done in self._unread]
         slots, sequence_ids, places, token_ids = (np.concatenate(column) for column in zip(*columns, strict=True))
         self._unread.clear()
+        self._num_unread = 0
         is_ours = self._sequence_ids[slots] == sequence_ids
         if np.count_nonzero(is_ours) < len(is_ours):
             slots, places, token_ids = slots[is_ours], places[is_ours], token_ids[is_ours]

@@ -135,8 +135,9 @@ def trusted_digest() -> AbstractContextManager[None]:
         def trusting(self: PrefixCache, chain: Chain) -> Ints:
             blocks = find(self, chain)
             most = (len(chain.token_ids) - 1) // self.block_size
-            while chain.num_blocks < most and (entry := self._entries.get(self._key(chain, chain.num_blocks))):
-                blocks, chain.last = np.append(blocks, np.int32(entry.block)), entry
+            while chain.num_blocks < most and self._key(chain, chain.num_blocks) in self._blocks:
+                block = self._blocks[self._key(chain, chain.num_blocks)]
+                blocks, chain.last = np.append(blocks, np.int32(block)), self._entries[block][3]
                 chain.num_blocks += 1
             return blocks
 

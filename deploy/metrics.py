@@ -7,7 +7,7 @@ fixed by the pipeline: no label ever carries what a client sent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -85,15 +85,20 @@ class Metrics:
         scheduler, pool = engine.scheduler, engine.pool
         yield _gauge("vllm:num_requests_running", "Sequences that run.", scheduler.num_running, labels)
         yield _gauge("vllm:num_requests_waiting", "Sequences that wait to run.", scheduler.num_waiting, labels)
-        yield _gauge("vllm:num_requests_swapped", "Sequences swapped to the host.", 0, labels)
+        yield _gauge("vllm:num_requests_swapped", "Sequences swapped to the host.", scheduler.num_swapped, labels)
         used = pool.num_in_use / pool.num_blocks
         yield _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
-        yield _blocks(pool, labels)
+        yield _blocks("millrace:kv_blocks", "KV blocks by state; shared ones count as used, too.", pool, labels)
+        yield _admission_blocked(scheduler.admission_blocked_reason)
         waste = engine.block_tables.waste
         yield _gauge(
             "millrace:kv_internal_fragmentation_ratio", "Share of blocks' room without a token.", waste, labels
         )
-        yield _gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", 0, labels)
+        host = engine.host_pool
+        used = 0.0 if host is None else host.num_in_use / host.num_blocks
+        yield _gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", used, labels)
+        if host is not None:
+            yield _blocks("millrace:host_kv_blocks", "KV blocks on the host, by state.", host, labels)
 
     def _counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
         assert engine.pipeline.exit is not None
@@ -104,6 +109,11 @@ class Metrics:
         yield _counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
         num_preemptions = engine.scheduler.num_preemptions
         yield _counter("vllm:num_preemptions", "Sequences that lost their blocks.", num_preemptions, labels)
+        yield _preemptions(engine.scheduler.preemptions)
+        num_recomputed = engine.scheduler.num_recomputed_tokens
+        yield _counter(
+            "millrace:recomputed_tokens", "Tokens computed again after a preemption.", num_recomputed, labels
+        )
         cache = engine.prefix_cache
         queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
         yield _counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
@@ -126,10 +136,27 @@ class Metrics:
         yield rejected
 
 
-def _blocks(pool: BlockPool, labels: dict[str, str]) -> Metric:
-    blocks = GaugeMetricFamily(
-        "millrace:kv_blocks", "KV blocks by state; shared ones count as used, too.", labels=[*labels, "state"]
+def _preemptions(counts: Mapping[tuple[str, str], int]) -> Metric:
+    preemptions = CounterMetricFamily(
+        "millrace:preemptions", "Sequences that lost their blocks, by how and for what.", labels=["mode", "cause"]
     )
+    for mode in ("swap", "recompute"):
+        for cause in ("blocks", "slot"):
+            preemptions.add_metric([mode, cause], counts.get((mode, cause), 0))
+    return preemptions
+
+
+def _admission_blocked(reason: str) -> Metric:
+    blocked = GaugeMetricFamily(
+        "millrace:admission_blocked", "1 while nobody is let in, by what the first in line lacks.", labels=["reason"]
+    )
+    for name in ("blocks", "swapped"):
+        blocked.add_metric([name], float(reason == name))
+    return blocked
+
+
+def _blocks(name: str, text: str, pool: BlockPool, labels: dict[str, str]) -> Metric:
+    blocks = GaugeMetricFamily(name, text, labels=[*labels, "state"])
     counts = {
         "free": pool.num_free,
         "used": pool.num_in_use,

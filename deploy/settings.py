@@ -54,6 +54,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "num_gpu_blocks": "exact size of the pool, on any device; none: from memory",
         "kv_cache_bytes": "size of the pool; none: from memory",
         "enable_prefix_caching": "do not compute again what an earlier prompt or answer began with",
+        "swap_space": "GiB of host memory for preempted sequences; none: 4, on a CPU 1; 0: compute them again",
+        "num_cpu_blocks": "exact size of that pool; none: from swap_space",
         "gpu_memory_utilization": "share of the device's memory for weights, activations and cache together",
     },
     "admission": {

@@ -13,6 +13,7 @@ import numpy as np
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind, StepRows
 from .allocator import Allocator
+from .host import HostTier
 from .messages import PlanReport, StepGrant, StepPlan
 from .prefix import PrefixCache
 
@@ -31,18 +32,20 @@ class Allocate(Stage[StepPlan, StepGrant]):
         num_slots: int,
         max_model_len: int,
         cache: PrefixCache | None = None,
+        host: HostTier | None = None,
     ) -> None:
-        self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache)
+        self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host)
+        self._block_size = block_size
         self._batch: Sequence[StepPlan] = ()  # in hand, or last
         self._answered = 0  # plans of it
         self._context: Context | None = None
-        self._recompute = 0  # how a sequence is preempted, as a name in the trace
+        self._recompute = self._swap = 0  # how a sequence is preempted, as names in the trace
         self._rows: StepRows | None = None
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who runs there, for the trace
 
     async def setup(self, context: Context) -> None:
         self._context = context
-        self._recompute = context.tracer.source("recompute")
+        self._recompute, self._swap = context.tracer.source("recompute"), context.tracer.source("swap")
         if self._rows is None:
             self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids))
 
@@ -75,8 +78,10 @@ class Allocate(Stage[StepPlan, StepGrant]):
             counts = (num_rows, num_tokens, num_decodes, report.num_free)
             tracer.emit(EventKind.STEP_GRANTED, source, grant.step, *counts)
             self._trace_rows(grant)
-        for slot in report.preempted:
-            tracer.emit(EventKind.PREEMPTED, source, plan.step, slot, self._recompute)
+        for slot in (*plan.preempted, *report.preempted):
+            num_tokens = report.swapped.get(slot, 0)
+            how, num_blocks = self._swap if num_tokens else self._recompute, -(-num_tokens // self._block_size)
+            tracer.emit(EventKind.PREEMPTED, source, plan.step, slot, how, num_blocks, num_tokens)
 
     def _trace_rows(self, grant: StepGrant) -> None:
         assert self._rows is not None

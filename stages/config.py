@@ -44,6 +44,8 @@ class EngineConfig:
     num_gpu_blocks: int | None = None  # exact size of the pool, on any device; None: from memory
     kv_cache_bytes: int | None = None  # size of the pool; None: from memory
     enable_prefix_caching: bool = True  # do not compute what an earlier prompt or answer began with
+    swap_space: float | None = None  # GiB of host memory for preempted sequences; None: 4, on a CPU 1; 0: recompute
+    num_cpu_blocks: int | None = None  # exact size of that pool; None: from swap_space
     gpu_memory_utilization: float = 0.9  # share of the device's memory for weights, activations and cache together
 
     # the door
@@ -57,6 +59,12 @@ class EngineConfig:
         for name in ("max_model_len", "num_gpu_blocks", "kv_cache_bytes", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.num_cpu_blocks is not None and self.num_cpu_blocks < 0:
+            raise ConfigError(
+                f"num_cpu_blocks = {self.num_cpu_blocks}: must be at least 0, which switches swapping off"
+            )
+        if self.swap_space is not None and not 0.0 <= self.swap_space < float("inf"):
+            raise ConfigError(f"swap_space = {self.swap_space}: must be a number of GiB, 0 or more")
         if self.steps_in_flight not in (1, 2, 3, 4):
             raise ConfigError(f"steps_in_flight = {self.steps_in_flight}: must be 1 (serial) to 4; 2 overlaps")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -27,6 +27,7 @@ from .detokenize import Detokenize
 from .device import Device
 from .errors import Overloaded, Refused
 from .execute import Execute
+from .host import HostTier
 from .intake import Intake
 from .limits import RequestLimits, as_token_ids
 from .messages import ChatPrompt, Prompt, Request
@@ -129,6 +130,7 @@ class Engine:
             dtype=info.dtype,
             max_model_len=info.max_model_len,
             num_blocks=info.num_blocks,
+            num_host_blocks=info.num_host_blocks,
             **seconds,
         )
 
@@ -304,6 +306,12 @@ class Engine:
         return self._require_parts().allocate.allocator.pool
 
     @property
+    def host_pool(self) -> BlockPool | None:
+        """The books of the blocks on the host, to look at; None if nothing is swapped."""
+        host = self._require_parts().allocate.allocator.host
+        return None if host is None else host.pool
+
+    @property
     def block_tables(self) -> BlockTables:
         """Where the running sequences' keys and values lie, to look at."""
         return self._require_parts().allocate.allocator.tables
@@ -334,7 +342,9 @@ class EngineParts:
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
         self.schedule = Schedule(_step_limits(config, info))
         cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
-        self.allocate = Allocate(info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len, cache)
+        host = HostTier(info.num_host_blocks, info.block_size, info.rates) if info.num_host_blocks else None
+        sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
+        self.allocate = Allocate(*sizes, cache, host)
         execute, sample = Execute(loaded.runner, device), Sample(loaded.sampler, device)
         self.detokenize = Detokenize(
             loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size

@@ -5,7 +5,8 @@ Runs in a thread, once, before the pipeline starts. Imports torch, so it is itse
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,17 @@ from ..runtime.log import get_logger
 from .config import EngineConfig
 from .encoder import ModelEncoder
 from .errors import ConfigError, Refused
-from .memory import cpu_room_bytes, num_blocks
-from .messages import Started, StepGrant
+from .host import Rates
+from .memory import cpu_room_bytes, num_blocks, num_host_blocks
+from .messages import BlockCopy, Direction, Started, StepGrant
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .phases import Phases
 from .runner import ModelRunner
 from .sampling import Sampler
 
+SWAP_GIB_CPU, SWAP_GIB_GPU = 1.0, 4.0  # of host memory for preempted sequences, if nobody says
+RATE_TOKENS = 64  # of the prompt that shows how fast the model computes one
 LOGITS_COPIES_BYTES = 14  # a logit: as the model gives it, and up to three copies in float32 while tokens are chosen
 
 log = get_logger("millrace.stages")
@@ -85,7 +89,12 @@ def load_model(config: EngineConfig, phases: Phases) -> LoadedModel:
         decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
     with phases("cache"):
         blocks = _num_blocks(config, shape, decoder, max_model_len)
-        runner = _runner(config, shape, decoder, blocks, max_model_len)
+        bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, decoder.dtype)
+        default_gib = SWAP_GIB_GPU if device.type == "cuda" else SWAP_GIB_CPU
+        host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, default_gib)
+        runner = _runner(config, shape, decoder, blocks, max_model_len, host_blocks)
+    with phases("rates"):
+        rates = measure_rates(runner, config, max_model_len, phases.clock) if host_blocks else None
     eos_token_ids = defaults.eos_token_ids or tuple(i for i in (tokenizer.eos_token_id,) if i is not None)
     info = ModelInfo(
         model_id=model_id,
@@ -99,6 +108,8 @@ def load_model(config: EngineConfig, phases: Phases) -> LoadedModel:
         block_size=config.block_size,
         has_chat_template=encoder.template is not None,
         default_params=_default_params(config, defaults),
+        num_host_blocks=host_blocks,
+        rates=rates,
         startup_s=phases.seconds,
     )
     sampler = Sampler(runner.last_tokens, shape.vocab_size, max_model_len, eos_token_ids)
@@ -164,10 +175,12 @@ def _default_params(config: EngineConfig, defaults: GenerationDefaults) -> Sampl
 # -- memory
 
 
-def _runner(config: EngineConfig, shape: ModelConfig, decoder: Decoder, blocks: int, max_model_len: int) -> ModelRunner:
+def _runner(
+    config: EngineConfig, shape: ModelConfig, decoder: Decoder, blocks: int, max_model_len: int, host_blocks: int = 0
+) -> ModelRunner:
     cache = KVCache(shape, blocks, config.block_size, decoder.dtype, decoder.device)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
-    return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size))
+    return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks)
 
 
 def _num_blocks(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
@@ -202,12 +215,37 @@ def _peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder,
     return torch.cuda.max_memory_allocated(decoder.device) - before
 
 
+def measure_rates(runner: ModelRunner, config: EngineConfig, max_model_len: int, clock: Callable[[], float]) -> Rates:
+    """How long a block takes to the host, and a token of a prompt to compute; each the better of two runs."""
+    num_tokens = min(RATE_TOKENS, max_model_len - 1, config.max_num_batched_tokens)
+    prompt = prompts_grant([num_tokens], config.block_size)
+    assert runner.host_blocks is not None
+    num_copied = min(len(prompt.table_blocks), config.num_cpu_blocks or len(prompt.table_blocks))
+    blocks = np.arange(num_copied, dtype=np.int32)
+    copies = tuple(BlockCopy(direction, blocks, blocks) for direction in (Direction.OUT, Direction.IN))
+    nothing = replace(prompts_grant([], config.block_size), copies=copies)
+    compute_s, copy_s = (min(_seconds(runner, grant, clock) for _ in range(2)) for grant in (prompt, nothing))
+    return Rates(copy_s / (2 * num_copied), compute_s / num_tokens)
+
+
+def _seconds(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
+    began = clock()
+    runner.forward(grant)
+    if runner.device.type != "cpu":
+        torch.cuda.synchronize(runner.device)
+    return clock() - began
+
+
 def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
-    """A step of max_num_batched_tokens: prompts of token 0, as long as may be, in blocks from 0 on."""
+    """A step of max_num_batched_tokens: prompts of token 0, as long as may be."""
     whole, rest = divmod(config.max_num_batched_tokens, max_model_len - 1)
     lengths = [max_model_len - 1] * whole + ([rest] if rest else [])
-    lengths = lengths[: config.max_num_seqs]
-    blocks = [-(-length // config.block_size) for length in lengths]
+    return prompts_grant(lengths[: config.max_num_seqs], config.block_size)
+
+
+def prompts_grant(lengths: list[int], block_size: int) -> StepGrant:
+    """A step that computes prompts of token 0 and of these lengths, in blocks from 0 on."""
+    blocks = [-(-length // block_size) for length in lengths]
     slots = np.arange(len(lengths))
     params = SamplingParams(max_tokens=1)
     return StepGrant(
@@ -217,8 +255,8 @@ def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
         starts=np.zeros(len(lengths), np.int32),
         num_tokens=np.array(lengths, np.int32),
         is_sampled=np.ones(len(lengths), np.bool_),
-        table_slots=np.repeat(slots, blocks),
-        table_places=np.concatenate([np.arange(count) for count in blocks]),
+        table_slots=np.repeat(slots, np.array(blocks, np.intp)),
+        table_places=np.concatenate([np.arange(count) for count in (0, *blocks)]),
         table_blocks=np.arange(sum(blocks), dtype=np.int32),
         started=tuple(
             Started(slot, slot, "largest", np.zeros(length, np.int32), length, params, seed=0)

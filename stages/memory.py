@@ -36,6 +36,28 @@ def num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, r
     return blocks
 
 
+def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, default_gib: float) -> int:
+    """Blocks of the pool for swapped sequences, 0 for none, and no more than all slots could ever use.
+
+    Raises `ConfigError` if more memory was asked for than the machine has.
+    """
+    if config.num_cpu_blocks is not None:
+        blocks, source = config.num_cpu_blocks, f"num_cpu_blocks = {config.num_cpu_blocks}"
+    else:
+        gib = default_gib if config.swap_space is None else config.swap_space
+        most = -(-max_model_len // config.block_size) * config.max_num_seqs
+        blocks, source = min(most, int(gib * 2**30) // bytes_per_block), f"swap_space = {gib:g} GiB"
+    free = free_host_bytes()
+    if blocks * bytes_per_block > free:
+        if config.num_cpu_blocks is None and config.swap_space is None:
+            return free // 2 // bytes_per_block
+        raise ConfigError(
+            f"{source} needs {blocks * bytes_per_block / 2**20:.0f} MiB of host memory, and {free / 2**20:.0f} MiB are "
+            "free: lower it"
+        )
+    return blocks
+
+
 def cpu_room_bytes() -> int:
     """What an engine on a CPU takes for its cache if nobody says: a quarter of the memory that is free."""
     return int(free_host_bytes() * CPU_SHARE)

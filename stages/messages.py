@@ -121,7 +121,9 @@ class Started:
     params: SamplingParams
     seed: int  # of this choice
     cache_salt: str = ""  # only sequences of the same salt share blocks
-    num_cached: int = 0  # of `token_ids`, found in the prefix cache: allocate says so
+    # allocate says these two, of `token_ids`:
+    num_cached: int = 0  # not to be computed, as they are in shared blocks or on the host
+    num_shared: int = 0  # of those, in shared blocks; the others are copied in
 
 
 @message
@@ -142,7 +144,9 @@ class StepPlan:
     allows_partial: bool = True  # False: a wish is granted whole or not at all
     started: tuple[Started, ...] = ()
     ended: Sequence[int] = ()  # [E] slots whose sequences are over
-    preempted: Sequence[int] = ()  # slots that schedule took back itself
+    preempted: Sequence[int] = ()  # slots that schedule took from their sequences, for better ones
+    dropped: Sequence[int] = ()  # slots that it took back because what their blocks hold is not to be trusted
+    discarded: Sequence[int] = ()  # ids of sequences whose blocks on the host are not wanted any more
     settled: Sequence[StepDone] = ()  # steps that are done since the last plan
     voided: Sequence[int] = ()  # steps that are over since then and did not happen
 
@@ -153,19 +157,30 @@ class PlanReport:
 
     step: int
     num_granted: Ints  # [R] tokens, 0 = left out; the plan's own `num_wanted` if all was granted
-    num_cached: Ints  # [R] tokens found in the prefix cache, not computed
-    preempted: Sequence[int]  # slots that lost their blocks and are to be recomputed
+    num_cached: Ints  # [R] tokens of rows that begin, found in the prefix cache or on the host, not computed
+    preempted: Sequence[int]  # slots that lost their blocks
     num_free: int  # blocks that can be had: free, or cached and in no table
     num_quarantined: int
+    num_host_quarantined: int = 0
+    # slot -> tokens copied to the host, for those preempted here or in the plan that need not be computed again
+    swapped: Mapping[int, int] = field(default_factory=dict)
     is_void: bool = False
     is_reset: bool = False  # allocate lost its books: no slot has blocks any more
 
 
+class Direction(enum.IntEnum):
+    """Where blocks are copied."""
+
+    OUT = 0  # from the device to the host
+    IN = 1  # from the host to the device
+
+
 @message
 class BlockCopy:
-    """Blocks to copy before a step: `direction` is "out" (to the host), "in" or "fork" (on the device)."""
+    """Whole blocks to copy: `destinations[i]` becomes what `sources[i]` is, [C] each. When all earlier steps have run,
+    and before this one does; copies of one grant in their order."""
 
-    direction: str
+    direction: Direction
     sources: Ints
     destinations: Ints
 
@@ -186,7 +201,7 @@ class StepGrant:
     table_blocks: Ints  # [B]
     is_decode: bool = False  # as the plan says
     started: tuple[Started, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()  # a grant that has some may have no rows
 
     @property
     def num_sampled(self) -> int:

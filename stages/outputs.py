@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .host import Rates
 from .messages import FinishReason, TokenLogprobs
 from .params import SamplingParams
 
@@ -73,4 +74,6 @@ class ModelInfo:
     block_size: int  # tokens
     has_chat_template: bool
     default_params: SamplingParams  # what a request gets that says nothing
+    num_host_blocks: int = 0  # for swapped sequences
+    rates: Rates | None = None  # of copying and computing, as measured; None: not measured
     startup_s: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..model.cache import KVCache
 from ..model.inputs import StepInputs
-from .messages import Bools, Ints, StepGrant
+from .messages import BlockCopy, Bools, Direction, Ints, StepGrant
 
 Longs = NDArray[np.int64]
 
@@ -34,10 +34,18 @@ class ModelRunner:
     generated, comes with `Started`.
     """
 
-    def __init__(self, decoder: Model, cache: KVCache, last_tokens: Tensor, max_blocks_per_slot: int) -> None:
+    def __init__(
+        self,
+        decoder: Model,
+        cache: KVCache,
+        last_tokens: Tensor,
+        max_blocks_per_slot: int,
+        num_host_blocks: int = 0,
+    ) -> None:
         num_slots = len(last_tokens)
         self.decoder = decoder
         self.cache = cache
+        self.host_blocks = cache.make_host_blocks(num_host_blocks) if num_host_blocks else None
         self.last_tokens = last_tokens
         self.device = last_tokens.device
         self.block_size = cache.block_size
@@ -47,12 +55,24 @@ class ModelRunner:
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
 
     def forward(self, grant: StepGrant) -> Tensor:
-        """[L, V] logits of the grant's sampled rows, in their order."""
+        """[L, V] logits of the grant's sampled rows, in their order; [0, 0] for a grant of copies alone."""
         self._take_news(grant)
-        if grant.copies:
-            raise NotImplementedError(f"step {grant.step} asks for {len(grant.copies)} block copies: swap is not built")
         with torch.inference_mode():
+            for copy in grant.copies:
+                self._copy(copy)
+            if not len(grant.slots):
+                return torch.zeros(0, 0, device=self.device)
             return self.decoder.forward(self.inputs(grant), self.cache)
+
+    def _copy(self, copy: BlockCopy) -> None:
+        """In order with the steps: what earlier ones have written is there, and this one reads what is copied."""
+        assert self.host_blocks is not None, "blocks are copied to or from the host, and there are none"
+        sources = torch.from_numpy(copy.sources.astype(np.int64))
+        destinations = torch.from_numpy(copy.destinations.astype(np.int64))
+        if copy.direction is Direction.OUT:
+            self.cache.copy_out(sources, self.host_blocks, destinations)
+        else:
+            self.cache.copy_in(self.host_blocks, sources, destinations)
 
     def _take_news(self, grant: StepGrant) -> None:
         """New sequences and new blocks. First of all, so that they are known even if the step fails."""

@@ -6,7 +6,7 @@ event loop. Told the same things in the same order, it decides the same.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,8 +95,10 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.slots = SlotTable(limits.max_num_seqs)
-        self.num_preemptions = 0
-        self.num_recomputed_tokens = 0
+        self.preemptions: Counter[tuple[str, str]] = Counter()  # (how: swap or recompute, for what: blocks or slot)
+        self.num_recomputed_tokens = 0  # computed once more
+        self.num_swapped = 0  # sequences that wait to come back from the host
+        self.admission_blocked_reason = ""  # what the first in line lacks: "blocks", or "swapped" if it is swapped out
         self.last_granted = -1  # step
         self.completed_step = -1
         self._told_step = -1  # the completed step that allocate was last told of
@@ -105,15 +107,18 @@ class Scheduler:
         self._flights: deque[_Flight] = deque()
         self._order: _Order | None = None  # None: membership changed
         self._steady: _Steady | None = None  # None, or of another order: rows are to be looked at
-        self._started: list[Started] = []  # to tell allocate in the next plan, as the next four
+        self._started: list[Started] = []  # to tell allocate in the next plan, as the next six
         self._ended: list[int] = []
         self._preempted: list[int] = []
+        self._dropped: list[int] = []
+        self._discarded: list[int] = []  # sequence ids
         self._settled: list[StepDone] = []
         self._voided: list[int] = []
         self._num_returning = 0  # preempted sequences that have not come back to the queue yet
         self._row_limit = limits.max_num_seqs  # lowered when steps fail, until the one at fault is alone
         self._num_free_blocks: int | None = None  # as of the last report
         self._num_quarantined = 0
+        self._num_host_quarantined = 0
         self._must_wait = False  # nothing could be granted: plan again when a step is done
 
     # -- asking
@@ -131,7 +136,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + self._num_returning
+        """Sequences that wait to run, but for swapped ones."""
+        return len(self.waiting) + self._num_returning - self.num_swapped
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.preemptions.total()
 
     @property
     def num_running(self) -> int:
@@ -169,8 +179,9 @@ class Scheduler:
         if sequence is None:
             return
         before = sequence.state
+        self._discard(sequence)
         sequence.move(State.OVER)
-        if before is State.WAITING:
+        if before in (State.WAITING, State.SWAPPED):
             self.waiting.forget()
         elif before is State.RUNNING:
             self._leave(sequence)
@@ -183,15 +194,19 @@ class Scheduler:
         plan, self._outstanding = self._outstanding, None
         assert plan is not None and report.step == plan.step, f"a report of step {report.step} was not asked for"
         self._num_free_blocks, self._num_quarantined = report.num_free, report.num_quarantined
+        self._num_host_quarantined = report.num_host_quarantined
         if report.is_reset:
             self._take_back(self.slots.running(), tell=False)
+            self._give_up_swapped(-1)
             return
         if report.is_void:
             self._must_wait = len(plan.slots) > 0 and self.num_in_flight > 0
         else:
             self._note_grant(plan, report)
         for slot in report.preempted:
-            self._note_preempted(slot)
+            self._note_preempted(slot, "blocks")
+        for slot in (*plan.preempted, *report.preempted):
+            self._note_way(slot, report, plan)
 
     def on_done(self, done: StepDone) -> None:
         """A step's tokens are known."""
@@ -228,13 +243,15 @@ class Scheduler:
             plans.append(self._outstanding.slots)
         slots = np.unique(np.concatenate(plans))
         self._take_back(slots[self.slots.is_running[slots]], tell=True)
+        self._give_up_swapped(void.step)
         for sequence in guilty:
             self.end(sequence.sequence_id)
         return [(sequence, Failed("the model failed on this request")) for sequence in guilty]
 
     def rebuild(self) -> None:
-        """After a crash: trusts nothing about what runs, and computes it all anew."""
+        """After a crash: trusts nothing about what runs or is swapped out, and computes it all anew."""
         self._take_back(self.slots.running(), tell=True)
+        self._give_up_swapped(-1)
 
     # -- planning
 
@@ -258,9 +275,10 @@ class Scheduler:
 
     def _has_news(self) -> bool:
         """Whether allocate could free something if it knew what has happened since the last plan."""
-        if self._ended or self._preempted:
+        if self._ended or self._preempted or self._dropped or self._discarded:
             return True
-        return self._num_quarantined > 0 and self.completed_step > self._told_step
+        is_settling = self._num_quarantined > 0 or self._num_host_quarantined > 0
+        return is_settling and self.completed_step > self._told_step
 
     def _rows(self) -> tuple[Indices, Ints]:
         """The rows to ask for, decodes first, each group in the order of service: (slots, tokens wanted)."""
@@ -298,7 +316,7 @@ class Scheduler:
             if not victim.is_protected:
                 del better[0]
                 self._preempted.append(slot)
-                self._note_preempted(slot)
+                self._note_preempted(slot, "slot")
 
     def _is_better_than_running(self, sequence: Sequence) -> bool:
         return sequence.priority < int(self.slots.priority[self._in_order().slots].max(initial=-MAX_PRIORITY))
@@ -307,6 +325,7 @@ class Scheduler:
         """Gives slots to those that wait, in order, while tokens, slots and blocks are likely to be there. Whether
         anybody got one."""
         first = self.waiting.peek()
+        self.admission_blocked_reason = ""
         if first is None or self._num_returning or not self.slots.num_free:
             return False
         budget = self.limits.max_num_batched_tokens - num_wanted
@@ -315,9 +334,10 @@ class Scheduler:
             need = -(-max(len(first.token_ids) + 1, first.limit if first.is_protected else 0) // self.limits.block_size)
             is_tight = spare is not None and need > spare and self.num_running > 0
             if is_tight and not self._is_better_than_running(first):  # else it may take what it lacks
+                self.admission_blocked_reason = "swapped" if first.num_swapped else "blocks"
                 break
+            budget -= len(first.token_ids) - first.num_swapped
             self._start(self.waiting.pop())
-            budget -= len(first.token_ids)
             spare = None if spare is None else spare - need - 1
             first = self.waiting.peek()
         return self.num_running > num_before
@@ -332,6 +352,7 @@ class Scheduler:
         return self._num_free_blocks + self._num_quarantined - int(owed.sum()) - len(slots)
 
     def _start(self, sequence: Sequence) -> None:
+        self.num_swapped -= sequence.state is State.SWAPPED
         sequence.move(State.RUNNING)
         self.slots.enter(sequence)
         self._started.append(sequence.started())
@@ -361,10 +382,13 @@ class Scheduler:
             started=tuple(self._started),
             ended=self._ended,
             preempted=self._preempted,
+            dropped=self._dropped,
+            discarded=self._discarded,
             settled=self._settled,
             voided=self._voided,
         )
-        self._started, self._ended, self._preempted, self._settled, self._voided = [], [], [], [], []
+        self._started, self._ended, self._settled, self._voided = [], [], [], []
+        self._preempted, self._dropped, self._discarded = [], [], []
         return plan
 
     # -- books
@@ -386,25 +410,67 @@ class Scheduler:
         table.last_step[slots] = report.step
         num_cached = report.num_cached[rows]
         for row in np.flatnonzero(num_cached).tolist():
-            self._note_found(int(slots[row]), int(num_cached[row]))
+            self._note_begun(int(slots[row]), int(num_cached[row]))
+        if np.count_nonzero(report.num_granted[rows] > 1):
+            self._count_recomputed(slots, report.num_granted[rows])
         progress = np.where(table.is_running[slots], report.num_granted[rows] + num_cached, 0)
         table.num_computed[slots] += progress
         is_sampled = plan.reaches_end[rows] & (progress == plan.num_wanted[rows])
         table.num_known[slots] += is_sampled
 
-    def _note_found(self, slot: int, num_cached: int) -> None:
-        sequence = self.slots.sequences[slot]
-        if sequence is not None and sequence.num_preempted:
-            self.num_recomputed_tokens -= num_cached  # counted when it was preempted
+    def _count_recomputed(self, slots: Indices, num_granted: Ints) -> None:
+        for slot, count in zip(slots.tolist(), num_granted.tolist(), strict=True):
+            sequence = self.slots.sequences[slot]
+            if sequence is not None and sequence.num_lost:
+                num_again = min(count, sequence.num_lost)
+                sequence.num_lost -= num_again
+                self.num_recomputed_tokens += num_again
 
-    def _note_preempted(self, slot: int) -> None:
+    def _note_begun(self, slot: int, num_cached: int) -> None:
+        sequence = self.slots.sequences[slot]
+        if sequence is not None:
+            sequence.num_swapped = 0
+            sequence.num_lost -= min(num_cached, sequence.num_lost)
+
+    def _note_preempted(self, slot: int, cause: str) -> None:
         sequence = self.slots.sequences[slot]
         if sequence is None or sequence.state is not State.RUNNING:
             return  # it ended while allocate was taking its blocks
         sequence.num_preempted += 1
-        self.num_preemptions += 1
-        self.num_recomputed_tokens += int(self.slots.num_computed[slot])
+        sequence.lost_for = cause
+        sequence.num_lost += int(self.slots.num_computed[slot])
         self._return(sequence)
+
+    def _note_way(self, slot: int, report: PlanReport, plan: StepPlan) -> None:
+        """Whether what a preempted sequence had is on the host now. The slot is not anybody else's before the next
+        plan."""
+        sequence = self.slots.sequences[slot]
+        num_swapped = report.swapped.get(slot, 0)
+        if sequence is None:
+            return
+        is_swapped = num_swapped > 0 and sequence.state is State.PREEMPTED and plan.generation == self._generation
+        if is_swapped:
+            sequence.num_swapped, sequence.swapped_step = num_swapped, report.step
+        elif num_swapped:  # it ended, or the step that copies has fallen
+            self._discarded.append(sequence.sequence_id)
+        if sequence.lost_for:
+            self.preemptions["swap" if is_swapped else "recompute", sequence.lost_for] += 1
+            sequence.lost_for = ""
+
+    def _discard(self, sequence: Sequence) -> None:
+        """What it has on the host is of no use any more."""
+        if sequence.num_swapped:
+            self._discarded.append(sequence.sequence_id)
+            sequence.num_swapped = 0
+            self.num_swapped -= sequence.state is State.SWAPPED
+
+    def _give_up_swapped(self, void_step: int) -> None:
+        """What was to be copied to the host in `void_step` or later is not there."""
+        for sequence in self.sequences.values():
+            if sequence.num_swapped and sequence.swapped_step >= void_step:
+                self._discard(sequence)
+                if sequence.state is State.SWAPPED:
+                    sequence.move(State.WAITING)
 
     def _take_back(self, slots: Indices, *, tell: bool) -> None:
         """Sends running sequences back to the queue without counting it as their preemption."""
@@ -413,7 +479,7 @@ class Scheduler:
             assert sequence is not None
             self._return(sequence)
             if tell:
-                self._preempted.append(slot)
+                self._dropped.append(slot)
 
     def _return(self, sequence: Sequence) -> None:
         sequence.move(State.PREEMPTED)
@@ -430,7 +496,8 @@ class Scheduler:
 
     def _settle(self) -> None:
         for sequence in self.slots.settle(self.completed_step, self.last_granted):
-            sequence.move(State.WAITING)
+            sequence.move(State.SWAPPED if sequence.num_swapped else State.WAITING)
+            self.num_swapped += sequence.state is State.SWAPPED
             self._num_returning -= 1
             self.waiting.push(sequence)
 
@@ -464,6 +531,9 @@ class Scheduler:
         waiting = list(self.waiting)
         assert len(running) == self.num_running, f"{len(running)} sequences run, the table says {self.num_running}"
         assert len(in_slots) - len(running) == self._num_returning
+        num_swapped = sum(s.state is State.SWAPPED for s in waiting)
+        assert num_swapped == self.num_swapped, f"{num_swapped} sequences are swapped, the counter says otherwise"
+        assert all(s.num_swapped > 0 for s in waiting if s.state is State.SWAPPED), "swapped, with nothing on the host"
         assert {s.sequence_id for s in in_slots}.isdisjoint(s.sequence_id for s in waiting)
         assert len(in_slots) + len(waiting) == len(self.sequences), "a sequence is in no place, or in two"
         assert 0 <= self.num_in_flight <= self.limits.steps_in_flight

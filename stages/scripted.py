@@ -19,7 +19,20 @@ from numpy.typing import NDArray
 
 from ..runtime.env import Env
 from .device import SAMPLE, Device
-from .messages import Bools, ChatPrompt, FinishReason, Indices, Ints, Started, StepGrant, StepTokens, TopLogprobs
+from .messages import (
+    NO_INTS,
+    BlockCopy,
+    Bools,
+    ChatPrompt,
+    Direction,
+    FinishReason,
+    Indices,
+    Ints,
+    Started,
+    StepGrant,
+    StepTokens,
+    TopLogprobs,
+)
 from .params import SamplingParams
 from .sequences import choice_seed
 
@@ -127,19 +140,22 @@ class ScriptedModel:
         script: Script | None = None,
         env: Env | None = None,
         step_s: float = 0.0,
+        num_host_blocks: int = 0,
     ) -> None:
         self.step_s = step_s
         self.script = script or Script()
         self.block_size = block_size
         self.violations: list[str] = []
         self.num_steps = 0
+        self.num_copied = 0  # blocks, to the host or back
         self.max_batched_tokens = 0  # of any step
         self._env = env
         blocks_per_slot = -(-max_model_len // block_size)
         self._factors = _powers(blocks_per_slot * block_size)
         self._cache = np.full((num_blocks, block_size), EMPTY, np.int32)  # [N, B] token ids
+        self._host = np.full((num_host_blocks, block_size), EMPTY, np.int32)  # [H, B] token ids
         self._tables = np.zeros((num_slots, blocks_per_slot), np.int32)
-        self._books = _GrantBooks(num_blocks, block_size, num_slots, blocks_per_slot, self.violations)
+        self._books = _GrantBooks(num_blocks, num_host_blocks, block_size, num_slots, blocks_per_slot, self.violations)
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._known: list[Ints] = [np.zeros(0, np.int32)] * num_slots
         self._written: list[Sequence[int]] = [()] * num_slots  # the answer, if it is scripted
@@ -160,8 +176,9 @@ class ScriptedModel:
 
     def announce(self, grant: StepGrant) -> None:
         """The grant is on its way: from now on its new blocks may be written at any moment, until `complete`."""
-        new = self._books.announce(grant)
+        new, new_on_host = self._books.announce(grant)
         self._cache[new] = POISON
+        self._host[new_on_host] = POISON
 
     def complete(self, grant: StepGrant) -> None:
         """The device is done with the step, or will never run it."""
@@ -174,6 +191,8 @@ class ScriptedModel:
         self._tables[grant.table_slots, grant.table_places] = grant.table_blocks
         if self._env is not None and self._env.fault("device.out_of_memory"):
             raise MemoryError("the scripted device is out of memory")
+        for copy in grant.copies:
+            self._copy(copy)
         if self.step_s:
             time.sleep(self.step_s)
         self._write(grant)
@@ -197,6 +216,17 @@ class ScriptedModel:
         self._ignores_eos[slot] = params.ignore_eos
         self._has_extras[slot] = bool(params.stop_token_ids) or params.logprobs is not None
         self._is_finished[slot] = False
+
+    def _copy(self, copy: BlockCopy) -> None:
+        source, destination = self._cache, self._host
+        if copy.direction is Direction.IN:
+            source, destination = destination, source
+        if self._env is not None and self._env.fault("device.copy"):
+            half = len(copy.sources) // 2
+            destination[copy.destinations[:half]] = source[copy.sources[:half]]
+            raise MemoryError("the scripted device stopped in the middle of a copy")
+        destination[copy.destinations] = source[copy.sources]
+        self.num_copied += len(copy.sources)
 
     def _write(self, grant: StepGrant) -> None:
         slots = np.repeat(grant.slots, grant.num_tokens)
@@ -309,20 +339,28 @@ class _GrantBooks:
     """Checks grants as they are issued (I13, quarantine): who owns which block, and which steps may still use it."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_slots: int, blocks_per_slot: int, violations: list[str]
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        num_slots: int,
+        blocks_per_slot: int,
+        violations: list[str],
     ) -> None:
         self._num_blocks, self._block_size, self._num_slots = num_blocks, block_size, num_slots
+        self._num_host_blocks = num_host_blocks
         self._violations = violations
         self._tables = np.full((num_slots, blocks_per_slot), -1, np.int32)
         self._num_placed = np.zeros(num_slots, np.int32)  # entries of the table that count
         self._num_computed = np.zeros(num_slots, np.int32)
         self._owner = np.full(num_blocks, -1, np.int32)  # slot that may write it
-        self._in_flight: dict[int, NDArray[np.bool_]] = {}  # step -> blocks it may read or write
+        # step -> blocks it may read or write, on the device and on the host
+        self._in_flight: dict[int, tuple[NDArray[np.bool_], NDArray[np.bool_]]] = {}
         self._last_step = -1
 
-    def announce(self, grant: StepGrant) -> Ints:
-        """Checks the grant and notes what it uses. Returns its new blocks, those that exist: not those that begin a
-        sequence because their contents are known, which nobody may write."""
+    def announce(self, grant: StepGrant) -> tuple[Ints, Ints]:
+        """Checks the grant and notes what it uses. Returns its new blocks on the device and on the host, those that
+        exist: not those that begin a sequence because their contents are known, which nobody may write."""
         if grant.step != self._last_step + 1 and self._last_step >= 0:
             self._complain(grant, f"follows step {self._last_step}: steps have no gaps")
         self._last_step = grant.step
@@ -330,7 +368,7 @@ class _GrantBooks:
         for started in grant.started:
             self._num_placed[started.slot] = 0
             self._num_computed[started.slot] = started.num_cached
-            num_found[started.slot] = started.num_cached // self._block_size
+            num_found[started.slot] = started.num_shared // self._block_size
         is_block = (grant.table_blocks >= 0) & (grant.table_blocks < self._num_blocks)
         if not is_block.all():
             self._complain(grant, f"names blocks {grant.table_blocks[~is_block].tolist()} of {self._num_blocks}")
@@ -341,15 +379,33 @@ class _GrantBooks:
         blocks, slots = blocks[is_new], slots[is_new]
         if len(np.unique(blocks)) != len(blocks):
             self._complain(grant, f"gives a block twice: {sorted(blocks.tolist())}")
-        for step, used in list(self._in_flight.items()):  # a copy: steps end on the device thread
+        on_host = [copy.destinations for copy in grant.copies if copy.direction is Direction.OUT]
+        host_blocks = np.concatenate([NO_INTS, *on_host])
+        for step, (used, host_used) in list(self._in_flight.items()):  # a copy: steps end on the device thread
             if used[blocks].any():
                 self._complain(grant, f"reuses blocks {blocks[used[blocks]].tolist()}, which step {step} may still use")
+            if host_used[host_blocks].any():
+                self._complain(grant, f"reuses host blocks {host_blocks.tolist()}, some of which step {step} may use")
         self._owner[blocks] = slots
-        self._check_rows(grant)
-        return blocks
+        used, host_used = np.zeros(self._num_blocks, np.bool_), np.zeros(self._num_host_blocks, np.bool_)
+        self._check_rows(grant, used)
+        self._check_copies(grant, used, host_used, blocks)
+        self._in_flight[grant.step] = used, host_used
+        return blocks, host_blocks
 
-    def _check_rows(self, grant: StepGrant) -> None:
-        used = np.zeros(self._num_blocks, np.bool_)
+    def _check_copies(self, grant: StepGrant, used: NDArray[np.bool_], host_used: NDArray[np.bool_], new: Ints) -> None:
+        for copy in grant.copies:
+            is_out = copy.direction is Direction.OUT
+            on_device, on_host = (copy.sources, copy.destinations) if is_out else (copy.destinations, copy.sources)
+            if host_used[on_host].any():
+                self._complain(grant, f"copies to or from host blocks {on_host.tolist()}, some of them twice")
+            if is_out and np.isin(on_device, new).any():
+                self._complain(grant, f"copies blocks {on_device.tolist()} out, some of which it gives away")
+            if not is_out and not np.isin(on_device, new).all():
+                self._complain(grant, f"copies into blocks {on_device.tolist()}, not all of which are new")
+            used[on_device] = host_used[on_host] = True
+
+    def _check_rows(self, grant: StepGrant, used: NDArray[np.bool_]) -> None:
         if len(np.unique(grant.slots)) != len(grant.slots):
             self._complain(grant, f"has two rows for one slot: {sorted(grant.slots.tolist())}")
         ends = grant.starts + grant.num_tokens
@@ -367,7 +423,6 @@ class _GrantBooks:
                 self._complain(grant, f"writes blocks {written.tolist()} of slot {slot}, which others own")
             used[table] = True
         self._num_computed[grant.slots] = ends
-        self._in_flight[grant.step] = used
 
     def complete(self, step: int) -> None:
         """Nothing of `step` runs any more."""

@@ -27,13 +27,15 @@ class State(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"  # holds a slot
     PREEMPTED = "preempted"  # lost its blocks; waits for the steps in flight that still know its slot
+    SWAPPED = "swapped"  # waits to come back, with blocks on the host
     OVER = "over"
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.RUNNING, State.OVER}),
     State.RUNNING: frozenset({State.PREEMPTED, State.OVER}),
-    State.PREEMPTED: frozenset({State.WAITING, State.OVER}),
+    State.PREEMPTED: frozenset({State.WAITING, State.SWAPPED, State.OVER}),
+    State.SWAPPED: frozenset({State.RUNNING, State.WAITING, State.OVER}),
     State.OVER: frozenset(),
 }
 
@@ -54,12 +56,16 @@ class Sequence:
     state: State = State.WAITING
     slot: int = -1  # while running or preempted
     num_preempted: int = 0
+    num_swapped: int = 0  # tokens on the host, until they are copied back or given up
+    swapped_step: int = -1  # in which they are copied there
+    num_lost: int = 0  # tokens that were computed before a preemption and have not been again
+    lost_for: str = ""  # what it was preempted for last: "blocks" or "slot"
     num_voids_alone: int = 0  # steps that failed with no other sequence in them
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """The order of service: priority, then arrival."""
-        return (self.priority, self.sequence_id)
+    def rank(self) -> tuple[int, bool, int]:
+        """The order of admission: priority, then those that are swapped out, then arrival."""
+        return (self.priority, not self.num_swapped, self.sequence_id)
 
     @property
     def is_protected(self) -> bool:
@@ -92,17 +98,18 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 class WaitingQueue:
-    """Sequences that wait, first to be served first. Those that are over are skipped and forgotten."""
+    """Sequences that wait, swapped ones too, first to be served first. Those that are over are skipped and
+    forgotten."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        self._heap: list[tuple[tuple[int, bool, int], Sequence]] = []
         self._num_over = 0
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_over
 
     def push(self, sequence: Sequence) -> None:
-        """Adds a waiting sequence at its rank."""
+        """Adds a waiting sequence at the rank that it has now."""
         heapq.heappush(self._heap, (sequence.rank, sequence))
 
     def peek(self) -> Sequence | None:

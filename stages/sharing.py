@@ -59,12 +59,12 @@ class Sharing:
         begin = len(token_ids) // self._tables.block_size * self._tables.block_size
         self._newest[slot, np.arange(begin, len(token_ids)) % self._newest.shape[1]] = token_ids[begin:]
 
-    def find(self, slot: int) -> Ints | None:
-        """The blocks that the sequence in `slot` can begin with; None if it should wait for the next one, which
-        another sequence computes."""
+    def find(self, slot: int, *, may_wait: bool) -> Ints | None:
+        """The blocks that the sequence in `slot` can begin with; None if it may and should wait for the next one,
+        which another sequence computes."""
         chain = self._chain(slot)
         blocks = self.cache.find(chain)
-        return None if self.cache.is_coming(chain) else blocks
+        return None if may_wait and self.cache.is_coming(chain) else blocks
 
     def begin(self, slot: int, num_tokens: int) -> None:
         """The sequence is about to compute so many tokens behind those found: others may wait for them."""
@@ -121,7 +121,7 @@ class Sharing:
             for slot, chain, end in prefill.rows:
                 if self._chains[slot] is chain:
                     self._put_known(slot, chain, min(end // self._tables.block_size, chain.num_known))
-        is_steady = not (plan.started or plan.ended or plan.preempted)
+        is_steady = not (plan.started or plan.ended or plan.preempted or plan.dropped)
         for done in plan.settled:
             self._unread.append(done)
             self._num_unread += len(done.slots)

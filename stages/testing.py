@@ -159,6 +159,10 @@ def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
     any map (I10)."""
     check_parts(parts, model)
     pool, scheduler, admission = parts.allocate.allocator.pool, parts.schedule.scheduler, parts.intake.admission
+    host = parts.allocate.allocator.host
+    if host is not None:
+        assert not len(host), f"{len(host)} sequences are on the host and nobody runs"
+        assert host.pool.num_free == host.pool.num_blocks, f"{host.pool.num_free} host blocks are free and nobody runs"
     if parts.allocate.allocator.cache is not None:
         parts.allocate.allocator.cache.check()
     assert pool.num_in_use == 0, f"{pool.num_in_use} blocks are in use and nobody runs"
@@ -210,7 +214,8 @@ def _settled(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:
 def _model(config: EngineConfig, script: Script | None, env: Env | None, step_s: float = 0.0) -> ScriptedModel:
     num_blocks, max_model_len = config.num_gpu_blocks, config.max_model_len
     assert num_blocks is not None and max_model_len is not None
-    return ScriptedModel(num_blocks, config.block_size, config.max_num_seqs, max_model_len, script, env, step_s)
+    sizes = (num_blocks, config.block_size, config.max_num_seqs, max_model_len)
+    return ScriptedModel(*sizes, script, env, step_s, config.num_cpu_blocks or 0)
 
 
 def _loaded(config: EngineConfig, model: ScriptedModel) -> Any:
@@ -228,6 +233,7 @@ def _loaded(config: EngineConfig, model: ScriptedModel) -> Any:
         block_size=config.block_size,
         has_chat_template=True,
         default_params=SamplingParams(),
+        num_host_blocks=config.num_cpu_blocks or 0,
     )
     return _Scripted(info, tokenizer, tokenizer, tokenizer, model, model)
 

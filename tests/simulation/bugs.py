@@ -14,6 +14,8 @@ from pytest import MonkeyPatch
 from millrace.runtime.channel import Bell, Channel
 from millrace.runtime.exit import Exit
 from millrace.stages.blocks import BlockPool
+from millrace.stages.holdings import Holdings
+from millrace.stages.host import HostTier
 from millrace.stages.messages import Ints, StepPlan
 from millrace.stages.outbox import Choice, RequestOutbox
 from millrace.stages.prefix import Chain, PrefixCache
@@ -197,6 +199,74 @@ def sleeping_client() -> AbstractContextManager[None]:
     return _changed(RequestOutbox, "end", change)
 
 
+def reused_while_copied() -> AbstractContextManager[None]:
+    """The blocks of a victim come free when its own last step is done, though a later one copies them."""
+
+    def change(preempt: Any) -> Any:
+        def hasty(self: Holdings, slot: int, step: int) -> None:
+            preempt(self, slot, int(self.last_step[slot]))
+
+        return hasty
+
+    return _changed(Holdings, "preempt", change)
+
+
+def swap_kept_despite_void() -> AbstractContextManager[None]:
+    """What a step should have copied to the host that did not happen counts as copied."""
+
+    def change(give_up: Any) -> Any:
+        def gullible(self: Scheduler, void_step: int) -> None:
+            pass
+
+        return gullible
+
+    return _changed(Scheduler, "_give_up_swapped", change)
+
+
+def lost_host_blocks() -> AbstractContextManager[None]:
+    """Sequences that end while they are swapped out leave their blocks on the host for good."""
+
+    def change(discard: Any) -> Any:
+        def silent(self: Scheduler, sequence: Any) -> None:
+            discard(self, sequence)
+            self._discarded.clear()
+
+        return silent
+
+    return _changed(Scheduler, "_discard", change)
+
+
+def host_reused_early() -> AbstractContextManager[None]:
+    """Host blocks are free as soon as the copy back is granted."""
+
+    def change(release: Any) -> Any:
+        def hasty(self: HostTier, sequence_id: int, last_step: int, completed_step: int) -> None:
+            release(self, sequence_id, completed_step, completed_step)
+
+        return hasty
+
+    return _changed(HostTier, "release", change)
+
+
+def half_a_block_forgotten() -> AbstractContextManager[None]:
+    """Only full blocks are copied to the host, and the tokens in the last one count as copied, too."""
+
+    def change(preempt: Any) -> Any:
+        def short(self: Holdings, slot: int, step: int) -> None:
+            num_copies = len(self.copies)
+            num_full = int(self.tables.num_tokens[slot]) // self.pool.block_size
+            preempt(self, slot, step)
+            if len(self.copies) > num_copies:
+                copy = self.copies.pop()
+                self.copies.append(
+                    replace(copy, sources=copy.sources[:num_full], destinations=copy.destinations[:num_full])
+                )
+
+        return short
+
+    return _changed(Holdings, "preempt", change)
+
+
 BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     bug.__name__: bug
     for bug in (
@@ -211,5 +281,10 @@ BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
         kept_despite_void,
         freed_by_the_first_holder,
         shared_too_early,
+        reused_while_copied,
+        swap_kept_despite_void,
+        lost_host_blocks,
+        host_reused_early,
+        half_a_block_forgotten,
     )
 }

@@ -22,7 +22,7 @@ from millrace.runtime.pipeline import Busy, NotServing
 from millrace.runtime.simloop import SimEnv, SimResult, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
-from millrace.stages.messages import Prompt, Request
+from millrace.stages.messages import Direction, Prompt, Request
 from millrace.stages.outputs import Delta
 from millrace.stages.params import SamplingParams
 from millrace.stages.scripted import ALPHABET, EOS, ByteTokenizer, Script
@@ -41,7 +41,8 @@ OTHER_FAULTS = (
     "device.nan_row",
 )
 CLOCK_FAULT = "env.wall_clock_jump"  # the wall clock is read once or twice a run, so it jumps for certain or not
-FAULTS = (*STAGE_FAULTS, *OTHER_FAULTS, CLOCK_FAULT)
+COPY_FAULT = "device.copy"  # blocks are copied in few runs
+FAULTS = (*STAGE_FAULTS, *OTHER_FAULTS, CLOCK_FAULT, COPY_FAULT)
 QUIET_S = 200.0  # virtual, after the last client: everything that can settle has
 
 
@@ -101,10 +102,19 @@ def draw_setup(seed: int) -> Setup:
         enable_chunked_prefill=is_chunked,
         steps_in_flight=dice.choice([1, 2, 2, 4]),
         enable_prefix_caching=dice.random() < 0.85,
+        num_cpu_blocks=Random(f"swap/{seed}").choice([0, 3, 10, 1000, 1000]),
         max_admitted_requests=dice.choice([4] + [1000] * 7),
         max_waiting_requests=dice.choice([2] + [1000] * 7),
         tokenizer_workers=dice.choice([1, 2]),
     )
+    is_tight = Random(f"tight/{seed}").random() < 0.3  # many at once, in hardly more memory than one needs
+    if is_tight:
+        config = replace(
+            config,
+            num_gpu_blocks=int(1.3 * blocks_per_sequence) + 1,
+            max_num_seqs=8,
+            max_num_batched_tokens=max(8, config.max_num_batched_tokens),
+        )
     beginning = [dice.choice(ALPHABET) for _ in range(max_model_len)] if dice.random() < 0.6 else []
     num_clients = dice.choice([5, 6, 8, 16]) if dice.random() < 0.96 else dice.randrange(50, 200)
     duration_s = dice.choice([0.001, 0.2, 5.0])
@@ -112,12 +122,14 @@ def draw_setup(seed: int) -> Setup:
         seed=seed,
         policy=dice.choice(POLICIES),
         config=config,
-        eos_probability=dice.choice([0.0, 0.01, 0.2]),
+        eos_probability=dice.choice([0.0, 0.01, 0.2]) * (not is_tight),
         capacities=tuple(dice.choice([1, 1, 2, 5]) for _ in range(5)),
         max_waiting=dice.choice([1, 1, 4, 512]),
         device_delay_s=dice.choice([0.0001, 0.01, 0.5]),
         tokenize_delay_s=dice.choice([0.0001, 0.05]),
-        faults=_draw_faults(dice) | ({CLOCK_FAULT: 1.0} if Random(f"clock/{seed}").random() < 0.1 else {}),
+        faults=_draw_faults(dice)
+        | ({CLOCK_FAULT: 1.0} if Random(f"clock/{seed}").random() < 0.1 else {})
+        | ({COPY_FAULT: 0.3} if Random(f"copy/{seed}").random() < 0.1 else {}),
         clients=tuple(_draw_client(dice, i, duration_s, max_model_len, beginning) for i in range(num_clients)),
         digest_bits=dice.choice([256, 256, 256, 8, 1]),
         cut_probability=dice.choice([0.0, 0.0, 0.02, 0.2]),
@@ -341,6 +353,7 @@ class World:
             self.fail(Broken(f"step {plan.step}: {error}"))
         states = self.report.states
         states["preempted"] += len(report.preempted)
+        self._note_swaps(plan, grant, report)
         states["void plan"] += grant is None
         states["quarantined"] += report.num_quarantined > 0
         states["found"] += bool(report.num_cached.any())
@@ -349,6 +362,17 @@ class World:
         if grant is not None:
             states["chunk"] += int((~grant.is_sampled).any())
             states["mixed step"] += bool((grant.num_tokens > 1).any() and (grant.num_tokens == 1).any())
+
+    def _note_swaps(self, plan: Any, grant: Any, report: Any) -> None:
+        host, states = self.parts.allocate.allocator.host, self.report.states
+        if host is None:
+            return
+        states["swapped out"] += len(report.swapped)
+        states["swap given up"] += len(plan.discarded)
+        states["swap full"] += host.num_full > 0
+        copies = () if grant is None else grant.copies
+        states["swapped in"] += sum(copy.direction is Direction.IN for copy in copies)
+        states["copies alone"] += bool(copies) and not len(grant.slots)
 
     def _cut_clients_off(self) -> None:
         """A proxy in front goes down: many requests are cancelled in one turn of the loop, wherever they are."""

@@ -18,7 +18,7 @@ from millrace.runtime.pipeline import Pipeline
 from millrace.runtime.testing import sim_test
 from millrace.stages.device import Device
 from millrace.stages.execute import Execute
-from millrace.stages.messages import BlockCopy, StepGrant
+from millrace.stages.messages import BlockCopy, Direction, StepGrant
 from millrace.stages.runner import ModelRunner
 from millrace.stages.sampling import Sampler
 from tests.model.checkpoints import make_checkpoint
@@ -162,11 +162,20 @@ def test_a_random_schedule_reads_and_writes_as_a_plain_reading_says():
         assert next(sampled, None) is None
 
 
-def test_copies_that_nobody_would_make_are_refused():
-    runner, _ = make()
-    step = grant([(0, 0, 1, True)], started=[started(0, (1,))])
-    with pytest.raises(NotImplementedError, match="step 0 asks for 1 block copies"):
-        runner.forward(replace(step, copies=(BlockCopy("out", ints(1), ints(2)),)))
+def test_a_grant_of_copies_alone_moves_blocks_to_the_host_and_back_and_runs_no_model(tmp_path):
+    make_checkpoint("llama", tmp_path, has_tokenizer=False)
+    decoder = load_decoder(tmp_path)
+    cache = KVCache(decoder.config, 4, 16, decoder.dtype, decoder.device)
+    cache.data.copy_(torch.randn_like(cache.data))
+    before = [cache.data.select(3, block).clone() for block in range(4)]
+    runner = ModelRunner(decoder, cache, torch.zeros(2, dtype=torch.int64), 4, num_host_blocks=3)
+    out = BlockCopy(Direction.OUT, ints(3, 1), ints(0, 2))
+    assert runner.forward(replace(grant([]), copies=(out,))).shape == (0, 0)
+    cache.data.zero_()
+    back = BlockCopy(Direction.IN, ints(2, 0), ints(0, 2))
+    runner.forward(replace(grant([], step=1), copies=(back,)))
+    assert torch.equal(cache.data.select(3, 0), before[1]) and torch.equal(cache.data.select(3, 2), before[3])
+    assert not cache.data.select(3, 1).any() and not cache.data.select(3, 3).any()
 
 
 # -- with a real decoder

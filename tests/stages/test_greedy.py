@@ -98,19 +98,24 @@ def test_greedy_tokens_equal_transformers_alone_and_among_others(subject: Subjec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_greedy_tokens_equal_transformers_when_memory_runs_out(subject: Subject, steps_in_flight: int):
-    """The pool holds one longest sequence and little more, so sequences are preempted and computed again."""
+@pytest.mark.parametrize(("steps_in_flight", "num_cpu_blocks"), [(1, 500), (2, 500), (2, 0), (2, 9)])
+def test_greedy_tokens_equal_transformers_when_memory_runs_out(
+    subject: Subject, steps_in_flight: int, num_cpu_blocks: int
+):
+    """The pool holds one longest sequence and little more, so sequences are preempted: swapped to the host as long as
+    there is room, computed again when there is none."""
 
     async def run() -> None:
         settings = {"steps_in_flight": steps_in_flight, "num_gpu_blocks": 42, "max_num_batched_tokens": 128}
+        settings["num_cpu_blocks"] = num_cpu_blocks
         async with Engine(config(subject.folder, **settings)) as engine:
             long_answers = [answer(engine, other, num_new=120) for other in subject.others]
             answers = asyncio.gather(*(answer(engine, prompt) for prompt in subject.prompts))
             results = await asyncio.gather(*long_answers, answers)
             assert results[-1] == subject.answers
             scheduler = engine.pipeline.stages["schedule"].scheduler  # type: ignore[attr-defined]
-            assert scheduler.num_preemptions > 0
+            ways = {how for how, _ in scheduler.preemptions}
+            assert ways == {0: {"recompute"}, 9: {"recompute", "swap"}, 500: {"swap"}}[num_cpu_blocks]
             for other, answered in list(zip(subject.others, results, strict=False))[:3]:
                 assert answered == await answer(engine, other, num_new=120)
 

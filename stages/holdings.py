@@ -1,0 +1,218 @@
+"""What each slot holds: blocks on the device, shared ones among them, and what waits on the host to come back.
+
+Knows blocks, slots and steps. Refuses to know who should get how much: that is the allocator's part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .blocks import BlockPool, BlockTables
+from .host import HostTier
+from .messages import NO_INTS, BlockCopy, Direction, Indices, Ints, Started, StepPlan
+from .prefix import PrefixCache
+from .sharing import Sharing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """What a sequence need not compute when it starts, or comes back."""
+
+    num_tokens: int  # in the blocks below
+    shared: Ints  # blocks on the device that other tables may hold, too; its first ones
+    on_host: Ints  # blocks on the host that follow them, to be copied in
+
+
+class Holdings:
+    """The books of one pool: a plan's changes are made slot by slot, and what they mean for the device is collected."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        blocks_per_slot: int,
+        cache: PrefixCache | None,
+        host: HostTier | None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.tables = BlockTables(num_slots, blocks_per_slot, block_size)
+        self.host = host
+        self.sharing = None if cache is None else Sharing(cache, self.pool, self.tables)
+        self.completed_step = -1
+        self.last_step = np.full(num_slots, -1, np.int64)  # [S] the last step that may touch the slot's blocks
+        self.started: dict[int, Started] = {}  # by slot: not yet told to the device
+        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who started there last
+        # of the plan in hand:
+        self.begun: dict[int, Beginning] = {}  # by slot
+        self.swapped: dict[int, int] = {}  # slot -> tokens that go to the host
+        self.copies: list[BlockCopy] = []
+
+    # -- news
+
+    def take_note(self, plan: StepPlan) -> None:
+        """What happened since the last plan: steps done, sequences ended, given up, preempted or started."""
+        self.completed_step = plan.completed_step
+        self.begun, self.swapped, self.copies = {}, {}, []
+        if self.sharing is not None:
+            self.sharing.settle(plan)
+        self.pool.settle(plan.completed_step)
+        if self.host is not None:
+            self.host.pool.settle(plan.completed_step)
+            for sequence_id in plan.discarded:
+                self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an older step may copy into them
+        for slot in (*plan.ended, *plan.dropped):
+            self.empty(slot)
+        for slot in plan.preempted:
+            self.preempt(slot, plan.step)
+        for started in plan.started:
+            self.started[started.slot] = started
+            self._sequence_ids[started.slot] = started.sequence_id
+            if self.sharing is not None:
+                self.sharing.start(started)
+
+    def empty(self, slot: int) -> None:
+        """Takes a slot's blocks away; they come back when the last step that may touch them is done."""
+        self.started.pop(slot, None)
+        self.begun.pop(slot, None)
+        if self.sharing is not None:
+            self.sharing.drop(slot)
+        self.pool.give_back(self.tables.clear(slot), int(self.last_step[slot]), self.completed_step)
+
+    def preempt(self, slot: int, step: int) -> None:
+        """The same for the sake of another sequence, in the plan of `step`: what the blocks hold goes to the host, if
+        there is room and that is worth it. What has not come back from there yet stays there."""
+        num_tokens = int(self.tables.num_tokens[slot])
+        if self.host is not None and num_tokens and slot not in self.started:
+            kept = self.host.swap_out(int(self._sequence_ids[slot]), num_tokens)
+            if kept is not None:
+                blocks = self.tables.blocks[slot, : len(kept)].copy()
+                self.copies.append(BlockCopy(Direction.OUT, blocks, kept))
+                self.swapped[slot] = num_tokens
+                self.last_step[slot] = step
+        self.empty(slot)
+
+    # -- beginning
+
+    def beginners(self, plan: StepPlan) -> dict[int, int]:
+        """Rows that may have a beginning: row -> tokens it wants in all."""
+        if not self.started:
+            return {}
+        fewest = self.pool.block_size + 1  # tokens of a sequence that may find a block, and has one left to compute
+        return {
+            row: int(plan.num_wanted[row])
+            for row, slot in enumerate(plan.slots.tolist())
+            if slot in self.started
+            and not self.tables.room[slot]
+            and (self._num_on_host(slot) or (self.sharing is not None and plan.num_wanted[row] >= fewest))
+        }
+
+    def attach(self, plan: StepPlan, row: int) -> None:
+        """The row begins with what is known of it, and wants the rest; or wants nothing yet, as another sequence
+        computes what it would find. `plan.num_wanted` is the caller's own."""
+        slot = int(plan.slots[row])
+        num_on_host = self._num_on_host(slot)
+        shared = NO_INTS
+        if self.sharing is not None:
+            found = self.sharing.find(slot, may_wait=not num_on_host)
+            if found is None:
+                plan.num_wanted[row] = 0
+                return
+            shared = found
+        size = self.pool.block_size
+        num_tokens = max(len(shared) * size, num_on_host)
+        if num_tokens:
+            on_host = NO_INTS
+            if num_on_host > len(shared) * size:
+                assert self.host is not None
+                on_host = self.host.blocks(int(self._sequence_ids[slot]))[len(shared) :]
+            if len(shared):
+                self.pool.share(shared)
+                self.tables.append(np.array([slot]), np.array([len(shared)], np.int32), shared)
+            self.tables.num_tokens[slot] = num_tokens
+            plan.num_wanted[row] -= num_tokens
+            self.begun[slot] = Beginning(num_tokens, shared, on_host)
+        if self.sharing is not None:
+            self.sharing.begin(slot, min(int(plan.num_wanted[row]), plan.token_budget))
+
+    def detach(self, plan: StepPlan, row: int, num_wanted: int) -> None:
+        """As if the row, which wants `num_wanted` tokens in all, had not been attached."""
+        plan.num_wanted[row] = num_wanted
+        slot = int(plan.slots[row])
+        if self.sharing is not None:
+            self.sharing.begin_no_more(slot)
+        if self.begun.pop(slot, None) is not None:
+            self.pool.give_back(self.tables.clear(slot), -1, self.completed_step)
+
+    def _num_on_host(self, slot: int) -> int:
+        return 0 if self.host is None else self.host.num_tokens(int(self._sequence_ids[slot]))
+
+    # -- granting
+
+    def grow(self, slots: Indices, counts: Ints) -> tuple[Indices, Indices, Ints]:
+        """New blocks, `counts[i]` for `slots[i]`, and those that sequences begin with: (slot, place, block) of each."""
+        blocks = self.pool.take(int(counts.sum()))
+        table_slots, table_places = self.tables.append(slots, counts, blocks)
+        for slot, beginning in self.begun.items():
+            found = beginning.shared
+            table_slots = np.concatenate([table_slots, np.full(len(found), slot)])
+            table_places = np.concatenate([table_places, np.arange(len(found))])
+            blocks = np.concatenate([blocks, found])
+        return table_slots, table_places, blocks
+
+    def copy_in(self, step: int) -> None:
+        """Those that begin in `step` get what is theirs on the host."""
+        if self.host is None:
+            return
+        for slot, beginning in self.begun.items():
+            if len(beginning.on_host):
+                first = len(beginning.shared)
+                blocks = self.tables.blocks[slot, first : first + len(beginning.on_host)].copy()
+                self.copies.append(BlockCopy(Direction.IN, beginning.on_host, blocks))
+            self.host.release(int(self._sequence_ids[slot]), step, self.completed_step)
+
+    def tell_started(self, slots: Indices) -> tuple[Started, ...]:
+        """What the device has not been told yet of these slots."""
+        told = (self.started.pop(slot) for slot in slots.tolist() if slot in self.started)
+        return tuple(self._with_beginning(started) for started in told)
+
+    def _with_beginning(self, started: Started) -> Started:
+        beginning = self.begun.get(started.slot)
+        if beginning is None:
+            return started
+        num_shared = len(beginning.shared) * self.pool.block_size
+        return replace(started, num_cached=beginning.num_tokens, num_shared=num_shared)
+
+    # -- after a crash
+
+    def reset(self, completed_step: int, last_granted: int) -> None:
+        """Forgets every table. All blocks are free again once the steps granted so far are done."""
+        self.completed_step = completed_step
+        self.tables.clear_all()
+        self.started.clear()
+        self.begun, self.swapped, self.copies = {}, {}, []
+        if self.sharing is not None:
+            self.sharing.drop_all()
+        self.pool.seize_all(last_granted)
+        self.pool.settle(completed_step)
+        if self.host is not None:
+            self.host.forget_all(last_granted)
+            self.host.pool.settle(completed_step)
+
+    def check(self) -> None:
+        """Raises AssertionError unless pools, tables and cache agree (I3, I4, I11): each block is in as many tables as
+        the pool says, and the pool keeps what the cache knows."""
+        self.pool.check()
+        num_tables = np.bincount(self.tables.held(), minlength=self.pool.num_blocks)
+        wrong = np.flatnonzero(num_tables != self.pool.num_tables)
+        assert not len(wrong), f"blocks {wrong.tolist()} are in other tables than the pool knows of"
+        if self.sharing is None:
+            assert num_tables.max(initial=0) <= 1, "two tables hold one block"
+        else:
+            self.sharing.check()
+        if self.host is not None:
+            self.host.check()
+        assert not (self.tables.room % self.tables.block_size).any(), "a table has room for a part of a block"
+        assert (self.tables.num_tokens <= self.tables.room).all(), "a slot has tokens without a block"

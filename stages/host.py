@@ -1,0 +1,91 @@
+"""What lies on the host: the blocks of sequences that were swapped out, and whether swapping is worth it.
+
+Knows sequences by id, blocks and costs. Refuses to know slots, policy or tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .blocks import BlockPool
+from .messages import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast the machine is, as measured at start-up."""
+
+    copy_s: float  # to copy one block, one way
+    compute_s: float  # to compute one token of a prompt
+
+    def favour_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether copying the blocks out and in takes no longer than computing what they hold again."""
+        return 2 * num_blocks * self.copy_s <= num_tokens * self.compute_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Swapped:
+    """One sequence's tokens on the host."""
+
+    num_tokens: int
+    blocks: Ints  # in token order; the last may be partly filled
+
+
+class HostTier:
+    """A bounded pool of blocks in host memory, and whose they are. Without `rates`, swapping is always worth it.
+
+    A block is in use from the plan that copies into it until the sequence is copied back or given up. Then it is
+    quarantined while a step in flight may still read it, as on the device.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, rates: Rates | None = None) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.rates = rates
+        self.num_full = 0  # times that there was no room
+        self.num_dear = 0  # times that computing again was cheaper
+        self._swapped: dict[int, _Swapped] = {}  # by sequence
+
+    def __len__(self) -> int:
+        """Sequences that have blocks here."""
+        return len(self._swapped)
+
+    def swap_out(self, sequence_id: int, num_tokens: int) -> Ints | None:
+        """Blocks for the first `num_tokens` tokens of a sequence; None if it is to be computed again instead."""
+        assert sequence_id not in self._swapped, f"sequence {sequence_id} is swapped out twice"
+        num_blocks = -(-num_tokens // self.pool.block_size)
+        if self.rates is not None and not self.rates.favour_swap(num_blocks, num_tokens):
+            self.num_dear += 1
+            return None
+        if num_blocks > self.pool.num_available:
+            self.num_full += 1
+            return None
+        blocks = self.pool.take(num_blocks)
+        self._swapped[sequence_id] = _Swapped(num_tokens, blocks)
+        return blocks
+
+    def num_tokens(self, sequence_id: int) -> int:
+        """Tokens of the sequence that are here, 0 if none."""
+        swapped = self._swapped.get(sequence_id)
+        return 0 if swapped is None else swapped.num_tokens
+
+    def blocks(self, sequence_id: int) -> Ints:
+        """Where they are, in token order."""
+        return self._swapped[sequence_id].blocks
+
+    def release(self, sequence_id: int, last_step: int, completed_step: int) -> None:
+        """The sequence needs its blocks here no more; step `last_step` may still touch them. Unknown ids have none."""
+        swapped = self._swapped.pop(sequence_id, None)
+        if swapped is not None:
+            self.pool.give_back(swapped.blocks, last_step, completed_step)
+
+    def forget_all(self, last_step: int) -> None:
+        """Nothing here is to be trusted any more; all is free once step `last_step` is done."""
+        self._swapped.clear()
+        self.pool.seize_all(last_step)
+
+    def check(self) -> None:
+        """Raises AssertionError unless each block in use is one sequence's (I3, I4)."""
+        self.pool.check()
+        held = sorted(block for swapped in self._swapped.values() for block in swapped.blocks.tolist())
+        assert len(set(held)) == len(held), "two sequences have one block on the host"
+        assert len(held) == self.pool.num_in_use, f"{self.pool.num_in_use} host blocks are in use, {len(held)} are held"

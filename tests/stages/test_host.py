@@ -1,0 +1,147 @@
+"""What is swapped out, what comes back, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from millrace.stages.allocator import Allocator
+from millrace.stages.config import EngineConfig
+from millrace.stages.errors import ConfigError
+from millrace.stages.host import HostTier, Rates
+from millrace.stages.memory import num_host_blocks
+from millrace.stages.messages import Direction, StepPlan
+from millrace.stages.params import SamplingParams
+from tests.stages.plans import plan
+
+pytest_plugins = ["millrace.stages.pytest_plugin"]
+
+
+def make(num_host_blocks: int = 8, rates: Rates | None = None, **sizes: Any) -> Allocator:
+    sizes = {"num_blocks": 4, "block_size": 2, "num_slots": 4, "max_model_len": 8, **sizes}
+    return Allocator(**sizes, host=HostTier(num_host_blocks, sizes["block_size"], rates))
+
+
+def squeeze(allocator: Allocator) -> Any:
+    """Slot 0 takes from slot 1, which has three tokens, in step 1."""
+    allocator.serve(plan(0, {0: 4, 1: 3}))
+    return allocator.serve(plan(1, {0: 1}, completed=0, victims=[1], may_take={0: 1}))
+
+
+def copies(grant: Any) -> list[tuple[Direction, int]]:
+    return [(copy.direction, len(copy.sources)) for copy in grant.copies]
+
+
+def test_a_victims_blocks_are_copied_to_the_host_and_come_free_when_that_step_is_done():
+    allocator = make()
+    grant, report = squeeze(allocator)
+    assert report.preempted == [1] and report.swapped == {1: 3}
+    assert copies(grant) == [(Direction.OUT, 2)] and not len(grant.slots) and not report.is_void
+    assert report.num_quarantined == 2
+    grant, _ = allocator.serve(plan(2, {0: 1}, completed=1))
+    assert grant is not None and grant.slots.tolist() == [0]
+    allocator.check()
+
+
+def test_what_comes_back_is_copied_and_only_the_rest_is_computed():
+    allocator = make()
+    squeeze(allocator)
+    allocator.serve(plan(2, {0: 1}, completed=1))
+    grant, report = allocator.serve(plan(3, {1: 5}, completed=2, ended=[0]))
+    assert report.num_cached.tolist() == [3] and report.num_granted.tolist() == [2]
+    assert grant is not None and grant.starts.tolist() == [3] and copies(grant) == [(Direction.IN, 2)]
+    (started,) = grant.started
+    assert (started.num_cached, started.num_shared) == (3, 0)
+    assert grant.copies[0].destinations.tolist() == grant.table_blocks.tolist()[:2]
+    assert allocator.host is not None and allocator.host.pool.num_quarantined == 2
+    allocator.serve(plan(4, {}, completed=3))
+    assert allocator.host.pool.num_free == 8
+    allocator.check()
+
+
+def test_what_does_not_fit_on_the_host_is_computed_again():
+    allocator = make(num_host_blocks=1)
+    grant, report = squeeze(allocator)
+    assert report.preempted == [1] and report.swapped == {} and not grant.copies
+    assert allocator.host is not None and allocator.host.num_full == 1
+
+
+@pytest.mark.parametrize(("rates", "is_swapped"), [(Rates(1.0, 2.0), True), (Rates(1.0, 1.0), False)])
+def test_a_victim_goes_the_way_that_the_measured_cost_favours(rates: Rates, is_swapped: bool):
+    """Two blocks out and in take 4 s; three tokens take 6 s or 3 s."""
+    allocator = make(rates=rates)
+    _, report = squeeze(allocator)
+    assert (1 in report.swapped) == is_swapped
+    assert allocator.host is not None and allocator.host.num_dear == (not is_swapped)
+
+
+def test_what_is_discarded_leaves_the_host_once_no_step_copies_it():
+    allocator = make()
+    squeeze(allocator)
+    assert allocator.host is not None
+    allocator.serve(_discarding(plan(2, {}, completed=0), 1))
+    assert allocator.host.pool.num_quarantined == 2 and not len(allocator.host)
+    allocator.serve(plan(2, {}, completed=1))
+    assert allocator.host.pool.num_free == 8
+    allocator.check()
+
+
+def test_a_row_that_can_not_come_back_yet_keeps_what_it_has_on_the_host():
+    allocator = make()
+    squeeze(allocator)
+    allocator.serve(plan(2, {0: 1}, completed=1))
+    grant, report = allocator.serve(plan(3, {0: 1, 1: 5}, completed=2))  # one block is free, and two must come back
+    assert report.num_granted.tolist() == [1, 0] and report.num_cached.tolist() == [0, 0]
+    assert allocator.host is not None and allocator.host.num_tokens(1) == 3
+    allocator.check()
+
+
+def test_a_reset_forgets_the_host_too():
+    allocator = make()
+    squeeze(allocator)
+    report = allocator.reset(plan(2, {}, completed=1))
+    assert report.is_reset and allocator.host is not None
+    assert not len(allocator.host) and allocator.host.pool.num_free == 8
+
+
+def test_the_pool_on_the_host_is_no_larger_than_all_slots_could_use():
+    config = EngineConfig(max_num_seqs=2, block_size=16)
+    assert num_host_blocks(config, 1024, max_model_len=64, default_gib=1.0) == 8
+    assert num_host_blocks(EngineConfig(swap_space=0), 1024, max_model_len=64, default_gib=1.0) == 0
+    assert num_host_blocks(EngineConfig(num_cpu_blocks=5), 1024, max_model_len=64, default_gib=1.0) == 5
+
+
+def test_more_swap_space_than_the_machine_has_is_refused_with_what_is_free():
+    with pytest.raises(ConfigError, match="swap_space = 1e\\+06 GiB needs .* MiB are free"):
+        num_host_blocks(EngineConfig(swap_space=1e6), 2**30, max_model_len=2**25, default_gib=1.0)
+    with pytest.raises(ConfigError, match="num_cpu_blocks = -1"):
+        EngineConfig(num_cpu_blocks=-1)
+
+
+def test_under_pressure_sequences_come_back_from_the_host_with_nothing_computed_twice(scripted: Any) -> None:
+    """Eight answers of 60 tokens in memory for two."""
+
+    async def main(engine: Any) -> None:
+        async def one(i: int) -> list[int]:
+            params = SamplingParams(max_tokens=60, ignore_eos=True, seed=i)
+            prompt = [65 + i] * 20
+            found = [t async for o in engine.generate(prompt, params) for t in o.outputs[0].token_ids]
+            assert found == engine.model.script.expected(prompt, params)
+            return found
+
+        await asyncio.gather(*(one(i) for i in range(8)))
+        scheduler = engine.scheduler
+        assert scheduler.preemptions["swap", "blocks"] > 0 and not scheduler.preemptions["recompute", "blocks"]
+        assert scheduler.num_recomputed_tokens == 0
+        assert engine.model.num_copied > 0
+        await engine.check_quiet()
+
+    sizes = {"num_gpu_blocks": 20, "block_size": 8, "max_model_len": 128, "enable_prefix_caching": False}
+    scripted(main, num_cpu_blocks=200, **sizes)
+
+
+def _discarding(plan: StepPlan, *sequence_ids: int) -> StepPlan:
+    return replace(plan, discarded=sequence_ids)

@@ -86,6 +86,7 @@ class Metrics:
         yield _gauge("vllm:num_requests_running", "Sequences that run.", scheduler.num_running, labels)
         yield _gauge("vllm:num_requests_waiting", "Sequences that wait to run.", scheduler.num_waiting, labels)
         yield _gauge("vllm:num_requests_swapped", "Sequences swapped to the host.", scheduler.num_swapped, labels)
+        yield _gauge("millrace:num_requests_parked", "Sequences whose clients stall.", scheduler.num_parked, labels)
         used = pool.num_in_use / pool.num_blocks
         yield _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
         yield _blocks("millrace:kv_blocks", "KV blocks by state; shared ones count as used, too.", pool, labels)

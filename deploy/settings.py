@@ -47,6 +47,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_num_seqs": "sequences that run at once",
         "max_num_batched_tokens": "tokens of one step: smaller keeps gaps short, larger prefills faster",
         "enable_chunked_prefill": "let long prompts run over several steps",
+        "scheduler": "priority, fifo, or package.module:Class, a millrace.stages.policy.Policy of your own",
+        "priority_ageing_s": "seconds of waiting that are worth one priority; none: priorities are strict",
         "steps_in_flight": "2 overlaps planning with execution, 1 is the serial debug mode",
     },
     "KV cache": {
@@ -61,6 +63,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "admission": {
         "max_admitted_requests": "requests under way at once, waiting ones included; more get 429",
         "max_waiting_requests": "requests without a first token; more get 429",
+        "max_unread_tokens": "tokens of an answer whose client does not read, before it is parked",
+        "max_parked_s": "seconds that a client may leave a parked answer unread",
     },
 }
 

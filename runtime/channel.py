@@ -290,8 +290,9 @@ def _always() -> bool:
 class ControlLane:
     """Word about sequences that must never wait: `cancel`, `deadline`, `disconnect`, `finish`, `unpark`.
 
-    A coalescing map from an id to the first cause posted for it, so it is bounded by what is alive and `post` never
-    blocks. One reader, which takes all of it at a boundary of its own choosing.
+    A coalescing map from an id to one cause, so it is bounded by what is alive and `post` never blocks. One reader,
+    which takes all of it at a boundary of its own choosing. The first cause of an end stays, as a request ends once;
+    `park` and `unpark` give way to whatever is posted later.
     """
 
     def __init__(self, name: str) -> None:
@@ -309,8 +310,9 @@ class ControlLane:
             bell.ring()
 
     def post(self, sequence_id: int, cause: str) -> None:
-        """Says `cause` of `sequence_id`. The first cause stays: a request ends once."""
-        self._causes.setdefault(sequence_id, cause)
+        """Says `cause` of `sequence_id`."""
+        if self._causes.get(sequence_id) in (None, "park", "unpark"):
+            self._causes[sequence_id] = cause
         self._bell.ring()
 
     def take(self) -> dict[int, str]:

@@ -37,6 +37,8 @@ class EngineConfig:
     max_num_seqs: int = 256  # sequences that run at once
     max_num_batched_tokens: int = 2048  # tokens of one step; smaller keeps gaps short, larger prefills faster
     enable_chunked_prefill: bool = True  # False: a prompt runs in one step, whole
+    scheduler: str = "priority"  # or "fifo", or package.module:Class, a subclass of millrace.stages.policy.Policy
+    priority_ageing_s: float | None = None  # waiting so long is worth one priority; None: however long, it stays behind
     steps_in_flight: int = 2  # K: 2 overlaps planning with execution, 1 is the serial debug mode
 
     # the cache
@@ -51,10 +53,18 @@ class EngineConfig:
     # the door
     max_admitted_requests: int = 1024  # under way at once, waiting ones included
     max_waiting_requests: int = 512  # not yet running
+    max_unread_tokens: int = 256  # of an answer whose client does not read, before it is parked
+    max_parked_s: float = 30.0  # that a client may leave a parked answer unread, before the request ends
 
     def __post_init__(self) -> None:
         _power_of_two("block_size", self.block_size)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tokenizer_workers", "max_admitted_requests"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "tokenizer_workers",
+            "max_admitted_requests",
+            "max_unread_tokens",
+        ):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "num_gpu_blocks", "kv_cache_bytes", "threads"):
             if getattr(self, name) is not None:
@@ -63,6 +73,10 @@ class EngineConfig:
             raise ConfigError(
                 f"num_cpu_blocks = {self.num_cpu_blocks}: must be at least 0, which switches swapping off"
             )
+        for name in ("priority_ageing_s", "max_parked_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0.0 < seconds < float("inf"):
+                raise ConfigError(f"{name} = {seconds}: must be a number of seconds above 0")
         if self.swap_space is not None and not 0.0 <= self.swap_space < float("inf"):
             raise ConfigError(f"swap_space = {self.swap_space}: must be a number of GiB, 0 or more")
         if self.steps_in_flight not in (1, 2, 3, 4):

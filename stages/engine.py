@@ -36,6 +36,7 @@ from .outputs import CompletionOutput, Delta, ModelInfo, OutputKind, RequestOutp
 from .params import SamplingParams
 from .phases import Phases
 from .pipeline import build_pipeline
+from .policy import make_policy
 from .prefix import PrefixCache
 from .sample import Sample
 from .schedule import Schedule
@@ -340,7 +341,7 @@ class EngineParts:
         self.loaded = loaded
         self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.schedule = Schedule(_step_limits(config, info))
+        self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
         cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
         host = HostTier(info.num_host_blocks, info.block_size, info.rates) if info.num_host_blocks else None
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
@@ -349,7 +350,7 @@ class EngineParts:
         self.detokenize = Detokenize(
             loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
         )
-        self.exit = Outboxes()
+        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
         self.pipeline = build_pipeline(
             self.intake,
             self.tokenize,

@@ -6,6 +6,7 @@ need not go on (the control lane), and intake that there is room again. Knows te
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Never
@@ -21,11 +22,17 @@ from .errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
 from .messages import Finish, FinishReason, Request, StepText, TokenLogprobs
 from .outputs import FINISH_NAMES, Delta
 
+MAX_UNREAD_TOKENS = 256  # of a choice, before it is parked
+STALL_S = 30.0  # that a client may leave a parked choice
+
 log = get_logger("millrace.stages")
 
 
 class Outboxes(Exit["RequestOutbox"]):
     """Sorts text into outboxes, and ends requests.
+
+    A choice that has `max_unread_tokens` tokens nobody reads is parked: schedule does not serve it until its client
+    reads again, and the request ends if that takes longer than `stall_s`.
 
     The control lane is written here and nowhere else, for here all ends are known: a cancel, a deadline or an error
     posts its cause for each sequence that has not finished, a stop string posts "finish". EOS, stop ids and lengths are
@@ -35,8 +42,10 @@ class Outboxes(Exit["RequestOutbox"]):
     inputs: ClassVar = {"in": StepText}
     on_crash: ClassVar = Crash.RECOVER
 
-    def __init__(self) -> None:
+    def __init__(self, max_unread_tokens: int = MAX_UNREAD_TOKENS, stall_s: float = STALL_S) -> None:
         super().__init__()
+        self.max_unread_tokens = max_unread_tokens
+        self.stall_s = stall_s
         self.lane = ControlLane("nobody reads")  # the pipeline's own takes its place before the start
         self.on_start: list[Callable[[str], None]] = []  # called with the id of a request at its first token
         self.on_end.append(self._let_go)
@@ -83,6 +92,7 @@ class Outboxes(Exit["RequestOutbox"]):
 
     def _let_go(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         self._trace_finished(outbox, cause)
+        outbox.forget_stall()
         for choice in outbox.choices:
             if self._choices.pop(choice.sequence_id, None) is not None and not isinstance(error, Overloaded):
                 self.lane.post(choice.sequence_id, cause)
@@ -118,6 +128,8 @@ class Outboxes(Exit["RequestOutbox"]):
                 if not outbox.has_started:
                     self._start(outbox)
                 outbox.bell.ring()
+            elif len(choice.token_ids) >= self.max_unread_tokens and not choice.is_parked:
+                self._park(choice)
         if item.prompt_lengths:
             for sequence_id, length in item.prompt_lengths.items():
                 if (choice := choices.get(sequence_id)) is not None:
@@ -128,6 +140,23 @@ class Outboxes(Exit["RequestOutbox"]):
                 choice.logprobs.append(logprobs)
         for row, finish in item.finishes.items():
             self._finish(item.sequence_ids[row], finish)
+
+    def _park(self, choice: Choice) -> None:
+        choice.is_parked = True
+        self.lane.post(choice.sequence_id, "park")
+        outbox = choice.outbox
+        if outbox.stall_timer is None:
+            loop = asyncio.get_running_loop()
+            outbox.stall_timer = loop.call_later(self.stall_s, self.end, outbox.request_id, "stalled_reader")
+            outbox.on_read = self._unpark
+
+    def _unpark(self, outbox: RequestOutbox) -> None:
+        outbox.forget_stall()
+        for choice in outbox.choices:
+            if choice.is_parked:
+                choice.is_parked = False
+                if choice.sequence_id in self._choices:
+                    self.lane.post(choice.sequence_id, "unpark")
 
     def _start(self, outbox: RequestOutbox) -> None:
         outbox.has_started = True
@@ -150,9 +179,9 @@ class Outboxes(Exit["RequestOutbox"]):
 class RequestOutbox:
     """Where a client reads the answer to its request: an async iterator over lists of `Delta`, at most one a choice.
 
-    Text that arrives between two reads is joined, so the writer never waits and a slow reader holds at most its own
-    answer in memory, which max_tokens bounds. The iteration ends after each choice had its finish reason, or raises the
-    `RequestError` that ended the request. One reader.
+    Text that arrives between two reads is joined, so the writer never waits; and a reader that stalls holds little more
+    than `max_unread_tokens` of each choice in memory, as those are parked. The iteration ends after each choice had its
+    finish reason, or raises the `RequestError` that ended the request. One reader.
     """
 
     def __init__(self, request: Request) -> None:
@@ -165,6 +194,8 @@ class RequestOutbox:
         self.cause: str | None = None  # why it ended: finish, error, cancel, disconnect, deadline, ...
         self.error: RequestError | None = None
         self.bell = Bell()
+        self.stall_timer: asyncio.TimerHandle | None = None  # runs while a choice is parked
+        self.on_read: Callable[[RequestOutbox], None] | None = None  # to be told of the next read
         self._is_over = False  # the reader has seen the end
 
     # -- counts, for the usage that a client is told
@@ -204,10 +235,19 @@ class RequestOutbox:
 
     def _take(self) -> list[Delta]:
         self.has_news = False
+        if self.on_read is not None:
+            self.on_read(self)
         if len(self.choices) == 1:
             delta = self.choices[0].take()
             return [] if delta is None else [delta]
         return [delta for choice in self.choices if (delta := choice.take()) is not None]
+
+    def forget_stall(self) -> None:
+        """The reader reads, or need not any more."""
+        self.on_read = None
+        if self.stall_timer is not None:
+            self.stall_timer.cancel()
+            self.stall_timer = None
 
     # -- ending
 
@@ -229,6 +269,7 @@ class Choice:
     __slots__ = (
         "finish",
         "index",
+        "is_parked",
         "is_told",
         "logprobs",
         "num_cached_tokens",
@@ -249,6 +290,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish: Finish | None = None
+        self.is_parked = False
         self.is_told = False  # the reader knows that it has finished
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0

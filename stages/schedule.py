@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
 from .messages import PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
+from .policy import Policy
 from .scheduler import Limits, Scheduler
 
 
@@ -19,7 +20,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     both before new work, so the loop never waits for itself.
 
     The control lane names sequences that are over (cancelled, past their deadline, stopped by a stop string); they run
-    on for at most K + 1 steps, and nobody sees what they make.
+    on for at most K + 1 steps, and nobody sees what they make. And those whose clients stall, or read again.
     """
 
     inputs: ClassVar = {"report": PlanReport, "feedback": StepDone | StepVoid, "in": TokenRequest}
@@ -27,8 +28,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     on_crash: ClassVar = Crash.RECOVER
     reads_lane: ClassVar = True
 
-    def __init__(self, limits: Limits, max_waiting: int = 512) -> None:
-        self.scheduler = Scheduler(limits)
+    def __init__(self, limits: Limits, max_waiting: int = 512, policy: Policy | None = None) -> None:
+        self.scheduler = Scheduler(limits, policy)
         self.max_waiting = max_waiting  # prompts; more stay in the channel, and hold their senders back
         self.last_step_s = 0.0  # when a step was last planned or done
         self._batch: Sequence[Any] = ()
@@ -49,9 +50,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
         self._batch, self._taken = batch, 0
         self._take(batch, out)
-        assert self._context is not None
-        for sequence_id in self._context.lane.take():
-            self.scheduler.end(sequence_id)
+        self._take_lane()
         while (plan := self.scheduler.plan()) is not None:
             self._send(plan, out)
 
@@ -60,6 +59,17 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         rest = batch[self._taken :] if self._batch is batch else batch
         self.scheduler.rebuild()
         await self.handle(rest, out)
+
+    def _take_lane(self) -> None:
+        assert self._context is not None
+        for sequence_id, cause in self._context.lane.take().items():
+            match cause:
+                case "park":
+                    self.scheduler.park(sequence_id)
+                case "unpark":
+                    self.scheduler.unpark(sequence_id)
+                case _:
+                    self.scheduler.end(sequence_id)
 
     def _take(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
         scheduler = self.scheduler
@@ -89,4 +99,4 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     @property
     def is_waiting_for_a_step(self) -> bool:
         """Whether there is work that should be moving."""
-        return bool(self.scheduler.num_running or self.scheduler.num_waiting)
+        return not self.scheduler.is_idle

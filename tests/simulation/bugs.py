@@ -16,10 +16,12 @@ from millrace.runtime.exit import Exit
 from millrace.stages.blocks import BlockPool
 from millrace.stages.holdings import Holdings
 from millrace.stages.host import HostTier
+from millrace.stages.lives import Lives
 from millrace.stages.messages import Ints, StepPlan
 from millrace.stages.outbox import Choice, RequestOutbox
 from millrace.stages.prefix import Chain, PrefixCache
 from millrace.stages.scheduler import Scheduler
+from millrace.stages.sequences import State
 from millrace.stages.sharing import Sharing
 
 
@@ -34,11 +36,12 @@ def lost_free_on_abort() -> AbstractContextManager[None]:
     """Schedule does not tell allocate of sequences that end any other way than by the device's word."""
 
     def change(end: Any) -> Any:
-        def lossy(self: Scheduler, sequence_id: int) -> None:
+        def lossy(self: Lives, sequence_id: int) -> None:
             sequence = self.sequences.get(sequence_id)
             end(self, sequence_id)
-            if sequence is not None and self._ended[-1:] == [sequence.slot] and sequence_id not in finished_by_device:
-                self._ended.pop()
+            is_told = sequence is not None and self.news.ended[-1:] == [sequence.slot]
+            if is_told and sequence_id not in finished_by_device:
+                self.news.ended.pop()
 
         return lossy
 
@@ -53,7 +56,7 @@ def lost_free_on_abort() -> AbstractContextManager[None]:
             on_done(self, done)
             finished_by_device.clear()
 
-        with MonkeyPatch.context() as patch, _changed(Scheduler, "end", change):
+        with MonkeyPatch.context() as patch, _changed(Lives, "end", change):
             patch.setattr(Scheduler, "on_done", noting)
             yield
 
@@ -215,25 +218,25 @@ def swap_kept_despite_void() -> AbstractContextManager[None]:
     """What a step should have copied to the host that did not happen counts as copied."""
 
     def change(give_up: Any) -> Any:
-        def gullible(self: Scheduler, void_step: int) -> None:
+        def gullible(self: Lives, void_step: int) -> None:
             pass
 
         return gullible
 
-    return _changed(Scheduler, "_give_up_swapped", change)
+    return _changed(Lives, "give_up_swapped", change)
 
 
 def lost_host_blocks() -> AbstractContextManager[None]:
     """Sequences that end while they are swapped out leave their blocks on the host for good."""
 
     def change(discard: Any) -> Any:
-        def silent(self: Scheduler, sequence: Any) -> None:
+        def silent(self: Lives, sequence: Any) -> None:
             discard(self, sequence)
-            self._discarded.clear()
+            self.news.discarded.clear()
 
         return silent
 
-    return _changed(Scheduler, "_discard", change)
+    return _changed(Lives, "_discard", change)
 
 
 def host_reused_early() -> AbstractContextManager[None]:
@@ -267,6 +270,20 @@ def half_a_block_forgotten() -> AbstractContextManager[None]:
     return _changed(Holdings, "preempt", change)
 
 
+def parked_for_good() -> AbstractContextManager[None]:
+    """Whoever is parked after its blocks were taken is not put back in line."""
+
+    def change(unpark: Any) -> Any:
+        def forgetful(self: Lives, sequence_id: int) -> None:
+            sequence = self.sequences.get(sequence_id)
+            if sequence is None or sequence.state is not State.PARKED:
+                unpark(self, sequence_id)
+
+        return forgetful
+
+    return _changed(Lives, "unpark", change)
+
+
 BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     bug.__name__: bug
     for bug in (
@@ -286,5 +303,6 @@ BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
         lost_host_blocks,
         host_reused_early,
         half_a_block_forgotten,
+        parked_for_good,
     )
 }

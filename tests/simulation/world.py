@@ -26,7 +26,7 @@ from millrace.stages.messages import Direction, Prompt, Request
 from millrace.stages.outputs import Delta
 from millrace.stages.params import SamplingParams
 from millrace.stages.scripted import ALPHABET, EOS, ByteTokenizer, Script
-from millrace.stages.sequences import MAX_PREEMPTIONS
+from millrace.stages.sequences import MAX_PREEMPTIONS, State
 from millrace.stages.testing import ScriptedPipeline, scripted_pipeline
 
 POLICIES = ("uniform", "uniform", "pct", "fifo", "starve:schedule", "starve:sample", "starve:exit", "starve:detokenize")
@@ -102,6 +102,10 @@ def draw_setup(seed: int) -> Setup:
         enable_chunked_prefill=is_chunked,
         steps_in_flight=dice.choice([1, 2, 2, 4]),
         enable_prefix_caching=dice.random() < 0.85,
+        max_unread_tokens=Random(f"unread/{seed}").choice([1, 3, 256]),
+        max_parked_s=Random(f"parked/{seed}").choice([1.0, 30.0, 1e6]),
+        scheduler=Random(f"policy/{seed}").choice(["priority", "priority", "fifo"]),
+        priority_ageing_s=None,
         num_cpu_blocks=Random(f"swap/{seed}").choice([0, 3, 10, 1000, 1000]),
         max_admitted_requests=dice.choice([4] + [1000] * 7),
         max_waiting_requests=dice.choice([2] + [1000] * 7),
@@ -339,6 +343,7 @@ class World:
 
     def _on_end(self, request_id: str, cause: str) -> None:
         self.ends[request_id] += 1
+        self.report.states["stalled out"] += cause == "stalled_reader"
         self.env.note("end", request_id, cause)
 
     # -- the checks of every step
@@ -354,6 +359,9 @@ class World:
         states = self.report.states
         states["preempted"] += len(report.preempted)
         self._note_swaps(plan, grant, report)
+        states["parked"] += self.parts.schedule.scheduler.num_parked > 0
+        sequences = self.parts.schedule.scheduler.sequences.values()
+        states["parked on the host"] += any(s.state is State.PARKED and s.num_swapped for s in sequences)
         states["void plan"] += grant is None
         states["quarantined"] += report.num_quarantined > 0
         states["found"] += bool(report.num_cached.any())

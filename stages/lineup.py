@@ -1,0 +1,63 @@
+"""The order in which running sequences are served, and who may lose its blocks for whom.
+
+Plain, columnar state behind the schedule stage; made anew when somebody comes or goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .messages import Bools, Indices, Ints
+from .slots import SlotTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lineup:
+    """The slots that are served, in order, and the victims: parked ones, then who is served last."""
+
+    slots: Indices  # [R]
+    victims: Indices  # [V] first to go first
+    num_victims: Ints  # [S] by slot: how many of them, from the front, it may take
+    has_reserves: bool  # whether any row is to have all its blocks at once
+
+    @classmethod
+    def of(cls, table: SlotTable) -> Lineup:
+        slots = table.served()
+        parked = np.flatnonzero(table.is_running & table.is_parked)
+        is_victim = table.reserve[slots] == 0
+        is_victim[:1] = False  # the first in line is never preempted
+        behind = np.cumsum(is_victim[::-1])[::-1] - is_victim
+        num_victims = np.zeros(table.num_slots, np.int32)
+        num_victims[slots] = behind + len(parked)
+        victims = np.concatenate([parked, slots[is_victim][::-1]])
+        return cls(slots, victims, num_victims, bool(np.count_nonzero(table.reserve[slots])))
+
+
+@dataclass(slots=True, eq=False)
+class Steady:
+    """What a plan of decoding rows says, again and again, until a row comes or goes: each row wants one token."""
+
+    lineup: Lineup  # it holds for
+    num_wanted: Ints  # [R] ones
+    reaches_end: Bools  # [R] all true
+    num_victims: Ints  # [R]
+    num_reserved: Ints | None  # [R]
+    one_each: Ints  # [S] by slot: ones for the rows, zeros elsewhere
+    num_plans: int  # for which it still holds: the fewest tokens that any row may yet make
+
+    @classmethod
+    def of(cls, lineup: Lineup, table: SlotTable, num_wanted: Ints) -> Steady:
+        slots = lineup.slots
+        one_each = np.zeros(table.num_slots, np.int32)
+        one_each[slots] = 1
+        return cls(
+            lineup=lineup,
+            num_wanted=num_wanted,
+            reaches_end=np.ones(len(slots), np.bool_),
+            num_victims=lineup.num_victims[slots],
+            num_reserved=table.reserve[slots] if lineup.has_reserves else None,
+            one_each=one_each,
+            num_plans=int((table.limit[slots] - table.num_known[slots]).min()),
+        )

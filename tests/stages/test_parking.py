@@ -1,0 +1,142 @@
+"""Clients that do not read: they are parked, hold nobody back, and lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from millrace.stages.limits import as_token_ids
+from millrace.stages.messages import Prompt, Request
+from millrace.stages.params import SamplingParams
+
+pytest_plugins = ["millrace.stages.pytest_plugin"]
+
+SIZES = {"num_gpu_blocks": 400, "block_size": 8, "max_model_len": 256, "max_unread_tokens": 8, "num_cpu_blocks": 2000}
+
+
+def _request(name: str, i: int, max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=i)
+    return Request(name, (Prompt(token_ids=as_token_ids([65 + i % 26] * (3 + i % 7))),), params)
+
+
+def _right(engine: Any, request: Request) -> list[int]:
+    return engine.model.script.expected(request.prompts[0].token_ids.tolist(), request.params)
+
+
+async def _read(outbox: Any) -> list[int]:
+    return [token async for deltas in outbox for delta in deltas for token in delta.token_ids]
+
+
+async def _until(condition: Any) -> None:
+    for _ in range(5_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came to that")
+
+
+def test_an_answer_that_nobody_reads_stops_soon_and_goes_on_when_it_is_read(scripted: Any):
+    async def main(engine: Any) -> None:
+        request = _request("stalled", 0, 200)
+        outbox = await engine.submit(request)
+        await _until(lambda: engine.scheduler.num_parked == 1)
+        num_steps = engine.model.num_steps
+        await asyncio.sleep(0.05)
+        assert engine.model.num_steps <= num_steps + 3, "it is served though it is parked"
+        assert outbox.num_generated_tokens <= 8 + 4
+        assert engine.health.is_ready
+        assert await _read(outbox) == _right(engine, request)
+        assert engine.scheduler.num_preemptions == 0
+        await engine.check_quiet()
+
+    scripted(main, **SIZES)
+
+
+async def _gaps(engine: Any, num: int) -> list[int]:
+    """Steps between two tokens of the same answer, for `num` answers at once that are read as they come."""
+    gaps: list[int] = []
+
+    async def read_well(request: Request) -> None:
+        last, found = None, []
+        async for deltas in await engine.submit(request, wait=True):
+            found += [token for delta in deltas for token in delta.token_ids]
+            if last is not None:
+                gaps.append(engine.model.num_steps - last)
+            last = engine.model.num_steps
+        assert found == _right(engine, request)
+
+    await asyncio.gather(*(read_well(_request(f"r{i}", i + 50, 100)) for i in range(num)))
+    return sorted(gaps)
+
+
+def test_fifty_stalled_readers_among_a_hundred_cost_the_others_no_step(scripted: Any):
+    """Memory is for seventy of the hundred, so stalled ones are swapped out. Then they read, and nothing is lost or
+    repeated. In steps, as time is what the machine makes of it."""
+
+    async def main(engine: Any) -> None:
+        alone = await _gaps(engine, 50)
+        stalled = [_request(f"s{i}", i, 240) for i in range(50)]
+        outboxes = [await engine.submit(request, wait=True) for request in stalled]
+        await _until(lambda: engine.scheduler.num_parked == 50)
+        await asyncio.sleep(0.05)  # the steps that were in flight
+        unread = [outbox.num_generated_tokens for outbox in outboxes]
+        beside = await _gaps(engine, 50)
+        at = int(0.99 * min(len(alone), len(beside)))
+        assert beside[at] <= 1.05 * alone[at], "the others waited"
+        assert [outbox.num_generated_tokens for outbox in outboxes] == unread, "the stalled ones were served"
+        assert engine.scheduler.preemptions["swap", "blocks"] > 0
+        assert max(s.num_preempted for s in engine.scheduler.sequences.values()) == 0
+        answers = await asyncio.gather(*map(_read, outboxes))
+        assert answers == [_right(engine, request) for request in stalled]
+        assert engine.scheduler.num_recomputed_tokens == 0
+        await engine.check_quiet()
+
+    sizes = SIZES | {"num_gpu_blocks": 720, "enable_prefix_caching": False, "max_num_seqs": 128}
+    scripted(main, max_num_batched_tokens=256, step_s=0.001, **sizes)
+
+
+def test_parked_sequences_give_their_slots_to_any_that_waits(scripted: Any):
+    async def main(engine: Any) -> None:
+        stalled = [_request(f"s{i}", i, 200) for i in range(2)]
+        outboxes = [await engine.submit(request) for request in stalled]
+        await _until(lambda: engine.scheduler.num_parked == 2)
+        other = _request("r", 9, 5)
+        assert await _read(await engine.submit(other)) == _right(engine, other)
+        assert engine.scheduler.preemptions["swap", "slot"] >= 1
+        assert await asyncio.gather(*map(_read, outboxes)) == [_right(engine, request) for request in stalled]
+        await engine.check_quiet()
+
+    scripted(main, **SIZES, max_num_seqs=2)
+
+
+def test_an_answer_that_stays_unread_too_long_ends_and_frees_everything(scripted: Any):
+    async def main(engine: Any) -> None:
+        request = _request("stalled", 0, 200)
+        outbox = await engine.submit(request)
+        await _until(lambda: outbox.cause is not None)
+        assert outbox.cause == "stalled_reader"
+        await engine.check_quiet()
+        deltas = [delta async for deltas in outbox for delta in deltas]
+        assert deltas[-1].finish_reason == "abort"
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert tokens == _right(engine, request)[: len(tokens)] and len(tokens) >= 8
+
+    scripted(main, max_parked_s=0.1, **SIZES)
+
+
+@pytest.mark.parametrize("ends", ["cancel", "read"])
+def test_choices_of_one_request_are_parked_and_end_together(scripted: Any, ends: str):
+    async def main(engine: Any) -> None:
+        params = SamplingParams(max_tokens=60, ignore_eos=True, n=4, seed=1)
+        outbox = await engine.submit(Request("four", (Prompt(token_ids=as_token_ids([70] * 20)),), params))
+        await _until(lambda: engine.scheduler.num_parked == 4)
+        if ends == "cancel":
+            engine.abort("four")
+        else:
+            assert len(await _read(outbox)) == 4 * 60
+        await engine.check_quiet()
+        assert engine.scheduler.num_parked == 0
+
+    scripted(main, **SIZES)

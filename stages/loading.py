@@ -6,6 +6,7 @@ Runs in a thread, once, before the pipeline starts. Imports torch, so it is itse
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,13 @@ from ..runtime.log import get_logger
 from .config import EngineConfig
 from .encoder import ModelEncoder
 from .errors import ConfigError, Refused
-from .memory import cpu_room_bytes, num_blocks
+from .measuring import sizing_of
 from .messages import Started, StepGrant
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .phases import Phases
 from .runner import ModelRunner
 from .sampling import Sampler
-
-LOGITS_COPIES_BYTES = 14  # a logit: as the model gives it, and up to three copies in float32 while tokens are chosen
 
 log = get_logger("millrace.stages")
 
@@ -84,8 +83,10 @@ def load_model(config: EngineConfig, phases: Phases) -> LoadedModel:
         weights = load_weights(root, shape, device, dtype, load_format=load_format)
         decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
     with phases("cache"):
-        blocks = _num_blocks(config, shape, decoder, max_model_len)
-        runner = _runner(config, shape, decoder, blocks, max_model_len)
+        measure_step = partial(_peak_step_bytes, config, shape, decoder, max_model_len)
+        memory = sizing_of(config, shape, decoder, max_model_len, measure_step).plan(max_model_len)
+        runner = _runner(config, shape, decoder, memory.num_blocks, max_model_len)
+    log.info("memory.plan", **memory.to_event(), table=memory.to_text())
     eos_token_ids = defaults.eos_token_ids or tuple(i for i in (tokenizer.eos_token_id,) if i is not None)
     info = ModelInfo(
         model_id=model_id,
@@ -95,11 +96,12 @@ def load_model(config: EngineConfig, phases: Phases) -> LoadedModel:
         device=str(device),
         attention_backend=kernels.name,
         eos_token_ids=eos_token_ids,
-        num_blocks=blocks,
+        num_blocks=memory.num_blocks,
         block_size=config.block_size,
         has_chat_template=encoder.template is not None,
         default_params=_default_params(config, defaults),
         startup_s=phases.seconds,
+        memory=memory,
     )
     sampler = Sampler(runner.last_tokens, shape.vocab_size, max_model_len, eos_token_ids)
     return LoadedModel(info, tokenizer, encoder, text_table, runner, sampler)
@@ -168,26 +170,6 @@ def _runner(config: EngineConfig, shape: ModelConfig, decoder: Decoder, blocks: 
     cache = KVCache(shape, blocks, config.block_size, decoder.dtype, decoder.device)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size))
-
-
-def _num_blocks(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
-    bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, decoder.dtype)
-    room = 0
-    if config.num_gpu_blocks is None and config.kv_cache_bytes is None:
-        if decoder.device.type == "cpu":
-            room = cpu_room_bytes()
-        else:
-            room = _gpu_room_bytes(config, shape, decoder, max_model_len)
-    return num_blocks(config, bytes_per_block, max_model_len, room)
-
-
-def _gpu_room_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
-    """What is left of our share of the device after the weights, and after what the largest step needs on its way."""
-    step_bytes = _peak_step_bytes(config, shape, decoder, max_model_len)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(decoder.device)
-    logits_bytes = config.max_num_seqs * shape.vocab_size * LOGITS_COPIES_BYTES
-    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - logits_bytes
 
 
 def _peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:

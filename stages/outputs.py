@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .memory import MemoryTable
 from .messages import FinishReason, TokenLogprobs
 from .params import SamplingParams
 
@@ -74,3 +75,4 @@ class ModelInfo:
     has_chat_template: bool
     default_params: SamplingParams  # what a request gets that says nothing
     startup_s: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds
+    memory: MemoryTable | None = None  # where it goes; None without a model

@@ -69,7 +69,8 @@ class ScriptedEngine(Engine):
         check_quiet(self.parts, self.model)
 
     async def _load(self) -> tuple[LoadedModel, Phases]:
-        return _loaded(self.config, self.model), Phases(self._env.now)
+        phases = Phases(self._env.now)
+        return _loaded(self.config, self.model, phases), phases
 
     def _make_device(self, loaded: LoadedModel) -> Device:
         return ScriptedDevice(self.model)
@@ -213,7 +214,7 @@ def _model(config: EngineConfig, script: Script | None, env: Env | None, step_s:
     return ScriptedModel(num_blocks, config.block_size, config.max_num_seqs, max_model_len, script, env, step_s)
 
 
-def _loaded(config: EngineConfig, model: ScriptedModel) -> Any:
+def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = None) -> Any:
     assert config.max_model_len is not None and config.num_gpu_blocks is not None
     tokenizer = ByteTokenizer()
     info = ModelInfo(
@@ -228,6 +229,7 @@ def _loaded(config: EngineConfig, model: ScriptedModel) -> Any:
         block_size=config.block_size,
         has_chat_template=True,
         default_params=SamplingParams(),
+        startup_s={} if phases is None else phases.seconds,
     )
     return _Scripted(info, tokenizer, tokenizer, tokenizer, model, model)
 

@@ -15,6 +15,7 @@ ROUTES = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/version"),
+    ("GET", "/server_info"),
     ("GET", "/metrics"),
     ("DELETE", "/v1/requests/x"),
     ("GET", "/nope"),
@@ -87,5 +88,6 @@ def test_the_key_opens_every_route(keyed_server):
     for headers in ({"Authorization": f"Bearer {KEY}"}, {"authorization": f"bearer {KEY}"}, {"X-Api-Key": KEY}):
         assert keyed_server.get("/v1/models", headers).status == 200
         assert keyed_server.get("/metrics", headers).status == 200
+        assert keyed_server.get("/server_info", headers).status == 200
         assert keyed_server.get("/nope", headers).status == 404
         assert keyed_server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers).status == 200

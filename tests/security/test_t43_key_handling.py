@@ -61,6 +61,12 @@ def test_a_key_of_64_kibibytes_is_refused(keyed_server):
     check_error(tell(keyed_server, data).answer(), (400, 401, 431))
 
 
+def test_no_key_is_in_what_the_server_tells_of_itself(keyed_server):
+    answer = keyed_server.get("/server_info", {"Authorization": BEARER})
+    assert answer.json["config"]["server"]["api_key"] == "***"
+    assert KEY not in answer.body.decode()
+
+
 def test_no_key_is_in_the_log(keyed_server):
     keyed_server.get("/v1/models", {"Authorization": BEARER})
     keyed_server.get("/v1/models", {"Authorization": f"Bearer wrong-{KEY}"})

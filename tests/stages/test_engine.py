@@ -19,7 +19,6 @@ from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError, Overloaded, Refused, TimedOut
 from millrace.stages.limits import RequestLimits
 from millrace.stages.loading import largest_grant, load_model
-from millrace.stages.memory import num_blocks
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.phases import Phases
 from tests.model.checkpoints import make_checkpoint
@@ -274,16 +273,6 @@ def test_settings_that_can_not_work_are_refused_at_the_start_with_what_would(che
         assert engine.health.state == "stopped"
 
     live(test)
-
-
-def test_the_pool_is_what_was_asked_for_or_what_fits():
-    config = EngineConfig(max_num_seqs=4)
-    assert num_blocks(config, 1_000, max_model_len=64, room_bytes=10**9) == 16  # all that four slots can use
-    assert num_blocks(config, 1_000, max_model_len=64, room_bytes=9_999) == 9
-    assert num_blocks(EngineConfig(num_gpu_blocks=5), 1_000, max_model_len=64, room_bytes=0) == 5
-    assert num_blocks(EngineConfig(kv_cache_bytes=7_500), 1_000, max_model_len=64, room_bytes=0) == 7
-    with pytest.raises(ConfigError, match="at most 48"):
-        num_blocks(config, 1_000, max_model_len=64, room_bytes=3_999)
 
 
 def test_the_step_that_memory_is_measured_with_is_the_largest_there_can_be(checkpoint):

@@ -22,7 +22,7 @@ class EngineConfig:
     offline: bool = False  # never open a socket; the model must be there already
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
-    max_model_len: int | None = None  # tokens of prompt and answer together; None: the model's
+    max_model_len: int | Literal["auto"] | None = None  # tokens, prompt and answer; None: the model's; auto: what fits
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
     chat_template: str | None = None  # text of a template that replaces the checkpoint's
     seed: int = 0  # of random weights, and of requests that bring none
@@ -55,8 +55,9 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tokenizer_workers", "max_admitted_requests"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "num_gpu_blocks", "kv_cache_bytes", "threads"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and not (name == "max_model_len" and value == "auto"):
+                _positive(name, value)
         if self.steps_in_flight not in (1, 2, 3, 4):
             raise ConfigError(f"steps_in_flight = {self.steps_in_flight}: must be 1 (serial) to 4; 2 overlaps")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -27,7 +27,7 @@ from ..runtime.log import get_logger
 from .config import EngineConfig
 from .encoder import ModelEncoder
 from .errors import ConfigError, Refused
-from .measuring import sizing_of
+from .measuring import check_room_for_weights, sizing_of
 from .messages import Started, StepGrant
 from .outputs import ModelInfo
 from .params import SamplingParams
@@ -79,12 +79,16 @@ def load_model(config: EngineConfig, phases: Phases) -> LoadedModel:
     max_model_len = _max_model_len(config, shape)
     with phases("weights"):
         dtype = _dtype(config, shape)
+        check_room_for_weights(shape, dtype, device)
         load_format = "dummy" if config.load_format == "dummy" else "safetensors"
         weights = load_weights(root, shape, device, dtype, load_format=load_format)
         decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
     with phases("cache"):
         measure_step = partial(_peak_step_bytes, config, shape, decoder, max_model_len)
         memory = sizing_of(config, shape, decoder, max_model_len, measure_step).plan(max_model_len)
+        if memory.max_model_len < max_model_len:  # auto
+            max_model_len = memory.max_model_len
+            decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
         runner = _runner(config, shape, decoder, memory.num_blocks, max_model_len)
     log.info("memory.plan", **memory.to_event(), table=memory.to_text())
     eos_token_ids = defaults.eos_token_ids or tuple(i for i in (tokenizer.eos_token_id,) if i is not None)
@@ -135,7 +139,10 @@ def _dtype(config: EngineConfig, shape: ModelConfig) -> torch.dtype:
 
 
 def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
+    """As it was asked for; for "auto" the most it may become, whatever the memory."""
     longest = shape.max_position_embeddings
+    if config.max_model_len == "auto":
+        return longest if config.enable_chunked_prefill else min(longest, config.max_num_batched_tokens)
     chosen = longest if config.max_model_len is None else config.max_model_len
     if chosen > longest:
         raise ConfigError(f"max_model_len = {chosen}: the model was made for {longest} tokens; set at most that")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,11 +11,13 @@ from ..model.cache import KVCache
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.footprint import step_bytes, tables_bytes, weights_bytes
+from ..model.weights import expected_shapes
 from .config import EngineConfig
+from .errors import ConfigError
 from .logits import WHOLE_SIZE
 from .memory import Machine
 from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from .sizing import CPU_SHARE, Needs, Sizing, free_host_bytes, total_host_bytes
+from .sizing import CPU_SHARE, Needs, Sizing, check_weights, free_host_bytes, total_host_bytes
 
 # A logit while tokens are chosen, as the model gives it and its copies. On a CPU, by torch's profiler, where each row
 # asks for logprobs: float32 from the model, a copy, their log-softmax, and a flag that is summed as an i64.
@@ -22,6 +25,13 @@ CPU_LOGIT_BYTES = 4 + 4 + 4 + 9
 GPU_LOGIT_BYTES = 14  # in half precision, and up to three copies in float32
 SORTED_BYTES = 40 * WHOLE_SIZE  # on the host, where rows are sorted whole
 COLUMN_BYTES = 128  # of a slot: the sampler's columns of one number each
+
+
+def check_room_for_weights(shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle."""
+    num_bytes = sum(math.prod(sizes) for sizes in expected_shapes(shape).values()) * dtype.itemsize
+    free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    check_weights(num_bytes, free, str(device), str(dtype).removeprefix("torch."))
 
 
 def sizing_of(
@@ -76,7 +86,13 @@ def _on_cpu(
 def _on_gpu(
     config: EngineConfig, shape: ModelConfig, decoder: Decoder, weights: int, loaded: int, measure: Callable[[], int]
 ) -> Measured:
-    activations = measure()
+    try:
+        activations = measure()
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"max_num_batched_tokens = {config.max_num_batched_tokens}: such a step does not fit what the weights "
+            f"leave of {decoder.device}; lower it, or choose a smaller model"
+        ) from None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(decoder.device)
 

@@ -50,10 +50,14 @@ class Sizing:
     host_blocks: int = 0  # of the pool for sequences that are swapped out
 
     def plan(self, max_model_len: int) -> MemoryTable:
-        """The table for sequences of up to `max_model_len` tokens. Raises `ConfigError`, which says what would fit."""
+        """The table for sequences of up to `max_model_len` tokens, or, if the configuration says "auto", for as many of
+        them as the memory holds. Raises `ConfigError`, which says what would fit."""
         if not self.fits(max_model_len):
-            raise self._too_small(max_model_len, self.longest(max_model_len))
-        return MemoryTable(
+            longest = self.longest(max_model_len)
+            if self.config.max_model_len != "auto" or longest < 2:
+                raise self._too_small(max_model_len, longest)
+            max_model_len = longest
+        table = MemoryTable(
             machine=self.machine,
             rows=self._rows(max_model_len),
             max_model_len=max_model_len,
@@ -61,6 +65,8 @@ class Sizing:
             block_size=self.config.block_size,
             bytes_per_block=self.bytes_per_block,
         )
+        self._check_totals(table)
+        return table
 
     def num_blocks(self, max_model_len: int) -> int:
         """Blocks of the pool: what is asked for, or what there is room for and no more than all slots can ever use."""
@@ -115,14 +121,35 @@ class Sizing:
 
     # -- what does not fit
 
+    def _check_totals(self, table: MemoryTable) -> None:
+        """Of a cache whose size was given, and of the host's pool."""
+        machine, length = self.machine, table.max_model_len
+        over_bytes = table.total_bytes - machine.limit_bytes
+        if over_bytes > 0:
+            cache = human(table.row("kv_cache").num_bytes)
+            most = max(0, table.num_blocks - -(-over_bytes // self.bytes_per_block))
+            raise ConfigError(
+                f"{self._source(length)} makes a KV cache of {cache}, and {machine.device} has "
+                f"{human(machine.limit_bytes)} for it and {self._rest(length)}: give it at most {most} blocks "
+                f"({most * self.bytes_per_block} bytes), which hold {most * table.block_size} tokens"
+            )
+        if machine.host_free_bytes is not None and table.host_bytes > machine.host_free_bytes:
+            swap, free = human(table.row("swap").num_bytes), human(machine.host_free_bytes)
+            raise ConfigError(
+                f"the pool for swapped sequences ({swap}) and the sampler take {human(table.host_bytes)} of the host's "
+                f"memory, of which {free} is free: make the pool smaller by "
+                f"{human(table.host_bytes - machine.host_free_bytes)}"
+            )
+
     def _too_small(self, max_model_len: int, longest: int) -> ConfigError:
         blocks, needed = self.num_blocks(max_model_len), self._blocks_of(max_model_len)
         if longest >= 2:
-            mend = f"set max_model_len to at most {longest}, or {self._more()}"
+            mend = f"set max_model_len to at most {longest}, or to auto, or {self._more()}"
         else:
             mend = f"no sequence fits, however short: {self._more()}, or choose a smaller model"
+        asked = "auto, or " if self.config.max_model_len == "auto" else ""
         return ConfigError(
-            f"max_model_len = {max_model_len} needs {needed} blocks of {self.config.block_size} tokens "
+            f"max_model_len = {asked}{max_model_len} needs {needed} blocks of {self.config.block_size} tokens "
             f"({human(needed * self.bytes_per_block)} of KV cache), and {self._source(max_model_len)} gives {blocks}: "
             f"{mend}"
         )
@@ -148,6 +175,16 @@ class Sizing:
         if self.machine.is_host:
             return f"free memory, or give more than {CPU_SHARE:.0%} of what is free with kv_cache_bytes"
         return f"raise gpu_memory_utilization = {config.gpu_memory_utilization}, or lower max_num_batched_tokens"
+
+
+def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> None:
+    """Raises `ConfigError` for weights that are larger than the memory that is free."""
+    if num_bytes > free_bytes:
+        smaller = "dtype = bfloat16 halves that; or " if dtype == "float32" else ""
+        raise ConfigError(
+            f"the weights take {human(num_bytes)} as {dtype}, and {device} has {human(free_bytes)} free: {smaller}"
+            "choose a smaller model, or free memory"
+        )
 
 
 # -- the host

@@ -22,6 +22,7 @@ from ..runtime.env import Env
 from .config import EngineConfig
 from .device import Device
 from .engine import Engine, EngineParts
+from .limits import longest_sequence
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .phases import Phases
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from .conformance import BrokenPromise, conformance
     from .loading import LoadedModel
 
-SMALL = EngineConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tokens=256, num_gpu_blocks=256, block_size=16)
+CONTEXT, NUM_BLOCKS = 512, 256  # of the scripted model; blocks of 16 tokens
+SMALL = EngineConfig(
+    max_model_len=CONTEXT, max_num_seqs=16, max_num_batched_tokens=256, num_gpu_blocks=NUM_BLOCKS, block_size=16
+)
 
 Answer = str | Callable[[str], str]
 
@@ -201,21 +205,21 @@ class _Scripted:
 
 def _settled(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:
     config = replace(config, **overrides)
-    return replace(
-        config,
-        max_model_len=config.max_model_len or SMALL.max_model_len,
-        num_gpu_blocks=config.num_gpu_blocks or SMALL.num_gpu_blocks,
-    )
+    num_gpu_blocks = config.num_gpu_blocks or NUM_BLOCKS
+    max_model_len = config.max_model_len or CONTEXT
+    if max_model_len == "auto":
+        max_model_len = min(CONTEXT, longest_sequence(num_gpu_blocks, config.block_size))
+    return replace(config, max_model_len=max_model_len, num_gpu_blocks=num_gpu_blocks)
 
 
 def _model(config: EngineConfig, script: Script | None, env: Env | None, step_s: float = 0.0) -> ScriptedModel:
     num_blocks, max_model_len = config.num_gpu_blocks, config.max_model_len
-    assert num_blocks is not None and max_model_len is not None
+    assert num_blocks is not None and isinstance(max_model_len, int)
     return ScriptedModel(num_blocks, config.block_size, config.max_num_seqs, max_model_len, script, env, step_s)
 
 
 def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = None) -> Any:
-    assert config.max_model_len is not None and config.num_gpu_blocks is not None
+    assert isinstance(config.max_model_len, int) and config.num_gpu_blocks is not None
     tokenizer = ByteTokenizer()
     info = ModelInfo(
         model_id=config.model or "scripted",

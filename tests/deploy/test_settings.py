@@ -60,6 +60,9 @@ def test_each_source_gives_values_of_the_fields_type(tmp_path):
         ({"MILLRACE_PORT": "x"}, "", "MILLRACE_PORT = 'x'"),
         ({"MILLRACE_DTYPE": "int3"}, "", "MILLRACE_DTYPE = 'int3'"),
         ({"MILLRACE_OFFLINE": "maybe"}, "", "MILLRACE_OFFLINE = 'maybe'"),
+        ({"MILLRACE_MAX_MODEL_LEN": "long"}, "", "MILLRACE_MAX_MODEL_LEN = 'long': must be a whole number or auto"),
+        ({}, "max_model_len: long\n", "max_model_len = 'long': must be of type int or auto"),
+        ({}, "max_model_len: 1.5\n", "max_model_len = 1.5: must be of type int or auto"),
         ({}, "port: x\n", "port = 'x'"),
         ({}, "port: true\n", "port = True"),
         ({}, "prot: 1\n", "there is no setting prot"),
@@ -73,6 +76,22 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path, environment, text, name
     with pytest.raises(ConfigError) as caught:
         settle([], environment, file)
     assert named in str(caught.value)
+
+
+def test_a_context_is_a_number_or_the_word_auto_from_every_source(tmp_path):
+    file = tmp_path / "m.yaml"
+    for text, value in (("auto", "auto"), ("64", 64)):
+        file.write_text(f"max_model_len: {text}\n")
+        for settings in (
+            settle(["--max-model-len", text]),
+            settle([], {"MILLRACE_MAX_MODEL_LEN": text}),
+            settle([], {}, file),
+        ):
+            assert build(EngineConfig, settings).max_model_len == value
+            assert yaml.safe_load(show(settings))["max_model_len"] == value
+    for wrong in ("AUTO", "0", "-1"):
+        with pytest.raises((ConfigError, SystemExit)):
+            build(EngineConfig, settle(["--max-model-len", wrong]))
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -118,6 +137,12 @@ def test_a_wrong_setting_is_one_line_and_exit_code_3(capsys, arguments):
     assert main(["serve", *arguments]) == 3
     told = capsys.readouterr()
     assert told.out == "" and told.err.startswith("millrace: ") and told.err.count("\n") == 1
+
+
+def test_a_flag_that_is_neither_number_nor_word_says_what_it_may_be(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--max-model-len", "long"])
+    assert "argument --max-model-len: invalid int or auto value: 'long'" in capsys.readouterr().err
 
 
 def test_wrong_usage_is_exit_code_2(capsys):

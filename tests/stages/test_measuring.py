@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 
 from millrace.runtime.log import captured_logs
+from millrace.stages import sizing
 from millrace.stages.config import EngineConfig
+from millrace.stages.errors import ConfigError
 from millrace.stages.loading import LoadedModel, largest_grant, load_model
 from millrace.stages.measuring import CPU_LOGIT_BYTES, SORTED_BYTES
 from millrace.stages.messages import StepGrant
@@ -73,12 +75,39 @@ def test_the_cache_row_is_the_caches_storage(checkpoints):
 
 
 def test_the_state_row_is_the_tables_of_runner_sampler_and_positions(checkpoints):
-    loaded = load(checkpoints["qwen3"])
-    decoder, columns = loaded.runner.decoder, vars(loaded.sampler.table).values()
-    held = sum(array.nbytes for array in columns if isinstance(array, np.ndarray))
-    held += loaded.runner.tables.nbytes + loaded.runner.last_tokens.nbytes + decoder._cos.nbytes + decoder._sin.nbytes
-    row = loaded.info.memory.row("state").num_bytes
-    assert held <= row < 1.02 * held
+    for settings in ({}, {"max_model_len": "auto", "num_gpu_blocks": 10}):
+        loaded = load(checkpoints["qwen3"], **settings)
+        runner, columns = loaded.runner, vars(loaded.sampler.table).values()
+        held = sum(array.nbytes for array in columns if isinstance(array, np.ndarray))
+        held += runner.tables.nbytes + runner.last_tokens.nbytes
+        held += runner.decoder._cos.nbytes + runner.decoder._sin.nbytes
+        assert held <= loaded.info.memory.row("state").num_bytes < 1.02 * held
+
+
+def test_a_machine_with_little_memory_gets_a_shorter_context_or_an_error_with_the_length(
+    checkpoints, monkeypatch, tmp_path
+):
+    def free(num_bytes: int) -> None:
+        (tmp_path / "meminfo").write_text(f"MemTotal: 8000000 kB\nMemAvailable: {num_bytes // 1024} kB\n")
+
+    monkeypatch.setattr(sizing, "MEMINFO", tmp_path / "meminfo")
+    per_token = 24_576 // 16  # bytes of the cache
+    free(100 * 2**20)
+    assert load(checkpoints["qwen3"], max_num_seqs=1).info.memory.num_tokens == 1024
+    free(64 * 2**20)
+    settings = {"max_model_len": "auto", "max_num_seqs": 1, "block_size": 1, "max_num_batched_tokens": 64}
+    info = load(checkpoints["qwen3"], **settings).info
+    assert info.max_model_len == 2048, "the model's"
+    free(44 * 2**20)  # 40 of which are for sorting rows
+    info = load(checkpoints["qwen3"], **settings).info
+    assert 1_000 < info.max_model_len < 2048
+    left = info.memory.machine.budget_bytes - info.memory.total_bytes
+    assert 0 <= left < 2 * (per_token + info.memory.row("state").num_bytes // info.max_model_len)
+    with pytest.raises(ConfigError, match=f"set max_model_len to at most {info.max_model_len}, or to auto"):
+        load(checkpoints["qwen3"], **settings | {"max_model_len": 2048})
+    free(2**20 // 2)
+    with pytest.raises(ConfigError, match=r"the weights take .* as float32, and cpu has 512 KiB free"):
+        load(checkpoints["qwen3"])
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.memory import Machine, human
-from millrace.stages.sizing import Needs, Sizing
+from millrace.stages.sizing import Needs, Sizing, check_weights
 
 BLOCK = 1_000  # bytes, of 16 tokens
 CPU = Machine(device="cpu", total_bytes=90_000, limit_bytes=60_000, budget_bytes=60_000, cache_cap_bytes=10_000)
@@ -115,7 +117,9 @@ def test_an_error_names_what_takes_the_memory_and_the_setting_that_gives_more():
     assert "raise gpu_memory_utilization = 0.9" in told(caught)
     with pytest.raises(ConfigError, match="the 9.77 KiB that cpu has for it .* kv_cache_bytes"):
         sizing(CPU).plan(1_000)
-    with pytest.raises(ConfigError, match="num_gpu_blocks = 3 gives 3: set max_model_len to at most 48, or give more"):
+    with pytest.raises(
+        ConfigError, match="num_gpu_blocks = 3 gives 3: set max_model_len to at most 48, or to auto, or"
+    ):
         sizing(num_gpu_blocks=3).plan(64)
 
 
@@ -126,3 +130,72 @@ def test_where_nothing_fits_no_length_is_recommended():
     ) as caught:
         sizing(GPU, full).plan(64)
     assert "at most" not in told(caught) and "the 0 B that cuda:0 has" in told(caught)
+
+
+@pytest.mark.parametrize("settings", [{"num_gpu_blocks": 70}, {"kv_cache_bytes": 70_000}])
+@pytest.mark.parametrize(("machine", "most"), [(CPU, 49), (GPU, 79)])
+def test_a_cache_larger_than_the_memory_is_refused_with_the_blocks_that_fit(machine, most, settings):
+    settings = {name: value * 2 for name, value in settings.items()}
+    with pytest.raises(ConfigError, match=f"at most {most} blocks .{most}000 bytes., which hold {16 * most}") as caught:
+        sizing(machine, **settings).plan(64)
+    assert f"{next(iter(settings))} = " in told(caught) and "weights (4.88 KiB)" in told(caught)
+    assert sizing(machine, num_gpu_blocks=most).plan(64).total_bytes <= machine.limit_bytes
+    with pytest.raises(ConfigError):
+        sizing(machine, num_gpu_blocks=most + 1).plan(64)
+
+
+def test_a_pool_for_swapped_sequences_larger_than_host_memory_is_refused():
+    assert sizing(GPU, host_blocks=40).plan(64).host_bytes == GPU.host_free_bytes
+    with pytest.raises(ConfigError, match="memory, of which 39.1 KiB is free: make the pool smaller by 0.977 KiB"):
+        sizing(GPU, host_blocks=41).plan(64)
+
+
+def test_weights_larger_than_free_memory_are_refused_before_they_are_loaded():
+    check_weights(2**30, 2**30, "cpu", "float32")
+    with pytest.raises(ConfigError, match="take 2 GiB as float32, and cpu has 1 GiB free: dtype = bfloat16 halves"):
+        check_weights(2**31, 2**30, "cpu", "float32")
+    with pytest.raises(ConfigError, match="as bfloat16, and cuda:0 has 1 GiB free: choose a smaller model"):
+        check_weights(2**31, 2**30, "cuda:0", "bfloat16")
+
+
+# -- auto
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_auto_is_the_longest_that_fits_and_no_longer_than_the_model(machine):
+    longest = sizing(machine).longest(100_000)
+    table = sizing(machine, max_model_len="auto").plan(100_000)
+    assert table.max_model_len == longest and table.num_longest == 1
+    assert table.num_tokens - longest < 16 and table.total_bytes <= machine.budget_bytes
+    assert sizing(machine, max_model_len="auto").plan(longest + 1).max_model_len == longest
+    assert sizing(machine, max_model_len="auto").plan(40).max_model_len == 40
+
+
+def test_auto_fits_a_pool_whose_size_is_given():
+    assert sizing(max_model_len="auto", num_gpu_blocks=3).plan(64).max_model_len == 48
+    assert sizing(max_model_len="auto", kv_cache_bytes=2_999).plan(64).max_model_len == 32
+
+
+def test_auto_does_not_fit_where_not_even_two_tokens_do():
+    with pytest.raises(ConfigError, match="max_model_len = auto, or 64 needs 4 blocks .* gives 0: no sequence fits"):
+        sizing(max_model_len="auto", kv_cache_bytes=999).plan(64)
+    assert sizing(max_model_len="auto", num_gpu_blocks=1, block_size=2).plan(64).max_model_len == 2
+    with pytest.raises(ConfigError, match="no sequence fits"):
+        sizing(max_model_len="auto", num_gpu_blocks=1, block_size=1).plan(64)
+
+
+@given(
+    budget=st.integers(0, 200_000),
+    share=st.none() | st.integers(0, 60_000),
+    by_token=st.integers(0, 50),
+    host_blocks=st.integers(0, 20),
+    num_seqs=st.integers(1, 64),
+    at_most=st.integers(2, 2_000),
+)
+def test_every_shorter_sequence_fits_and_no_longer_one_does(budget, share, by_token, host_blocks, num_seqs, at_most):
+    machine = Machine(device="cpu", total_bytes=budget, limit_bytes=budget, budget_bytes=budget, cache_cap_bytes=share)
+    asked = sizing(machine, lambda n: needs(n, state=by_token * n), host_blocks, max_num_seqs=num_seqs)
+    longest = asked.longest(at_most)
+    assert [asked.fits(length) for length in range(1, at_most + 1)] == [n <= longest for n in range(1, at_most + 1)]
+    if longest:
+        assert asked.plan(longest).total_bytes <= budget

@@ -19,7 +19,7 @@ from ..stages.errors import ConfigError
 from .config import ServerConfig
 
 ENV_PREFIX = "MILLRACE_"
-SECRET = frozenset({"api_key"})
+SECRET = frozenset({"api_key", "admin_key"})
 
 Kind = type[EngineConfig] | type[ServerConfig]
 
@@ -76,7 +76,8 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "max_body_bytes": "of a request",
     },
     "security": {
-        "api_key": "key that opens every route but /health; may be repeated",
+        "api_key": "key that clients must send, but for /health; may be repeated",
+        "admin_key": "key that opens /admin, and nothing else; none: there is no /admin; may be repeated",
         "allow_no_key": "listen beyond loopback without a key",
     },
     "patience": {

@@ -100,7 +100,9 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_what_is_shown_can_be_read_back_but_for_keys(tmp_path):
-    settings = settle(["--api-key", "secret-1", "--served-model-name", "a", "--max-model-len", "64"])
+    settings = settle(
+        ["--api-key", "secret-1", "--admin-key", "secret-2", "--served-model-name", "a", "--max-model-len", "64"]
+    )
     shown = show(settings)
     assert "secret" not in shown
     assert "max_model_len: 64  # flag --max-model-len" in shown
@@ -119,6 +121,20 @@ def test_other_addresses_than_loopback_need_a_key_or_a_word():
         ServerConfig(host="0.0.0.0", uds="/tmp/s"),
     ):
         assert config.is_private or config.api_key or config.allow_no_key
+
+
+def test_an_admin_key_is_given_as_an_api_key_is_and_is_none_of_them(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text("admin_key: [k1, k2]\n")
+    flags = ["--admin-key", "k1", "--admin-key", "k2"]
+    for settings in (settle(flags), settle([], {"MILLRACE_ADMIN_KEY": "k1,k2"}), settle([], {}, file)):
+        assert build(ServerConfig, settings).admin_key == ("k1", "k2")
+    for wrong in ({"admin_key": ("",)}, {"admin_key": ("é",)}, {"admin_key": ("k", "same"), "api_key": ("same",)}):
+        with pytest.raises(ConfigError, match="^admin_key: ") as caught:
+            ServerConfig(**wrong)
+        assert "same" not in str(caught.value)
+    with pytest.raises(ConfigError, match="--api-key, or --allow-no-key"):
+        ServerConfig(host="0.0.0.0", admin_key=("k",))
 
 
 def test_print_config_prints_and_starts_nothing(capsys, monkeypatch):

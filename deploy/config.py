@@ -25,7 +25,8 @@ class ServerConfig:
     strict_fields: bool = False  # an unknown field is a 400 instead of being ignored
 
     # who may come in
-    api_key: tuple[str, ...] = ()  # any of these opens every route; none: no key is asked for
+    api_key: tuple[str, ...] = ()  # any of these opens every route but /admin; none: no key is asked for
+    admin_key: tuple[str, ...] = ()  # any of these opens /admin, and nothing else; none: there is no /admin
     allow_no_key: bool = False  # listen beyond loopback without a key
 
     # how long it has patience
@@ -51,8 +52,13 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_connections"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if any(not key or not key.isascii() for key in self.api_key):
-            raise ConfigError("api_key: a key must be ASCII text, and not empty")
+        for name in ("api_key", "admin_key"):
+            if any(not key or not key.isascii() for key in getattr(self, name)):
+                raise ConfigError(f"{name}: a key must be ASCII text, and not empty")
+        if set(self.api_key) & set(self.admin_key):
+            raise ConfigError(
+                "admin_key: one of them is an api_key as well, which would let all clients in; choose another"
+            )
         if not (self.is_private or self.api_key or self.allow_no_key):
             raise ConfigError(
                 f"host = {self.host} is reachable from other machines: set --api-key, or --allow-no-key if something "

@@ -14,9 +14,11 @@ MAX_KEY_CHARS = 4096
 
 
 class Keys:
-    """The keys that open this server; without any, everybody may come in. Keeps digests only."""
+    """The keys that open some routes; without any, everybody may come in. Keeps digests only. `kind` is what errors
+    call such a key."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], kind: str = "API key") -> None:
+        self.kind = kind
         self._digests = [_digest(key) for key in keys]
 
     def __bool__(self) -> bool:
@@ -27,20 +29,21 @@ class Keys:
         wrong one, or two."""
         if not self._digests:
             return ""
-        digest = _digest(_presented(request))
+        digest = _digest(_presented(request, self.kind))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, always
         if not any(matches):
-            raise ApiError("invalid_api_key", "the API key is wrong: send `Authorization: Bearer KEY` or `x-api-key`")
+            message = f"the {self.kind} is wrong: send `Authorization: Bearer KEY` or `x-api-key`"
+            raise ApiError("invalid_api_key", message)
         return digest.hex()[:16]
 
 
-def _presented(request: web.BaseRequest) -> str:
+def _presented(request: web.BaseRequest, kind: str) -> str:
     bearers = request.headers.getall("Authorization", [])
     others = request.headers.getall("x-api-key", [])
     if not bearers and not others:
-        raise ApiError("invalid_api_key", "an API key is needed: send `Authorization: Bearer KEY` or `x-api-key`")
+        raise ApiError("invalid_api_key", f"an {kind} is needed: send `Authorization: Bearer KEY` or `x-api-key`")
     if len(bearers) > 1 or len(others) > 1:
-        raise ApiError("invalid_api_key", "two API keys in one request: send one")
+        raise ApiError("invalid_api_key", "two keys in one request: send one")
     scheme, _, key = bearers[0].partition(" ") if bearers else ("bearer", "", others[0])
     if scheme.lower() != "bearer" or len(key) > MAX_KEY_CHARS:
         raise ApiError("invalid_api_key", "the Authorization header must be `Bearer KEY`")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -69,14 +69,15 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError("bad_request", "bad request")
 
 
-def check_keys(keys: Keys, public: frozenset[Callable[..., object]]) -> Middleware:
-    """Lets requests with a key pass, and those to `public` handlers. It looks at the handler that the router found,
-    never at the path, so that no spelling of a path is a way around it."""
+def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys]) -> Middleware:
+    """Lets requests with one of `keys` pass, and those to a handler among `others` with one of the handler's own. It
+    looks at the handler that the router found, never at the path: no spelling of a path is a way around it."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        is_public = request.match_info.http_exception is None and request.match_info.handler in public
-        request[OWNER] = "" if is_public else keys.check(request)
+        match = request.match_info
+        needed = keys if match.http_exception is not None else others.get(match.handler, keys)
+        request[OWNER] = needed.check(request)
         return await handler(request)
 
     return check

@@ -16,6 +16,7 @@ from .bodies import DetokenizeBody, TokenizeBody
 from .connections import error_response
 from .errors import ApiError, shorten
 from .generation import Generation
+from .information import server_info
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import OWNER
 from .reading import read
@@ -45,6 +46,7 @@ class Routes:
             web.get("/health/live", self.live),
             web.get("/health/ready", self.ready),
             web.get("/version", self.version),
+            web.get("/server_info", self.server_info),
             web.get("/metrics", self.metrics),
             web.get("/v1/models", self.models),
             web.get("/v1/models/{id:.+}", self.model),
@@ -71,6 +73,11 @@ class Routes:
     async def version(self, request: web.Request) -> web.Response:
         """What runs here."""
         return answer({"version": package_version()})
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """The model, the settings, the memory table and how long the start took."""
+        engine = self.service.require_engine()
+        return answer(server_info(engine, self.service.config, self.service.model_names, package_version()))
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from ..runtime.log import get_logger
 from ..stages.errors import ConfigError
+from .admin import Admin
 from .config import ServerConfig
 from .connections import LINGER_S, MAX_HEADER_LINE, MAX_HEADERS, Listener
 from .keys import Keys
@@ -93,11 +94,15 @@ class Server:
 
     def _make_app(self) -> web.Application:
         routes = Routes(self.service, self.metrics, self._threads)
+        admin = Admin(self.service)
+        others = dict.fromkeys(routes.public, Keys(())) | dict.fromkeys(
+            admin.handlers, Keys(self.config.admin_key, "admin key")
+        )
         # The place of a check of Host and Origin is between these two.
-        middlewares = [identify(self.metrics), check_keys(Keys(self.config.api_key), routes.public)]
+        middlewares = [identify(self.metrics), check_keys(Keys(self.config.api_key), others)]
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service))
-        app.add_routes(routes.table())
+        app.add_routes(routes.table() + admin.table())
         return app
 
     def _make_site(self, runner: web.AppRunner) -> web.BaseSite:

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from ..stages.errors import ConfigError
 from .config import ServerConfig
 
 ENV_PREFIX = "MILLRACE_"
-SECRET = frozenset({"api_key"})
+SECRET = frozenset({"api_key", "admin_key"})
 
 Kind = type[EngineConfig] | type[ServerConfig]
 
@@ -32,7 +32,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "offline": "never open a socket; the model must be there already",
         "load_format": "dummy: random weights, for benchmarks",
         "dtype": "of weights and activations; auto: the checkpoint's",
-        "max_model_len": "tokens of prompt and answer together; none: the model's",
+        "max_model_len": "tokens of prompt and answer together; none: the model's; auto: what fits",
         "generation_config": "whether sampling defaults come from the checkpoint",
         "chat_template": "text of a chat template that replaces the checkpoint's",
         "seed": "of requests that bring none, and of dummy weights",
@@ -82,7 +82,8 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "max_body_bytes": "of a request",
     },
     "security": {
-        "api_key": "key that opens every route but /health; may be repeated",
+        "api_key": "key that clients must send, but for /health; may be repeated",
+        "admin_key": "key that opens /admin, and nothing else; none: there is no /admin; may be repeated",
         "allow_no_key": "listen beyond loopback without a key",
     },
     "patience": {
@@ -161,8 +162,26 @@ def _fields(kind: Kind) -> dict[str, tuple[Any, Any]]:
 
 def _without_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next(part for part in typing.get_args(hint) if part is not types.NoneType)
+        return typing.Union[tuple(part for part in typing.get_args(hint) if part is not types.NoneType)]  # noqa: UP007
     return hint
+
+
+def _number_and_words(hint: Any) -> tuple[Any, tuple[str, ...]]:
+    """`int | Literal["auto"]` is (int, ("auto",)); any other type is itself, and no words."""
+    if typing.get_origin(hint) is not typing.Union:
+        return hint, ()
+    number, words = typing.get_args(hint)
+    return number, typing.get_args(words)
+
+
+def _parser(number: Any, words: tuple[str, ...]) -> Callable[[str], Any]:
+    """From text to a value; ValueError for neither number nor word. argparse tells its name."""
+
+    def parse(text: str) -> Any:
+        return text if text in words else number(text)
+
+    parse.__name__ = " or ".join([number.__name__, *words])
+    return parse
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, hint: Any, default: Any) -> None:
@@ -176,7 +195,10 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, hint: Any, d
     elif typing.get_origin(hint) is tuple:
         options.update(action="append", metavar="TEXT")
     else:
-        options.update(type=hint, metavar={int: "N", float: "X"}.get(hint, "TEXT"))
+        number, words = _number_and_words(hint)
+        options.update(
+            type=_parser(number, words), metavar="|".join([{int: "N", float: "X"}.get(number, "TEXT"), *words])
+        )
     group.add_argument(flag, **options)
 
 
@@ -208,11 +230,13 @@ def _from_text(where: str, hint: Any, text: str) -> Any:
         if text.lower() not in ("true", "1", "false", "0"):
             raise ConfigError(f"{where} = {text!r}: must be true or false")
         return text.lower() in ("true", "1")
-    if hint in (int, float):
+    number, words = _number_and_words(hint)
+    if number in (int, float):
         try:
-            return hint(text)
+            return _parser(number, words)(text)
         except ValueError:
-            raise ConfigError(f"{where} = {text!r}: must be a {'whole ' if hint is int else ''}number") from None
+            kind = " or ".join(["whole number" if number is int else "number", *words])
+            raise ConfigError(f"{where} = {text!r}: must be a {kind}") from None
     return _checked(where, hint, text)
 
 
@@ -225,8 +249,9 @@ def _from_yaml(where: str, hint: Any, value: Any) -> Any:
         return tuple(_from_yaml(where, str, part) for part in values)
     if hint is float and type(value) is int:
         return float(value)
-    if hint in (bool, int, float, str) and type(value) is not hint:
-        raise ConfigError(f"{where} = {value!r}: must be of type {hint.__name__}")
+    hint, words = _number_and_words(hint)
+    if hint in (bool, int, float, str) and type(value) is not hint and value not in words:
+        raise ConfigError(f"{where} = {value!r}: must be {' or '.join([f'of type {hint.__name__}', *words])}")
     return _checked(where, hint, value)
 
 

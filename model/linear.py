@@ -8,7 +8,7 @@ without bfloat16 dot products (AVX-512 F/BW/VL): 1 row 24 ms plain, 26 ms packed
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -34,6 +34,12 @@ class Linear:
             residual = residual.add_(self._bias)
         return residual.addmm_(x, self._columns)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is held in memory for it."""
+        yield self._columns
+        if self._bias is not None:
+            yield self._bias
+
 
 class PackedLinear(Linear):
     """The weight reordered once for oneDNN, the plain one dropped. For a CPU, float32 or native bfloat16."""
@@ -49,6 +55,11 @@ class PackedLinear(Linear):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
         return total
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self._packed
+        if self._bias is not None:
+            yield self._bias
 
 
 class WidenedLinear(Linear):
@@ -70,6 +81,10 @@ class WidenedLinear(Linear):
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return super().add_to(residual, x) if x.shape[0] == 1 else residual.add_(self._wide(x.float()))
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        yield from self._wide.tensors()
 
 
 def linear_form(device: torch.device, dtype: torch.dtype, num_weights: int) -> Callable[..., Linear]:

@@ -49,6 +49,15 @@ class DecoderWeights:
     final_norm: Tensor  # [hidden]
     head: Linear  # hidden -> V; shares the embedding's memory when tied and not packed
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held in memory; some share it."""
+        yield from (self.embedding, self.final_norm, *self.head.tensors())
+        for layer in self.layers:
+            yield from (layer.input_norm, layer.post_norm)
+            yield from (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                yield from linear.tensors()
+
 
 def load_weights(
     root: Path,

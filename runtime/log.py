@@ -8,6 +8,8 @@ A program calls `configure` once; from then on lines of ours, of the standard li
 to one writer thread with a bounded queue. A full pipe costs lines, which are counted (`dropped`), and no time. Without
 `configure`, as in a library, nothing is installed: warnings and errors go to `sys.stderr`, the rest nowhere.
 
+A field `table`, lines for a person that say what the other fields say, is shown on a console only, below its line.
+
 A line is one line whatever its values hold: control characters, ANSI sequences and line separators are escaped, and it
 is cut to MAX_LINE_BYTES (a JSON line stays valid JSON).
 """
@@ -168,6 +170,7 @@ class LogSink:
 def json_line(event: Mapping[str, Any]) -> bytes:
     """One JSON object and a newline, at most MAX_LINE_BYTES."""
     fields = _in_order(event)
+    _take_table(fields)
     line = _dump(fields)
     for num_chars in (1_024, 256, 64):
         if len(line) < MAX_LINE_BYTES:
@@ -181,13 +184,17 @@ def json_line(event: Mapping[str, Any]) -> bytes:
 
 
 def console_line(event: Mapping[str, Any]) -> bytes:
-    """`time level event key=value ...`, at most MAX_LINE_BYTES; a traceback follows on lines that begin with `  | `."""
+    """`time level event key=value ...`, at most MAX_LINE_BYTES; a table, then a traceback, follows on lines that begin
+    with `  | `, and where there is a table it stands for the fields."""
     fields = _in_order(event)
-    exception = str(fields.pop("exception", ""))
+    exception, table = str(fields.pop("exception", "")), _take_table(fields)
+    if table:
+        fields = {key: fields[key] for key in FIRST_KEYS if key in fields}
     head = [str(fields.pop(key, "")) for key in ("timestamp", "level", "event")]
     text = f"{head[0]} {head[1]:<8} {_escaped(head[2])}"
     text += "".join(f" {_escaped(key)}={_console_value(value)}" for key, value in fields.items())
-    stack = "".join(f"\n  | {_escaped(line)}" for line in re.split(r"\r\n|[\r\n]", exception)) if exception else ""
+    below = table + (re.split(r"\r\n|[\r\n]", exception) if exception else [])
+    stack = "".join(f"\n  | {_escaped(line)}" for line in below)
     line, tail = text.encode(), stack.encode()
     if len(line) + len(tail) >= MAX_LINE_BYTES:
         line = _cut(line, MAX_LINE_BYTES // 2 if tail else MAX_LINE_BYTES - 1)
@@ -328,6 +335,11 @@ def _level_number(level: str) -> int:
     if level not in LEVELS:
         raise ValueError(f"log level {level!r} is unknown: use debug, info, warning, error or critical")
     return LEVELS[level]
+
+
+def _take_table(fields: dict[str, Any]) -> list[str]:
+    """The lines of a table, out of the fields; anything else of that name stays a field."""
+    return fields.pop("table") if isinstance(fields.get("table"), list) else []
 
 
 def _in_order(event: Mapping[str, Any]) -> dict[str, Any]:

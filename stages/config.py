@@ -22,7 +22,7 @@ class EngineConfig:
     offline: bool = False  # never open a socket; the model must be there already
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
-    max_model_len: int | None = None  # tokens of prompt and answer together; None: the model's
+    max_model_len: int | Literal["auto"] | None = None  # tokens, prompt and answer; None: the model's; auto: what fits
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
     chat_template: str | None = None  # text of a template that replaces the checkpoint's
     seed: int = 0  # of random weights, and of requests that bring none
@@ -67,8 +67,9 @@ class EngineConfig:
         ):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "num_gpu_blocks", "kv_cache_bytes", "threads"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and not (name == "max_model_len" and value == "auto"):
+                _positive(name, value)
         if self.num_cpu_blocks is not None and self.num_cpu_blocks < 0:
             raise ConfigError(
                 f"num_cpu_blocks = {self.num_cpu_blocks}: must be at least 0, which switches swapping off"

@@ -1,74 +1,132 @@
-"""How large the KV cache is: what was asked for, or what the machine has room for. Plain arithmetic, no torch."""
+"""Where an engine's memory goes: a table with a row for each use, in bytes, whose sum is the total it states.
+
+Knows how to show it, as JSON, as a log line and on a terminal. How large things get to be is decided in `sizing.py`.
+"""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from .config import EngineConfig
-from .errors import ConfigError
-from .limits import longest_sequence
-
-CPU_SHARE = 0.25  # of free memory, at most, for the cache of an engine on a CPU
-MEMINFO = Path("/proc/meminfo")
+from dataclasses import dataclass
+from typing import Any, Literal
 
 
-def num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, room_bytes: int) -> int:
-    """Blocks of the pool, [what is asked for] or what fits `room_bytes`, and no more than all slots could ever use.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The memory there is, in bytes, with the weights loaded and no cache yet."""
 
-    Raises `ConfigError` if they can not hold one sequence of `max_model_len` tokens: such a request could never end.
-    """
-    wanted = -(-max_model_len // config.block_size) * config.max_num_seqs
-    if config.num_gpu_blocks is not None:
-        blocks, source = config.num_gpu_blocks, "num_gpu_blocks"
-    elif config.kv_cache_bytes is not None:
-        blocks, source = config.kv_cache_bytes // bytes_per_block, f"kv_cache_bytes = {config.kv_cache_bytes}"
-    else:
-        blocks, source = min(wanted, room_bytes // bytes_per_block), "the memory that is free"
-    longest = longest_sequence(max(0, blocks), config.block_size)
-    if longest < max_model_len:
-        needed = -(-max_model_len // config.block_size)
-        raise ConfigError(
-            f"max_model_len = {max_model_len} needs {needed} blocks of {config.block_size} tokens "
-            f"({needed * bytes_per_block / 2**20:.0f} MiB of KV cache), and {source} gives {max(0, blocks)}: set "
-            f"max_model_len to at most {longest}, or give more with kv_cache_bytes or num_gpu_blocks"
-        )
-    return blocks
+    device: str  # "cpu", "cuda:0"
+    total_bytes: int  # that the device has
+    limit_bytes: int  # that the table's device rows may reach at all
+    budget_bytes: int  # that they may reach where the size of the cache is ours to choose
+    cache_cap_bytes: int | None = None  # for the cache alone, where it is ours to choose; None: the budget says it
+    host_free_bytes: int | None = None  # of the host beside a GPU; None: the device is the host
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self.host_free_bytes is None
 
 
-def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, default_gib: float) -> int:
-    """Blocks of the pool for swapped sequences, 0 for none, and no more than all slots could ever use.
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One use of memory."""
 
-    Raises `ConfigError` if more memory was asked for than the machine has.
-    """
-    if config.num_cpu_blocks is not None:
-        blocks, source = config.num_cpu_blocks, f"num_cpu_blocks = {config.num_cpu_blocks}"
-    else:
-        gib = default_gib if config.swap_space is None else config.swap_space
-        most = -(-max_model_len // config.block_size) * config.max_num_seqs
-        blocks, source = min(most, int(gib * 2**30) // bytes_per_block), f"swap_space = {gib:g} GiB"
-    free = free_host_bytes()
-    if blocks * bytes_per_block > free:
-        if config.num_cpu_blocks is None and config.swap_space is None:
-            return free // 2 // bytes_per_block
-        raise ConfigError(
-            f"{source} needs {blocks * bytes_per_block / 2**20:.0f} MiB of host memory, and {free / 2**20:.0f} MiB are "
-            "free: lower it"
-        )
-    return blocks
+    name: str
+    num_bytes: int
+    what: str  # for whoever reads the table: how many of what
+    place: Literal["device", "host"] = "device"
 
 
-def cpu_room_bytes() -> int:
-    """What an engine on a CPU takes for its cache if nobody says: a quarter of the memory that is free."""
-    return int(free_host_bytes() * CPU_SHARE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTable:
+    """All uses, and what the KV cache holds. What Python, torch and its libraries take of a CPU's memory themselves is
+    in no row: it was gone before there was a plan."""
+
+    machine: Machine
+    rows: tuple[MemoryRow, ...]
+    max_model_len: int  # tokens
+    num_blocks: int  # of the KV cache
+    block_size: int  # tokens
+    bytes_per_block: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the device; on a CPU of the machine."""
+        return sum(row.num_bytes for row in self.rows if row.place == "device")
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host, beside a GPU; 0 on a CPU, where everything is in `total_bytes`."""
+        return sum(row.num_bytes for row in self.rows if row.place == "host")
+
+    @property
+    def num_tokens(self) -> int:
+        """That the cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_longest(self) -> int:
+        """Sequences of `max_model_len` tokens that the cache holds at once."""
+        return self.num_blocks // -(-self.max_model_len // self.block_size)
+
+    def row(self, name: str) -> MemoryRow:
+        """The row of that name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "device": self.machine.device,
+            "device_bytes": self.machine.total_bytes,
+            "budget_bytes": self.machine.budget_bytes,
+            "total_bytes": self.total_bytes,
+            "host_bytes": self.host_bytes,
+            "rows": [
+                {"name": row.name, "bytes": row.num_bytes, "place": row.place, "what": row.what} for row in self.rows
+            ],
+            "kv_cache": {
+                "num_blocks": self.num_blocks,
+                "block_size": self.block_size,
+                "bytes_per_block": self.bytes_per_block,
+                "num_tokens": self.num_tokens,
+                "num_longest_sequences": self.num_longest,
+            },
+        }
+
+    def to_event(self) -> dict[str, int | str]:
+        """The fields of its log line."""
+        return {
+            "device": self.machine.device,
+            "device_bytes": self.machine.total_bytes,
+            "budget_bytes": self.machine.budget_bytes,
+            **{f"{row.name}_bytes": row.num_bytes for row in self.rows},
+            "total_bytes": self.total_bytes,
+            "host_bytes": self.host_bytes,
+            "num_blocks": self.num_blocks,
+            "num_tokens": self.num_tokens,
+            "num_longest_sequences": self.num_longest,
+        }
+
+    def to_text(self) -> list[str]:
+        """Lines for a terminal."""
+        machine = self.machine
+        budget = f"of {human(machine.budget_bytes)} for this engine; {machine.device} has {human(machine.total_bytes)}"
+        lines = [_line(row.name, row.num_bytes, row.what) for row in self.rows if row.place == "device"]
+        lines.append(_line("total", self.total_bytes, budget))
+        if machine.host_free_bytes is not None:
+            lines += [_line(row.name, row.num_bytes, row.what) for row in self.rows if row.place == "host"]
+            lines.append(_line("host total", self.host_bytes, f"of {human(machine.host_free_bytes)} free"))
+        return lines
 
 
-def free_host_bytes() -> int:
-    """Memory that can be had without swapping."""
-    try:
-        for line in MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no Linux: half of what there is
+def _line(name: str, num_bytes: int, what: str) -> str:
+    return f"{name:<12}{human(num_bytes):>10}  {what}"
+
+
+def human(num_bytes: int) -> str:
+    """A size for a person: three digits and a unit."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .host import Rates
+from .memory import MemoryTable
 from .messages import FinishReason, TokenLogprobs
 from .params import SamplingParams
 
@@ -77,3 +78,4 @@ class ModelInfo:
     num_host_blocks: int = 0  # for swapped sequences
     rates: Rates | None = None  # of copying and computing, as measured; None: not measured
     startup_s: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds
+    memory: MemoryTable | None = None  # where it goes; None without a model

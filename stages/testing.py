@@ -22,6 +22,7 @@ from ..runtime.env import Env
 from .config import EngineConfig
 from .device import Device
 from .engine import Engine, EngineParts
+from .limits import longest_sequence
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .phases import Phases
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from .conformance import BrokenPromise, conformance
     from .loading import LoadedModel
 
-SMALL = EngineConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tokens=256, num_gpu_blocks=256, block_size=16)
+CONTEXT, NUM_BLOCKS = 512, 256  # of the scripted model; blocks of 16 tokens
+SMALL = EngineConfig(
+    max_model_len=CONTEXT, max_num_seqs=16, max_num_batched_tokens=256, num_gpu_blocks=NUM_BLOCKS, block_size=16
+)
 
 Answer = str | Callable[[str], str]
 
@@ -69,7 +73,8 @@ class ScriptedEngine(Engine):
         check_quiet(self.parts, self.model)
 
     async def _load(self) -> tuple[LoadedModel, Phases]:
-        return _loaded(self.config, self.model), Phases(self._env.now)
+        phases = Phases(self._env.now)
+        return _loaded(self.config, self.model, phases), phases
 
     def _make_device(self, loaded: LoadedModel) -> Device:
         return ScriptedDevice(self.model)
@@ -204,22 +209,22 @@ class _Scripted:
 
 def _settled(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:
     config = replace(config, **overrides)
-    return replace(
-        config,
-        max_model_len=config.max_model_len or SMALL.max_model_len,
-        num_gpu_blocks=config.num_gpu_blocks or SMALL.num_gpu_blocks,
-    )
+    num_gpu_blocks = config.num_gpu_blocks or NUM_BLOCKS
+    max_model_len = config.max_model_len or CONTEXT
+    if max_model_len == "auto":
+        max_model_len = min(CONTEXT, longest_sequence(num_gpu_blocks, config.block_size))
+    return replace(config, max_model_len=max_model_len, num_gpu_blocks=num_gpu_blocks)
 
 
 def _model(config: EngineConfig, script: Script | None, env: Env | None, step_s: float = 0.0) -> ScriptedModel:
     num_blocks, max_model_len = config.num_gpu_blocks, config.max_model_len
-    assert num_blocks is not None and max_model_len is not None
+    assert num_blocks is not None and isinstance(max_model_len, int)
     sizes = (num_blocks, config.block_size, config.max_num_seqs, max_model_len)
     return ScriptedModel(*sizes, script, env, step_s, config.num_cpu_blocks or 0)
 
 
-def _loaded(config: EngineConfig, model: ScriptedModel) -> Any:
-    assert config.max_model_len is not None and config.num_gpu_blocks is not None
+def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = None) -> Any:
+    assert isinstance(config.max_model_len, int) and config.num_gpu_blocks is not None
     tokenizer = ByteTokenizer()
     info = ModelInfo(
         model_id=config.model or "scripted",
@@ -234,6 +239,7 @@ def _loaded(config: EngineConfig, model: ScriptedModel) -> Any:
         has_chat_template=True,
         default_params=SamplingParams(),
         num_host_blocks=config.num_cpu_blocks or 0,
+        startup_s={} if phases is None else phases.seconds,
     )
     return _Scripted(info, tokenizer, tokenizer, tokenizer, model, model)
 

@@ -20,7 +20,14 @@ MAY_IMPORT = {
     "deploy": {"deploy", "stages", "model", "kernels", "runtime"},
 }
 STAGES = {"intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "outbox"}
-STAGE_FILES_WITH_TORCH = {"runner", "sampling", "logits", "loading"}  # what execute, sample and a real start run
+STAGE_FILES_WITH_TORCH = {
+    "runner",
+    "trials",
+    "sampling",
+    "logits",
+    "loading",
+    "measuring",
+}  # what execute, sample and a real start run
 OUTSIDE_THE_ENV = {
     "offline": {"threading", "concurrent"},  # an event loop of its own, for callers that have none
     "scripted": {"time"},  # a device that takes real time

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
+from millrace.deploy.config import ServerConfig
+from millrace.stages.config import EngineConfig
 from tests.deploy.running import RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -282,6 +285,31 @@ def test_health_and_version_answer(server: RunningServer):
     assert server.get("/health").json == server.get("/health/ready").json == {"status": "ready"}
     assert server.get("/health/live").json == {"status": "alive"}
     assert server.get("/version").json["version"]
+
+
+def test_server_info_tells_the_model_the_settings_and_the_blocks(server: RunningServer):
+    info = server.get("/server_info").json
+    assert set(info) == {"version", "model", "config", "memory", "startup_s", "blocks"}
+    assert info["version"] == server.get("/version").json["version"]
+    assert (info["model"]["id"], info["model"]["max_model_len"]) == ("scripted", 512)
+    assert info["model"]["served_names"] == ["scripted"]
+    engine, deploy = info["config"]["engine"], info["config"]["server"]
+    assert set(engine) == {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(deploy) == {field.name for field in dataclasses.fields(ServerConfig)}
+    assert (engine["max_num_seqs"], engine["num_gpu_blocks"], engine["dtype"]) == (16, 256, "float32")
+    assert deploy["port"] == 0 and deploy["api_key"] == []
+    assert info["memory"] is None, "there is no model"
+    blocks = info["blocks"]
+    assert (blocks["num_blocks"], blocks["block_size"]) == (256, 16)
+    assert sum(blocks[state] for state in ("free", "used", "cached", "quarantined")) == 256
+    assert set(info["startup_s"]) == {"pipeline", "warm_up"}
+
+
+def test_server_info_counts_the_blocks_that_are_cached(server: RunningServer):
+    before = server.get("/server_info").json["blocks"]
+    server.post(TEXT, {"prompt": "counted" + "." * 64, "max_tokens": 1, "cache_salt": "counted"})
+    after = server.get("/server_info").json["blocks"]
+    assert (after["cached"] - before["cached"], before["free"] - after["free"]) == (4, 4)
 
 
 def test_a_connection_is_used_again(server: RunningServer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,16 @@ def test_a_checkpoint_is_served_and_completed_alike(checkpoint):
         assert server.post("/detokenize", {"tokens": tokens}).json == {"prompt": "Größe 🙂 漢"}
         wrong = server.post("/v1/completions", asked | {"stop_token_ids": [640]})
         assert (wrong.status, wrong.error["param"]) == (400, "stop_token_ids")
+        info = server.get("/server_info").json
+        rows = {row["name"]: row["bytes"] for row in info["memory"]["rows"]}
+        assert info["memory"]["total_bytes"] == sum(rows.values())
+        assert rows["kv_cache"] == info["blocks"]["num_blocks"] * info["memory"]["kv_cache"]["bytes_per_block"]
+        assert (info["config"]["engine"]["max_model_len"], info["model"]["device"]) == (2048, "cpu")
+        phases = ("import", "resolve", "tokenizer", "weights", "cache", "rates", "pipeline", "warm_up")
+        assert set(info["startup_s"]) == set(phases) and all(took >= 0 for took in info["startup_s"].values())
+        (head, *table), num_rows = re.findall(r"^.*memory\.plan.*$|^  \| .*$", server.errors(), re.MULTILINE), len(rows)
+        assert "memory.plan logger=millrace.stages" in head and len(table) == num_rows + 1  # and the total
+        assert table[0].split()[1] == "weights" and table[-1].split()[1] == "total"
         server.signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
         assert "Traceback" not in server.errors()

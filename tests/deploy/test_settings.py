@@ -60,6 +60,9 @@ def test_each_source_gives_values_of_the_fields_type(tmp_path):
         ({"MILLRACE_PORT": "x"}, "", "MILLRACE_PORT = 'x'"),
         ({"MILLRACE_DTYPE": "int3"}, "", "MILLRACE_DTYPE = 'int3'"),
         ({"MILLRACE_OFFLINE": "maybe"}, "", "MILLRACE_OFFLINE = 'maybe'"),
+        ({"MILLRACE_MAX_MODEL_LEN": "long"}, "", "MILLRACE_MAX_MODEL_LEN = 'long': must be a whole number or auto"),
+        ({}, "max_model_len: long\n", "max_model_len = 'long': must be of type int or auto"),
+        ({}, "max_model_len: 1.5\n", "max_model_len = 1.5: must be of type int or auto"),
         ({}, "port: x\n", "port = 'x'"),
         ({}, "port: true\n", "port = True"),
         ({}, "prot: 1\n", "there is no setting prot"),
@@ -75,13 +78,31 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path, environment, text, name
     assert named in str(caught.value)
 
 
+def test_a_context_is_a_number_or_the_word_auto_from_every_source(tmp_path):
+    file = tmp_path / "m.yaml"
+    for text, value in (("auto", "auto"), ("64", 64)):
+        file.write_text(f"max_model_len: {text}\n")
+        for settings in (
+            settle(["--max-model-len", text]),
+            settle([], {"MILLRACE_MAX_MODEL_LEN": text}),
+            settle([], {}, file),
+        ):
+            assert build(EngineConfig, settings).max_model_len == value
+            assert yaml.safe_load(show(settings))["max_model_len"] == value
+    for wrong in ("AUTO", "0", "-1"):
+        with pytest.raises((ConfigError, SystemExit)):
+            build(EngineConfig, settle(["--max-model-len", wrong]))
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="none.yaml"):
         settle([], {}, tmp_path / "none.yaml")
 
 
 def test_what_is_shown_can_be_read_back_but_for_keys(tmp_path):
-    settings = settle(["--api-key", "secret-1", "--served-model-name", "a", "--max-model-len", "64"])
+    settings = settle(
+        ["--api-key", "secret-1", "--admin-key", "secret-2", "--served-model-name", "a", "--max-model-len", "64"]
+    )
     shown = show(settings)
     assert "secret" not in shown
     assert "max_model_len: 64  # flag --max-model-len" in shown
@@ -102,6 +123,20 @@ def test_other_addresses_than_loopback_need_a_key_or_a_word():
         assert config.is_private or config.api_key or config.allow_no_key
 
 
+def test_an_admin_key_is_given_as_an_api_key_is_and_is_none_of_them(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text("admin_key: [k1, k2]\n")
+    flags = ["--admin-key", "k1", "--admin-key", "k2"]
+    for settings in (settle(flags), settle([], {"MILLRACE_ADMIN_KEY": "k1,k2"}), settle([], {}, file)):
+        assert build(ServerConfig, settings).admin_key == ("k1", "k2")
+    for wrong in ({"admin_key": ("",)}, {"admin_key": ("é",)}, {"admin_key": ("k", "same"), "api_key": ("same",)}):
+        with pytest.raises(ConfigError, match="^admin_key: ") as caught:
+            ServerConfig(**wrong)
+        assert "same" not in str(caught.value)
+    with pytest.raises(ConfigError, match="--api-key, or --allow-no-key"):
+        ServerConfig(host="0.0.0.0", admin_key=("k",))
+
+
 def test_print_config_prints_and_starts_nothing(capsys, monkeypatch):
     monkeypatch.setenv("MILLRACE_MAX_NUM_SEQS", "9")
     assert main(["serve", "some/model", "--print-config"]) == 0
@@ -118,6 +153,12 @@ def test_a_wrong_setting_is_one_line_and_exit_code_3(capsys, arguments):
     assert main(["serve", *arguments]) == 3
     told = capsys.readouterr()
     assert told.out == "" and told.err.startswith("millrace: ") and told.err.count("\n") == 1
+
+
+def test_a_flag_that_is_neither_number_nor_word_says_what_it_may_be(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--max-model-len", "long"])
+    assert "argument --max-model-len: invalid int or auto value: 'long'" in capsys.readouterr().err
 
 
 def test_wrong_usage_is_exit_code_2(capsys):

@@ -77,6 +77,15 @@ def test_no_value_key_or_event_breaks_out_of_its_line(render: Callable[[dict[str
         assert json.loads(text)["text"] == forgery
 
 
+def test_a_table_stands_below_its_line_on_a_console_and_in_no_json_line():
+    event = {"event": "memory.plan", "level": "info", "total_bytes": 3, "table": ["weights  1 B", "total\n  3 B"]}
+    head, *below = console_line(event).decode().splitlines()
+    assert "memory.plan" in head and "total_bytes" not in head, "the table says it"
+    assert below == ["  | weights  1 B", "  | total\\u000a  3 B"]
+    assert json.loads(json_line(event)) == {"event": "memory.plan", "level": "info", "total_bytes": 3}
+    assert "table=3" in console_line({"event": "x", "table": 3}).decode()
+
+
 def test_a_traceback_in_the_console_stays_behind_its_bar_whatever_the_exception_says(lines_of):
     lines_of.start("console")
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.deploy.running import RunningServer
-from tests.security.oracle import CANARIES, KEY, TEXT
+from tests.security.oracle import ADMIN_KEY, CANARIES, KEY, TEXT
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,8 +28,9 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def keyed_server() -> Iterator[RunningServer]:
-    """A server that asks for a key and takes no unknown field."""
-    with RunningServer(server={"api_key": [KEY], "strict_fields": True, "log_format": "json"}) as running:
+    """A server that asks for a key, has an admin key, and takes no unknown field."""
+    keys = {"api_key": [KEY], "admin_key": [ADMIN_KEY]}
+    with RunningServer(server=keys | {"strict_fields": True, "log_format": "json"}) as running:
         yield running
 
 

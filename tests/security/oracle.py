@@ -13,7 +13,12 @@ from tests.deploy.running import ROOT, Answer, RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 KEY = "key-canary-7f3a"
-CANARIES = ("prompt-canary-51c9", KEY)  # planted in prompts and keys; they may appear in nobody else's answer
+ADMIN_KEY = "admin-canary-9e02"
+CANARIES = (
+    "prompt-canary-51c9",
+    KEY,
+    ADMIN_KEY,
+)  # planted in prompts and keys; they may appear in nobody else's answer
 CONTEXT, VOCABULARY = 512, 260  # of the scripted model
 
 REFUSED_S = 0.1

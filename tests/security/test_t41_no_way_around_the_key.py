@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
-from tests.security.oracle import KEY, check_error
+from tests.security.oracle import ADMIN_KEY, KEY, check_error
 from tests.security.wire import tell
 
+RESET = "/admin/cache/reset"
+VARYING = ("date", "x-request-id")  # headers that differ between any two answers
 ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/scripted"),
@@ -15,8 +19,10 @@ ROUTES = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/version"),
+    ("GET", "/server_info"),
     ("GET", "/metrics"),
     ("DELETE", "/v1/requests/x"),
+    ("POST", RESET),
     ("GET", "/nope"),
 ]
 HOSTS = ["localhost", "a/?", "a?/health", "/health", "health", "localhost/health", "[::1]", "x" * 300, "", "é"]
@@ -50,8 +56,11 @@ def spellings(path: str) -> list[str]:
     ]
 
 
-def ask(method: str, target: str, host: str = "localhost") -> bytes:
-    return f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
+def ask(method: str, target: str, host: str = "localhost", headers: Mapping[str, str] | None = None) -> bytes:
+    more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    return (
+        f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: 0\r\n{more}\r\n".encode()
+    )
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -83,9 +92,39 @@ def test_health_alone_is_open(keyed_server):
         assert keyed_server.get(path).status == 401
 
 
-def test_the_key_opens_every_route(keyed_server):
+def test_the_key_opens_every_route_but_those_of_the_admin(keyed_server):
     for headers in ({"Authorization": f"Bearer {KEY}"}, {"authorization": f"bearer {KEY}"}, {"X-Api-Key": KEY}):
         assert keyed_server.get("/v1/models", headers).status == 200
         assert keyed_server.get("/metrics", headers).status == 200
+        assert keyed_server.get("/server_info", headers).status == 200
         assert keyed_server.get("/nope", headers).status == 404
         assert keyed_server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers).status == 200
+        for target in spellings(RESET):
+            told = tell(keyed_server, ask("POST", target, headers=headers))
+            assert told.num_responses == 1
+            check_error(told.answer(), (400, 401, 404))
+        check_error(keyed_server.get(RESET, headers, "POST"), 401)
+
+
+def test_the_admin_key_opens_the_admins_routes_and_nothing_else(keyed_server):
+    for headers in ({"Authorization": f"Bearer {ADMIN_KEY}"}, {"X-Api-Key": ADMIN_KEY}):
+        answer = keyed_server.get(RESET, headers, "POST")
+        assert answer.status == 200 and set(answer.json) == {"freed_blocks"}
+        for method, path in ROUTES:
+            if path != RESET:
+                check_error(keyed_server.get(path, headers, method), 401)
+        for method in ("GET", "PUT", "DELETE"):  # no route, so the key of all others is asked for
+            check_error(keyed_server.get(RESET, headers, method), 401)
+
+
+def test_without_an_admin_key_its_routes_answer_as_paths_that_are_not_there(server):
+    for method in ("POST", "GET", "PUT", "OPTIONS"):
+        for headers in ({}, {"Authorization": f"Bearer {ADMIN_KEY}"}, {"X-Api-Key": ""}):
+            missing, admins = (server.get(path, headers, method) for path in ("/admin/nope", RESET))
+            check_error(admins, 404)
+            assert (admins.status, admins.body) == (missing.status, missing.body)
+            told = [
+                {name: answer.headers[name] for name in answer.headers if name not in VARYING}
+                for answer in (missing, admins)
+            ]
+            assert told[0] == told[1]

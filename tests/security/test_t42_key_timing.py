@@ -8,12 +8,15 @@ import inspect
 import math
 import random
 import time
+from pathlib import Path
 
 from multidict import CIMultiDict
 
 from millrace.deploy import keys
+from millrace.deploy.config import ServerConfig
 from millrace.deploy.errors import ApiError
 from millrace.deploy.keys import Keys
+from millrace.deploy.server import Server
 
 RIGHT = "sk-0123456789abcdef0123456789abcdef"
 
@@ -36,6 +39,21 @@ def test_keys_are_compared_as_digests_by_compare_digest_only():
     assert calls.count("hmac.compare_digest") == 1
     compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     assert not any("digest" in ast.unparse(node) for node in compared)
+
+
+def test_no_other_file_compares_keys():
+    for path in Path(inspect.getfile(keys)).parent.glob("*.py"):
+        compared = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
+        parts = [part for node in compared for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+        assert not [part.attr for part in parts if part.attr in ("api_key", "admin_key")], path.name
+
+
+def test_the_admins_routes_are_checked_as_all_others():
+    config = ServerConfig(api_key=(RIGHT,), admin_key=("another",))
+    app = Server(config)._make_app()
+    (check,) = [middleware for middleware in app.middlewares if "check_keys" in middleware.__qualname__]
+    checkers = inspect.getclosurevars(check).nonlocals
+    assert type(checkers["keys"]) is Keys and {type(other) for other in checkers["others"].values()} == {Keys}
 
 
 def test_a_key_that_begins_right_takes_no_longer_than_one_that_does_not():

@@ -18,10 +18,10 @@ from millrace.runtime.trace import EventKind
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError, Overloaded, Refused, TimedOut
 from millrace.stages.limits import RequestLimits
-from millrace.stages.loading import largest_grant, load_model
-from millrace.stages.memory import num_blocks
+from millrace.stages.loading import load_model
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.phases import Phases
+from millrace.stages.trials import largest_grant
 from tests.model.checkpoints import make_checkpoint
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -256,7 +256,10 @@ def test_two_engines_in_one_process_do_not_mix(checkpoint, reference):
     ("settings", "words"),
     [
         ({"num_gpu_blocks": 7}, ["max_model_len = 128", "8 blocks", "at most 112"]),
-        ({"num_gpu_blocks": None, "kv_cache_bytes": 1_000}, ["kv_cache_bytes = 1000"]),
+        ({"num_gpu_blocks": None, "kv_cache_bytes": 1_000}, ["kv_cache_bytes = 1000", "no sequence fits"]),
+        ({"num_gpu_blocks": 10**9}, ["num_gpu_blocks = 1000000000", "TiB", "at most", "weights"]),
+        ({"max_model_len": "auto", "num_gpu_blocks": None, "kv_cache_bytes": 1_000}, ["auto, or 2048", "no sequence"]),
+        ({"max_model_len": "long"}, ["max_model_len = 'long'"]),
         ({"max_model_len": 4_096}, ["2048"]),
         ({"enable_chunked_prefill": False}, ["max_num_batched_tokens = 64"]),
         ({"device": "cuda"}, ["device = cuda"]),
@@ -267,23 +270,38 @@ def test_settings_that_can_not_work_are_refused_at_the_start_with_what_would(che
         pytest.skip("there is a CUDA device")
 
     async def test() -> None:
-        engine = engine_of(checkpoint, **settings)
         with pytest.raises(ConfigError) as caught:
-            await engine.start()
+            engine = engine_of(checkpoint, **settings)
+            try:
+                await engine.start()
+            finally:
+                assert engine.health.state == "stopped"
         assert all(word in str(caught.value) for word in words), str(caught.value)
-        assert engine.health.state == "stopped"
 
     live(test)
 
 
-def test_the_pool_is_what_was_asked_for_or_what_fits():
-    config = EngineConfig(max_num_seqs=4)
-    assert num_blocks(config, 1_000, max_model_len=64, room_bytes=10**9) == 16  # all that four slots can use
-    assert num_blocks(config, 1_000, max_model_len=64, room_bytes=9_999) == 9
-    assert num_blocks(EngineConfig(num_gpu_blocks=5), 1_000, max_model_len=64, room_bytes=0) == 5
-    assert num_blocks(EngineConfig(kv_cache_bytes=7_500), 1_000, max_model_len=64, room_bytes=0) == 7
-    with pytest.raises(ConfigError, match="at most 48"):
-        num_blocks(config, 1_000, max_model_len=64, room_bytes=3_999)
+@pytest.mark.parametrize(
+    ("settings", "context"),
+    [
+        ({}, 1_024),  # 64 blocks of 16
+        ({"num_gpu_blocks": 7}, 112),
+        ({"num_gpu_blocks": 500}, 2_048),  # the model's
+        ({"num_gpu_blocks": None}, 2_048),
+        ({"enable_chunked_prefill": False}, 64),  # of a step, into which a prompt must go whole
+    ],
+)
+def test_auto_gives_the_longest_context_that_fits_and_an_answer_fills_it(checkpoint, settings, context):
+    async def test() -> None:
+        async with engine_of(checkpoint, max_model_len="auto", **settings) as engine:
+            assert engine.info.max_model_len == context
+            params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+            answer = await last(engine.generate([7] * (context - 3), params, output_kind="final"))
+            assert answer.num_generated_tokens == 3
+            with pytest.raises(Refused, match=str(context)):
+                await last(engine.generate([7] * (context - 2), params))
+
+    live(test)
 
 
 def test_the_step_that_memory_is_measured_with_is_the_largest_there_can_be(checkpoint):

@@ -18,7 +18,7 @@ import pytest
 from millrace.runtime.simloop import SimEnv, run
 from millrace.stages import SamplingParams
 from millrace.stages.messages import StepGrant
-from millrace.stages.sequences import Sequence
+from millrace.stages.policy import Policy
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
 
 CONTEXT, BLOCK_SIZE, SLOTS, BUDGET = 512, 16, 8, 64  # BUDGET: tokens of a step
@@ -157,8 +157,7 @@ def test_who_runs_waits_no_longer_for_a_token_because_of_the_odd_one(scene: str,
 @pytest.mark.slow
 def test_serving_short_prompts_first_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
     """The control: then whoever comes with a short prompt overtakes the long one."""
-    by_length = property(lambda sequence: (sequence.num_prompt, sequence.sequence_id))
-    monkeypatch.setattr(Sequence, "rank", by_length)
+    monkeypatch.setattr(Policy, "rank", lambda self, sequence: (sequence.num_prompt, sequence.sequence_id))
     scene = SCENES["a long prompt among short ones"]
     watch = play(scene, {})
     (odd,) = watch.ids_of(scene.odd_prompt)

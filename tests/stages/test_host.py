@@ -12,9 +12,9 @@ from millrace.stages.allocator import Allocator
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.host import HostTier, Rates
-from millrace.stages.memory import num_host_blocks
 from millrace.stages.messages import Direction, StepPlan
 from millrace.stages.params import SamplingParams
+from millrace.stages.sizing import num_host_blocks
 from tests.stages.plans import plan
 
 pytest_plugins = ["millrace.stages.pytest_plugin"]
@@ -109,14 +109,14 @@ def test_a_reset_forgets_the_host_too():
 
 def test_the_pool_on_the_host_is_no_larger_than_all_slots_could_use():
     config = EngineConfig(max_num_seqs=2, block_size=16)
-    assert num_host_blocks(config, 1024, max_model_len=64, default_gib=1.0) == 8
-    assert num_host_blocks(EngineConfig(swap_space=0), 1024, max_model_len=64, default_gib=1.0) == 0
-    assert num_host_blocks(EngineConfig(num_cpu_blocks=5), 1024, max_model_len=64, default_gib=1.0) == 5
+    assert num_host_blocks(config, 1024, max_model_len=64, device="cpu") == 8
+    assert num_host_blocks(EngineConfig(swap_space=0), 1024, max_model_len=64, device="cpu") == 0
+    assert num_host_blocks(EngineConfig(num_cpu_blocks=5), 1024, max_model_len=64, device="cpu") == 5
 
 
 def test_more_swap_space_than_the_machine_has_is_refused_with_what_is_free():
-    with pytest.raises(ConfigError, match="swap_space = 1e\\+06 GiB needs .* MiB are free"):
-        num_host_blocks(EngineConfig(swap_space=1e6), 2**30, max_model_len=2**25, default_gib=1.0)
+    with pytest.raises(ConfigError, match="swap_space = 1e\\+06 GiB needs .* are free"):
+        num_host_blocks(EngineConfig(swap_space=1e6), 2**30, max_model_len=2**25, device="cpu")
     with pytest.raises(ConfigError, match="num_cpu_blocks = -1"):
         EngineConfig(num_cpu_blocks=-1)
 

@@ -61,6 +61,14 @@ def test_it_answers_as_an_engine_does(scripted: Any) -> None:
     scripted(main, answer="Grüße!")
 
 
+def test_an_automatic_context_is_what_the_scripted_pool_holds(scripted: Any) -> None:
+    async def context(engine: Any) -> int:
+        return int(engine.info.max_model_len)
+
+    assert scripted(context, num_gpu_blocks=5, max_model_len="auto") == 80
+    assert scripted(context, max_model_len="auto") == 512
+
+
 def test_an_answer_may_depend_on_the_prompt(scripted: Any) -> None:
     async def main(engine: Any) -> str:
         async for final in engine.chat([{"role": "user", "content": "ping"}], output_kind="final"):

@@ -1,0 +1,94 @@
+"""Steps that are run before an engine serves: the largest, to see what memory it takes, and some to see how long they
+take. Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..model.cache import KVCache
+from ..model.config import ModelConfig
+from ..model.decoder import Decoder
+from .config import EngineConfig
+from .host import Rates
+from .messages import BlockCopy, Direction, Started, StepGrant
+from .params import SamplingParams
+from .runner import ModelRunner
+
+RATE_TOKENS = 64  # of the prompt that shows how fast the model computes one
+
+
+def make_runner(
+    config: EngineConfig, shape: ModelConfig, decoder: Decoder, blocks: int, max_model_len: int, host_blocks: int = 0
+) -> ModelRunner:
+    """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
+    cache = KVCache(shape, blocks, config.block_size, decoder.dtype, decoder.device)
+    last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
+    return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks)
+
+
+def peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
+    """Runs the largest step on a cache of its own and sees what it took besides."""
+    grant = largest_grant(config, max_model_len)
+    runner = make_runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
+    torch.cuda.synchronize(decoder.device)
+    torch.cuda.reset_peak_memory_stats(decoder.device)
+    before = torch.cuda.memory_allocated(decoder.device)
+    runner.forward(grant)
+    torch.cuda.synchronize(decoder.device)
+    return torch.cuda.max_memory_allocated(decoder.device) - before
+
+
+def measure_rates(
+    runner: ModelRunner, config: EngineConfig, max_model_len: int, num_host_blocks: int, clock: Callable[[], float]
+) -> Rates:
+    """How long a block takes to the host, and a token of a prompt to compute; each the better of two runs."""
+    num_tokens = min(RATE_TOKENS, max_model_len - 1, config.max_num_batched_tokens)
+    prompt = prompts_grant([num_tokens], config.block_size)
+    num_copied = min(len(prompt.table_blocks), num_host_blocks)
+    blocks = np.arange(num_copied, dtype=np.int32)
+    copies = tuple(BlockCopy(direction, blocks, blocks) for direction in (Direction.OUT, Direction.IN))
+    nothing = replace(prompts_grant([], config.block_size), copies=copies)
+    compute_s, copy_s = (min(_seconds(runner, grant, clock) for _ in range(2)) for grant in (prompt, nothing))
+    return Rates(copy_s / (2 * num_copied), compute_s / num_tokens)
+
+
+def _seconds(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
+    began = clock()
+    runner.forward(grant)
+    if runner.device.type != "cpu":
+        torch.cuda.synchronize(runner.device)
+    return clock() - began
+
+
+def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
+    """A step of max_num_batched_tokens: prompts of token 0, as long as may be."""
+    whole, rest = divmod(config.max_num_batched_tokens, max_model_len - 1)
+    lengths = [max_model_len - 1] * whole + ([rest] if rest else [])
+    return prompts_grant(lengths[: config.max_num_seqs], config.block_size)
+
+
+def prompts_grant(lengths: list[int], block_size: int) -> StepGrant:
+    """A step that computes prompts of token 0 and of these lengths, in blocks from 0 on."""
+    blocks = [-(-length // block_size) for length in lengths]
+    slots = np.arange(len(lengths))
+    params = SamplingParams(max_tokens=1)
+    return StepGrant(
+        step=0,
+        generation=0,
+        slots=slots,
+        starts=np.zeros(len(lengths), np.int32),
+        num_tokens=np.array(lengths, np.int32),
+        is_sampled=np.ones(len(lengths), np.bool_),
+        table_slots=np.repeat(slots, np.array(blocks, np.intp)),
+        table_places=np.concatenate([np.arange(count) for count in (0, *blocks)]),
+        table_blocks=np.arange(sum(blocks), dtype=np.int32),
+        started=tuple(
+            Started(slot, slot, "largest", np.zeros(length, np.int32), length, params, seed=0)
+            for slot, length in enumerate(lengths)
+        ),
+    )

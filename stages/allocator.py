@@ -90,6 +90,8 @@ class Allocator:
         if self._holdings.sharing is None:
             return 0
         self._holdings.sharing.forget()
+        if self.host is not None:
+            self.host.pool.forget_kept()
         return self.pool.forget_kept()
 
     def check(self) -> None:

@@ -40,7 +40,7 @@ class BlockPool:
         self.num_free = num_blocks
         self.num_quarantined = 0
         self.num_evicted = 0  # cached blocks that were taken, ever
-        self.on_evicted: Callable[[int], object] = _ignore  # told of each cached block whose contents are given up
+        self.on_evicted: Callable[[list[int]], object] = _ignore  # told of cached blocks whose contents are given up
         self.state = np.full(num_blocks, BlockState.FREE, np.int8)  # [N]
         self.num_tables = np.zeros(num_blocks, np.int32)  # [N] that hold the block
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of `num_free`, its top at the end
@@ -73,8 +73,7 @@ class BlockPool:
         untouched. Ask `num_available` first."""
         if count > self.num_free:
             assert count <= self.num_available, f"{count} blocks taken of {self.num_available} that can be had"
-            for _ in range(count - self.num_free):
-                self._evict(self._cached.popitem(last=False)[0])
+            self._evict(count - self.num_free)
         rest = self.num_free - count
         blocks = self._free[rest : self.num_free][::-1].copy()
         self.num_free = rest
@@ -95,6 +94,13 @@ class BlockPool:
     def keep(self, blocks: Ints) -> None:
         """The contents of `blocks`, which are in use, may be wanted again."""
         self._is_kept[blocks] = True
+
+    def forget(self, block: int) -> None:
+        """The contents of `block` are not wanted any more."""
+        self._is_kept[block] = False
+        if self.state[block] == BlockState.CACHED:
+            del self._cached[block]
+            self._push(np.array([block], np.int32))
 
     def give_back(self, blocks: Ints, last_step: int, completed_step: int) -> None:
         """`blocks` are in one table less. Those in none can be had again once every step is done that any giver said
@@ -155,13 +161,13 @@ class BlockPool:
             blocks = blocks[~is_kept]
         self._push(blocks)
 
-    def _evict(self, block: int) -> None:
-        self.num_evicted += 1
-        self._is_kept[block] = False
-        self.state[block] = BlockState.FREE
-        self._free[self.num_free] = block
-        self.num_free += 1
-        self.on_evicted(block)
+    def _evict(self, count: int) -> None:
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        self.num_evicted += count
+        blocks = np.array(evicted, np.int32)
+        self._is_kept[blocks] = False
+        self._push(blocks)
+        self.on_evicted(evicted)
 
     def _push(self, blocks: Ints) -> None:
         self.state[blocks] = BlockState.FREE
@@ -191,7 +197,7 @@ class BlockPool:
         )
 
 
-def _ignore(block: int) -> None:
+def _ignore(blocks: list[int]) -> None:
     pass
 
 

@@ -23,6 +23,7 @@ class Beginning:
     num_tokens: int  # in the blocks below
     shared: Ints  # blocks on the device that other tables may hold, too; its first ones
     on_host: Ints  # blocks on the host that follow them, to be copied in
+    is_swapped: bool  # those on the host are its own; else the prefix cache's
 
 
 class Holdings:
@@ -49,18 +50,22 @@ class Holdings:
         self.begun: dict[int, Beginning] = {}  # by slot
         self.swapped: dict[int, int] = {}  # slot -> tokens that go to the host
         self.copies: list[BlockCopy] = []
+        self._step = -1
+        if host is not None and self.sharing is not None:
+            self.pool.on_evicted = self._move_out
+            host.pool.on_evicted = self._forget_on_host
 
     # -- news
 
     def take_note(self, plan: StepPlan) -> None:
         """What happened since the last plan: steps done, sequences ended, given up, preempted or started."""
         self.completed_step = plan.completed_step
-        self.begun, self.swapped, self.copies = {}, {}, []
+        self.begun, self.swapped, self.copies, self._step = {}, {}, [], plan.step
         if self.sharing is not None:
             self.sharing.settle(plan)
         self.pool.settle(plan.completed_step)
         if self.host is not None:
-            self.host.pool.settle(plan.completed_step)
+            self._forget_on_host(self.host.settle(plan.completed_step, plan.voided))
             for sequence_id in plan.discarded:
                 self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an older step may copy into them
         for slot in (*plan.ended, *plan.dropped):
@@ -76,7 +81,7 @@ class Holdings:
     def empty(self, slot: int) -> None:
         """Takes a slot's blocks away; they come back when the last step that may touch them is done."""
         self.started.pop(slot, None)
-        self.begun.pop(slot, None)
+        self._give_up_beginning(slot)
         if self.sharing is not None:
             self.sharing.drop(slot)
         self.pool.give_back(self.tables.clear(slot), int(self.last_step[slot]), self.completed_step)
@@ -106,36 +111,45 @@ class Holdings:
             for row, slot in enumerate(plan.slots.tolist())
             if slot in self.started
             and not self.tables.room[slot]
-            and (self._num_on_host(slot) or (self.sharing is not None and plan.num_wanted[row] >= fewest))
+            and (self._num_swapped(slot) or (self.sharing is not None and plan.num_wanted[row] >= fewest))
         }
 
     def attach(self, plan: StepPlan, row: int) -> None:
         """The row begins with what is known of it, and wants the rest; or wants nothing yet, as another sequence
         computes what it would find. `plan.num_wanted` is the caller's own."""
         slot = int(plan.slots[row])
-        num_on_host = self._num_on_host(slot)
-        shared = NO_INTS
-        if self.sharing is not None:
-            found = self.sharing.find(slot, may_wait=not num_on_host)
-            if found is None:
-                plan.num_wanted[row] = 0
-                return
-            shared = found
-        size = self.pool.block_size
-        num_tokens = max(len(shared) * size, num_on_host)
+        beginning = self._find(slot)
+        if beginning is None:
+            plan.num_wanted[row] = 0
+            return
+        num_tokens, shared = beginning.num_tokens, beginning.shared
         if num_tokens:
-            on_host = NO_INTS
-            if num_on_host > len(shared) * size:
-                assert self.host is not None
-                on_host = self.host.blocks(int(self._sequence_ids[slot]))[len(shared) :]
             if len(shared):
                 self.pool.share(shared)
                 self.tables.append(np.array([slot]), np.array([len(shared)], np.int32), shared)
+            if len(beginning.on_host) and not beginning.is_swapped:
+                assert self.host is not None
+                self.host.pool.share(beginning.on_host)
             self.tables.num_tokens[slot] = num_tokens
             plan.num_wanted[row] -= num_tokens
-            self.begun[slot] = Beginning(num_tokens, shared, on_host)
+            self.begun[slot] = beginning
         if self.sharing is not None:
-            self.sharing.begin(slot, min(int(plan.num_wanted[row]), plan.token_budget))
+            self.sharing.begin(slot, num_tokens + min(int(plan.num_wanted[row]), plan.token_budget))
+
+    def _find(self, slot: int) -> Beginning | None:
+        """What the sequence in `slot` need not compute; None if it is to wait for more."""
+        num_swapped, size = self._num_swapped(slot), self.pool.block_size
+        shared, places = NO_INTS, NO_INTS
+        if self.sharing is not None:
+            found = self.sharing.find(slot, may_wait=not num_swapped)
+            if found is None:
+                return None
+            shared, places = found
+        if num_swapped > (len(shared) + len(places)) * size:
+            assert self.host is not None
+            own = self.host.blocks(int(self._sequence_ids[slot]))
+            return Beginning(num_swapped, shared, own[len(shared) :], is_swapped=True)
+        return Beginning((len(shared) + len(places)) * size, shared, places, is_swapped=False)
 
     def detach(self, plan: StepPlan, row: int, num_wanted: int) -> None:
         """As if the row, which wants `num_wanted` tokens in all, had not been attached."""
@@ -143,10 +157,15 @@ class Holdings:
         slot = int(plan.slots[row])
         if self.sharing is not None:
             self.sharing.begin_no_more(slot)
-        if self.begun.pop(slot, None) is not None:
-            self.pool.give_back(self.tables.clear(slot), -1, self.completed_step)
+        self._give_up_beginning(slot)
+        self.pool.give_back(self.tables.clear(slot), -1, self.completed_step)
 
-    def _num_on_host(self, slot: int) -> int:
+    def _give_up_beginning(self, slot: int) -> None:
+        beginning = self.begun.pop(slot, None)
+        if beginning is not None and self.host is not None and not beginning.is_swapped:
+            self.host.pool.give_back(beginning.on_host, -1, self.completed_step)
+
+    def _num_swapped(self, slot: int) -> int:
         return 0 if self.host is None else self.host.num_tokens(int(self._sequence_ids[slot]))
 
     # -- granting
@@ -162,6 +181,27 @@ class Holdings:
             blocks = np.concatenate([blocks, found])
         return table_slots, table_places, blocks
 
+    def _move_out(self, blocks: list[int]) -> None:
+        """Cached blocks are taken for something else: what they hold goes to the host as far as there is room."""
+        assert self.host is not None and self.sharing is not None
+        cache = self.sharing.cache
+        moving = [block for block in blocks if not cache.is_on_host(block)]
+        places = self.host.adopt(len(moving), self._step, self.completed_step)
+        moving = moving[: len(places)]
+        for block in set(blocks).difference(moving):
+            cache.forget(block)
+        for block, place in zip(moving, places.tolist(), strict=True):
+            displaced = cache.move_out(block, place)
+            if displaced is not None:
+                self.host.pool.forget(displaced)
+        if moving:
+            self.copies.append(BlockCopy(Direction.OUT, np.array(moving, np.int32), places))
+
+    def _forget_on_host(self, places: list[int]) -> None:
+        if self.sharing is not None:
+            for place in places:
+                self.sharing.cache.forget_on_host(place)
+
     def copy_in(self, step: int) -> None:
         """Those that begin in `step` get what is theirs on the host."""
         if self.host is None:
@@ -171,6 +211,8 @@ class Holdings:
                 first = len(beginning.shared)
                 blocks = self.tables.blocks[slot, first : first + len(beginning.on_host)].copy()
                 self.copies.append(BlockCopy(Direction.IN, beginning.on_host, blocks))
+            if not beginning.is_swapped:
+                self.host.pool.give_back(beginning.on_host, step, self.completed_step)
             self.host.release(int(self._sequence_ids[slot]), step, self.completed_step)
 
     def tell_started(self, slots: Indices) -> tuple[Started, ...]:
@@ -214,5 +256,7 @@ class Holdings:
             self.sharing.check()
         if self.host is not None:
             self.host.check()
+            places = set() if self.sharing is None else self.sharing.cache.places()
+            assert self.host.pool.kept() == places, "the host keeps other blocks than the cache knows"
         assert not (self.tables.room % self.tables.block_size).any(), "a table has room for a part of a block"
         assert (self.tables.num_tokens <= self.tables.room).all(), "a slot has tokens without a block"

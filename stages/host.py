@@ -1,14 +1,17 @@
-"""What lies on the host: the blocks of sequences that were swapped out, and whether swapping is worth it.
+"""What lies on the host: the blocks of sequences that were swapped out, and those that the prefix cache had no room for
+on the device; and whether copying is worth it.
 
 Knows sequences by id, blocks and costs. Refuses to know slots, policy or tensors.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .blocks import BlockPool
-from .messages import Ints
+from .messages import NO_INTS, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,9 @@ class _Swapped:
 class HostTier:
     """A bounded pool of blocks in host memory, and whose they are. Without `rates`, swapping is always worth it.
 
-    A block is in use from the plan that copies into it until the sequence is copied back or given up. Then it is
-    quarantined while a step in flight may still read it, as on the device.
+    A sequence's block is in use from the plan that copies into it until the sequence is copied back or given up. Then
+    it is quarantined while a step in flight may still read it, as on the device. What no sequence uses may hold cached
+    prefixes; those used last stay longest.
     """
 
     def __init__(self, num_blocks: int, block_size: int, rates: Rates | None = None) -> None:
@@ -44,6 +48,7 @@ class HostTier:
         self.num_full = 0  # times that there was no room
         self.num_dear = 0  # times that computing again was cheaper
         self._swapped: dict[int, _Swapped] = {}  # by sequence
+        self._arriving: deque[tuple[int, Ints]] = deque()  # (step that copies them, blocks for cached prefixes)
 
     def __len__(self) -> int:
         """Sequences that have blocks here."""
@@ -78,9 +83,40 @@ class HostTier:
         if swapped is not None:
             self.pool.give_back(swapped.blocks, last_step, completed_step)
 
+    # -- cached prefixes
+
+    def adopt(self, count: int, step: int, completed_step: int) -> Ints:
+        """Room for up to `count` cached blocks, which `step` copies: those used longest ago make way."""
+        if self.rates is not None and not self.rates.favour_swap(1, self.pool.block_size):
+            return NO_INTS
+        count = min(count, self.pool.num_available)
+        if not count:
+            return NO_INTS
+        places = self.pool.take(count)
+        self.pool.keep(places)
+        self.pool.give_back(places, step, completed_step)
+        self._arriving.append((step, places))
+        return places
+
+    def settle(self, completed_step: int, voided: Sequence[int]) -> list[int]:
+        """Every step up to `completed_step` is done. Returns blocks for cached prefixes that never came, as the step
+        that copies them did not happen."""
+        self.pool.settle(completed_step)
+        lost: list[int] = []
+        while self._arriving and self._arriving[0][0] <= completed_step:
+            step, places = self._arriving.popleft()
+            if step in voided:
+                lost += places.tolist()
+        for place in lost:
+            self.pool.forget(place)
+        return lost
+
+    # -- after a crash
+
     def forget_all(self, last_step: int) -> None:
         """Nothing here is to be trusted any more; all is free once step `last_step` is done."""
         self._swapped.clear()
+        self._arriving.clear()
         self.pool.seize_all(last_step)
 
     def check(self) -> None:

@@ -28,6 +28,34 @@ Digest = Callable[[bytes, bytes], bytes]  # (key before, tokens) -> key
 _Entry = tuple[bytes, int | str, bytes, int]
 
 
+class _Tier:
+    """What is known of the blocks of one memory, the device's or the host's."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, _Entry] = {}  # by block
+        self.blocks: dict[bytes, int] = {}  # by key
+
+    def find(self, key: bytes, before: int | str, tokens: bytes) -> tuple[int, int] | None:
+        """The block of that key and its number, if it holds these very tokens behind that very block."""
+        block = self.blocks.get(key)
+        if block is None:
+            return None
+        _, known_before, known_tokens, number = self.entries[block]
+        return (block, number) if known_before == before and known_tokens == tokens else None
+
+    def put(self, block: int, entry: _Entry) -> None:
+        self.entries[block], self.blocks[entry[0]] = entry, block
+
+    def pop(self, block: int) -> _Entry:
+        entry = self.entries.pop(block)
+        del self.blocks[entry[0]]
+        return entry
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self.blocks.clear()
+
+
 @dataclass(slots=True)
 class Chain:
     """One sequence's blocks, in order, as far as the cache knows them."""
@@ -38,7 +66,8 @@ class Chain:
     salt: str
     keys: list[bytes]  # of the full blocks of `token_ids`, as far as anybody asked; before them that of the salt
     last: int | str  # number of the last block that was found or put in; at first the salt
-    num_blocks: int = 0  # found or put in
+    num_blocks: int = 0  # found on the device or put in
+    num_on_host: int = 0  # blocks found there, behind those
     num_computing: int = 0  # full blocks of `token_ids` that are granted
     is_cut: bool = False  # another block took the place of one of these: nothing behind it can be found
 
@@ -54,15 +83,16 @@ class PrefixCache:
         self.min_tokens_to_wait_for = MIN_TOKENS_TO_WAIT_FOR
         self.num_queries = 0  # tokens looked up
         self.num_hits = 0  # tokens found
+        self.num_host_hits = 0  # of them, on the host
         self._secret = secret
         self.digest = digest or _sha256
-        self._entries: dict[int, _Entry] = {}  # by block
-        self._blocks: dict[bytes, int] = {}  # by key
+        self._device, self._host = _Tier(), _Tier()
         self._num_put = 0
         self._computing: dict[bytes, int] = {}  # key -> sequence that computes the block now
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """Blocks on the device whose contents are known."""
+        return len(self._device.entries)
 
     def chain(self, sequence_id: int, token_ids: Ints, salt: str = "") -> Chain:
         """A sequence that has no block yet."""
@@ -72,37 +102,46 @@ class PrefixCache:
 
     # -- finding
 
-    def find(self, chain: Chain) -> Ints:
-        """The cached blocks that `chain` begins with, [C]; at least one token of it is left to compute. The chain goes
-        on behind them."""
-        most = (len(chain.token_ids) - 1) // self.block_size
-        chain.last, chain.num_blocks, chain.is_cut = chain.salt, 0, False
-        blocks: list[int] = []
-        while len(blocks) < most:
-            block = self._blocks.get(self._key(chain, len(blocks)))
-            if block is None:
-                break
-            _, before, tokens, number = self._entries[block]
-            if before != chain.last or tokens != self._tokens(chain, len(blocks)):
-                break
-            blocks.append(block)
-            chain.last = number
+    def find(self, chain: Chain) -> tuple[Ints, Ints]:
+        """The blocks that `chain` begins with: [C] on the device, and [H] on the host behind those. At least one token
+        of it is left to compute. The chain goes on behind what is on the device."""
+        chain.last, chain.num_blocks, chain.num_on_host, chain.is_cut = chain.salt, 0, 0, False
+        blocks, chain.last = self._run(chain, self._device, 0, chain.salt)
         chain.num_blocks = len(blocks)
-        return np.array(blocks, np.int32)
+        places: list[int] = []
+        if self._host.entries:
+            places, _ = self._run(chain, self._host, len(blocks), chain.last)
+            chain.num_on_host = len(places)
+        return np.array(blocks, np.int32), np.array(places, np.int32)
+
+    def _run(self, chain: Chain, tier: _Tier, place: int, last: int | str) -> tuple[list[int], int | str]:
+        """The blocks of a tier that hold what `chain` has from `place` on, as many as follow each other; and the number
+        of the last."""
+        most, blocks = (len(chain.token_ids) - 1) // self.block_size, []
+        while place < most:
+            found = tier.find(self._key(chain, place), last, self._tokens(chain, place))
+            if found is None:
+                break
+            block, last = found
+            blocks.append(block)
+            place += 1
+        return blocks, last
 
     def note_found(self, chain: Chain) -> None:
         """The blocks found were taken: counts the tokens of `chain` that were looked up and found."""
         self.num_queries += len(chain.token_ids)
-        self.num_hits += chain.num_blocks * self.block_size
+        self.num_hits += (chain.num_blocks + chain.num_on_host) * self.block_size
+        self.num_host_hits += chain.num_on_host * self.block_size
 
     def is_coming(self, chain: Chain) -> bool:
         """Whether another sequence computes what comes after the blocks found, and so much of it that it is worth
         waiting for."""
         most = (len(chain.token_ids) - 1) // self.block_size
-        end = chain.num_blocks + -(-self.min_tokens_to_wait_for // self.block_size)
+        begin = chain.num_blocks + chain.num_on_host
+        end = begin + -(-self.min_tokens_to_wait_for // self.block_size)
         if not self._computing or end > most:
             return False
-        owners = (self._computing.get(self._key(chain, place)) for place in range(chain.num_blocks, end))
+        owners = (self._computing.get(self._key(chain, place)) for place in range(begin, end))
         return all(owner is not None and owner != chain.sequence_id for owner in owners)
 
     # -- putting in
@@ -128,15 +167,17 @@ class PrefixCache:
         chain.num_blocks += 1
         if chain.is_cut:
             return False
-        known = self._blocks.get(key)
-        if known is not None:  # somebody else has computed the same, or the digests collide
-            _, before, contents, number = self._entries[known]
-            chain.is_cut = before != chain.last or contents != tokens
-            chain.last = number
+        if key in self._device.blocks:  # somebody else has computed the same, or the digests collide
+            known = self._device.find(key, chain.last, tokens)
+            chain.is_cut = known is None
+            chain.last = chain.last if known is None else known[1]
             return False
-        self._num_put += 1
-        self._blocks[key], self._entries[block] = block, (key, chain.last, tokens, self._num_put)
-        chain.last = self._num_put
+        on_host = self._host.find(key, chain.last, tokens)
+        if on_host is None:
+            self._num_put += 1
+        number = self._num_put if on_host is None else on_host[1]  # what stands behind it there goes on being found
+        self._device.put(block, (key, chain.last, tokens, number))
+        chain.last = number
         return True
 
     def drop(self, chain: Chain) -> None:
@@ -148,25 +189,53 @@ class PrefixCache:
     # -- forgetting
 
     def forget(self, block: int) -> None:
-        """The contents of `block` are given up."""
-        del self._blocks[self._entries.pop(block)[0]]
+        """The contents of `block` on the device are given up."""
+        self._device.pop(block)
+
+    def is_on_host(self, block: int) -> bool:
+        """Whether the host has the same as `block` on the device."""
+        key, before, tokens, _ = self._device.entries[block]
+        return self._host.find(key, before, tokens) is not None
+
+    def move_out(self, block: int, place: int) -> int | None:
+        """What is in `block` on the device will be in block `place` on the host, and there alone. Returns the block
+        there whose contents had the same key and are forgotten for it, if there was one."""
+        entry = self._device.pop(block)
+        displaced = self._host.blocks.get(entry[0])
+        if displaced is not None:
+            self._host.pop(displaced)
+        self._host.put(place, entry)
+        return displaced
+
+    def forget_on_host(self, place: int) -> None:
+        """The contents of block `place` on the host are given up, if they are known."""
+        if place in self._host.entries:
+            self._host.pop(place)
 
     def clear(self) -> None:
         """Forgets every block. What is being computed goes on, and is not put in."""
-        self._entries.clear()
-        self._blocks.clear()
+        self._device.clear()
+        self._host.clear()
         self._computing.clear()
 
     def blocks(self) -> set[int]:
-        """The blocks whose contents are known."""
-        return set(self._entries)
+        """The blocks on the device whose contents are known."""
+        return set(self._device.entries)
+
+    def places(self) -> set[int]:
+        """The blocks on the host whose contents are known."""
+        return set(self._host.entries)
 
     def check(self) -> None:
         """Raises AssertionError unless each entry is found under the key of its tokens (I11)."""
-        assert len(self._blocks) == len(self._entries), "a block has no key, or a key no block"
-        keys = {number: key for key, _, _, number in self._entries.values()}
-        for block, (key, before, tokens, _) in self._entries.items():
-            assert self._blocks.get(key) == block, f"block {block} is known by the key of block {self._blocks.get(key)}"
+        keys = {entry[3]: entry[0] for tier in (self._device, self._host) for entry in tier.entries.values()}
+        for tier in (self._device, self._host):
+            self._check_tier(tier, keys)
+
+    def _check_tier(self, tier: _Tier, keys: dict[int, bytes]) -> None:
+        assert len(tier.blocks) == len(tier.entries), "a block has no key, or a key no block"
+        for block, (key, before, tokens, _) in tier.entries.items():
+            assert tier.blocks.get(key) == block, f"block {block} is known by the key of block {tier.blocks.get(key)}"
             root = self.digest(self._secret, before.encode()) if isinstance(before, str) else keys.get(before)
             if root is not None:  # else the block before was forgotten, and this one can not be found
                 assert self.digest(root, tokens) == key, f"block {block} is known by a key that is not its tokens'"

@@ -153,6 +153,7 @@ class ScriptedModel:
         blocks_per_slot = -(-max_model_len // block_size)
         self._factors = _powers(blocks_per_slot * block_size)
         self._cache = np.full((num_blocks, block_size), EMPTY, np.int32)  # [N, B] token ids
+        self._copied: dict[int, Ints] = {}  # step -> new blocks of it whose old contents it copies out
         self._host = np.full((num_host_blocks, block_size), EMPTY, np.int32)  # [H, B] token ids
         self._tables = np.zeros((num_slots, blocks_per_slot), np.int32)
         self._books = _GrantBooks(num_blocks, num_host_blocks, block_size, num_slots, blocks_per_slot, self.violations)
@@ -177,12 +178,16 @@ class ScriptedModel:
     def announce(self, grant: StepGrant) -> None:
         """The grant is on its way: from now on its new blocks may be written at any moment, until `complete`."""
         new, new_on_host = self._books.announce(grant)
+        if grant.copies:  # what is copied out first is poisoned then
+            self._copied[grant.step] = np.intersect1d(new, _copied_out(grant))
+            new = np.setdiff1d(new, self._copied[grant.step])
         self._cache[new] = POISON
         self._host[new_on_host] = POISON
 
     def complete(self, grant: StepGrant) -> None:
         """The device is done with the step, or will never run it."""
         self._books.complete(grant.step)
+        self._copied.pop(grant.step, None)
 
     def forward(self, grant: StepGrant) -> Hashes:
         """[L] hashes of what the cache holds for each sampled row, in their order."""
@@ -193,6 +198,9 @@ class ScriptedModel:
             raise MemoryError("the scripted device is out of memory")
         for copy in grant.copies:
             self._copy(copy)
+            if copy.direction is Direction.OUT:
+                copied = self._copied[grant.step]
+                self._cache[copied[np.isin(copied, copy.sources)]] = POISON
         if self.step_s:
             time.sleep(self.step_s)
         self._write(grant)
@@ -319,6 +327,11 @@ class ScriptedModel:
         return found
 
 
+def _copied_out(grant: StepGrant) -> Ints:
+    sources = [copy.sources for copy in grant.copies if copy.direction is Direction.OUT]
+    return np.concatenate([NO_INTS, *sources])
+
+
 def _powers(count: int) -> Hashes:
     with np.errstate(over="ignore"):
         factors = np.full(count, _FACTOR, np.uint64)
@@ -394,13 +407,13 @@ class _GrantBooks:
         return blocks, host_blocks
 
     def _check_copies(self, grant: StepGrant, used: NDArray[np.bool_], host_used: NDArray[np.bool_], new: Ints) -> None:
+        host_written = np.zeros_like(host_used)
         for copy in grant.copies:
             is_out = copy.direction is Direction.OUT
             on_device, on_host = (copy.sources, copy.destinations) if is_out else (copy.destinations, copy.sources)
-            if host_used[on_host].any():
-                self._complain(grant, f"copies to or from host blocks {on_host.tolist()}, some of them twice")
-            if is_out and np.isin(on_device, new).any():
-                self._complain(grant, f"copies blocks {on_device.tolist()} out, some of which it gives away")
+            if host_written[on_host].any() or (is_out and host_used[on_host].any()):
+                self._complain(grant, f"copies to host blocks {on_host.tolist()}, which other copies use")
+            host_written[on_host] |= is_out
             if not is_out and not np.isin(on_device, new).all():
                 self._complain(grant, f"copies into blocks {on_device.tolist()}, not all of which are new")
             used[on_device] = host_used[on_host] = True

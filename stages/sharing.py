@@ -46,7 +46,7 @@ class Sharing:
         self._prefills: deque[_Prefill] = deque()
         self._unread: list[StepDone] = []  # at most B
         self._num_unread = 0  # rows
-        pool.on_evicted = cache.forget
+        pool.on_evicted = self._forget
 
     # -- a sequence
 
@@ -59,17 +59,20 @@ class Sharing:
         begin = len(token_ids) // self._tables.block_size * self._tables.block_size
         self._newest[slot, np.arange(begin, len(token_ids)) % self._newest.shape[1]] = token_ids[begin:]
 
-    def find(self, slot: int, *, may_wait: bool) -> Ints | None:
-        """The blocks that the sequence in `slot` can begin with; None if it may and should wait for the next one,
-        which another sequence computes."""
+    def _forget(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.cache.forget(block)
+
+    def find(self, slot: int, *, may_wait: bool) -> tuple[Ints, Ints] | None:
+        """The blocks that the sequence in `slot` can begin with, on the device and behind those on the host; None if it
+        may and should wait for the next one, which another sequence computes."""
         chain = self._chain(slot)
-        blocks = self.cache.find(chain)
-        return None if may_wait and self.cache.is_coming(chain) else blocks
+        found = self.cache.find(chain)
+        return None if may_wait and self.cache.is_coming(chain) else found
 
     def begin(self, slot: int, num_tokens: int) -> None:
-        """The sequence is about to compute so many tokens behind those found: others may wait for them."""
-        chain = self._chain(slot)
-        self.cache.begin(chain, chain.num_blocks * self._tables.block_size + num_tokens)
+        """The sequence is about to have its first `num_tokens` tokens computed: others may wait for them."""
+        self.cache.begin(self._chain(slot), num_tokens)
 
     def begin_no_more(self, slot: int) -> None:
         """It is not, after all."""

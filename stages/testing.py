@@ -167,7 +167,8 @@ def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
     host = parts.allocate.allocator.host
     if host is not None:
         assert not len(host), f"{len(host)} sequences are on the host and nobody runs"
-        assert host.pool.num_free == host.pool.num_blocks, f"{host.pool.num_free} host blocks are free and nobody runs"
+        assert host.pool.num_in_use == 0, f"{host.pool.num_in_use} host blocks are in use and nobody runs"
+        assert host.pool.num_quarantined == 0, f"{host.pool.num_quarantined} host blocks wait, and for no step"
     if parts.allocate.allocator.cache is not None:
         parts.allocate.allocator.cache.check()
     assert pool.num_in_use == 0, f"{pool.num_in_use} blocks are in use and nobody runs"

@@ -8,18 +8,17 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from pytest import MonkeyPatch
 
 from millrace.runtime.channel import Bell, Channel
 from millrace.runtime.exit import Exit
+from millrace.stages import prefix
 from millrace.stages.blocks import BlockPool
 from millrace.stages.holdings import Holdings
 from millrace.stages.host import HostTier
 from millrace.stages.lives import Lives
 from millrace.stages.messages import Ints, StepPlan
 from millrace.stages.outbox import Choice, RequestOutbox
-from millrace.stages.prefix import Chain, PrefixCache
 from millrace.stages.scheduler import Scheduler
 from millrace.stages.sequences import State
 from millrace.stages.sharing import Sharing
@@ -137,18 +136,13 @@ def trusted_digest() -> AbstractContextManager[None]:
     """Blocks are found by their keys alone."""
 
     def change(find: Any) -> Any:
-        def trusting(self: PrefixCache, chain: Chain) -> Ints:
-            blocks = find(self, chain)
-            most = (len(chain.token_ids) - 1) // self.block_size
-            while chain.num_blocks < most and self._key(chain, chain.num_blocks) in self._blocks:
-                block = self._blocks[self._key(chain, chain.num_blocks)]
-                blocks, chain.last = np.append(blocks, np.int32(block)), self._entries[block][3]
-                chain.num_blocks += 1
-            return blocks
+        def trusting(self: Any, key: bytes, before: int | str, tokens: bytes) -> tuple[int, int] | None:
+            block = self.blocks.get(key)
+            return None if block is None else (block, self.entries[block][3])
 
         return trusting
 
-    return _changed(PrefixCache, "find", change)
+    return _changed(prefix._Tier, "find", change)
 
 
 def kept_despite_void() -> AbstractContextManager[None]:
@@ -284,6 +278,18 @@ def parked_for_good() -> AbstractContextManager[None]:
     return _changed(Lives, "unpark", change)
 
 
+def moved_despite_void() -> AbstractContextManager[None]:
+    """Cached blocks that a step should have copied to the host that did not happen count as copied."""
+
+    def change(settle: Any) -> Any:
+        def gullible(self: HostTier, completed_step: int, voided: Any) -> list[int]:
+            return list(settle(self, completed_step, ()))
+
+        return gullible
+
+    return _changed(HostTier, "settle", change)
+
+
 BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     bug.__name__: bug
     for bug in (
@@ -304,5 +310,6 @@ BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
         host_reused_early,
         half_a_block_forgotten,
         parked_for_good,
+        moved_despite_void,
     )
 }

@@ -380,6 +380,8 @@ class World:
         states["swap full"] += host.num_full > 0
         copies = () if grant is None else grant.copies
         states["swapped in"] += sum(copy.direction is Direction.IN for copy in copies)
+        cache = self.parts.allocate.allocator.cache
+        states["found on the host"] += cache is not None and cache.num_host_hits > 0
         states["copies alone"] += bool(copies) and not len(grant.slots)
 
     def _cut_clients_off(self) -> None:

@@ -163,12 +163,18 @@ def chain_of(cache: PrefixCache, tokens: Sequence[int], sequence_id: int = 0, sa
     return cache.chain(sequence_id, np.array(tokens, np.int32), salt)
 
 
+def found(cache: PrefixCache, chain: Any) -> list[int]:
+    blocks, places = cache.find(chain)
+    assert not len(places)
+    return blocks.tolist()
+
+
 def test_a_block_that_somebody_else_put_in_first_is_not_put_in_again():
     cache = PrefixCache(block_size=2)
     one, other = chain_of(cache, [1, 2, 3, 4, 5], 1), chain_of(cache, [1, 2, 7, 8, 9], 2)
     assert cache.put(one, 10) and not cache.put(other, 20)
     assert cache.put(one, 11) and cache.put(other, 21)  # behind the same first block
-    assert cache.find(chain_of(cache, [1, 2, 7, 8, 0])).tolist() == [10, 21]
+    assert found(cache, chain_of(cache, [1, 2, 7, 8, 0])) == [10, 21]
     cache.check()
 
 
@@ -176,8 +182,8 @@ def test_blocks_of_an_answer_follow_those_of_its_prompt():
     cache = PrefixCache(block_size=2)
     chain = chain_of(cache, [1, 2, 3])
     assert cache.put(chain, 5) and cache.put(chain, 6, np.array([3, 4], np.int32).tobytes())
-    assert cache.find(chain_of(cache, [1, 2, 3, 4, 9])).tolist() == [5, 6]
-    assert cache.find(chain_of(cache, [1, 2, 3, 5, 9])).tolist() == [5]
+    assert found(cache, chain_of(cache, [1, 2, 3, 4, 9])) == [5, 6]
+    assert found(cache, chain_of(cache, [1, 2, 3, 5, 9])) == [5]
 
 
 def test_a_forgotten_block_hides_those_behind_it():
@@ -186,7 +192,7 @@ def test_a_forgotten_block_hides_those_behind_it():
     for block in range(3):
         cache.put(chain, block)
     cache.forget(1)
-    assert cache.find(chain_of(cache, [1, 2, 3, 4])).tolist() == [0]
+    assert found(cache, chain_of(cache, [1, 2, 3, 4])) == [0]
     assert cache.blocks() == {0, 2} and len(cache) == 2
 
 
@@ -198,7 +204,7 @@ def test_a_block_is_waited_for_only_while_another_sequence_computes_it():
     cache.begin(first, 2)
     assert cache.is_coming(second) and not cache.is_coming(first)
     cache.put(first, 7)
-    assert cache.find(second).tolist() == [7] and not cache.is_coming(second)
+    assert found(cache, second) == [7] and not cache.is_coming(second)
     cache.begin(first, 5)
     assert cache.is_coming(second)
     cache.drop(first)
@@ -218,9 +224,72 @@ def test_a_few_tokens_are_computed_again_rather_than_waited_for():
 def test_a_prompt_of_no_more_than_a_block_finds_nothing(tokens: list[int]):
     cache = PrefixCache(block_size=2)
     cache.put(chain_of(cache, [1, 2, 3]), 0)
-    assert len(cache.find(chain_of(cache, tokens))) == 0
+    assert found(cache, chain_of(cache, tokens)) == []
 
 
 def test_keys_differ_between_processes_with_different_secrets():
     keys = [chain_of(PrefixCache(2, secret), [1, 2]).keys for secret in (b"a", b"b")]
     assert keys[0] != keys[1]
+
+
+# -- the host's part
+
+
+def test_what_moved_to_the_host_is_found_behind_what_stayed_and_keeps_its_number_when_it_comes_back():
+    cache = PrefixCache(block_size=2)
+    chain = chain_of(cache, [1, 2, 3, 4, 5, 6, 7])
+    for block in (10, 11, 12):
+        cache.put(chain, block)
+    assert cache.move_out(12, 0) is None and cache.move_out(11, 1) is None
+    again = chain_of(cache, [1, 2, 3, 4, 5, 6, 9], 1)
+    blocks, places = cache.find(again)
+    assert (blocks.tolist(), places.tolist()) == ([10], [1, 0])
+    cache.put(again, 20)  # the second block is back, elsewhere
+    assert cache.is_on_host(20)
+    blocks, places = cache.find(chain_of(cache, [1, 2, 3, 4, 5, 6, 8], 2))
+    assert (blocks.tolist(), places.tolist()) == ([10, 20], [0])
+    cache.check()
+
+
+def test_other_tokens_under_the_same_key_on_the_host_are_not_found_and_make_way():
+    cache = PrefixCache(block_size=1, digest=lambda before, tokens: b"same")
+    one = chain_of(cache, [1, 2])
+    cache.put(one, 5)
+    assert cache.move_out(5, 0) is None
+    other = chain_of(cache, [3, 4], 1)
+    blocks, places = cache.find(other)
+    assert not len(blocks) and not len(places)
+    cache.put(other, 6)
+    assert cache.move_out(6, 1) == 0
+    assert cache.places() == {1}
+
+
+@sim_test(seeds=4)
+async def test_prefixes_that_the_device_has_no_room_for_come_back_from_the_host(env: SimEnv):
+    """Six prompts of 60 tokens, in memory for two: the second time round all are found, though none is computed."""
+    async with engine_of(env, num_gpu_blocks=64, num_cpu_blocks=200, max_num_seqs=2) as engine:
+        prompts = [ids(60, first=i) for i in range(6)]
+        for prompt in prompts:
+            assert (await ask(engine, prompt)).num_cached_tokens == 0
+        assert engine.pool.num_evicted > 0
+        for prompt in prompts:
+            assert (await ask(engine, prompt)).num_cached_tokens == 56
+        assert engine.prefix_cache is not None and engine.prefix_cache.num_host_hits > 0
+        assert engine.reset_prefix_cache() > 0
+        assert engine.host_pool is not None and engine.host_pool.num_cached == 0
+        assert (await ask(engine, prompts[0])).num_cached_tokens == 0
+
+
+@sim_test(seeds=4)
+async def test_sequences_that_are_swapped_out_take_the_place_of_cached_prefixes_on_the_host(env: SimEnv):
+    """The host is full of prefixes when four long answers need more memory than there is."""
+    async with engine_of(
+        env, num_gpu_blocks=64, num_cpu_blocks=64, max_num_seqs=4, max_num_batched_tokens=128
+    ) as engine:
+        for i in range(12):
+            await ask(engine, ids(60, first=i))
+        assert engine.host_pool is not None and engine.host_pool.num_free < 8
+        answers = await asyncio.gather(*(ask(engine, ids(8, first=i), max_tokens=200) for i in range(4)))
+        assert all(len(answer.outputs[0].token_ids) == 200 for answer in answers)
+        assert engine.scheduler.preemptions["swap", "blocks"] > 0
+        await engine.check_quiet()

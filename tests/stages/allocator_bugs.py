@@ -1,0 +1,336 @@
+"""Bugs to plant in the allocator: each is a context manager. Random plans against the naive memory must find them.
+
+Those of `tests/simulation/bugs.py` that lie in the allocator's own code are here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from pytest import MonkeyPatch
+
+from millrace.stages import allocator
+from millrace.stages.blocks import BlockPool, BlockTables
+from millrace.stages.holdings import Holdings
+from millrace.stages.host import HostTier
+from millrace.stages.messages import Direction, Indices, Ints, Started, StepPlan
+from millrace.stages.prefix import Chain, PrefixCache
+from millrace.stages.pressure import Pressure
+from millrace.stages.sharing import Sharing
+from tests.simulation import bugs as simulated
+
+Bug = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def _changed(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    with MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, change(getattr(owner, name)))
+        yield
+
+
+# -- counting blocks and tokens
+
+
+def one_block_too_few() -> AbstractContextManager[None]:
+    """What does not fill a whole block gets none."""
+
+    def change(num_blocks_for: Any) -> Any:
+        def short(self: BlockTables, num_tokens: Ints) -> Ints:
+            return np.maximum(num_tokens // self.block_size, 1)
+
+        return short
+
+    return _changed(BlockTables, "num_blocks_for", change)
+
+
+def budget_exceeded_by_one() -> AbstractContextManager[None]:
+    """A step holds one token more than it may."""
+
+    def change(cut_to_budget: Any) -> Any:
+        def generous(plan: StepPlan) -> Any:
+            return cut_to_budget(replace(plan, token_budget=plan.token_budget + 1))
+
+        return generous
+
+    return _changed(allocator, "_cut_to_budget", change)
+
+
+def whole_wishes_cut() -> AbstractContextManager[None]:
+    """Where free blocks do not hold a wish, a part of it is granted even if that is not allowed."""
+
+    def change(what_fits: Any) -> Any:
+        def cutting(self: Pressure, row: int, wanted: int) -> Any:
+            self._plan, plan = replace(self._plan, allows_partial=True), self._plan
+            fits = what_fits(self, row, wanted)
+            self._plan = plan
+            return fits
+
+        return cutting
+
+    return _changed(Pressure, "_what_fits", change)
+
+
+# -- preemption
+
+
+def victim_that_may_not_be_taken() -> AbstractContextManager[None]:
+    """A row takes from one victim more than it may."""
+
+    def change(next_victim: Any) -> Any:
+        def greedy(self: Pressure, row: int, need: int) -> Any:
+            more = replace(self._plan, num_victims=self._plan.num_victims + 1)
+            self._plan, plan = more, self._plan
+            victim = next_victim(self, row, need)
+            self._plan = plan
+            return victim
+
+        return greedy
+
+    return _changed(Pressure, "_next_victim", change)
+
+
+def victim_served_all_the_same() -> AbstractContextManager[None]:
+    """A victim loses its blocks and keeps what this plan has granted it before."""
+
+    def change(preempt: Any) -> Any:
+        def forgetful(self: Pressure, slot: int) -> None:
+            row, self._row_of = self._row_of, {}
+            preempt(self, slot)
+            self._row_of = row
+
+        return forgetful
+
+    return _changed(Pressure, "_preempt", change)
+
+
+def detached_in_name_only() -> AbstractContextManager[None]:
+    """A row that can not begin after all does not give back the blocks that it found."""
+
+    def change(detach: Any) -> Any:
+        def lossy(self: Holdings, plan: StepPlan, row: int, num_wanted: int) -> None:
+            with MonkeyPatch.context() as patch:
+                patch.setattr(self.pool, "give_back", lambda *args: None)
+                detach(self, plan, row, num_wanted)
+
+        return lossy
+
+    return _changed(Holdings, "detach", change)
+
+
+# -- blocks that are used again
+
+
+def settled_one_step_early() -> AbstractContextManager[None]:
+    """Blocks leave their quarantine one step before the last that may touch them is done."""
+
+    def change(settle: Any) -> Any:
+        def hasty(self: BlockPool, completed_step: int) -> None:
+            settle(self, completed_step + 1)
+
+        return hasty
+
+    return _changed(BlockPool, "settle", change)
+
+
+def evicted_while_in_use() -> AbstractContextManager[None]:
+    """A cached block that is shared stays in the order of eviction."""
+
+    def change(share: Any) -> Any:
+        def forgetful(self: BlockPool, blocks: Ints) -> None:
+            cached = [block for block in blocks.tolist() if block in self._cached]
+            share(self, blocks)
+            self._cached.update(dict.fromkeys(cached))
+
+        return forgetful
+
+    return _changed(BlockPool, "share", change)
+
+
+def eviction_untold() -> AbstractContextManager[None]:
+    """The cache does not hear which blocks are taken from it."""
+
+    def change(evict: Any) -> Any:
+        def silent(self: BlockPool, block: int) -> None:
+            self.on_evicted, told = (lambda block: None), self.on_evicted
+            evict(self, block)
+            self.on_evicted = told
+
+        return silent
+
+    return _changed(BlockPool, "_evict", change)
+
+
+# -- the host
+
+
+def one_block_too_few_is_swapped() -> AbstractContextManager[None]:
+    """The last block of several is not copied to the host."""
+
+    def change(preempt: Any) -> Any:
+        def short(self: Holdings, slot: int, step: int) -> None:
+            num_copies = len(self.copies)
+            preempt(self, slot, step)
+            if len(self.copies) > num_copies and len(self.copies[-1].sources) > 1:
+                copy = self.copies.pop()
+                self.copies.append(replace(copy, sources=copy.sources[:-1], destinations=copy.destinations[:-1]))
+
+        return short
+
+    return _changed(Holdings, "preempt", change)
+
+
+def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
+    """What comes back from the host is put behind the shared blocks from its own beginning."""
+
+    def change(copy_in: Any) -> Any:
+        def shifted(self: Holdings, step: int) -> None:
+            copy_in(self, step)
+            for place, copy in enumerate(self.copies):
+                if copy.direction is Direction.IN:
+                    self.copies[place] = replace(copy, destinations=np.roll(copy.destinations, 1))
+
+        return shifted
+
+    return _changed(Holdings, "copy_in", change)
+
+
+def reset_keeps_the_host() -> AbstractContextManager[None]:
+    """After a crash sequences still have what they had on the host."""
+
+    def change(forget_all: Any) -> Any:
+        def sentimental(self: HostTier, last_step: int) -> None:
+            swapped = dict(self._swapped)
+            forget_all(self, last_step)
+            self._swapped.update(swapped)
+
+        return sentimental
+
+    return _changed(HostTier, "forget_all", change)
+
+
+# -- the prefix cache
+
+
+def one_block_found_too_many() -> AbstractContextManager[None]:
+    """The device is told of one cached block more than there is."""
+
+    def change(with_beginning: Any) -> Any:
+        def boasting(self: Holdings, started: Started) -> Started:
+            told: Started = with_beginning(self, started)
+            return replace(told, num_cached=told.num_cached + self.pool.block_size) if told.num_cached else told
+
+        return boasting
+
+    return _changed(Holdings, "_with_beginning", change)
+
+
+def salt_ignored() -> AbstractContextManager[None]:
+    """Everybody finds everybody's blocks."""
+
+    def change(chain: Any) -> Any:
+        def unsalted(self: PrefixCache, sequence_id: int, token_ids: Ints, salt: str = "") -> Chain:
+            made: Chain = chain(self, sequence_id, token_ids, "")
+            return made
+
+        return unsalted
+
+    return _changed(PrefixCache, "chain", change)
+
+
+def partial_block_published() -> AbstractContextManager[None]:
+    """The last, partly filled block of a prompt counts as filled."""
+
+    def change(put_known: Any) -> Any:
+        def rounding_up(self: Sharing, slot: int, chain: Chain, num_full: int) -> None:
+            put_known(self, slot, chain, min(num_full + 1, chain.num_known))
+
+        return rounding_up
+
+    return _changed(Sharing, "_put_known", change)
+
+
+def answer_published_early() -> AbstractContextManager[None]:
+    """A block of an answer can be found when its last token is chosen, before that is computed."""
+
+    def change(put_filled: Any) -> Any:
+        def hasty(self: Sharing, slots: Indices, places: Indices) -> None:
+            put_filled(self, slots, places)
+            size = self._tables.block_size
+            for slot in np.flatnonzero(self._sequence_ids >= 0).tolist():
+                chain = self._chain(slot)
+                end = int(self._tables.num_tokens[slot])
+                if end % size == 0 and chain.num_blocks == end // size - 1 >= chain.num_known:
+                    half = self._newest.reshape(len(self._newest), 2, size)[slot, chain.num_blocks % 2]
+                    block = self._tables.blocks[slot, chain.num_blocks]
+                    if self.cache.put(chain, int(block), half.tobytes()):
+                        self._pool.keep(np.array([block], np.int32))
+
+        return hasty
+
+    return _changed(Sharing, "_put_filled", change)
+
+
+def kept_unwritten() -> AbstractContextManager[None]:
+    """Blocks are put into the cache as soon as they are granted."""
+
+    def change(note_grant: Any) -> Any:
+        def hasty(self: Sharing, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> None:
+            note_grant(self, step, slots, starts, ends, found)
+            for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+                chain = self._chain(slot)
+                self._put_known(slot, chain, min(end // self._tables.block_size, chain.num_known))
+
+        return hasty
+
+    return _changed(Sharing, "note_grant", change)
+
+
+def reset_cache_still_fills() -> AbstractContextManager[None]:
+    """Sequences that run over a reset of the prefix cache go on putting their blocks in."""
+
+    def change(forget: Any) -> Any:
+        def lenient(self: Sharing) -> None:
+            self.cache.clear()
+
+        return lenient
+
+    return _changed(Sharing, "forget", change)
+
+
+OURS: tuple[Bug, ...] = (
+    one_block_too_few,
+    budget_exceeded_by_one,
+    whole_wishes_cut,
+    victim_that_may_not_be_taken,
+    victim_served_all_the_same,
+    detached_in_name_only,
+    settled_one_step_early,
+    evicted_while_in_use,
+    eviction_untold,
+    one_block_too_few_is_swapped,
+    copied_back_in_the_wrong_place,
+    reset_keeps_the_host,
+    one_block_found_too_many,
+    salt_ignored,
+    partial_block_published,
+    answer_published_early,
+    kept_unwritten,
+    reset_cache_still_fills,
+)
+SIMULATED: tuple[Bug, ...] = (
+    simulated.double_free,
+    simulated.early_reuse,
+    simulated.trusted_digest,
+    simulated.kept_despite_void,
+    simulated.freed_by_the_first_holder,
+    simulated.shared_too_early,
+    simulated.reused_while_copied,
+    simulated.host_reused_early,
+    simulated.half_a_block_forgotten,
+)
+BUGS: Mapping[str, Bug] = {bug.__name__: bug for bug in (*OURS, *SIMULATED)}

@@ -91,7 +91,7 @@ class Allocator:
             return 0
         self._holdings.sharing.forget()
         if self.host is not None:
-            self.host.pool.forget_kept()
+            self.host.reset()
         return self.pool.forget_kept()
 
     def check(self) -> None:
@@ -197,6 +197,7 @@ class Allocator:
             preempted=tally.preempted,
             num_free=self.pool.num_available,
             num_quarantined=self.pool.num_quarantined,
+            num_host_free=0 if self.host is None else self.host.pool.num_available,
             num_host_quarantined=0 if self.host is None else self.host.pool.num_quarantined,
             swapped=self._holdings.swapped,
             is_void=is_void,

@@ -111,13 +111,14 @@ class BlockPool:
         self.num_tables[blocks] -= 1
         self._last_step[blocks] = np.maximum(self._last_step[blocks], last_step)
         blocks = blocks[self.num_tables[blocks] == 0]
-        last_step = int(self._last_step[blocks].max(initial=-1))
-        if last_step <= completed_step:
-            self._release(blocks)
-            return
-        self.state[blocks] = BlockState.QUARANTINED
-        self.num_quarantined += len(blocks)
-        self._quarantine.append((last_step, blocks))
+        is_done = self._last_step[blocks] <= completed_step
+        if np.count_nonzero(is_done):
+            self._release(blocks[is_done])
+            blocks = blocks[~is_done]
+        if len(blocks):
+            self.state[blocks] = BlockState.QUARANTINED
+            self.num_quarantined += len(blocks)
+            self._quarantine.append((int(self._last_step[blocks].max()), blocks))
 
     def settle(self, completed_step: int) -> None:
         """Every step up to `completed_step` is done: what waited for one of them can be had again."""

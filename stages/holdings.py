@@ -50,7 +50,7 @@ class Holdings:
         self.begun: dict[int, Beginning] = {}  # by slot
         self.swapped: dict[int, int] = {}  # slot -> tokens that go to the host
         self.copies: list[BlockCopy] = []
-        self._step = -1
+        self._step = self._generation = -1
         if host is not None and self.sharing is not None:
             self.pool.on_evicted = self._move_out
             host.pool.on_evicted = self._forget_on_host
@@ -60,12 +60,13 @@ class Holdings:
     def take_note(self, plan: StepPlan) -> None:
         """What happened since the last plan: steps done, sequences ended, given up, preempted or started."""
         self.completed_step = plan.completed_step
-        self.begun, self.swapped, self.copies, self._step = {}, {}, [], plan.step
+        self.begun, self.swapped, self.copies = {}, {}, []
+        self._step, self._generation = plan.step, plan.generation
         if self.sharing is not None:
             self.sharing.settle(plan)
         self.pool.settle(plan.completed_step)
         if self.host is not None:
-            self._forget_on_host(self.host.settle(plan.completed_step, plan.voided))
+            self._forget_on_host(self.host.settle(plan.completed_step, plan.voided, plan.generation))
             for sequence_id in plan.discarded:
                 self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an older step may copy into them
         for slot in (*plan.ended, *plan.dropped):
@@ -147,7 +148,10 @@ class Holdings:
             shared, places = found
         if num_swapped > (len(shared) + len(places)) * size:
             assert self.host is not None
-            own = self.host.blocks(int(self._sequence_ids[slot]))
+            sequence_id = int(self._sequence_ids[slot])
+            own = self.host.blocks(sequence_id)
+            if self.sharing is not None and self.host.is_stale(sequence_id):
+                self.sharing.cut(slot)
             return Beginning(num_swapped, shared, own[len(shared) :], is_swapped=True)
         return Beginning((len(shared) + len(places)) * size, shared, places, is_swapped=False)
 
@@ -186,7 +190,7 @@ class Holdings:
         assert self.host is not None and self.sharing is not None
         cache = self.sharing.cache
         moving = [block for block in blocks if not cache.is_on_host(block)]
-        places = self.host.adopt(len(moving), self._step, self.completed_step)
+        places = self.host.adopt(len(moving), self._step, self._generation, self.completed_step)
         moving = moving[: len(places)]
         for block in set(blocks).difference(moving):
             cache.forget(block)

@@ -6,9 +6,8 @@ Knows sequences by id, blocks and costs. Refuses to know slots, policy or tensor
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .blocks import BlockPool
 from .messages import NO_INTS, Ints
@@ -32,6 +31,16 @@ class _Swapped:
 
     num_tokens: int
     blocks: Ints  # in token order; the last may be partly filled
+    is_stale: bool = False  # computed before the prefix cache was reset: for nobody else
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arriving:
+    """Blocks that a granted step copies."""
+
+    step: int
+    generation: int
+    blocks: Ints
 
 
 class HostTier:
@@ -48,7 +57,7 @@ class HostTier:
         self.num_full = 0  # times that there was no room
         self.num_dear = 0  # times that computing again was cheaper
         self._swapped: dict[int, _Swapped] = {}  # by sequence
-        self._arriving: deque[tuple[int, Ints]] = deque()  # (step that copies them, blocks for cached prefixes)
+        self._arriving: list[_Arriving] = []  # blocks for cached prefixes
 
     def __len__(self) -> int:
         """Sequences that have blocks here."""
@@ -83,9 +92,18 @@ class HostTier:
         if swapped is not None:
             self.pool.give_back(swapped.blocks, last_step, completed_step)
 
+    def is_stale(self, sequence_id: int) -> bool:
+        """Whether what the sequence has here was computed before the prefix cache was reset."""
+        return self._swapped[sequence_id].is_stale
+
     # -- cached prefixes
 
-    def adopt(self, count: int, step: int, completed_step: int) -> Ints:
+    def reset(self) -> None:
+        """The prefix cache is: no block here is known by its contents any more."""
+        self._swapped = {key: replace(swapped, is_stale=True) for key, swapped in self._swapped.items()}
+        self.pool.forget_kept()
+
+    def adopt(self, count: int, step: int, generation: int, completed_step: int) -> Ints:
         """Room for up to `count` cached blocks, which `step` copies: those used longest ago make way."""
         if self.rates is not None and not self.rates.favour_swap(1, self.pool.block_size):
             return NO_INTS
@@ -95,18 +113,21 @@ class HostTier:
         places = self.pool.take(count)
         self.pool.keep(places)
         self.pool.give_back(places, step, completed_step)
-        self._arriving.append((step, places))
+        self._arriving.append(_Arriving(step, generation, places))
         return places
 
-    def settle(self, completed_step: int, voided: Sequence[int]) -> list[int]:
-        """Every step up to `completed_step` is done. Returns blocks for cached prefixes that never came, as the step
-        that copies them did not happen."""
+    def settle(self, completed_step: int, voided: Sequence[int], generation: int) -> list[int]:
+        """Every step up to `completed_step` is over. Returns blocks for cached prefixes that never come: the step that
+        copies them did not happen; or is in flight, of an older generation, and never will."""
         self.pool.settle(completed_step)
+        arriving, self._arriving = self._arriving, []
         lost: list[int] = []
-        while self._arriving and self._arriving[0][0] <= completed_step:
-            step, places = self._arriving.popleft()
-            if step in voided:
-                lost += places.tolist()
+        for one in arriving:
+            is_over = one.step <= completed_step
+            if one.step in voided or (not is_over and one.generation < generation):
+                lost += one.blocks.tolist()
+            elif not is_over:
+                self._arriving.append(one)
         for place in lost:
             self.pool.forget(place)
         return lost

@@ -161,6 +161,7 @@ class PlanReport:
     preempted: Sequence[int]  # slots that lost their blocks
     num_free: int  # blocks that can be had: free, or cached and in no table
     num_quarantined: int
+    num_host_free: int = 0  # on the host: free, or holding cached prefixes only
     num_host_quarantined: int = 0
     # slot -> tokens copied to the host, for those preempted here or in the plan that need not be computed again
     swapped: Mapping[int, int] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from .messages import Indices, Ints, PlanReport, StepDone, StepPlan, StepVoid, T
 from .policy import Policy
 from .sequences import Sequence, State
 
+MAX_GROWTH = 6  # blocks that are left to a running sequence when somebody is let in, where nothing can be swapped
 MAX_VOIDS_ALONE = 2  # steps a sequence may make fail all by itself before it is given up
 
 
@@ -325,16 +326,21 @@ class Scheduler:
         return -(-num_tokens // self.limits.block_size)
 
     def _spare_blocks(self) -> int | None:
-        """Blocks likely to be left when every running sequence has what it needs now and one more each, those of parked
+        """Blocks likely to be left when every running sequence has what it needs now and some more, those of parked
         ones included; None before the first report. A guess that only keeps the newest from being let in to be
-        preempted at once."""
+        preempted at once: that costs little where it is swapped, and much where it is computed again."""
         report, table = self._report, self.slots
         if report is None:
             return None
         slots = self.lives.lineup.slots
         owed = self._blocks(table.num_known[slots]) - self._blocks(table.num_computed[slots])
+        if report.num_host_free:
+            growth = len(slots)
+        else:  # what is preempted is computed again: fewer are let in
+            half_left = self._blocks(table.limit[slots] - table.num_known[slots]) // 2
+            growth = int(np.clip(half_left, 1, MAX_GROWTH).sum())
         parked = self._blocks(table.num_computed[table.is_running & table.is_parked])
-        return report.num_free + report.num_quarantined + int(parked.sum()) - int(owed.sum()) - len(slots)
+        return report.num_free + report.num_quarantined + int(parked.sum()) - int(owed.sum()) - growth
 
     def _make_plan(self, slots: Indices, num_wanted: Ints) -> StepPlan:
         lineup, steady = self.lives.lineup, self._steady

@@ -86,11 +86,15 @@ class Sharing:
         self._chains[slot] = None
         self._sequence_ids[slot] = -1
 
+    def cut(self, slot: int) -> None:
+        """What the sequence has is not put in."""
+        self._chain(slot).is_cut = True
+
     def forget(self) -> None:
         """Nothing that was computed so far is to be found. What runs is not put in any more either, as it may have
         begun with what was found."""
         for slot in np.flatnonzero(self._sequence_ids >= 0).tolist():
-            self._chain(slot).is_cut = True
+            self.cut(slot)
         self.cache.clear()
 
     def drop_all(self) -> None:

@@ -282,8 +282,8 @@ def moved_despite_void() -> AbstractContextManager[None]:
     """Cached blocks that a step should have copied to the host that did not happen count as copied."""
 
     def change(settle: Any) -> Any:
-        def gullible(self: HostTier, completed_step: int, voided: Any) -> list[int]:
-            return list(settle(self, completed_step, ()))
+        def gullible(self: HostTier, completed_step: int, voided: Any, generation: int) -> list[int]:
+            return list(settle(self, completed_step, (), -1))
 
         return gullible
 

@@ -13,19 +13,16 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from random import Random
 
 import numpy as np
-from pytest import MonkeyPatch
 
 from millrace.stages.allocator import Allocator
-from millrace.stages.blocks import BlockPool
 from millrace.stages.host import HostTier
-from millrace.stages.messages import Ints, PlanReport, Started, StepDone, StepGrant, StepPlan
+from millrace.stages.messages import PlanReport, Started, StepDone, StepGrant, StepPlan
 from millrace.stages.params import SamplingParams
 from millrace.stages.prefix import PrefixCache
 from tests.stages.naive_memory import NaiveMemory, Row, Text, Trie
@@ -301,7 +298,9 @@ class Walk:
         pool, host = self.allocator.pool, self.allocator.host
         assert not self.memory.flights and not self.holders
         assert pool.num_free + pool.num_cached == pool.num_blocks, f"{pool.num_free} blocks are free at the end"
-        assert host is None or (not len(host) and host.pool.num_free == host.pool.num_blocks), "host blocks are lost"
+        assert host is None or (not len(host) and host.pool.num_available == host.pool.num_blocks), (
+            "host blocks are lost"
+        )
 
     def check(self) -> None:
         """What holds between any two rules."""
@@ -539,22 +538,6 @@ def _weak_digest(before: bytes, tokens: bytes) -> bytes:
 # -- what is known to be wrong
 
 
-@contextmanager
-def mended() -> Iterator[None]:
-    """Without a bug that has been found, so that others can be. NOTE: to go when test_allocator_machine.py says that
-    the reduced one passes."""
-
-    def give_back(self: BlockPool, blocks: Ints, last_step: int, completed_step: int) -> None:
-        is_due = np.maximum(self._last_step[blocks], last_step) <= completed_step
-        for part in (blocks[is_due], blocks[~is_due]):
-            _give_back(self, part, last_step, completed_step)
-
-    _give_back = BlockPool.give_back
-    with MonkeyPatch.context() as patch:
-        patch.setattr(BlockPool, "give_back", give_back)
-        yield
-
-
 # -- at random
 
 
@@ -586,8 +569,7 @@ def main() -> int:
     began, seen, failures = time.perf_counter(), Counter[str](), 0
     for seed in seeds:
         try:
-            with mended():
-                seen += walk(seed, options.rules_per_run)
+            seen += walk(seed, options.rules_per_run)
         except Exception:
             failures += 1
             traceback.print_exc()

@@ -81,6 +81,7 @@ class Step:
     copies: list[tuple[Direction, list[int], list[int]]]
     used: set[int]  # blocks on the device that it may read or write
     used_on_host: set[int]
+    moved: dict[int, list[int]]  # cached blocks that it copies out before it gives them away -> what they hold
 
 
 class NaiveMemory:
@@ -98,6 +99,7 @@ class NaiveMemory:
         self.num_computed: dict[int, int] = {}  # slot -> tokens, when all steps in flight are done
         self.num_done: dict[int, int] = {}  # slot -> tokens that certainly lie in its blocks now
         self.on_host: dict[int, tuple[Text, int, list[int], int]] = {}  # sequence -> its tokens there, blocks, step
+        self.moved: dict[int, int] = {}  # host block -> the step that copies a cached block there
         self.flights: deque[Step] = deque()
         self.stale_slots: set[int] = set()  # that ran when the prefix cache was reset
         self.stale: set[int] = set()  # blocks that were filled before that, or on top of such: not to be found
@@ -120,14 +122,16 @@ class NaiveMemory:
             return
         assert grant.step == plan.step and grant.generation == plan.generation
         copies = [(copy.direction, copy.sources.tolist(), copy.destinations.tolist()) for copy in grant.copies]
-        used, used_on_host = self._note_swapped_out(grant.step, report, lost, copies)
+        used, used_on_host, gone = self._note_copied_out(grant.step, report, lost, copies)
+        moved = {block: list(self.device[block]) for block in gone}
         new = self._note_tables(grant)
+        assert gone <= set(new), f"blocks {sorted(gone)} are copied out, and nobody wants all of them"
         self._take(new, self.device, used, [flight.used for flight in self.flights])
         self._note_begun(grant, copies, new, used, used_on_host)
         rows = [self._row(*row) for row in zip(*_columns(grant), strict=True)]
         assert len({row.slot for row in rows}) == len(rows), "two rows of one step have one slot"
         used |= {block for row in rows for block in row.blocks}
-        self.flights.append(Step(grant.step, grant.generation, rows, copies, used, used_on_host))
+        self.flights.append(Step(grant.step, grant.generation, rows, copies, used, used_on_host, moved))
 
     def forget_all(self) -> None:
         """The allocator has lost its books."""
@@ -145,27 +149,35 @@ class NaiveMemory:
         table = self.tables.pop(slot, {})
         return [table[place] for place in sorted(table)]
 
-    def _note_swapped_out(
+    def _note_copied_out(
         self,
         step: int,
         report: PlanReport,
         lost: dict[int, tuple[Text | None, list[int]]],
         copies: list[tuple[Direction, list[int], list[int]]],
-    ) -> tuple[set[int], set[int]]:
-        """Who went to the host. Returns the blocks that this reads, and those it writes there."""
+    ) -> tuple[set[int], set[int], set[int]]:
+        """Who went to the host, and which cached blocks. Returns the blocks that the former read, those that are
+        written there, and the latter."""
         outs = [(sources, destinations) for direction, sources, destinations in copies if direction is Direction.OUT]
         gone = [slot for slot in lost if slot in report.swapped]
-        assert len(outs) == len(gone) == len(report.swapped), f"{len(outs)} copies for {dict(report.swapped)}"
+        assert len(gone) == len(report.swapped) and 0 <= len(outs) - len(gone) <= 1, (
+            f"{outs} for {dict(report.swapped)}"
+        )
         written = [block for _, destinations in outs for block in destinations]
         self._take(written, self.host, set(), [flight.used_on_host for flight in self.flights])
-        for slot, (sources, destinations) in zip(gone, outs, strict=True):
+        for slot, (sources, destinations) in zip(gone, outs, strict=False):
             text, table = lost[slot]
             assert text is not None and report.swapped[slot] == self.num_computed[slot], "other tokens than it had"
             assert len(sources) == len(destinations)
             assert sources == table[: len(sources)], f"slot {slot} had blocks {table}, and {sources} are copied"
             assert not set(destinations) & {b for _, _, held, _ in self.on_host.values() for b in held}
             self.on_host[text.sequence_id] = text, report.swapped[slot], destinations, step
-        return {block for sources, _ in outs for block in sources}, set(written)
+        for block in written:
+            self.moved.pop(block, None)
+        moves = outs[len(gone) :]
+        self.moved |= {block: step for _, destinations in moves for block in destinations}
+        read = {block for sources, _ in outs[: len(gone)] for block in sources}
+        return read, set(written), {block for sources, _ in moves for block in sources}
 
     def _note_tables(self, grant: StepGrant) -> list[int]:
         """What is new in the tables. Returns the blocks whose contents nobody claims to know."""
@@ -197,10 +209,11 @@ class NaiveMemory:
         used_on_host: set[int],
     ) -> None:
         """Who came back from the host, with what."""
+        written = set(used_on_host)
         for direction, sources, destinations in copies:
             if direction is Direction.IN:
                 assert set(destinations) <= set(new), f"blocks {destinations} are copied into, not all of them are new"
-                assert not used_on_host & set(sources), "host blocks are written and read in one step"
+                assert not written & set(sources), "host blocks are written and read in one step"
                 used |= set(destinations)
                 used_on_host |= set(sources)
         for started in grant.started:
@@ -235,7 +248,8 @@ class NaiveMemory:
         for direction, sources, destinations in step.copies:
             source, destination = self._sides(direction)
             for a, b in zip(sources, destinations, strict=True):
-                destination[b] = list(source[a])
+                is_moved = direction is Direction.OUT and a in step.moved
+                destination[b] = list(step.moved[a] if is_moved else source[a])
         for row in step.rows:
             self._write(row, row.text.marks[row.start : row.end])
         for row in step.rows:
@@ -254,6 +268,7 @@ class NaiveMemory:
                 self._sides(direction)[1][block] = [POISON] * self.size
         for row in step.rows:
             self._write(row, [POISON] * (row.end - row.start))
+        self.moved |= {block: NEVER for block, moved_in in self.moved.items() if moved_in == step.step}
         for sequence_id, (text, count, held, copied_in) in self.on_host.items():
             if copied_in == step.step:
                 self.on_host[sequence_id] = text, count, held, NEVER
@@ -288,7 +303,7 @@ class NaiveMemory:
                 if step <= completed_step:
                     found = self._read(self.host, held, count)
                     assert found == text.marks[:count], f"sequence {sequence_id} has {found} on the host"
-        self._check_cache()
+        self._check_cache(completed_step)
 
     def _check_pool(self, pool: BlockPool, holders: Counter[int], what: str) -> None:
         counts = [holders[block] for block in range(pool.num_blocks)]
@@ -300,15 +315,20 @@ class NaiveMemory:
                     f"{what}: step {step.step} may touch block {block}, which is {BlockState(state)!r}"
                 )
 
-    def _check_cache(self) -> None:
+    def _check_cache(self, completed_step: int) -> None:
         cache = self.allocator.cache
         if cache is None:
             return
-        for block, (_, _, tokens, _) in cache._entries.items():
-            marks = self.device[block]
-            assert min(marks) >= 0, f"block {block} can be found, and nobody has filled it"
-            found = [self.trie.token_of[mark] for mark in marks]
-            assert found == np.frombuffer(tokens, np.int32).tolist(), f"block {block} is said to hold other tokens"
+        for block, (_, _, tokens, _) in cache._device.entries.items():
+            self._check_found(self.device[block], tokens, f"block {block}")
+        for block, (_, _, tokens, _) in cache._host.entries.items():
+            if self.moved[block] <= completed_step:
+                self._check_found(self.host[block], tokens, f"block {block} on the host")
+
+    def _check_found(self, marks: list[int], tokens: bytes, what: str) -> None:
+        assert min(marks) >= 0, f"{what} can be found, and nobody has filled it"
+        found = [self.trie.token_of[mark] for mark in marks]
+        assert found == np.frombuffer(tokens, np.int32).tolist(), f"{what} is said to hold other tokens"
 
 
 def _columns(grant: StepGrant) -> tuple[list[int], list[int], list[int], list[bool]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.stages.allocator_bugs import BUGS
-from tests.stages.allocator_machine import mended, walk
+from tests.stages.allocator_machine import walk
 from tests.stages.test_allocator_machine import NUM_WALKS
 
 
@@ -13,7 +13,7 @@ from tests.stages.test_allocator_machine import NUM_WALKS
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str) -> None:
     """By walks that find nothing otherwise: see `test_random_walks_come_by_all_that_is_rare`."""
-    with mended(), BUGS[name]():
+    with BUGS[name]():
         for seed in range(NUM_WALKS):
             try:
                 walk(seed, 50)

@@ -151,17 +151,12 @@ def test_2000_requests_in_a_quarter_of_the_memory_are_answered_right_and_little_
 ) -> None:
     asks = scripted_asks(NUM_REQUESTS, max_tokens=20)
     watch = serve_scripted(asks, max_num_seqs=32, block_size=1, num_cpu_blocks=num_cpu_blocks)
-    assert watch.ways == ways and watch.preemptions.total() > NUM_REQUESTS // 20, "there is hardly any pressure"
+    assert watch.ways == ways and watch.preemptions.total() > NUM_REQUESTS // 100, "there is hardly any pressure"
     assert watch.num_stuck == 0, f"{watch.num_stuck} plans of work ran nothing, and there was no step to wait for"
     assert max(watch.preemptions.values()) <= MAX_PREEMPTIONS
     assert watch.recomputed_share <= max_recomputed
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="21.2 % of the computed tokens: schedule lets the next one in while it leaves one block to each that runs, "
-    "whatever they may still ask for, so where answers are long the newest is preempted soon after",
-)
 def test_where_four_sequences_fit_and_answers_are_long_little_is_computed_twice() -> None:
     watch = serve_scripted(scripted_asks(300, max_tokens=40), max_num_seqs=16, block_size=2, num_cpu_blocks=0)
     assert watch.recomputed_share <= MAX_RECOMPUTED

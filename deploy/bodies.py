@@ -11,9 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from ..stages.beams import BeamParams, refuse_sampling
 from ..stages.errors import Refused
 from ..stages.messages import ChatPrompt, Prompt
 from ..stages.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from .beams import beam_params, check_beams
 from .errors import ApiError, shorten
 from .prompts import read_prompts
 
@@ -112,6 +114,10 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    best_of: int | None = None  # with use_beam_search: beams, of which the n best are returned
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Any = None  # true, false or "never"
     stop: Annotated[list[str] | None, Field(max_length=MAX_STOPS), BeforeValidator(_one_or_many)] = None
     stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
     include_stop_str_in_output: bool | None = None
@@ -127,7 +133,9 @@ class GenerationBody(Body):
     user: Annotated[str | None, Field(max_length=512)] = None
 
     def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
-        """The sampler's view. `ApiError` names the field that is out of range."""
+        """The sampler's view. `ApiError` names the field that is out of range, or has no meaning in a beam search."""
+        if self.use_beam_search:
+            model_defaults = SamplingParams(temperature=0.0)
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         given.update(self._own_params())
         for name in self.MODEL_DEFAULTS:
@@ -138,18 +146,31 @@ class GenerationBody(Body):
             if name in chosen:
                 chosen[name] = tuple(chosen[name])
         try:
-            return SamplingParams(**chosen)
+            params = SamplingParams(**chosen)
+            if self.use_beam_search:
+                refuse_sampling(params)
+            return params
         except Refused as refused:
-            param = self.client_name(refused.param)
-            raise ApiError(refused.code, _renamed(refused, param), param=param) from None
+            raise self._in_own_words(refused) from None
+
+    def beam_params(self) -> BeamParams | None:
+        """The beam search, if one is asked for. `ApiError` names the field that is out of range."""
+        try:
+            return beam_params(self)
+        except Refused as refused:
+            raise self._in_own_words(refused) from None
+
+    def _in_own_words(self, refused: Refused) -> ApiError:
+        param = self.client_name(refused.param)
+        return ApiError(refused.code, _renamed(refused, param), param=param)
 
     def _own_params(self) -> dict[str, Any]:
         """`max_tokens` and `logprobs`, which the two endpoints spell differently."""
         raise NotImplementedError
 
     def client_name(self, param: str | None) -> str | None:
-        """What this endpoint calls a field of `SamplingParams`."""
-        return param
+        """What this endpoint calls a field of `SamplingParams` or `BeamParams`."""
+        return ("n" if self.best_of is None else "best_of") if param == "width" else param
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -158,6 +179,7 @@ class GenerationBody(Body):
             value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise ApiError("invalid_value", f"{name} = {value}: must be at least 1", param=name)
+        check_beams(self)
 
 
 class ChatBody(GenerationBody):
@@ -179,7 +201,7 @@ class ChatBody(GenerationBody):
     def client_name(self, param: str | None) -> str | None:
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param or "", param)
+        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param or "", super().client_name(param))
 
     def check(self) -> None:
         super().check()

@@ -17,6 +17,7 @@ import orjson
 from aiohttp import web
 
 from ..runtime.log import get_logger
+from ..stages.beams import BeamParams
 from ..stages.messages import Prompt, Request
 from ..stages.params import SamplingParams
 from .answers import DONE, Answer, ChatAnswer, Choice, CompletionAnswer, error_event, usage
@@ -43,6 +44,7 @@ class Order:
     ignored: Sequence[str]  # names of fields that nobody knows
     prompts: tuple[Prompt, ...]
     params: SamplingParams
+    beams: BeamParams | None  # if it is a beam search
 
     @property
     def num_choices(self) -> int:
@@ -94,7 +96,7 @@ class Generation:
         def make(raw: Mapping[str, Any]) -> Order:
             body, ignored = read_body(kind, raw, strict_fields)
             self.service.require_model(body.model)
-            return Order(body, ignored, body.prompts(), body.sampling_params(defaults))
+            return Order(body, ignored, body.prompts(), body.sampling_params(defaults), body.beam_params())
 
         order = await read(request, self.service.config, self._threads, make)
         if order.ignored:
@@ -110,6 +112,8 @@ class Generation:
             cache_salt=order.body.cache_salt or "",
             arrival_s=asyncio.get_running_loop().time(),
         )
+        if order.beams is not None:
+            return self.service.require_engine().submit_search(asked, order.beams)
         # a burst waits its turn at the door for microseconds; who may stay is for admission to say, behind it
         return await self.service.require_engine().submit(asked, wait=True)
 

@@ -56,6 +56,8 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        if outbox.request.parent_id is not None:
+            return  # a step of a beam search, which is counted as the one request that it is
         self._num_prompt += outbox.num_prompt_tokens
         self._num_generated += outbox.num_generated_tokens
         if error is not None:
@@ -103,7 +105,7 @@ class Metrics:
 
     def _counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
         assert engine.pipeline.exit is not None
-        live = engine.pipeline.exit.live.values()
+        live = [outbox for outbox in engine.pipeline.exit.live.values() if outbox.request.parent_id is None]
         num_prompt = self._num_prompt + sum(outbox.num_prompt_tokens for outbox in live)
         num_generated = self._num_generated + sum(outbox.num_generated_tokens for outbox in live)
         yield _counter("vllm:prompt_tokens", "Prompt tokens taken in.", num_prompt, labels)

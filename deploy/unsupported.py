@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..stages.params import MAX_N
 from .errors import ApiError
 
 Harmless = Callable[[Any], bool]
@@ -36,7 +35,6 @@ _OFF_WHEN_EMPTY = (
     "echo",
     "suffix",
     "prompt_logprobs",
-    "use_beam_search",
     "chat_template",
     "structured_outputs",
     "guided_json",
@@ -66,20 +64,7 @@ UNSUPPORTED: dict[str, Harmless] = {
 def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str]) -> list[str]:
     """`unknown` without the fields that are merely not served. `ApiError` if one of those asks for something."""
     for name in unknown:
-        if name == "best_of":
-            _check_best_of(raw)
-        elif name in UNSUPPORTED and not UNSUPPORTED[name](raw[name]):
+        if name in UNSUPPORTED and not UNSUPPORTED[name](raw[name]):
             message = f"{name}: not supported by this server; leave it out"
             raise ApiError("unsupported_parameter", message, param=name)
-    return [name for name in unknown if name not in UNSUPPORTED and name != "best_of"]
-
-
-def _check_best_of(raw: Mapping[str, Any]) -> None:
-    best_of, n = raw["best_of"], raw.get("n")
-    if best_of is None:
-        return
-    if type(best_of) is not int or not 1 <= best_of <= MAX_N:
-        raise ApiError("invalid_value", f"best_of: must be a whole number from 1 to {MAX_N}", param="best_of")
-    if best_of != (1 if n is None else n):
-        message = f"best_of = {best_of}: choosing the best of several is not supported; leave it out, or equal to n"
-        raise ApiError("unsupported_parameter", message, param="best_of")
+    return [name for name in unknown if name not in UNSUPPORTED]

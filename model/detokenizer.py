@@ -9,6 +9,7 @@ back until the token that ends it. The first space of the text is dropped where 
 from __future__ import annotations
 
 import codecs
+import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +57,14 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._run = bytearray()  # of byte tokens, with byte fallback
         self._has_pending = False
+
+    def __deepcopy__(self, memo: object) -> IncrementalDecoder:
+        """One that has seen the same tokens; the table is shared."""
+        twin = copy.copy(self)
+        twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        twin._utf8.setstate(self._utf8.getstate())
+        twin._run = bytearray(self._run)
+        return twin
 
     @property
     def is_idle(self) -> bool:

@@ -203,11 +203,14 @@ class Pipeline(Graph):
         finally:
             self.cancel(outbox.request_id, "cancel")
 
-    async def submit(self, request: Any, *, deadline_s: float | None = None, wait: bool = True) -> Outbox[Any]:
-        """Sends a request in and returns its outbox. Whoever gets it reads it, or `cancel`s the request."""
+    async def submit(
+        self, request: Any, *, deadline_s: float | None = None, wait: bool = True, is_part: bool = False
+    ) -> Outbox[Any]:
+        """Sends a request in and returns its outbox. Whoever gets it reads it, or `cancel`s the request. One that
+        `is_part` of a request under way is taken while that is waited for in `drain`."""
         if self.exit is None:
             raise RuntimeError("this slice has no exit, so nobody could answer: use channel() to feed and to read it")
-        if not self._health.is_ready:
+        if not (self._health.is_ready or (is_part and self._health.state == "draining")):
             raise NotServing(self._health)
         outbox: Outbox[Any] = self.exit.open(request, deadline_s)
         try:

@@ -5,6 +5,7 @@ Knows text and which tokens it has seen. Refuses to know how bytes become charac
 
 from __future__ import annotations
 
+import copy
 import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who has the slot, -1 nobody
         self._next_places = np.zeros(num_slots, np.intp)  # [S] of the token to come
         self._cares = np.full(num_slots, ANY, np.uint64)  # [S] traits of tokens that are no matter of a table
-        self._sequences: dict[int, _Sequence] = {}  # by id
+        self._sequences: dict[int, Answer] = {}  # by id
         self._prompt_lengths: dict[int, int] = {}  # by sequence id, to go out with the next text
         self._num_cached: dict[int, int] = {}  # likewise
         self._is_halfway = False  # in a step, with some of its rows seen
@@ -152,12 +153,12 @@ class Detokenize(Stage[StepTokens, StepText]):
                 self._prompt_lengths, self._num_cached = {}, {}
         self._is_halfway = False
 
-    def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> _Rows:
+    def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> Rows:
         """Rows whose text is in the table."""
         self._next_places[slots] = places + 1
-        return _Rows(sequence_ids.tolist(), self._texts[token_ids].tolist(), token_ids.tolist())
+        return Rows(sequence_ids.tolist(), self._texts[token_ids].tolist(), token_ids.tolist())
 
-    async def _read_slow(self, step: StepTokens, slow: NDArray[np.intp], rows: _Rows, out: Outlet[StepText]) -> None:
+    async def _read_slow(self, step: StepTokens, slow: NDArray[np.intp], rows: Rows, out: Outlet[StepText]) -> None:
         assert self._context is not None
         columns = (step.slots, step.sequence_ids, step.places, step.token_ids, step.finishes)
         lists = [column[slow].tolist() for column in columns]
@@ -175,7 +176,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         token_id: int,
         finish_reason: int,
         top: TopLogprobs | None,
-        rows: _Rows,
+        rows: Rows,
         out: Outlet[StepText],
     ) -> None:
         sequence = self._sequences.get(sequence_id)
@@ -206,7 +207,7 @@ class Detokenize(Stage[StepTokens, StepText]):
             num_generated = len(started.token_ids) - started.num_prompt
             if num_generated or not self._is_live(started.request_id):
                 return  # it has ended here, and schedule did not know that yet
-            sequence = _Sequence(started.request_id, self._table, self._make_decoder(started.params), started.params)
+            sequence = Answer(started.request_id, self._table, self._make_decoder(started.params), started.params)
             self._sequences[started.sequence_id] = sequence
             self._prompt_lengths[started.sequence_id] = started.num_prompt
             if started.num_cached:
@@ -230,7 +231,7 @@ class Detokenize(Stage[StepTokens, StepText]):
             self._leave_slot(holder)
         self._sequence_ids[slot] = -1
 
-    def _leave_slot(self, sequence: _Sequence) -> None:
+    def _leave_slot(self, sequence: Answer) -> None:
         assert sequence.slot is not None
         sequence.next_place = int(self._next_places[sequence.slot])
         self._sequence_ids[sequence.slot] = -1
@@ -279,7 +280,7 @@ _CHARACTER_CLASS = _character_classes()
 
 
 @dataclass(slots=True)
-class _Rows:
+class Rows:
     """A step's text as it is put together."""
 
     sequence_ids: list[int]
@@ -313,8 +314,8 @@ class _Rows:
         )
 
 
-class _Sequence:
-    """One answer on its way to text."""
+class Answer:
+    """One answer on its way to text, a token at a time."""
 
     __slots__ = ("_decoder", "_matcher", "_params", "_table", "_usual_cares", "next_place", "request_id", "slot")
 
@@ -327,6 +328,12 @@ class _Sequence:
         self._decoder = decoder
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._usual_cares = ANY if params.logprobs is not None else NOT_PLAIN | _classes_of(s[0] for s in params.stop)
+
+    def fork(self) -> Answer:
+        """Another one that has read the same, and goes on by itself."""
+        twin = copy.copy(self)
+        twin._decoder, twin._matcher = copy.deepcopy((self._decoder, self._matcher))
+        return twin
 
     @property
     def cares(self) -> int:

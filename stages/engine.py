@@ -13,7 +13,7 @@ import gc
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.env import Env, LiveEnv
 from ..runtime.log import get_logger
@@ -21,9 +21,10 @@ from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
 from ..runtime.trace import Tracer
 from .allocate import Allocate
+from .beams import BeamParams
 from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
-from .detokenize import Detokenize
+from .detokenize import Answer, Detokenize
 from .device import Device
 from .errors import Overloaded, Refused
 from .execute import Execute
@@ -41,6 +42,7 @@ from .prefix import PrefixCache
 from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits, Scheduler
+from .searches import Searches
 from .tokenize import Tokenize
 
 if TYPE_CHECKING:
@@ -158,6 +160,7 @@ class Engine:
         if parts is not None:
             for request_id in list(parts.exit.live):
                 parts.pipeline.cancel(request_id, cause)
+            await parts.searches.wait_until_over()
             await parts.pipeline.stop()
         if self._owns_env:
             await self._env.aclose()
@@ -231,6 +234,37 @@ class Engine:
         async for output in self._ask(request, timeout_s, output_kind):
             yield output
 
+    async def beam_search(
+        self,
+        prompt: PromptLike,
+        width: int,
+        max_tokens: int | None = 16,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        *,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> RequestOutput:
+        """The `width` likeliest answers to a prompt, best first, each with its score. `BeamParams` says what is likely.
+
+        `params` may bring stop strings and ids, min_tokens, ignore_eos and logprobs; what chooses among tokens is
+        refused, and its n and max_tokens are not looked at. Cancelling the caller ends the search. Raises
+        `RequestError` if it fails.
+        """
+        beams = BeamParams(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
+        chosen = replace(params or SamplingParams(temperature=0.0), n=width, max_tokens=max_tokens)
+        prompts = (_as_prompt(prompt),)
+        request = Request(self._request_id(request_id), prompts, chosen, priority=priority, cache_salt=cache_salt)
+        outbox = self.submit_search(request, beams, deadline_s=timeout_s)
+        try:
+            (output,) = [output async for output in read_outputs(outbox, "final")]
+        finally:
+            self.abort(request.request_id)
+        return output
+
     async def submit(self, request: Request, *, wait: bool = False, deadline_s: float | None = None) -> RequestOutbox:
         """Sends a request of any number of prompts in, and returns where to read its answers.
 
@@ -244,6 +278,16 @@ class Engine:
         except Busy as error:
             waiting = self._require_parts().intake.admission.num_waiting
             raise Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0) from None
+        except ValueError as error:  # a request id that is in use
+            raise Refused(str(error), param="request_id") from None
+
+    def submit_search(self, request: Request, beams: BeamParams, *, deadline_s: float | None = None) -> RequestOutbox:
+        """As `submit`, for the `params.n` best answers that a beam search finds to each prompt: they arrive together,
+        in the order of their scores. Raises `Refused` for params that have no meaning in a search."""
+        if not self.health.is_ready:
+            raise NotServing(self.health)
+        try:
+            return self._require_parts().searches.submit(request, beams, deadline_s)
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
 
@@ -364,7 +408,15 @@ class EngineParts:
         )
         self.exit.lane = self.pipeline.lane
         self.exit.on_start.append(self.intake.request_started)
-        self.exit.on_end += [self.intake.request_ended, self.detokenize.request_ended]
+        self.searches = Searches(
+            self.pipeline,
+            self.exit,
+            loaded.encoder,
+            limits,
+            info.eos_token_ids,
+            lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
+        )
+        self.exit.on_end += [self.intake.request_ended, self.detokenize.request_ended, self.searches.request_ended]
 
 
 def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
@@ -432,7 +484,7 @@ def _add(choice: CompletionOutput, delta: Delta) -> None:
     choice.token_ids += delta.token_ids
     if choice.logprobs is not None:
         choice.logprobs += delta.logprobs
-    choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+    choice.finish_reason, choice.stop_reason, choice.score = delta.finish_reason, delta.stop_reason, delta.score
 
 
 def _part(delta: Delta, params: SamplingParams) -> CompletionOutput:

@@ -19,6 +19,8 @@ from .messages import Request
 class Intake(Stage[Request, Request]):
     """Refuses what the model can not do (`Refused`) and what it has no room for now (`Overloaded`); counts the rest in.
 
+    A beam search is counted in with its first step, under its own id, and its later steps are always let in.
+
     Whoever is counted in is counted out by `request_ended`, and moves from waiting to running with `request_started`:
     both are calls that the exit makes in passing, on the same loop (`exit.on_end`, `exit.on_start`).
     """
@@ -37,10 +39,12 @@ class Intake(Stage[Request, Request]):
 
     async def handle(self, batch: Sequence[Request], out: Outlet[Request]) -> None:
         for request in batch:
+            if request.parent_id is not None and not self._is_live(request.parent_id):
+                continue  # a step of a search that is over
             try:
                 self.limits.check(request)
                 num_tokens = estimated_tokens(request, self.limits.max_model_len)
-                self.admission.admit(request.request_id, num_tokens, self._now_s())
+                self.admission.admit(request.parent_id or request.request_id, num_tokens, self._now_s())
             except (Refused, Overloaded) as error:
                 out.fail(request, error)
             else:
@@ -53,6 +57,10 @@ class Intake(Stage[Request, Request]):
     def request_ended(self, outbox: Outbox[Any], cause: str, error: BaseException | None) -> None:
         """A request is over, for whatever reason."""
         self.admission.release(outbox.request_id, self._now_s(), is_served=cause == "finish")
+
+    def _is_live(self, request_id: str) -> bool:
+        assert self._context is not None
+        return self._context.is_live(request_id)
 
     def _now_s(self) -> float:
         assert self._context is not None

@@ -85,6 +85,7 @@ class Request:
     priority: int = 0  # lower goes first
     arrival_s: float = 0.0  # monotonic
     cache_salt: str = ""  # cached prefixes are found by requests of the same salt only
+    parent_id: str | None = None  # of a step of a beam search: the request it is made for, which came in at the door
 
     @property
     def num_sequences(self) -> int:
@@ -269,6 +270,7 @@ class Finish:
 
     reason: FinishReason
     stop_reason: str | int | None = None
+    score: float | None = None  # among the answers of a beam search; higher is better
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -83,6 +83,21 @@ class LLM:
             for chat, one in zip(chats, chosen, strict=True)
         ]
         return self._run(self._gather(streams, use_tqdm))
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        width: int,
+        max_tokens: int | None = 16,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """The `width` likeliest answers to each prompt, best first. `options` are those of `Engine.beam_search`."""
+
+        async def search(prompt: PromptLike) -> AsyncIterator[RequestOutput]:
+            yield await self._engine.beam_search(prompt, width, max_tokens, **options)
+
+        return self._run(self._gather([search(prompt) for prompt in _as_prompts(prompts)], use_tqdm))
 
     def close(self) -> None:
         """Frees everything. May be called again."""

@@ -62,7 +62,8 @@ class Outboxes(Exit["RequestOutbox"]):
 
     def make_outbox(self, request: Request) -> RequestOutbox:
         first, self._next_sequence_id = self._next_sequence_id, self._next_sequence_id + request.num_sequences
-        arrival_s = request.arrival_s if self._context is None else self._context.env.now()
+        is_new = self._context is not None and request.parent_id is None  # a step of a search came when that did
+        arrival_s = self._context.env.now() if self._context is not None and is_new else request.arrival_s
         return RequestOutbox(replace(request, first_sequence_id=first, arrival_s=arrival_s))
 
     def open(self, request: Request, deadline_s: float | None = None) -> RequestOutbox:
@@ -161,7 +162,7 @@ class Outboxes(Exit["RequestOutbox"]):
     def _start(self, outbox: RequestOutbox) -> None:
         outbox.has_started = True
         for callback in self.on_start:
-            callback(outbox.request_id)
+            callback(outbox.request.parent_id or outbox.request_id)
 
     def _finish(self, sequence_id: int, finish: Finish) -> None:
         choice = self._choices.pop(sequence_id, None)
@@ -316,7 +317,9 @@ class Choice:
             return Delta(self.index, text, token_ids, logprobs)
         self.is_told = True
         finish = self.finish
-        return Delta(self.index, text, token_ids, logprobs, FINISH_NAMES[finish.reason], finish.stop_reason)
+        return Delta(
+            self.index, text, token_ids, logprobs, FINISH_NAMES[finish.reason], finish.stop_reason, finish.score
+        )
 
     def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Those whose text has been spoken, so that their texts joined are the text. What a stop string took from the

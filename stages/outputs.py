@@ -32,6 +32,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # their texts, joined over all deltas, are the text
     finish_reason: FinishName | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
+    score: float | None = None  # of an answer that a beam search found
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None  # if asked for
     finish_reason: FinishName | None = None
     stop_reason: str | int | None = None
+    score: float | None = None  # of an answer that a beam search found, see `BeamParams`; higher is better
 
 
 @dataclass(slots=True)

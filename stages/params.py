@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from .errors import Refused
 
@@ -27,6 +27,8 @@ class SamplingParams:
 
     Applied in this order: penalties, logit_bias, temperature, top_k, top_p, min_p.
     """
+
+    most_logprobs: ClassVar[int] = MAX_LOGPROBS
 
     n: int = 1  # choices a prompt
     max_tokens: int | None = 16  # None: as many as the context has room for
@@ -72,7 +74,7 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _whole("logprobs", self.logprobs, 0, self.most_logprobs)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS:

@@ -37,9 +37,10 @@ class Policy:
         the sequence begins to wait and when it gets a slot. Who is served last gives way first when blocks run out."""
         return sequence.priority
 
-    def rank(self, sequence: Sequence) -> tuple[float, bool, int]:
-        """Its place in the line of those that wait for a slot; lower is let in first."""
-        return (self.weight(sequence), not sequence.num_swapped, sequence.sequence_id)
+    def rank(self, sequence: Sequence) -> tuple[float, bool, float, int]:
+        """Its place in the line of those that wait for a slot; lower is let in first. (The steps of a beam search have
+        its arrival, and so its place.)"""
+        return (self.weight(sequence), not sequence.num_swapped, sequence.arrival_s, sequence.sequence_id)
 
     def is_better(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether `waiting` may take the slot and the blocks of `running`. Say so of strictly better ones only."""

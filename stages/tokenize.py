@@ -97,28 +97,14 @@ class Tokenize(Stage[Request, TokenRequest]):
         assert self._context is not None
         if self._context.env.fault("tokenizer.panic"):
             raise TokenizerPanic
-        if all(_is_quick(prompt) for prompt in request.prompts):
+        if all(is_quick(prompt) for prompt in request.prompts):
             return self._encode_all(request.prompts)
         if self._worker is None:
             self._worker = self._context.env.worker("tokenize", self.num_workers)
         return await self._worker.submit(self._encode_all, request.prompts)
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[Ints]:
-        return [self._encode_one(prompt) for prompt in prompts]
-
-    def _encode_one(self, prompt: Prompt) -> Ints:
-        if prompt.token_ids is not None:
-            return prompt.token_ids
-        if prompt.chat is not None:
-            token_ids, param = self.encoder.encode_chat(prompt.chat), "messages"
-        else:
-            token_ids, param = self.encoder.encode_text(prompt.text or ""), "prompt"
-        if not len(token_ids):
-            raise Refused(f"{param}: nothing is left of it as tokens", code="empty_prompt", param=param)
-        made = _as_array(token_ids)
-        if int(made.max()) >= self.limits.vocab_size:
-            raise ValueError(f"the tokenizer made token {made.max()}, the model knows {self.limits.vocab_size}")
-        return made
+        return [encode_prompt(self.encoder, self.limits, prompt) for prompt in prompts]
 
     def _token_request(self, request: Request, prompt_index: int, token_ids: Ints) -> TokenRequest:
         assert self._context is not None
@@ -137,6 +123,22 @@ class Tokenize(Stage[Request, TokenRequest]):
         )
 
 
+def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> Ints:
+    """The token ids of a prompt in any form, [P]. `Refused` is the client's fault, anything else the tokenizer's."""
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if prompt.chat is not None:
+        token_ids, param = encoder.encode_chat(prompt.chat), "messages"
+    else:
+        token_ids, param = encoder.encode_text(prompt.text or ""), "prompt"
+    if not len(token_ids):
+        raise Refused(f"{param}: nothing is left of it as tokens", code="empty_prompt", param=param)
+    made = _as_array(token_ids)
+    if int(made.max()) >= limits.vocab_size:
+        raise ValueError(f"the tokenizer made token {made.max()}, the model knows {limits.vocab_size}")
+    return made
+
+
 class TokenizerPanic(BaseException):
     """A fault point struck: the tokenizer fails as its Rust code would, past every `except Exception`."""
 
@@ -146,7 +148,7 @@ def _as_array(token_ids: Sequence[int]) -> Ints:
     return np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
 
 
-def _is_quick(prompt: Prompt) -> bool:
+def is_quick(prompt: Prompt) -> bool:
     """Whether making tokens of it takes less than a hop to a thread: ids, and short text. A chat has a template."""
     return prompt.token_ids is not None or (prompt.text is not None and len(prompt.text) <= SHORT_TEXT_CHARS)
 

@@ -10,6 +10,7 @@ import pytest
 from millrace.deploy.bodies import ChatBody, CompletionBody
 from millrace.deploy.errors import ApiError
 from millrace.deploy.validation import read_body
+from millrace.stages.beams import BeamParams
 from millrace.stages.params import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -113,7 +114,6 @@ def test_logprobs_of_completions_are_a_number(value):
         ("echo", True),
         ("suffix", "x"),
         ("prompt_logprobs", 0),
-        ("use_beam_search", True),
         ("guided_regex", "a+"),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
@@ -125,6 +125,56 @@ def test_what_is_not_served_is_refused_by_name_and_not_ignored(field, value):
     with pytest.raises(ApiError) as caught:
         chat(**{field: value})
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", field)
+
+
+def search(kind: type[ChatBody] | type[CompletionBody] = CompletionBody, **fields: Any) -> tuple[Any, SamplingParams]:
+    asked = {"messages": MESSAGES} if kind is ChatBody else {"prompt": "hi"}
+    body, _ = read_body(kind, asked | {"use_beam_search": True} | fields, False)
+    params = body.sampling_params(SamplingParams(temperature=0.6, top_p=0.9, top_k=20))
+    return body.beam_params(), params
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_a_beam_search_is_n_wide_or_best_of_and_takes_no_sampling_default_of_the_model(kind):
+    beams, params = search(kind, n=3, length_penalty=0.5, early_stopping="never")
+    assert beams == BeamParams(width=3, length_penalty=0.5, early_stopping="never")
+    assert params == SamplingParams(n=3, max_tokens=params.max_tokens, temperature=0.0)
+    beams, params = search(kind, n=2, best_of=5, temperature=0, top_p=1, top_k=0, length_penalty=2)
+    assert (beams, params.n) == (BeamParams(width=5, length_penalty=2.0), 2)
+    assert search(kind)[0] == BeamParams(width=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("n", value) for value in (0, 65)],
+        *[("best_of", value) for value in (0, 65, True, "2")],
+        *[("length_penalty", value) for value in (5.1, "1", float("nan"), True)],
+        *[("early_stopping", value) for value in ("always", 1)],
+        *[("temperature", 0.7), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("seed", 1), ("logit_bias", {"1": 1})],
+        *[("presence_penalty", 1), ("frequency_penalty", 1), ("repetition_penalty", 1.1), ("stream", True)],
+        *[("use_beam_search", value) for value in (1, "true")],
+    ],
+)
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_what_makes_no_sense_in_a_beam_search_is_refused_by_name(kind, field, value):
+    with pytest.raises(ApiError) as caught:
+        search(kind, **{field: value})
+    assert (caught.value.status, caught.value.param) == (400, field)
+    assert caught.value.message.startswith(field)
+
+
+def test_best_of_is_at_least_n():
+    with pytest.raises(ApiError, match="best_of = 2: is the width of the search, so must be at least n, which is 3"):
+        search(n=3, best_of=2)
+
+
+@pytest.mark.parametrize(("field", "value"), [("length_penalty", 2.0), ("early_stopping", True), ("best_of", 3)])
+def test_fields_of_a_beam_search_are_refused_without_one(field, value):
+    with pytest.raises(ApiError, match="use_beam_search = true") as caught:
+        complete(**{field: value})
+    assert caught.value.param == field
+    complete(use_beam_search=False, length_penalty=1.0, early_stopping=False, best_of=1)
 
 
 def test_what_asks_for_nothing_passes():

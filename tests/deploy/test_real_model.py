@@ -37,6 +37,11 @@ def test_a_checkpoint_is_served_and_completed_alike(checkpoint):
         text = whole.json["choices"][0]["text"]
         events = server.post("/v1/completions", asked | {"stream": True}).events()
         assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
+        beams = {"prompt": "Once upon a time", "use_beam_search": True, "max_tokens": 8, "ignore_eos": True}
+        assert server.post("/v1/completions", beams).json["choices"][0]["text"] == text, "one beam is greedy"
+        best = server.post("/v1/completions", beams | {"n": 3, "logprobs": 1}).json["choices"]
+        likely = [sum(choice["logprobs"]["token_logprobs"]) for choice in best]
+        assert len(likely) == 3 and likely == sorted(likely, reverse=True)
         chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4})
         assert chat.status == 200
         tokens = server.post("/tokenize", {"prompt": "Größe 🙂 漢"}).json["tokens"]

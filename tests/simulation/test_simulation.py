@@ -5,28 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from millrace.stages.params import SamplingParams
 from millrace.stages.scripted import Script
+from tests.simulation import background
+from tests.simulation.background import MAX_SEEDS_TO_FIND, NUM_SEEDS, Totals, find_bug, run_seeds
 from tests.simulation.bugs import BUGS
-from tests.simulation.world import FAULTS, right_answer, run_seed
+from tests.simulation.world import FAULTS, right_answer
 
 pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
-NUM_SEEDS = 250  # `python -m tests.simulation.run` runs as many as one likes
-MAX_SEEDS_TO_FIND = 300  # a planted bug
-FOUND_BY = {  # seeds that are known to find it, tried first: the others take a while to get there
-    "missed_wake_up": (41,),
-    "kept_despite_void": (42,),
-    "shared_too_early": (42,),
-    "swap_kept_despite_void": (98,),
-    "moved_despite_void": (19,),
-}
 SOMETIMES = (
     "found",
     "shared",
@@ -54,33 +45,10 @@ OUTCOMES = ("finished", "left", "Busy", "Overloaded", "TimedOut", "Failed", "Una
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass
-class Totals:
-    """What all seeds together came to."""
-
-    failures: list[str] = field(default_factory=list)
-    faults_seen: Counter[str] = field(default_factory=Counter)
-    faults_fired: Counter[str] = field(default_factory=Counter)
-    states: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
-
-
 @pytest.fixture(scope="module")
 def totals() -> Totals:
-    """Runs the seeds, once for all tests of this file."""
-    found = Totals()
-    for seed in range(NUM_SEEDS):
-        try:
-            result = run_seed(seed)
-        except Exception as error:
-            found.failures.append(f"{type(error).__name__}: {error}\n{'; '.join(error.__notes__)}")
-            continue
-        found.faults_seen += result.faults_seen
-        found.faults_fired += result.faults_fired
-        found.states += result.value.states
-        found.states[result.value.health] += 1
-        found.outcomes += result.value.outcomes
-    return found
+    """What the seeds came to, once for all tests of this file."""
+    return background.result(run_seeds, NUM_SEEDS)
 
 
 def test_every_seed_keeps_the_invariants(totals: Totals) -> None:
@@ -102,15 +70,8 @@ def test_every_sometimes_state_and_outcome_is_reached(totals: Totals) -> None:
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str) -> None:
-    with BUGS[name]():
-        for seed in (*FOUND_BY.get(name, ()), *range(MAX_SEEDS_TO_FIND)):
-            try:
-                run_seed(seed)
-            except Exception as error:
-                assert not isinstance(error, (AttributeError, TypeError, NameError)), "the bug itself is broken"
-                assert f"again: python -m tests.simulation.run --seed {seed} --trace" in error.__notes__
-                return
-    pytest.fail(f"{name} stayed hidden for {MAX_SEEDS_TO_FIND} seeds")
+    seed = background.result(find_bug, name)
+    assert seed is not None, f"{name} stayed hidden for {MAX_SEEDS_TO_FIND} seeds"
 
 
 def test_a_seed_is_the_same_run_in_processes_of_other_hash_seeds() -> None:

@@ -7,14 +7,14 @@ import pytest
 from tests.deploy.running import RunningServer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server() -> Iterator[RunningServer]:
     """A server whose steps take no time."""
     with RunningServer() as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def slow_server() -> Iterator[RunningServer]:
     """A server whose steps take 10 ms, and which never ends an answer by itself."""
     with RunningServer(step_s=0.01, script={"eos_probability": 0.0}) as running:

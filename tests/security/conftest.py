@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.security)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server() -> Iterator[RunningServer]:
     """An open server. Greedy streams run on it throughout, and none may notice what the tests do (O5)."""
     with RunningServer(server={"log_format": "json"}) as running:
@@ -26,7 +26,7 @@ def server() -> Iterator[RunningServer]:
         running.wait_until_idle()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def keyed_server() -> Iterator[RunningServer]:
     """A server that asks for a key, has an admin key, and takes no unknown field."""
     keys = {"api_key": [KEY], "admin_key": [ADMIN_KEY]}
@@ -34,7 +34,7 @@ def keyed_server() -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def slow_server() -> Iterator[RunningServer]:
     """A server with long steps, two slots, and little patience."""
     options = {

@@ -8,6 +8,7 @@ one distribution. Without salts both tell them apart: that is the control.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,10 @@ from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
 from tests.deploy.running import RunningServer
 from tests.security.oracle import TEXT
 
-NUM_PAIRS = 200  # over HTTP; half as many where each of them takes a preemption
-NUM_EXACT_PAIRS = 40  # in virtual time, of each manner
+NUM_PAIRS = (
+    200 if os.environ.get("MILLRACE_FULL") else 80
+)  # over HTTP; half as many where each of them takes a preemption
+NUM_EXACT_PAIRS = 40 if os.environ.get("MILLRACE_FULL") else 20  # in virtual time, of each manner
 NUM_CONTROL_PAIRS = 10  # in virtual time
 SIZES = {"block_size": 4, "max_model_len": 48, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 SHORT, LONG = 16, 40  # tokens of a prompt: four or ten steps to compute, of which a cached one needs one

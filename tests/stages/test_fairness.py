@@ -36,7 +36,6 @@ SIZES = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "usual": {},
     "room for one": {"num_gpu_blocks": CONTEXT // BLOCK_SIZE + 2},
-    "K = 1": {"steps_in_flight": 1},
     "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": CONTEXT},
 }
 

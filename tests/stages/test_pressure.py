@@ -149,9 +149,10 @@ def serve_scripted(asks: Sequence[Ask], max_num_seqs: int, **settings: Any) -> W
 def test_2000_requests_in_a_quarter_of_the_memory_are_answered_right_and_little_is_computed_twice(
     num_cpu_blocks: int, ways: set[str], max_recomputed: float
 ) -> None:
-    asks = scripted_asks(NUM_REQUESTS, max_tokens=20)
+    num_requests = NUM_REQUESTS if len(ways) == 1 else NUM_REQUESTS // 4
+    asks = scripted_asks(num_requests, max_tokens=20)
     watch = serve_scripted(asks, max_num_seqs=32, block_size=1, num_cpu_blocks=num_cpu_blocks)
-    assert watch.ways == ways and watch.preemptions.total() > NUM_REQUESTS // 100, "there is hardly any pressure"
+    assert watch.ways == ways and watch.preemptions.total() > num_requests // 100, "there is hardly any pressure"
     assert watch.num_stuck == 0, f"{watch.num_stuck} plans of work ran nothing, and there was no step to wait for"
     assert max(watch.preemptions.values()) <= MAX_PREEMPTIONS
     assert watch.recomputed_share <= max_recomputed

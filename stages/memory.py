@@ -75,32 +75,36 @@ class MemoryTable:
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         return {
-            "device": self.machine.device,
-            "device_bytes": self.machine.total_bytes,
-            "budget_bytes": self.machine.budget_bytes,
-            "total_bytes": self.total_bytes,
-            "host_bytes": self.host_bytes,
+            **self._totals(),
             "rows": [
                 {"name": row.name, "bytes": row.num_bytes, "place": row.place, "what": row.what} for row in self.rows
             ],
             "kv_cache": {
-                "num_blocks": self.num_blocks,
                 "block_size": self.block_size,
                 "bytes_per_block": self.bytes_per_block,
-                "num_tokens": self.num_tokens,
-                "num_longest_sequences": self.num_longest,
+                **self._sizes(),
             },
         }
 
     def to_event(self) -> dict[str, int | str]:
         """The fields of its log line."""
         return {
+            **self._totals(),
+            **{f"{row.name}_bytes": row.num_bytes for row in self.rows},
+            **self._sizes(),
+        }
+
+    def _totals(self) -> dict[str, int | str]:
+        return {
             "device": self.machine.device,
             "device_bytes": self.machine.total_bytes,
             "budget_bytes": self.machine.budget_bytes,
-            **{f"{row.name}_bytes": row.num_bytes for row in self.rows},
             "total_bytes": self.total_bytes,
             "host_bytes": self.host_bytes,
+        }
+
+    def _sizes(self) -> dict[str, int]:
+        return {
             "num_blocks": self.num_blocks,
             "num_tokens": self.num_tokens,
             "num_longest_sequences": self.num_longest,

@@ -60,11 +60,11 @@ class Generation:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
-        return await self._generate(request, ChatBody, ChatAnswer)
+        return await self._generate(request, *ENDPOINTS["chat"])
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`."""
-        return await self._generate(request, CompletionBody, CompletionAnswer)
+        return await self._generate(request, *ENDPOINTS["completions"])
 
     async def _generate(
         self, request: web.Request, kind: type[ChatBody] | type[CompletionBody], shape: type[Answer]
@@ -164,6 +164,12 @@ class Generation:
         finally:
             if stream.has_stalled:
                 self.service.close(answer.id, "stalled_reader")
+
+
+ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
+    "chat": (ChatBody, ChatAnswer),
+    "completions": (CompletionBody, CompletionAnswer),
+}
 
 
 def told(error: Exception, answer_id: str) -> ApiError:

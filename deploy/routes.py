@@ -21,6 +21,7 @@ from .metrics import CONTENT_TYPE, Metrics
 from .middleware import OWNER
 from .reading import read
 from .service import Service
+from .sockets.hub import Hub
 from .validation import read_body
 
 
@@ -32,6 +33,7 @@ class Routes:
         self._metrics = metrics
         self._threads = threads
         self._generation = Generation(service, threads)
+        self.sockets = Hub(self._generation, metrics, threads)
 
     @property
     def public(self) -> frozenset[Any]:
@@ -52,6 +54,7 @@ class Routes:
             web.get("/v1/models/{id:.+}", self.model),
             web.post("/v1/chat/completions", generation.chat, expect_handler=expect),
             web.post("/v1/completions", generation.completions, expect_handler=expect),
+            web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:.+}", self.abort),

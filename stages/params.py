@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from .errors import Refused
 from .structured import StructuredOutputs
+from .thinking import ThinkingBudget
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -51,6 +52,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
+    thinking_budget: ThinkingBudget | None = None  # tokens of thoughts, after which their closing mark is forced
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_N)

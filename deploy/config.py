@@ -32,6 +32,9 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()  # names that clients may send; answers carry the first. None: the model's
     enable_force_include_usage: bool = False  # usage in every stream, asked for or not
     strict_fields: bool = False  # an unknown field is a 400 instead of being ignored
+    tool_call_parser: str = "auto"  # by the chat template; none, a name, or package.module:Class, a ToolParser
+    enable_auto_tool_choice: bool = True  # the model may choose to call tools
+    reasoning_parser: str = "auto"  # by the chat template; none, a name, or package.module:Class, a ReasoningParser
 
     # who may come in
     api_key: tuple[str, ...] = ()  # any of these opens every route but /admin; none: no key is asked for

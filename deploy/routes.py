@@ -122,10 +122,11 @@ class Routes:
         tokenizer, encoder = engine.tokenizer, engine.encoder
         if body.messages is not None:
             chat = ChatPrompt(
-                messages=tuple(message.model_dump(exclude_none=True) for message in body.messages),
+                messages=tuple(message.for_template() for message in body.messages),
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 template_kwargs=body.chat_template_kwargs or {},
+                tools=tuple(tool.for_template() for tool in body.tools or ()),
             )
             token_ids = await self._in_thread(encoder.encode_chat, chat)
         else:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from .errors import Refused
 from .structured import StructuredOutputs
+from .thinking import ThinkingBudget
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -51,6 +52,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
+    thinking_budget: ThinkingBudget | None = None  # tokens of thoughts, after which their closing mark is forced
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_N)
@@ -62,6 +64,8 @@ class SamplingParams:
         self._check_numbers()
         self._check_stops()
         self._check_bias()
+        if self.thinking_budget is not None and self.structured_outputs is not None:
+            raise Refused("thinking_budget: not with structured_outputs, which leave no thoughts", param="thinking_budget")
 
     def _check_numbers(self) -> None:
         _number("temperature", self.temperature, 0.0, 2.0)

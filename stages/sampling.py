@@ -16,7 +16,7 @@ from . import logits as maths
 from .logits import Blocks, Drawing
 from .masks import Allowed, GrammarMasks
 from .messages import Bools, FinishReason, Indices, Ints, Started, StepGrant, StepTokens, TopLogprobs
-from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, RANDOM, SamplingTable
+from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, RANDOM, THINKING, SamplingTable
 
 Longs = NDArray[np.int64]
 
@@ -28,8 +28,9 @@ class Sampler:
 
     In this order: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below min_tokens,
     the grammar's mask, temperature, top_k, top_p, min_p. An answer that can only end here ends, whatever else was
-    asked for; one with `ignore_eos` ends only there. Greedy takes the likeliest, the lowest id
-    among equals. What is drawn depends on the row's logits, its seed and the token's absolute position only.
+    asked for; one with `ignore_eos` ends only there. Greedy takes the likeliest, the lowest id among equals. What is
+    drawn depends on the row's logits, its seed and the token's absolute position only. A thinking budget that is used
+    up overrules the choice.
 
     `last_tokens` [num_slots] i64 on the device is shared with the runner: each slot's newest token is written there.
 
@@ -81,6 +82,8 @@ class Sampler:
         allowed = self._allowed(slots[guided]) if len(guided) else None
         if len(slots):
             token_ids, is_broken = self._choose(slots, needs, logits, guided, allowed)
+            if _any(needs, THINKING):
+                table.steer(slots, np.flatnonzero(needs & THINKING), token_ids)
         else:
             token_ids, is_broken = NO_ROWS, np.zeros(0, np.bool_)
         over = NO_ROWS if allowed is None else guided[allowed.is_over]

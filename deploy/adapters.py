@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from .answer_parts import End, Part, Usage, plain_parts
+from .answer_parts import End, Part, PartsReader, Usage
 from .bodies import ChatBody
 from .errors import ApiError
 from .generation import Generation, Order, in_terms_of
 
 if TYPE_CHECKING:
     from ..stages.outbox import RequestOutbox
+    from .turns import Turn
 
 Chat = dict[str, Any]  # a body of chat as plain data
 NameOf = Callable[[str], str]
@@ -66,15 +67,17 @@ class Parts:
     """The parts of the one answer to a request, as they come: an async iterator over lists, all that is there. `end` is
     the last of all, once it has come."""
 
-    def __init__(self, outbox: RequestOutbox) -> None:
+    def __init__(self, outbox: RequestOutbox, turn: Turn | None = None) -> None:
         self.end: End | None = None
         self._outbox = outbox
+        self._reader = PartsReader(turn)
 
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
         outbox = self._outbox
-        return Usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, outbox.num_generated_tokens)
+        num_reasoning = self._reader.num_reasoning_tokens
+        return Usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, outbox.num_generated_tokens, num_reasoning)
 
     def __aiter__(self) -> Parts:
         return self
@@ -83,7 +86,7 @@ class Parts:
         parts: list[Part] = []
         while not parts:
             for delta in await anext(self._outbox):
-                parts += plain_parts(delta)
+                parts += self._reader.read(delta)
         if isinstance(parts[-1], End):
             self.end = parts[-1]
         return parts
@@ -95,7 +98,8 @@ async def under_way(generation: Generation, answer_id: str, order: Order, name_o
     left, the request is over then. What goes wrong in it is told in the words of the API that was asked."""
     cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
     try:
-        yield Parts(await generation.submit(answer_id, order))
+        outbox = await generation.submit(answer_id, order)
+        yield Parts(outbox, None if order.make_turn is None else order.make_turn())
     except Exception as error:
         cause = "error"
         known = in_terms_of(order.body, error, answer_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from ..runtime.log import get_logger
 from ..stages.beams import BeamParams
 from ..stages.messages import Prompt, Request
 from ..stages.params import SamplingParams
-from .answers import Answer, ChatAnswer, Choice, CompletionAnswer, usage
+from .answers import Answer, ChatAnswer, CompletionAnswer, usage
 from .bodies import ChatBody, CompletionBody
 from .chunks import Chunks
 from .errors import ApiError, describe, unforeseen
@@ -28,6 +28,7 @@ from .middleware import OWNER, REQUEST_ID, settled_id
 from .reading import read
 from .service import Service
 from .streams import DONE, EventStream
+from .turns import Turn
 from .validation import read_body
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Order:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     beams: BeamParams | None  # if it is a beam search
+    make_turn: Callable[[], Turn] | None = None  # for each choice, if more than words may be in it
 
     @property
     def num_choices(self) -> int:
@@ -60,11 +62,11 @@ class Generation:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
-        return await self._generate(request, ChatBody, ChatAnswer)
+        return await self._generate(request, *ENDPOINTS["chat"])
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`."""
-        return await self._generate(request, CompletionBody, CompletionAnswer)
+        return await self._generate(request, *ENDPOINTS["completions"])
 
     async def _generate(
         self, request: web.Request, kind: type[ChatBody] | type[CompletionBody], shape: type[Answer]
@@ -100,7 +102,10 @@ class Generation:
         defaults = self.service.require_engine().info.default_params
         body, ignored = read_body(kind, raw, self.service.config.strict_fields)
         self.service.require_model(body.model)
-        return Order(body, ignored, body.prompts(), body.sampling_params(defaults), body.beam_params())
+        params, make_turn = body.sampling_params(defaults), None
+        if isinstance(body, ChatBody):
+            params, make_turn = self.service.require_speech().settle(body, params)
+        return Order(body, ignored, body.prompts(), params, body.beam_params(), make_turn)
 
     async def submit(self, answer_id: str, order: Order) -> RequestOutbox:
         """Sends an order to the engine, which answers it under an id that `Service.open` gave."""
@@ -127,12 +132,13 @@ class Generation:
             self.service.model_names[0],
             has_usage=forced or bool(options and options.include_usage),
             has_running_usage=bool(options and options.continuous_usage_stats),
+            make_turn=order.make_turn,
         )
 
     async def _whole(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
     ) -> web.StreamResponse:
-        choices = [Choice(index) for index in range(order.num_choices)]
+        choices = answer.choices(order.num_choices)
         async for deltas in outbox:
             for delta in deltas:
                 choices[delta.index].add(delta, keep=True)
@@ -164,6 +170,12 @@ class Generation:
         finally:
             if stream.has_stalled:
                 self.service.close(answer.id, "stalled_reader")
+
+
+ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
+    "chat": (ChatBody, ChatAnswer),
+    "completions": (CompletionBody, CompletionAnswer),
+}
 
 
 def told(error: Exception, answer_id: str) -> ApiError:

@@ -15,6 +15,7 @@ from .bodies import Body
 from .errors import ApiError, shorten
 from .validation import read_body
 
+EFFORTS = {"max": "xhigh"}  # as chat calls them, where it has another word
 UNSUPPORTED = ("container", "mcp_servers", "context_management")
 WITHOUT_EFFECT = ("service_tier", "cache_control", "inference_geo", "speed", "diagnostics")
 NAMES = {
@@ -25,6 +26,7 @@ NAMES = {
     "response_format.json_schema": "output_config.format",
     "structured_outputs": "output_config.format",
     "chat_template_kwargs": "thinking",
+    "thinking_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
     "user": "metadata.user_id",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -111,7 +113,7 @@ class CountTokensBody(Body):
             "tool_choice": None if choice is None else _chat_tool_choice(choice),
             "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
             "response_format": self._response_format(),
-            "chat_template_kwargs": self._template_kwargs() or None,
+            **self._thoughts(),
         }
         if turns.messages and turns.messages[-1]["role"] == "assistant":  # the beginning of the answer
             chat |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -123,15 +125,14 @@ class CountTokensBody(Body):
             return None
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema_, "strict": True}}
 
-    def _template_kwargs(self) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {}
+    def _thoughts(self) -> Chat:
+        effort = self.output_config.effort if self.output_config is not None else None
+        told: Chat = {"reasoning_effort": EFFORTS.get(effort or "", effort)}
         if self.thinking is not None:
-            kwargs["enable_thinking"] = self.thinking.type != "disabled"
-            if self.thinking.budget_tokens is not None:
-                kwargs["thinking_budget"] = self.thinking.budget_tokens
-        if self.output_config is not None and self.output_config.effort is not None:
-            kwargs["reasoning_effort"] = self.output_config.effort
-        return kwargs
+            thinks = self.thinking.type != "disabled"
+            told["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+            told["thinking_budget"] = self.thinking.budget_tokens
+        return told
 
 
 class MessagesBody(CountTokensBody):

@@ -28,6 +28,7 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
+EFFORTS = {"max": "xhigh"}  # as chat calls them, where it has another word
 UNSUPPORTED = ("prompt", "conversation", "context_management", "moderation", "image")
 WITHOUT_EFFECT = (
     "service_tier",
@@ -46,7 +47,6 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "structured_outputs": "text.format",
-    "chat_template_kwargs": "reasoning",
     "reasoning_effort": "reasoning.effort",
 }
 
@@ -155,7 +155,7 @@ class ResponsesBody(Body):
             "tools": [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())] or None,
             "tool_choice": _chat_tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
-            "chat_template_kwargs": _template_kwargs(effort),
+            "reasoning_effort": EFFORTS.get(effort or "", effort),
             "user": self.user,
         }
 
@@ -189,12 +189,6 @@ def name_of(sources: Sequence[str], num_before: int) -> Any:
         return renamed(param.replace(".function.", "."), names)
 
     return name
-
-
-def _template_kwargs(effort: str | None) -> dict[str, Any] | None:
-    if effort is None:
-        return None
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:

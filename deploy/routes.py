@@ -25,6 +25,7 @@ from .reading import read
 from .responses import Responses
 from .responses_routes import ResponsesRoutes
 from .service import Service
+from .sockets.hub import Hub
 from .validation import read_body
 
 
@@ -38,6 +39,7 @@ class Routes:
         self._generation = Generation(service, threads)
         self._responses = Responses(self._generation, threads)
         self._messages = MessagesRoutes(self._generation, threads)
+        self.sockets = Hub(self._generation, metrics, threads)
 
     @property
     def public(self) -> frozenset[Any]:
@@ -66,6 +68,7 @@ class Routes:
             web.get("/v1/responses/{id}/input_items", responses.input_items),
             web.post(MESSAGES_PATH, messages.create, expect_handler=expect),
             web.post(f"{MESSAGES_PATH}/count_tokens", messages.count_tokens, expect_handler=expect),
+            web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:.+}", self.abort),
@@ -137,10 +140,11 @@ class Routes:
         tokenizer, encoder = engine.tokenizer, engine.encoder
         if body.messages is not None:
             chat = ChatPrompt(
-                messages=tuple(message.model_dump(exclude_none=True) for message in body.messages),
+                messages=tuple(message.for_template() for message in body.messages),
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 template_kwargs=body.chat_template_kwargs or {},
+                tools=tuple(tool.for_template() for tool in body.tools or ()),
             )
             token_ids = await self._in_thread(encoder.encode_chat, chat)
         else:

@@ -80,6 +80,11 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "enable_force_include_usage": "send usage in every stream, asked for or not",
         "strict_fields": "refuse unknown fields instead of ignoring them",
         "response_store_bytes": "of memory for what /v1/responses may be asked for later; 0: nothing is kept",
+        "tool_call_parser": "hermes, llama3_json, mistral, pythonic, none, or package.module:Class, a "
+        "millrace.deploy.parsers.ToolParser of your own; auto: by the chat template",
+        "enable_auto_tool_choice": "let the model choose whether to call a tool",
+        "reasoning_parser": "deepseek_r1, qwen3, none, or package.module:Class, a "
+        "millrace.deploy.parsers.ReasoningParser of your own; auto: by the chat template",
         "max_body_bytes": "of a request",
     },
     "security": {
@@ -93,6 +98,12 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "keep_alive_s": "seconds for the next request on a connection",
         "stalled_reader_s": "seconds for a client that does not read its stream",
         "shutdown_timeout_s": "seconds for requests under way when told to stop",
+    },
+    "WebSockets": {
+        "ws_max_sockets": "more are turned away",
+        "ws_max_streams": "requests under way on one socket; more get 429",
+        "ws_ping_interval_s": "seconds of silence before a client is pinged; it has half as long to answer",
+        "ws_resume_window_s": "seconds that a request which may be resumed outlives its socket",
     },
     "logging": {
         "log_format": "of the lines on stderr",

@@ -47,10 +47,7 @@ class EventStream:
         )
 
     async def __aenter__(self) -> EventStream:
-        transport = self._request.transport
-        if transport is not None:
-            transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        bound_buffers(self._request)
         await self._response.prepare(self._request)
         self._watch()
         return self
@@ -85,6 +82,14 @@ class EventStream:
                 self._request.transport.abort()  # the handler is cancelled, as for any client that leaves
             return
         self._timer = loop.call_later(self._patience_s / 8, self._watch)
+
+
+def bound_buffers(request: web.Request) -> None:
+    """Bounds what is kept of an answer on its way to the client."""
+    transport = request.transport
+    if transport is not None:
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
 async def stream_framed(

@@ -286,6 +286,14 @@ class TokenLogprobs:
 
 
 @message
+class Begun:
+    """What there is to say of a sequence when it is first seen."""
+
+    token_ids: Ints  # [P] of its prompt
+    num_cached: int = 0  # of them, not computed
+
+
+@message
 class StepText:
     """The text of a step. Row i: sequence, its new text (often "": held back or half a character), its new token."""
 
@@ -295,5 +303,4 @@ class StepText:
     token_ids: Sequence[int]
     finishes: Mapping[int, Finish] = field(default_factory=dict)  # row -> how it ended
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> if asked for
-    prompt_lengths: Mapping[int, int] = field(default_factory=dict)  # sequence id -> prompt tokens, when first seen
-    num_cached: Mapping[int, int] = field(default_factory=dict)  # sequence id -> of them not computed, if any
+    begun: Mapping[int, Begun] = field(default_factory=dict)  # sequence id -> its beginning, when first seen

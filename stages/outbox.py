@@ -19,11 +19,12 @@ from ..runtime.runner import StageCrashed
 from ..runtime.stage import Context, Crash, Outlet
 from ..runtime.trace import EventKind
 from .errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
-from .messages import Finish, FinishReason, Request, StepText, TokenLogprobs
+from .messages import NO_INTS, Begun, Finish, FinishReason, Request, StepText, TokenLogprobs
 from .outputs import FINISH_NAMES, Delta
 
 MAX_UNREAD_TOKENS = 256  # of a choice, before it is parked
 STALL_S = 30.0  # that a client may leave a parked choice
+NOT_BEGUN = Begun(NO_INTS)
 
 log = get_logger("millrace.stages")
 
@@ -131,11 +132,9 @@ class Outboxes(Exit["RequestOutbox"]):
                 outbox.bell.ring()
             elif len(choice.token_ids) >= self.max_unread_tokens and not choice.is_parked:
                 self._park(choice)
-        if item.prompt_lengths:
-            for sequence_id, length in item.prompt_lengths.items():
-                if (choice := choices.get(sequence_id)) is not None:
-                    choice.num_prompt_tokens = length
-                    choice.num_cached_tokens = item.num_cached.get(sequence_id, 0)
+        for sequence_id, begun in item.begun.items():
+            if (choice := choices.get(sequence_id)) is not None:
+                choice.begun = begun
         for row, logprobs in item.logprobs.items():
             if (choice := choices.get(item.sequence_ids[row])) is not None:
                 choice.logprobs.append(logprobs)
@@ -204,7 +203,7 @@ class RequestOutbox:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once however many choices it has; 0 for those not started."""
-        return sum(choice.num_prompt_tokens for choice in self.choices[:: self.request.params.n])
+        return sum(len(choice.begun.token_ids) for choice in self.choices[:: self.request.params.n])
 
     @property
     def num_generated_tokens(self) -> int:
@@ -214,7 +213,7 @@ class RequestOutbox:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were found, not computed; of each prompt those of its first choice."""
-        return sum(choice.num_cached_tokens for choice in self.choices[:: self.request.params.n])
+        return sum(choice.begun.num_cached for choice in self.choices[:: self.request.params.n])
 
     # -- reading
 
@@ -268,13 +267,12 @@ class Choice:
     """One answer on its way to the reader: what has arrived and was not read yet."""
 
     __slots__ = (
+        "begun",
         "finish",
         "index",
         "is_parked",
         "is_told",
         "logprobs",
-        "num_cached_tokens",
-        "num_prompt_tokens",
         "num_read",
         "num_unspoken_chars",
         "outbox",
@@ -293,8 +291,7 @@ class Choice:
         self.finish: Finish | None = None
         self.is_parked = False
         self.is_told = False  # the reader knows that it has finished
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.begun = NOT_BEGUN
         self.num_read = 0  # tokens
         self.num_unspoken_chars = 0  # of text that was read, and whose logprobs were not
 

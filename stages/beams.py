@@ -77,6 +77,7 @@ _OFF: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "seed": None,
     "logit_bias": {},
+    "prompt_logprobs": None,
     "top_k": 0,
 }
 

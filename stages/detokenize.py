@@ -24,6 +24,7 @@ from .messages import (
     Finish,
     FinishReason,
     Indices,
+    PromptLogprobs,
     Started,
     StepText,
     StepTokens,
@@ -146,8 +147,8 @@ class Detokenize(Stage[StepTokens, StepText]):
             columns = (slots, places, step.sequence_ids, step.token_ids)
             rows = self._read_fast(*(column[is_fast] for column in columns))
             await self._read_slow(step, np.flatnonzero(is_ours & (places >= next_places) & ~is_fast), rows, out)
-        if rows.texts:
-            out.send(rows.message(step.step, self._begun))
+        if rows.texts or step.prompt_logprobs:
+            out.send(rows.message(step.step, self._begun, step.prompt_logprobs))
             if self._begun:
                 self._begun = {}
         self._is_halfway = False
@@ -298,8 +299,10 @@ class Rows:
         if logprobs is not None:
             self.logprobs[row] = logprobs
 
-    def message(self, step: int, begun: dict[int, Begun]) -> StepText:
-        return StepText(step, self.sequence_ids, self.texts, self.token_ids, self.finishes, self.logprobs, begun)
+    def message(self, step: int, begun: dict[int, Begun], prompt_logprobs: Sequence[PromptLogprobs] = ()) -> StepText:
+        return StepText(
+            step, self.sequence_ids, self.texts, self.token_ids, self.finishes, self.logprobs, begun, prompt_logprobs
+        )
 
 
 class Answer:
@@ -334,6 +337,8 @@ class Answer:
     ) -> tuple[str, Finish | None, TokenLogprobs | None]:
         """The text that may go out now, how the answer ended if it did, and the token's log-probabilities if wanted."""
         params = self._params
+        if params.max_tokens == 0 and finish_reason != FinishReason.ERROR:
+            return "", Finish(FinishReason.LENGTH), None
         is_ended = finish_reason != FinishReason.NONE
         is_shown = finish_reason == FinishReason.NONE or finish_reason == FinishReason.LENGTH
         is_shown |= finish_reason == FinishReason.STOP and params.include_stop_str_in_output

@@ -502,13 +502,16 @@ def _output(
     outbox: RequestOutbox, outputs: list[CompletionOutput], choices: Sequence[CompletionOutput]
 ) -> RequestOutput:
     prompt = outbox.request.prompts[0]
+    is_finished = all(choice.finish_reason is not None for choice in choices)
+    token_ids = outbox.prompt_token_ids(0) if is_finished else prompt.token_ids
     return RequestOutput(
         request_id=outbox.request_id,
         prompt=prompt.text,
-        prompt_token_ids=None if prompt.token_ids is None else prompt.token_ids.tolist(),
+        prompt_token_ids=None if token_ids is None else token_ids.tolist(),
         outputs=outputs,
-        finished=all(choice.finish_reason is not None for choice in choices),
+        finished=is_finished,
         num_prompt_tokens=outbox.num_prompt_tokens,
         num_generated_tokens=outbox.num_generated_tokens,
         num_cached_tokens=outbox.num_cached_tokens,
+        prompt_logprobs=outbox.prompt_logprobs(0) if is_finished else None,
     )

@@ -31,7 +31,7 @@ class SamplingParams:
     most_logprobs: ClassVar[int] = MAX_LOGPROBS
 
     n: int = 1  # choices a prompt
-    max_tokens: int | None = 16  # None: as many as the context has room for
+    max_tokens: int | None = 16  # None: as many as the context has room for; 0: the prompt is computed, and no more
     min_tokens: int = 0  # before these, no EOS and no stop token id
     temperature: float = 1.0  # 0 is greedy, and ignores top_k, top_p and min_p
     top_p: float = 1.0  # smallest set of tokens with this share of the probability; 1 is off
@@ -47,6 +47,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit, -100..100
     logprobs: int | None = None  # log-probabilities of the chosen token and of the k likeliest; None: not asked
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first, which nothing comes before
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
 
@@ -73,8 +74,9 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, self.most_logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _whole(name, value, 0, self.most_logprobs)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS:

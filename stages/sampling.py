@@ -14,7 +14,8 @@ from torch import Tensor
 
 from . import logits as maths
 from .logits import Blocks, Drawing
-from .messages import Bools, FinishReason, Indices, Ints, StepGrant, StepTokens, TopLogprobs
+from .messages import Bools, FinishReason, Indices, Ints, PromptLogprobs, StepGrant, StepTokens, TopLogprobs
+from .prompt_logits import LogitsWithPrompts, prompt_logprobs
 from .sampling_table import EDITS, ENDED, LOGPROBS, RANDOM, SamplingTable
 
 Longs = NDArray[np.int64]
@@ -42,7 +43,7 @@ class Sampler:
         self._last_on_host = last_tokens.numpy() if last_tokens.device.type == "cpu" else None  # the same memory
         self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
 
-    def sample(self, grant: StepGrant, logits: Tensor) -> StepTokens:
+    def sample(self, grant: StepGrant, logits: Tensor | LogitsWithPrompts) -> StepTokens:
         """One token for each sampled row of the grant whose sequence goes on. `logits` [L, V] may be changed.
 
         A row without a finite maximum (a NaN, an infinity, or nothing that is allowed) ends with `FinishReason.ERROR`
@@ -50,15 +51,27 @@ class Sampler:
         """
         for started in grant.started:
             self.table.start(started)
+        of_prompts: tuple[PromptLogprobs, ...] = ()
+        if isinstance(logits, LogitsWithPrompts):
+            with torch.inference_mode():
+                of_prompts = prompt_logprobs(logits)
+            logits = logits.sampled
         slots = grant.slots[grant.is_sampled]
         needs = self.table.needs[slots]
         if _any(needs, ENDED):
             alive = np.flatnonzero(needs & ENDED == 0)
             slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
         with torch.inference_mode():
-            return self._sample(grant, slots, needs, logits)
+            return self._sample(grant, slots, needs, logits, of_prompts)
 
-    def _sample(self, grant: StepGrant, slots: Indices, needs: NDArray[np.uint8], logits: Tensor) -> StepTokens:
+    def _sample(
+        self,
+        grant: StepGrant,
+        slots: Indices,
+        needs: NDArray[np.uint8],
+        logits: Tensor,
+        of_prompts: tuple[PromptLogprobs, ...],
+    ) -> StepTokens:
         table = self.table
         places = table.num_generated[slots]
         asked = np.flatnonzero(needs & LOGPROBS) if _any(needs, LOGPROBS) else NO_ROWS
@@ -78,6 +91,7 @@ class Sampler:
             finishes=finishes,
             started=grant.started,
             logprobs={} if raw is None else self._logprobs(raw, asked, slots, token_ids, finishes),
+            prompt_logprobs=of_prompts,
         )
 
     def _note_last(self, slots: Indices, token_ids: Longs) -> None:

@@ -80,6 +80,7 @@ class Tokenize(Stage[Request, TokenRequest]):
     async def _carry(self, request: Request, out: Outlet[TokenRequest]) -> None:
         try:
             prompts = await self._encode(request)
+            self.limits.check_prompts(request.params, sum(map(len, prompts)))
             made = [self._token_request(request, p, token_ids) for p, token_ids in enumerate(prompts)]
         except Refused as error:
             out.fail(request, error)

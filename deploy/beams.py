@@ -35,6 +35,8 @@ def _check_search(body: GenerationBody, n: int) -> None:
     if body.stream:
         message = "stream: a beam search knows its best answer only at its end, so there is nothing to send before"
         raise ApiError("unsupported_parameter", f"{message}; leave it out", param="stream")
+    if getattr(body, "echo", None):
+        raise ApiError("unsupported_parameter", "echo: not with a beam search; leave it out", param="echo")
     if body.best_of is not None and body.best_of < n:
         message = f"best_of = {body.best_of}: is the width of the search, so must be at least n, which is {n}"
         raise ApiError("invalid_value", message, param="best_of")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from .middleware import OWNER, REQUEST_ID, settled_id
 from .reading import read
 from .service import Service
 from .streams import EventStream
+from .told_prompts import Asked, tell_prompt
 from .validation import read_body
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Order:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     beams: BeamParams | None  # if it is a beam search
+    asked: Asked  # of the prompts, to be told in the answer
 
     @property
     def num_choices(self) -> int:
@@ -96,7 +98,8 @@ class Generation:
         def make(raw: Mapping[str, Any]) -> Order:
             body, ignored = read_body(kind, raw, strict_fields)
             self.service.require_model(body.model)
-            return Order(body, ignored, body.prompts(), body.sampling_params(defaults), body.beam_params())
+            params, beams = body.sampling_params(defaults), body.beam_params()
+            return Order(body, ignored, body.prompts(), params, beams, body.asked_of_prompts())
 
         order = await read(request, self.service.config, self._threads, make)
         if order.ignored:
@@ -126,7 +129,20 @@ class Generation:
             self.service.model_names[0],
             has_usage=forced or bool(options and options.include_usage),
             has_running_usage=bool(options and options.continuous_usage_stats),
+            has_token_ids=bool(order.body.return_token_ids),
+            has_tokens_as_ids=bool(order.body.return_tokens_as_token_ids),
         )
+
+    async def _tell_prompts(self, order: Order, answer: Answer, outbox: RequestOutbox, choices: Iterable[int]) -> None:
+        """What the answer tells of the prompts of these choices, which have begun, if anything."""
+        if not order.asked.anything:
+            return
+        answer.choices_per_prompt = order.params.n
+        tokenizer, loop = self.service.require_engine().tokenizer, asyncio.get_running_loop()
+        for index in sorted({choice // order.params.n for choice in choices}.difference(answer.prompts)):
+            answer.prompts[index] = await loop.run_in_executor(
+                self._threads, tell_prompt, order.asked, outbox, tokenizer, index
+            )
 
     async def _whole(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
@@ -135,6 +151,7 @@ class Generation:
         async for deltas in outbox:
             for delta in deltas:
                 choices[delta.index].add(delta, keep=True)
+        await self._tell_prompts(order, answer, outbox, range(order.num_choices))
         body = orjson.dumps(answer.whole(choices, _usage(outbox, choices)))
         return web.Response(body=body, content_type="application/json", headers=_headers(order))
 
@@ -145,11 +162,12 @@ class Generation:
         still has a status of its own."""
         pieces = aiter(outbox)
         first: list[Delta] = await anext(pieces, [])
+        await self._tell_prompts(order, answer, outbox, (delta.index for delta in first))
         stream = EventStream(request, self.service.config.stalled_reader_s, _headers(order))
         try:
             async with stream:
                 await stream.send(answer.opening(order.num_choices))
-                await self._send_pieces(stream, answer, outbox, first, pieces, order.num_choices)
+                await self._send_pieces(stream, order, answer, outbox, first, pieces)
                 await stream.send(DONE)
                 return await stream.finish()
         except ConnectionError:
@@ -161,16 +179,17 @@ class Generation:
     async def _send_pieces(
         self,
         stream: EventStream,
+        order: Order,
         answer: Answer,
         outbox: RequestOutbox,
         first: list[Delta],
         pieces: AsyncIterator[list[Delta]],
-        num_choices: int,
     ) -> None:
-        choices = [Choice(index) for index in range(num_choices)]
+        choices = [Choice(index) for index in range(order.num_choices)]
         try:
             await stream.send(_events(answer, outbox, choices, first))
             async for deltas in pieces:
+                await self._tell_prompts(order, answer, outbox, (delta.index for delta in deltas))
                 if events := _events(answer, outbox, choices, deltas):
                     await stream.send(events)
             if answer.has_usage:

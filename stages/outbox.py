@@ -223,8 +223,10 @@ class RequestOutbox:
     # -- prompts
 
     def prompt_token_ids(self, prompt: int) -> Ints:
-        """[P] of that prompt, as it was computed; empty until its first token."""
-        return self.choices[prompt * self.request.params.n].begun.token_ids
+        """[P] of that prompt, as it was computed; empty until a first token of answer to it."""
+        first = prompt * self.request.params.n
+        begun = (choice.begun.token_ids for choice in self.choices[first : first + self.request.params.n])
+        return next((token_ids for token_ids in begun if len(token_ids)), NO_INTS)
 
     def prompt_logprobs(self, prompt: int) -> PromptLogprobs | None:
         """Of all tokens but the first of that prompt, once it has a token of answer; None if it has just one, or if

@@ -25,6 +25,7 @@ STAGE_FILES_WITH_TORCH = {
     "trials",
     "sampling",
     "logits",
+    "prompt_logits",
     "loading",
     "measuring",
 }  # what execute, sample and a real start run

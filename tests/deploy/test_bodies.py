@@ -113,7 +113,6 @@ def test_logprobs_of_completions_are_a_number(value):
         ("chat_template", "{{ messages }}"),
         ("echo", True),
         ("suffix", "x"),
-        ("prompt_logprobs", 0),
         ("guided_regex", "a+"),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),

@@ -206,8 +206,8 @@ class CompletionAnswer(Answer):
             return super().chunk(choice, delta, running_usage)
         choice.is_opened = True
         choice.num_chars += len(part.text)
-        piece = self._chunk_choice(choice, delta)
-        piece |= {"text": part.text + delta.text, "logprobs": self._logprobs(choice, delta.logprobs, part)}
+        logprobs, text = self._logprobs(choice, delta.logprobs, part), {"text": part.text + delta.text}
+        piece = _ending(choice.index, text, logprobs, delta.finish_reason, delta.stop_reason)
         if self.has_token_ids:
             piece |= {"token_ids": delta.token_ids, "prompt_token_ids": part.token_ids}
         return self._event(piece, running_usage)

@@ -15,7 +15,15 @@ from pydantic_core import PydanticCustomError
 from ..stages.beams import BeamParams, refuse_sampling
 from ..stages.errors import Refused
 from ..stages.messages import ChatPrompt, Prompt
-from ..stages.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from ..stages.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
 from .beams import beam_params, check_beams
 from .errors import ApiError, shorten
 from .prompts import read_prompts
@@ -116,7 +124,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    best_of: int | None = None  # with use_beam_search: beams, of which the n best are returned
+    best_of: int | None = None  # answers, or with use_beam_search beams, of which the n best are returned
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: Any = None  # true, false or "never"
@@ -124,6 +132,10 @@ class GenerationBody(Body):
     stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: Annotated[list[int] | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
+    bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -147,7 +159,7 @@ class GenerationBody(Body):
             if given[name] is None:
                 given[name] = getattr(model_defaults, name)
         chosen = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if name in chosen:
                 chosen[name] = tuple(chosen[name])
         try:
@@ -189,6 +201,11 @@ class GenerationBody(Body):
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError("invalid_value", "prompt_logprobs: not in a stream; leave one out", param="prompt_logprobs")
         check_beams(self)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether more answers are made than are returned."""
+        return False
 
     @property
     def least_max_tokens(self) -> int:
@@ -256,6 +273,8 @@ class CompletionBody(GenerationBody):
 
     def _own_params(self) -> dict[str, Any]:
         asked = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        if self.ranks:
+            asked |= {"n": self.best_of, "logprobs": self.logprobs or 0}
         if self.echo and self.logprobs is not None:
             asked["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return asked
@@ -263,7 +282,13 @@ class CompletionBody(GenerationBody):
     def client_name(self, param: str | None) -> str | None:
         if param == "prompt_logprobs" and self.prompt_logprobs is None:
             return "logprobs"
+        if param == "n" and self.ranks:
+            return "best_of"
         return super().client_name(param)
+
+    @property
+    def ranks(self) -> bool:
+        return not self.use_beam_search and self.best_of is not None and self.best_of > (self.n or 1)
 
     @property
     def least_max_tokens(self) -> int:
@@ -277,7 +302,10 @@ class CompletionBody(GenerationBody):
 
     def asked_of_prompts(self) -> Asked:
         asked = super().asked_of_prompts()
-        return replace(asked, echo=bool(self.echo), echo_logprobs=bool(self.echo) and self.logprobs is not None)
+        has_logprobs = self.logprobs is not None
+        return replace(
+            asked, echo=bool(self.echo), echo_logprobs=bool(self.echo) and has_logprobs, logprobs=has_logprobs
+        )
 
     def prompts(self) -> tuple[Prompt, ...]:
         """One prompt, or several."""

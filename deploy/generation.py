@@ -24,6 +24,7 @@ from .answers import DONE, Answer, ChatAnswer, Choice, CompletionAnswer, error_e
 from .bodies import ChatBody, CompletionBody
 from .errors import ApiError, describe, unforeseen
 from .middleware import OWNER, REQUEST_ID, settled_id
+from .ranking import best
 from .reading import read
 from .service import Service
 from .streams import EventStream
@@ -131,6 +132,7 @@ class Generation:
             has_running_usage=bool(options and options.continuous_usage_stats),
             has_token_ids=bool(order.body.return_token_ids),
             has_tokens_as_ids=bool(order.body.return_tokens_as_token_ids),
+            has_logprobs=order.asked.logprobs,
         )
 
     async def _tell_prompts(self, order: Order, answer: Answer, outbox: RequestOutbox, choices: Iterable[int]) -> None:
@@ -152,7 +154,11 @@ class Generation:
             for delta in deltas:
                 choices[delta.index].add(delta, keep=True)
         await self._tell_prompts(order, answer, outbox, range(order.num_choices))
-        body = orjson.dumps(answer.whole(choices, _usage(outbox, choices)))
+        spent = _usage(outbox, choices)
+        if order.body.ranks:
+            n = order.body.n or 1
+            choices, answer.choices_per_prompt = best(choices, order.params.n, n), n
+        body = orjson.dumps(answer.whole(choices, spent))
         return web.Response(body=body, content_type="application/json", headers=_headers(order))
 
     async def _stream(

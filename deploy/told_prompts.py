@@ -36,13 +36,14 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to tell of each prompt."""
+    """What to tell of each prompt, and of the answer."""
 
     echo: bool = False
     echo_logprobs: bool = False  # in the arrays of the answer's own
     prompt_logprobs: bool = False
     token_ids: bool = False
     tokens_as_ids: bool = False
+    logprobs: bool = True  # of the answer
 
     @property
     def anything(self) -> bool:
@@ -61,7 +62,8 @@ def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index
         first = next((at for at, part in enumerate(texts) if part), 0)
         if given is not None and not given.startswith(" ") and texts[first].startswith(" "):
             texts[first] = texts[first][1:]  # the tokenizer's own
-        text = "".join(texts) if given is None else given
+        is_whole = given is not None and outbox.request.params.truncate_prompt_tokens is None
+        text = given if given is not None and is_whole else "".join(texts)
         if asked.echo_logprobs:
             logprobs = _echo(token_ids, texts, scores, name)
     return PromptPart(

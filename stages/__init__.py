@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .offline import LLM
     from .params import SamplingParams
+    from .processors import LogitsProcessor
 
-__all__ = ["LLM", "Engine", "EngineConfig", "Pipeline", "SamplingParams", "Stage", "stage"]
+__all__ = ["LLM", "Engine", "EngineConfig", "LogitsProcessor", "Pipeline", "SamplingParams", "Stage", "stage"]
 
 _HOMES = {
     "LLM": ".offline",
     "Engine": ".engine",
     "EngineConfig": ".config",
+    "LogitsProcessor": ".processors",
     "Pipeline": "..runtime.pipeline",
     "SamplingParams": ".params",
     "Stage": "..runtime.stage",

@@ -78,6 +78,9 @@ _OFF: dict[str, Any] = {
     "seed": None,
     "logit_bias": {},
     "prompt_logprobs": None,
+    "allowed_token_ids": None,
+    "bad_words": (),
+    "bad_words_token_ids": (),
     "top_k": 0,
 }
 

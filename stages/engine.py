@@ -39,6 +39,7 @@ from .phases import Phases
 from .pipeline import build_pipeline
 from .policy import make_policy
 from .prefix import PrefixCache
+from .processors import LogitsProcessor
 from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits, Scheduler
@@ -64,9 +65,18 @@ class Engine:
     Leaving frees everything: memory, threads, tasks. Requests under way then end with `abort`. It lives on the loop it
     was started on, keeps no global state and handles no signals, so there may be several in a process. `config` and
     `overrides` are those of `EngineConfig`. With an `env` of the caller's, threads end when the caller closes it.
+    A `logits_processor` is yours to write, see `LogitsProcessor`.
     """
 
-    def __init__(self, config: EngineConfig | None = None, *, env: Env | None = None, **overrides: Any) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        env: Env | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        **overrides: Any,
+    ) -> None:
+        self._logits_processor = logits_processor
         self.config = replace(config or EngineConfig(), **overrides)
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
         self._owns_env = env is None
@@ -113,6 +123,8 @@ class Engine:
 
     async def _start(self) -> None:
         loaded, phases = await self._load()
+        if self._logits_processor is not None:
+            loaded.sampler.use(self._logits_processor)
         with phases("pipeline"):
             secret = self._env.random("prefix.secret").randbytes(16)
             self._parts = EngineParts(self.config, loaded, self._make_device(loaded), secret)

@@ -57,6 +57,7 @@ class RequestLimits:
             )
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         for prompt in request.prompts:
             self._check_prompt(prompt, params)
 
@@ -114,7 +115,16 @@ class RequestLimits:
         if least < 0 or most >= self.vocab_size:
             wrong = least if least < 0 else most
             raise Refused(f"prompt holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}", param="prompt")
-        self.settle(params, len(token_ids))
+        self.settle(params, len(self.truncate(params, token_ids)))
+
+    def truncate(self, params: SamplingParams, token_ids: Ints) -> Ints:
+        """What `params` leave of a prompt, [P]."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most == -1:
+            most = max(1, self.max_model_len - max(1, params.max_tokens or 1))
+        return token_ids[-most:] if params.truncation_side == "left" else token_ids[:most]
 
 
 def estimated_tokens(request: Request, max_model_len: int) -> int:

@@ -113,7 +113,7 @@ def load_model(config: EngineConfig, phases: Phases) -> LoadedModel:
         startup_s=phases.seconds,
         memory=memory,
     )
-    sampler = Sampler(runner.last_tokens, shape.vocab_size, max_model_len, eos_token_ids)
+    sampler = Sampler(runner.last_tokens, shape.vocab_size, max_model_len, eos_token_ids, config.logprobs_mode)
     return LoadedModel(info, tokenizer, encoder, text_table, runner, sampler)
 
 

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import logits as maths
+from .config import LogprobsMode
 from .logits import Blocks, Drawing
-from .messages import Bools, FinishReason, Indices, Ints, PromptLogprobs, StepGrant, StepTokens, TopLogprobs
+from .messages import Bools, FinishReason, Indices, Ints, PromptLogprobs, Started, StepGrant, StepTokens, TopLogprobs
+from .processors import LogitsProcessor
 from .prompt_logits import LogitsWithPrompts, prompt_logprobs
 from .sampling_table import EDITS, ENDED, LOGPROBS, RANDOM, SamplingTable
 
@@ -27,7 +29,8 @@ class Sampler:
     """Columnar sampling state of the running sequences, slot by slot, and the choice of their next tokens.
 
     In this order: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below min_tokens,
-    (a grammar's mask has its place here), temperature, top_k, top_p, min_p. Greedy takes the likeliest, the lowest id
+    allowed tokens and bad words, a user's processor (a grammar's mask has its place here), temperature, top_k, top_p,
+    min_p. Greedy takes the likeliest, the lowest id
     among equals. What is drawn depends on the row's logits, its seed and the token's absolute position only.
 
     `last_tokens` [num_slots] i64 on the device is shared with the runner: each slot's newest token is written there.
@@ -37,11 +40,30 @@ class Sampler:
     """
 
     def __init__(
-        self, last_tokens: Tensor, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int] = ()
+        self,
+        last_tokens: Tensor,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int] = (),
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self.last_tokens = last_tokens
         self._last_on_host = last_tokens.numpy() if last_tokens.device.type == "cpu" else None  # the same memory
         self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
+        self.logprobs_mode: LogprobsMode = logprobs_mode
+        self.processor: LogitsProcessor | None = None
+        self._is_processed = np.zeros(len(last_tokens), np.bool_)
+
+    def use(self, processor: LogitsProcessor) -> None:
+        """Has a processor change logits from now on. Before the first step."""
+        self.processor = processor
+
+    def _start(self, started: Started) -> None:
+        self.table.start(started)
+        if self.processor is not None:
+            self._is_processed[started.slot] = self.processor.start(started)
+            if self._is_processed[started.slot]:
+                self.table.needs[started.slot] |= EDITS
 
     def sample(self, grant: StepGrant, logits: Tensor | LogitsWithPrompts) -> StepTokens:
         """One token for each sampled row of the grant whose sequence goes on. `logits` [L, V] may be changed.
@@ -50,7 +72,7 @@ class Sampler:
         and token 0, which means nothing. Every id is in [0, V).
         """
         for started in grant.started:
-            self.table.start(started)
+            self._start(started)
         of_prompts: tuple[PromptLogprobs, ...] = ()
         if isinstance(logits, LogitsWithPrompts):
             with torch.inference_mode():
@@ -75,12 +97,22 @@ class Sampler:
         table = self.table
         places = table.num_generated[slots]
         asked = np.flatnonzero(needs & LOGPROBS) if _any(needs, LOGPROBS) else NO_ROWS
-        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None  # a copy, before the edits
+        is_raw = self.logprobs_mode == "raw_logprobs"
+        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) and is_raw else None  # a copy
+        is_edited = _any(needs, EDITS)
+        if is_edited:
+            logits = logits.float()
+            self._edit(slots, logits)
+        if len(asked) and not is_raw:
+            raw = self._processed(logits, asked, slots, needs)
         if len(slots):
             token_ids, is_broken = self._choose(slots, needs, logits)
         else:
             token_ids, is_broken = NO_ROWS, np.zeros(0, np.bool_)
         self._note_last(slots, token_ids)
+        if is_edited:
+            table.limits.note(slots, token_ids)
+            self._note_processed(slots, token_ids)
         finishes = table.settle(slots, places, token_ids, is_broken)
         return StepTokens(
             step=grant.step,
@@ -106,9 +138,6 @@ class Sampler:
 
     def _choose(self, slots: Indices, needs: NDArray[np.uint8], logits: Tensor) -> tuple[Longs, Bools]:
         """(token ids, rows that hold no number), [L] each."""
-        if _any(needs, EDITS):
-            logits = logits.float()
-            self._edit(slots, logits)
         blocks = Blocks(logits)
         maxima = blocks.maxima()
         is_broken = ~np.isfinite(maxima.max(1))
@@ -157,6 +186,27 @@ class Sampler:
         rows, ids = self.table.forbidden(slots)
         if len(rows):
             maths.forbid(logits, *_tensors(logits, rows, ids))
+        table = self.table
+        if np.count_nonzero(table.limits.is_limited[slots]):
+            table.limits.apply(slots, logits)
+        if self.processor is not None:
+            self._process(slots, logits)
+
+    def _process(self, slots: Indices, logits: Tensor) -> None:
+        assert self.processor is not None
+        rows = np.flatnonzero(self._is_processed[slots])
+        if len(rows) == len(slots):
+            self.processor.process(slots, logits)
+        elif len(rows):
+            (at,) = _tensors(logits, rows)
+            some = logits[at]
+            self.processor.process(slots[rows], some)
+            logits[at] = some
+
+    def _note_processed(self, slots: Indices, token_ids: Longs) -> None:
+        rows = np.flatnonzero(self._is_processed[slots])
+        if self.processor is not None and len(rows):
+            self.processor.note(slots[rows], token_ids[rows])
 
     def _penalise(self, slots: Indices, rows: Longs, logits: Tensor) -> None:
         """`rows` index into `slots`. Listings of tokens are padded by their last one, whose edit is the same twice."""
@@ -198,10 +248,25 @@ class Sampler:
 
     # -- log-probabilities
 
+    def _processed(self, logits: Tensor, rows: Longs, slots: Indices, needs: NDArray[np.uint8]) -> Tensor:
+        """The logits that the tokens of some rows are drawn by, [n, V] f32: edited, and unless a row is greedy over its
+        temperature and -inf where truncation leaves nothing."""
+        found = logits[torch.from_numpy(rows).to(logits.device)].float()
+        is_random = needs[rows] & RANDOM != 0
+        at = slots[rows]
+        if np.count_nonzero(is_random):
+            temperature = np.where(is_random, self.table.temperature[at], 1.0).astype(np.float32)
+            found = found / torch.from_numpy(temperature).to(logits.device)[:, None]
+        cut = np.flatnonzero(is_random & self.table.is_truncated[at])
+        if len(cut):
+            (index,) = _tensors(logits, cut)
+            found[index] = maths.truncated(found[index], self._drawing(at[cut]))
+        return found
+
     def _logprobs(
         self, raw: Tensor, asked: Longs, slots: Indices, token_ids: Longs, finishes: NDArray[np.int8]
     ) -> dict[int, TopLogprobs]:
-        """Row -> log-probabilities under the model itself, before any edit and temperature, for the rows `asked`."""
+        """Row -> log-probabilities that the logits `raw` give, for the rows `asked`."""
         whole = np.flatnonzero(finishes[asked] != FinishReason.ERROR)
         rows = asked[whole]
         if not len(rows):

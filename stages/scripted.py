@@ -524,6 +524,10 @@ class ByteTokenizer:
             ids.pop()
         return ids
 
+    def encode_words(self, text: str) -> list[int]:
+        """As `encode_text`."""
+        return self.encode_text(text)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode_text`: there is nothing to add."""
         return self.encode_text(text)

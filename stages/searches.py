@@ -97,7 +97,7 @@ class Searches:
             self.exit.fail(request.request_id, error)
 
     async def _search(self, request: Request, index: int, beams: BeamParams) -> _Found:
-        prompt = await self._encode(request.prompts[index])
+        prompt = self.limits.truncate(request.params, await self._encode(request.prompts[index]))
         params = self.limits.settle(request.params, len(prompt))
         assert params.max_tokens is not None
         end_ids = self._end_ids(params)

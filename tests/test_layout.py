@@ -26,6 +26,7 @@ STAGE_FILES_WITH_TORCH = {
     "sampling",
     "logits",
     "prompt_logits",
+    "token_limits",
     "loading",
     "measuring",
 }  # what execute, sample and a real start run

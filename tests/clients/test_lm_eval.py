@@ -1,7 +1,7 @@
 """lm-evaluation-harness against our server: its `local-completions` model on a task in a local file.
 
-It needs `pip install -e '.[clients]'`, and is skipped without. The log-likelihoods that it gets of continuations must be
-those that transformers has for the same tokens.
+It needs `pip install -e ".[clients]"` and is skipped without. The log-likelihoods that it gets of continuations must
+be those that transformers has for the same tokens.
 """
 
 from __future__ import annotations

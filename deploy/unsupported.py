@@ -16,10 +16,6 @@ def _asks_nothing(value: Any) -> bool:
     return value is None or value is False or value in ({}, [], "")
 
 
-def _is_text_format(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
-
-
 def _is_text_only(value: Any) -> bool:
     return value is None or value == ["text"]
 
@@ -36,11 +32,6 @@ _OFF_WHEN_EMPTY = (
     "suffix",
     "prompt_logprobs",
     "chat_template",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
     "bad_words",
     "allowed_token_ids",
     "truncate_prompt_tokens",
@@ -48,11 +39,12 @@ _OFF_WHEN_EMPTY = (
     "return_tokens_as_token_ids",
     "cache_salt",
     "logits_processors",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
     "web_search_options",
 )
 
 UNSUPPORTED: dict[str, Harmless] = {
-    "response_format": _is_text_format,
     "modalities": _is_text_only,
     "tool_choice": _chooses_no_tool,
     "function_call": _chooses_no_tool,

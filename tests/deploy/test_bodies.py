@@ -109,12 +109,11 @@ def test_logprobs_of_completions_are_a_number(value):
     [
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
         ("chat_template", "{{ messages }}"),
         ("echo", True),
         ("suffix", "x"),
         ("prompt_logprobs", 0),
-        ("guided_regex", "a+"),
+        ("guided_decoding_backend", "outlines"),
         ("bad_words", ["x"]),
         ("allowed_token_ids", [1]),
         ("truncate_prompt_tokens", 5),

@@ -28,6 +28,7 @@ from ..stages.structured import StructuredOutputs
 from .beams import beam_params, check_beams
 from .errors import ApiError, shorten
 from .prompts import read_prompts
+from .structured import field_of, structured_outputs
 from .told_prompts import Asked
 from .tools import MAX_TOOLS, CalledTool, NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
 
@@ -170,13 +171,19 @@ class GenerationBody(Body):
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
+    response_format: Any = None  # these and their shapes: structured.py
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
         """The sampler's view. `ApiError` names the field that is out of range, or has no meaning in a beam search."""
         if self.use_beam_search:
             model_defaults = SamplingParams(temperature=0.0)
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        given.update(self._own_params())
+        given.update({"structured_outputs": structured_outputs(self)} | self._own_params())
         for name in self.MODEL_DEFAULTS:
             if given[name] is None:
                 given[name] = getattr(model_defaults, name)
@@ -209,6 +216,8 @@ class GenerationBody(Body):
 
     def client_name(self, param: str | None) -> str | None:
         """What this endpoint calls a field of `SamplingParams` or `BeamParams`."""
+        if param == "structured_outputs":
+            return field_of(self)
         return ("n" if self.best_of is None else "best_of") if param == "width" else param
 
     def check(self) -> None:
@@ -282,7 +291,8 @@ class ChatBody(GenerationBody):
         told: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             told["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none" or self.is_call_forced:  # a call in a given form has no room for thoughts
+        has_form = self.is_call_forced or structured_outputs(self) is not None
+        if self.reasoning_effort == "none" or has_form:  # an answer in a given form has no room for thoughts
             told["enable_thinking"] = told["thinking"] = False
         return told | (self.chat_template_kwargs or {})
 

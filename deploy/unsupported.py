@@ -16,10 +16,6 @@ def _asks_nothing(value: Any) -> bool:
     return value is None or value is False or value in ({}, [], "")
 
 
-def _is_text_format(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
-
-
 def _is_text_only(value: Any) -> bool:
     return value is None or value == ["text"]
 
@@ -34,13 +30,10 @@ _OFF_WHEN_EMPTY = (
     "audio",
     "echo",
     "chat_template",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
     "cache_salt",
     "logits_processors",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
     "web_search_options",
 )
 
@@ -52,7 +45,6 @@ REASONS = {
 
 UNSUPPORTED: dict[str, Harmless] = {
     "suffix": _asks_nothing,
-    "response_format": _is_text_format,
     "modalities": _is_text_only,
     "tool_choice": _calls_nothing,
     "function_call": _calls_nothing,

@@ -109,11 +109,10 @@ def test_logprobs_of_completions_are_a_number(value):
     [
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
-        ("response_format", {"type": "json_object"}),
         ("chat_template", "{{ messages }}"),
         ("echo", True),
         ("suffix", "x"),
-        ("guided_regex", "a+"),
+        ("guided_decoding_backend", "outlines"),
         ("modalities", ["text", "audio"]),
     ],
 )

@@ -123,8 +123,8 @@ class Started:
     seed: int  # of this choice
     cache_salt: str = ""  # only sequences of the same salt share blocks
     # allocate says these two, of `token_ids`:
-    num_cached: int = 0  # not to be computed, as they are in shared blocks or on the host
-    num_shared: int = 0  # of those, in shared blocks; the others are copied in
+    num_cached: int = 0  # not to be computed, as they are known
+    num_shared: int = 0  # of those, in shared blocks; the others are copied, from the host or from another block
 
 
 @message
@@ -175,6 +175,7 @@ class Direction(enum.IntEnum):
 
     OUT = 0  # from the device to the host
     IN = 1  # from the host to the device
+    FORK = 2  # on the device: sequences that part within a block go on in blocks of their own
 
 
 @message

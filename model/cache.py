@@ -38,11 +38,13 @@ class KVCache:
         return self._layers[index]
 
     def copy_blocks(self, source: Tensor, destination: Tensor) -> None:
-        """Copy whole blocks, all layers: `destination[i]` becomes what `source[i]` was before. [C] i64 ids each."""
-        if self.is_block_major:
+        """Copy whole blocks, all layers: `destination[i]` becomes what `source[i]` is. [C] i64 ids each, on the host;
+        no block is both."""
+        if self.is_block_major and len(source) > 1:  # two kernels for all of them
+            source, destination = source.to(self.data.device), destination.to(self.data.device)
             self.data.index_copy_(0, destination, self.data.index_select(0, source))
         else:
-            self.data.index_copy_(3, destination, self.data.index_select(3, source))
+            self._copy(self.data, source, self.data, destination)
 
     def make_host_blocks(self, num_blocks: int) -> Tensor:
         """Room for so many blocks in host memory, laid out as here; pinned if these are on a GPU. What is never used is

@@ -37,8 +37,9 @@ class Allocator:
     it never waits, never reorders, and preempts only in the order it was given.
 
     With a `cache`, a sequence begins with the blocks that the cache knows for its first tokens; they are shared, never
-    written to, and count as granted without being computed. One whose next block another sequence computes is left out
-    until that is there. With a `host`, what a victim has computed is copied there while there is room, and copied back
+    written to, and count as granted without being computed. So do the first tokens of a block that goes on differently:
+    the sequence gets a copy of that one. One whose next block another sequence computes is left out until that is
+    there. With a `host`, what a victim has computed is copied there while there is room, and copied back
     when it is served again.
     """
 
@@ -109,7 +110,7 @@ class Allocator:
         if beginners:
             plan = replace(plan, num_wanted=plan.num_wanted.copy())  # from here on: what is left to compute
             for row in beginners:
-                holdings.attach(plan, row)
+                holdings.attach(plan, row, may_fork=True)
         granted = _cut_to_budget(plan)
         if beginners:
             granted = granted.copy()  # some rows may get nothing
@@ -164,6 +165,7 @@ class Allocator:
         self.last_granted = plan.step
         holdings.last_step[slots] = plan.step
         if holdings.begun:
+            holdings.fork(plan.step)
             holdings.copy_in(plan.step)
         if holdings.sharing is not None and not plan.is_decode:
             holdings.sharing.note_grant(plan.step, slots, starts, ends, self._num_begun(slots))

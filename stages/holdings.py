@@ -12,8 +12,10 @@ import numpy as np
 from .blocks import BlockPool, BlockTables
 from .host import HostTier
 from .messages import NO_INTS, BlockCopy, Direction, Indices, Ints, Started, StepPlan
-from .prefix import PrefixCache
+from .prefix import Found, PrefixCache
 from .sharing import Sharing
+
+NOTHING_FOUND = Found(NO_INTS, NO_INTS, None, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +26,12 @@ class Beginning:
     shared: Ints  # blocks on the device that other tables may hold, too; its first ones
     on_host: Ints  # blocks on the host that follow them, to be copied in
     is_swapped: bool  # those on the host are its own; else the prefix cache's
+    source: int | None = None  # a block on the device, of which the tokens behind all those are copied
+
+    @property
+    def num_whole(self) -> int:
+        """Blocks that come before the one that is copied on the device."""
+        return len(self.shared) + len(self.on_host)
 
 
 class Holdings:
@@ -106,7 +114,7 @@ class Holdings:
         """Rows that may have a beginning: row -> tokens it wants in all."""
         if not self.started:
             return {}
-        fewest = self.pool.block_size + 1  # tokens of a sequence that may find a block, and has one left to compute
+        fewest = 2  # tokens of a sequence that may find some, and has one left to compute
         return {
             row: int(plan.num_wanted[row])
             for row, slot in enumerate(plan.slots.tolist())
@@ -115,11 +123,14 @@ class Holdings:
             and (self._num_swapped(slot) or (self.sharing is not None and plan.num_wanted[row] >= fewest))
         }
 
-    def attach(self, plan: StepPlan, row: int) -> None:
+    def attach(self, plan: StepPlan, row: int, *, may_fork: bool) -> None:
         """The row begins with what is known of it, and wants the rest; or wants nothing yet, as another sequence
-        computes what it would find. `plan.num_wanted` is the caller's own."""
+        computes what it would find. `plan.num_wanted` is the caller's own.
+
+        A block to copy from is held until the step that copies it is done, and may be the one that is lacking for the
+        copy: where blocks are short, `may_fork` is False, and the few tokens are computed."""
         slot = int(plan.slots[row])
-        beginning = self._find(slot)
+        beginning = self._find(slot, may_fork=may_fork)
         if beginning is None:
             plan.num_wanted[row] = 0
             return
@@ -131,30 +142,33 @@ class Holdings:
             if len(beginning.on_host) and not beginning.is_swapped:
                 assert self.host is not None
                 self.host.pool.share(beginning.on_host)
+            if beginning.source is not None:
+                self.pool.share(np.array([beginning.source], np.int32))
             self.tables.num_tokens[slot] = num_tokens
             plan.num_wanted[row] -= num_tokens
             self.begun[slot] = beginning
         if self.sharing is not None:
             self.sharing.begin(slot, num_tokens + min(int(plan.num_wanted[row]), plan.token_budget))
 
-    def _find(self, slot: int) -> Beginning | None:
+    def _find(self, slot: int, *, may_fork: bool) -> Beginning | None:
         """What the sequence in `slot` need not compute; None if it is to wait for more. One whose prompt is scored
         needs the logits of each token, so what others have computed is of no use to it."""
-        num_swapped, size = self._num_swapped(slot), self.pool.block_size
-        shared, places = NO_INTS, NO_INTS
+        num_swapped = self._num_swapped(slot)
+        found: Found | None = NOTHING_FOUND
         if self.sharing is not None and not self.started[slot].wants_prompt_logprobs:
-            found = self.sharing.find(slot, may_wait=not num_swapped)
-            if found is None:
-                return None
-            shared, places = found
-        if num_swapped > (len(shared) + len(places)) * size:
+            found = self.sharing.find(slot, may_wait=not num_swapped, may_fork=may_fork)
+        if found is None:
+            return None
+        shared, places, source, num_forked = found
+        num_found = (len(shared) + len(places)) * self.pool.block_size + num_forked
+        if num_swapped > num_found:
             assert self.host is not None
             sequence_id = int(self._sequence_ids[slot])
             own = self.host.blocks(sequence_id)
             if self.sharing is not None and self.host.is_stale(sequence_id):
                 self.sharing.cut(slot)
             return Beginning(num_swapped, shared, own[len(shared) :], is_swapped=True)
-        return Beginning((len(shared) + len(places)) * size, shared, places, is_swapped=False)
+        return Beginning(num_found, shared, places, is_swapped=False, source=source)
 
     def detach(self, plan: StepPlan, row: int, num_wanted: int) -> None:
         """As if the row, which wants `num_wanted` tokens in all, had not been attached."""
@@ -167,8 +181,12 @@ class Holdings:
 
     def _give_up_beginning(self, slot: int) -> None:
         beginning = self.begun.pop(slot, None)
-        if beginning is not None and self.host is not None and not beginning.is_swapped:
+        if beginning is None:
+            return
+        if self.host is not None and not beginning.is_swapped:
             self.host.pool.give_back(beginning.on_host, -1, self.completed_step)
+        if beginning.source is not None:
+            self.pool.give_back(np.array([beginning.source], np.int32), -1, self.completed_step)
 
     def _num_swapped(self, slot: int) -> int:
         return 0 if self.host is None else self.host.num_tokens(int(self._sequence_ids[slot]))
@@ -190,7 +208,7 @@ class Holdings:
         """Cached blocks are taken for something else: what they hold goes to the host as far as there is room."""
         assert self.host is not None and self.sharing is not None
         cache = self.sharing.cache
-        moving = [block for block in blocks if not cache.is_on_host(block)]
+        moving = [block for block in blocks if not cache.is_tail(block) and not cache.is_on_host(block)]
         places = self.host.adopt(len(moving), self._step, self._generation, self.completed_step)
         moving = moving[: len(places)]
         for block in set(blocks).difference(moving):
@@ -219,6 +237,19 @@ class Holdings:
             if not beginning.is_swapped:
                 self.host.pool.give_back(beginning.on_host, step, self.completed_step)
             self.host.release(int(self._sequence_ids[slot]), step, self.completed_step)
+
+    def fork(self, step: int) -> None:
+        """Those that begin in `step` within a block that goes on differently get their own copy of it. The other one
+        can be had again when the step is done."""
+        sources, destinations = [], []
+        for slot, beginning in self.begun.items():
+            if beginning.source is not None:
+                sources.append(beginning.source)
+                destinations.append(int(self.tables.blocks[slot, beginning.num_whole]))
+                self.pool.give_back(np.array([beginning.source], np.int32), step, self.completed_step)
+        if sources:
+            copy = BlockCopy(Direction.FORK, np.array(sources, np.int32), np.array(destinations, np.int32))
+            self.copies.append(copy)
 
     def tell_started(self, slots: Indices) -> tuple[Started, ...]:
         """What the device has not been told yet of these slots."""

@@ -87,6 +87,7 @@ class Request:
     arrival_s: float = 0.0  # monotonic
     cache_salt: str = ""  # cached prefixes are found by requests of the same salt only
     parent_id: str | None = None  # of a step of a beam search: the request it is made for, which came in at the door
+    num_expected_cached: int = 0  # tokens of each prompt that are likely in the prefix cache; a guess costs nothing
 
     @property
     def num_sequences(self) -> int:
@@ -105,6 +106,7 @@ class TokenRequest:
     priority: int = 0
     arrival_s: float = 0.0
     cache_salt: str = ""
+    num_expected_cached: int = 0  # as in `Request`
 
 
 # -- steps
@@ -124,8 +126,8 @@ class Started:
     seed: int  # of this choice
     cache_salt: str = ""  # only sequences of the same salt share blocks
     # allocate says these two, of `token_ids`:
-    num_cached: int = 0  # not to be computed, as they are in shared blocks or on the host
-    num_shared: int = 0  # of those, in shared blocks; the others are copied in
+    num_cached: int = 0  # not to be computed, as they are known
+    num_shared: int = 0  # of those, in shared blocks; the others are copied, from the host or from another block
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -182,6 +184,7 @@ class Direction(enum.IntEnum):
 
     OUT = 0  # from the device to the host
     IN = 1  # from the host to the device
+    FORK = 2  # on the device: sequences that part within a block go on in blocks of their own
 
 
 @message

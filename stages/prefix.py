@@ -4,7 +4,8 @@ Knows tokens and block ids. Refuses to know which blocks are in use (`blocks.py`
 
 The key of a block is a digest of the key before it and its own tokens; before the first stands a digest of the salt. A
 key is only where to look: an entry is used if its tokens, and the entry before it, are the very same, so a digest that
-collides costs a hit and never a wrong answer.
+collides costs a hit and never a wrong answer. Where no whole block goes on as a sequence does, one that does so for
+some tokens is found by those (`followers.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from .followers import Followers
 from .messages import Ints
 
 MIN_TOKENS_TO_WAIT_FOR = 32  # fewer are computed again sooner than the K steps are over that one would wait
+# Fewer are mostly alike by chance, and each copy makes what it is made of the last that is evicted; but if one is left
+# to compute, the row is as cheap as a decoding one
+MIN_TOKENS_TO_FORK = 4
 
 Digest = Callable[[bytes, bytes], bytes]  # (key before, tokens) -> key
 
@@ -68,8 +74,18 @@ class Chain:
     last: int | str  # number of the last block that was found or put in; at first the salt
     num_blocks: int = 0  # found on the device or put in
     num_on_host: int = 0  # blocks found there, behind those
+    num_forked: int = 0  # tokens found behind all these, in a block that goes on differently
     num_computing: int = 0  # full blocks of `token_ids` that are granted
     is_cut: bool = False  # another block took the place of one of these: nothing behind it can be found
+
+
+class Found(NamedTuple):
+    """What a sequence begins with, in this order."""
+
+    shared: Ints  # [C] blocks on the device
+    on_host: Ints  # [H] blocks on the host
+    source: int | None  # a block on the device: its first `num_forked` tokens come next, to be copied
+    num_forked: int  # less than a block
 
 
 class PrefixCache:
@@ -81,18 +97,21 @@ class PrefixCache:
     def __init__(self, block_size: int, secret: bytes = b"", digest: Digest | None = None) -> None:
         self.block_size = block_size
         self.min_tokens_to_wait_for = MIN_TOKENS_TO_WAIT_FOR
+        self.min_tokens_to_fork = MIN_TOKENS_TO_FORK
         self.num_queries = 0  # tokens looked up
         self.num_hits = 0  # tokens found
         self.num_host_hits = 0  # of them, on the host
+        self.num_forked = 0  # of them, in blocks that are copied as they go on differently
         self._secret = secret
         self.digest = digest or _sha256
         self._device, self._host = _Tier(), _Tier()
+        self.followers = Followers()  # the blocks on the device, and those that are partly filled
         self._num_put = 0
         self._computing: dict[bytes, int] = {}  # key -> sequence that computes the block now
 
     def __len__(self) -> int:
         """Blocks on the device whose contents are known."""
-        return len(self._device.entries)
+        return len(self._device.entries) + len(self.followers.tails)
 
     def chain(self, sequence_id: int, token_ids: Ints, salt: str = "") -> Chain:
         """A sequence that has no block yet."""
@@ -102,17 +121,27 @@ class PrefixCache:
 
     # -- finding
 
-    def find(self, chain: Chain) -> tuple[Ints, Ints]:
-        """The blocks that `chain` begins with: [C] on the device, and [H] on the host behind those. At least one token
-        of it is left to compute. The chain goes on behind what is on the device."""
+    def find(self, chain: Chain, *, may_fork: bool = True) -> Found:
+        """What `chain` begins with. At least one token of it is left to compute. The chain goes on behind the blocks on
+        the device."""
         chain.last, chain.num_blocks, chain.num_on_host, chain.is_cut = chain.salt, 0, 0, False
-        blocks, chain.last = self._run(chain, self._device, 0, chain.salt)
-        chain.num_blocks = len(blocks)
+        blocks, last = self._run(chain, self._device, 0, chain.salt)
+        chain.num_blocks, chain.last = len(blocks), last
         places: list[int] = []
         if self._host.entries:
-            places, _ = self._run(chain, self._host, len(blocks), chain.last)
+            places, last = self._run(chain, self._host, len(blocks), last)
             chain.num_on_host = len(places)
-        return np.array(blocks, np.int32), np.array(places, np.int32)
+        source, chain.num_forked = (may_fork and self._fork(chain, last)) or (None, 0)
+        return Found(np.array(blocks, np.int32), np.array(places, np.int32), source, chain.num_forked)
+
+    def _fork(self, chain: Chain, last: int | str) -> tuple[int, int] | None:
+        """The block that goes on for longest as `chain` does behind `last`, and for how many tokens."""
+        begin = (chain.num_blocks + chain.num_on_host) * self.block_size
+        end = min(begin + self.block_size, len(chain.token_ids) - 1)
+        if begin >= end:
+            return None
+        least = min(self.min_tokens_to_fork, end - begin)
+        return self.followers.find(last, chain.token_ids[begin:end].tobytes(), least)
 
     def _run(self, chain: Chain, tier: _Tier, place: int, last: int | str) -> tuple[list[int], int | str]:
         """The blocks of a tier that hold what `chain` has from `place` on, as many as follow each other; and the number
@@ -130,8 +159,9 @@ class PrefixCache:
     def note_found(self, chain: Chain) -> None:
         """The blocks found were taken: counts the tokens of `chain` that were looked up and found."""
         self.num_queries += len(chain.token_ids)
-        self.num_hits += (chain.num_blocks + chain.num_on_host) * self.block_size
+        self.num_hits += (chain.num_blocks + chain.num_on_host) * self.block_size + chain.num_forked
         self.num_host_hits += chain.num_on_host * self.block_size
+        self.num_forked += chain.num_forked
 
     def is_coming(self, chain: Chain) -> bool:
         """Whether another sequence computes what comes after the blocks found, and so much of it that it is worth
@@ -177,8 +207,21 @@ class PrefixCache:
             self._num_put += 1
         number = self._num_put if on_host is None else on_host[1]  # what stands behind it there goes on being found
         self._device.put(block, (key, chain.last, tokens, number))
+        self.followers.add(block, chain.last, tokens)
         chain.last = number
         return True
+
+    def put_tail(self, chain: Chain, block: int, tokens: bytes) -> list[int] | None:
+        """What comes behind the blocks of `chain` that were found or put in is the beginning of `block`, which holds
+        these `tokens`, less than a block of them, now and whatever is written behind them. Returns the tails that are
+        forgotten for it; None if that is of no use to anybody."""
+        if chain.is_cut or not tokens:
+            return None
+        return self.followers.add_tail(block, chain.last, tokens)
+
+    def drop_tail(self, block: int) -> bool:
+        """`block` is whole, or given up: it is no tail. Whether it was one."""
+        return self.followers.drop_tail(block)
 
     def drop(self, chain: Chain) -> None:
         """The sequence computes nothing more."""
@@ -190,7 +233,17 @@ class PrefixCache:
 
     def forget(self, block: int) -> None:
         """The contents of `block` on the device are given up."""
-        self._device.pop(block)
+        if not self.drop_tail(block):
+            self._pop(block)
+
+    def _pop(self, block: int) -> _Entry:
+        entry = self._device.pop(block)
+        self.followers.remove(block, entry[1], entry[2])
+        return entry
+
+    def is_tail(self, block: int) -> bool:
+        """Whether only the beginning of `block` on the device is known."""
+        return block in self.followers.tails
 
     def is_on_host(self, block: int) -> bool:
         """Whether the host has the same as `block` on the device."""
@@ -200,7 +253,7 @@ class PrefixCache:
     def move_out(self, block: int, place: int) -> int | None:
         """What is in `block` on the device will be in block `place` on the host, and there alone. Returns the block
         there whose contents had the same key and are forgotten for it, if there was one."""
-        entry = self._device.pop(block)
+        entry = self._pop(block)
         displaced = self._host.blocks.get(entry[0])
         if displaced is not None:
             self._host.pop(displaced)
@@ -216,11 +269,12 @@ class PrefixCache:
         """Forgets every block. What is being computed goes on, and is not put in."""
         self._device.clear()
         self._host.clear()
+        self.followers.clear()
         self._computing.clear()
 
     def blocks(self) -> set[int]:
         """The blocks on the device whose contents are known."""
-        return set(self._device.entries)
+        return set(self._device.entries) | set(self.followers.tails)
 
     def places(self) -> set[int]:
         """The blocks on the host whose contents are known."""
@@ -231,6 +285,10 @@ class PrefixCache:
         keys = {entry[3]: entry[0] for tier in (self._device, self._host) for entry in tier.entries.values()}
         for tier in (self._device, self._host):
             self._check_tier(tier, keys)
+        whole = {block: (entry[1], entry[2]) for block, entry in self._device.entries.items()}
+        assert self.followers.known() == whole | self.followers.tails, "a block is not found by what it begins with"
+        assert whole.keys().isdisjoint(self.followers.tails), "a block is known whole and in part"
+        assert len(self.followers.tails) <= self.followers.most_tails, "there are more tails than may be"
 
     def _check_tier(self, tier: _Tier, keys: dict[int, bytes]) -> None:
         assert len(tier.blocks) == len(tier.entries), "a block has no key, or a key no block"

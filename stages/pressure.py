@@ -44,7 +44,7 @@ class Pressure:
     def _serve_row(self, row: int) -> None:
         plan, is_beginner = self._plan, row in self._beginners
         if is_beginner:
-            self._holdings.attach(plan, row)
+            self._holdings.attach(plan, row, may_fork=False)
         wanted, rank = int(plan.num_wanted[row]), int(plan.num_victims[row])
         if wanted > self._budget:
             wanted = self._budget if plan.allows_partial else 0

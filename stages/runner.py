@@ -80,9 +80,11 @@ class ModelRunner:
 
     def _copy(self, copy: BlockCopy) -> None:
         """In order with the steps: what earlier ones have written is there, and this one reads what is copied."""
-        assert self.host_blocks is not None, "blocks are copied to or from the host, and there are none"
         sources = torch.from_numpy(copy.sources.astype(np.int64))
         destinations = torch.from_numpy(copy.destinations.astype(np.int64))
+        if copy.direction is Direction.FORK:
+            return self.cache.copy_blocks(sources, destinations)
+        assert self.host_blocks is not None, "blocks are copied to or from the host, and there are none"
         if copy.direction is Direction.OUT:
             self.cache.copy_out(sources, self.host_blocks, destinations)
         else:

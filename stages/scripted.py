@@ -150,6 +150,7 @@ class ScriptedModel:
         self.violations: list[str] = []
         self.num_steps = 0
         self.num_copied = 0  # blocks, to the host or back
+        self.num_forked = 0  # blocks copied on the device
         self.max_batched_tokens = 0  # of any step
         self._env = env
         blocks_per_slot = -(-max_model_len // block_size)
@@ -230,15 +231,17 @@ class ScriptedModel:
         self._is_finished[slot] = False
 
     def _copy(self, copy: BlockCopy) -> None:
-        source, destination = self._cache, self._host
-        if copy.direction is Direction.IN:
-            source, destination = destination, source
+        source = self._host if copy.direction is Direction.IN else self._cache
+        destination = self._host if copy.direction is Direction.OUT else self._cache
         if self._env is not None and self._env.fault("device.copy"):
             half = len(copy.sources) // 2
             destination[copy.destinations[:half]] = source[copy.sources[:half]]
             raise MemoryError("the scripted device stopped in the middle of a copy")
         destination[copy.destinations] = source[copy.sources]
-        self.num_copied += len(copy.sources)
+        if copy.direction is Direction.FORK:
+            self.num_forked += len(copy.sources)
+        else:
+            self.num_copied += len(copy.sources)
 
     def _write(self, grant: StepGrant) -> None:
         slots = np.repeat(grant.slots, grant.num_tokens)
@@ -429,6 +432,9 @@ class _GrantBooks:
     def _check_copies(self, grant: StepGrant, used: NDArray[np.bool_], host_used: NDArray[np.bool_], new: Ints) -> None:
         host_written = np.zeros_like(host_used)
         for copy in grant.copies:
+            if copy.direction is Direction.FORK:
+                self._check_fork(grant, copy, used, new)
+                continue
             is_out = copy.direction is Direction.OUT
             on_device, on_host = (copy.sources, copy.destinations) if is_out else (copy.destinations, copy.sources)
             if host_written[on_host].any() or (is_out and host_used[on_host].any()):
@@ -437,6 +443,13 @@ class _GrantBooks:
             if not is_out and not np.isin(on_device, new).all():
                 self._complain(grant, f"copies into blocks {on_device.tolist()}, not all of which are new")
             used[on_device] = host_used[on_host] = True
+
+    def _check_fork(self, grant: StepGrant, copy: BlockCopy, used: NDArray[np.bool_], new: Ints) -> None:
+        if not np.isin(copy.destinations, new).all():
+            self._complain(grant, f"copies into blocks {copy.destinations.tolist()}, not all of which are new")
+        if np.isin(copy.sources, new).any():
+            self._complain(grant, f"copies from blocks {copy.sources.tolist()}, some of which it gives away")
+        used[copy.sources] = used[copy.destinations] = True
 
     def _check_rows(self, grant: StepGrant, used: NDArray[np.bool_]) -> None:
         if len(np.unique(grant.slots)) != len(grant.slots):

@@ -12,9 +12,10 @@ import numpy as np
 
 from .blocks import BlockPool, BlockTables
 from .messages import Indices, Ints, Started, StepDone, StepPlan
-from .prefix import Chain, PrefixCache
+from .prefix import Chain, Found, PrefixCache
 
 ROWS_READ_AT_ONCE = 1024  # more would save little, and hold the loop for longer at a time
+BLOCKS_PER_TAIL = 8  # of the pool: a tail saves half a block of tokens, a whole one all of them and those behind it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +30,12 @@ class Sharing:
     """Keeps the cache, the pool and the tables of running sequences in step.
 
     A block is put into the cache when the step that filled it is done: for prompts when the device says so, for answers
-    when the token behind the block is known, as the block's last token has then been computed.
+    when the token behind the block is known, as the block's last token has then been computed. Of a block that is not
+    full, the tokens known so far are put in as a tail when the prompt is computed, and again when the sequence ends or
+    loses its blocks: not at every step, as nobody is likely to go on from the middle of an answer.
+
+    Nobody waits for a tail that is being computed. It comes with the blocks before it, in the same step, and whoever
+    waits for those finds it too; alone it is less than `min_tokens_to_wait_for`.
     """
 
     def __init__(self, cache: PrefixCache, pool: BlockPool, tables: BlockTables) -> None:
@@ -41,11 +47,13 @@ class Sharing:
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] of the chain, -1 if there is none
         self._num_prompt = np.zeros(num_slots, np.intp)  # [S]
         self._num_known = np.zeros(num_slots, np.int32)  # [S] tokens that came with Started
+        self._num_settled = np.zeros(num_slots, np.intp)  # [S] tokens in blocks for certain, once the prompt is
         # [S, 2 B] the newest tokens, by position: of the block that fills, and of the one before
         self._newest = np.zeros((num_slots, 2 * tables.block_size), np.int32)
         self._prefills: deque[_Prefill] = deque()
         self._unread: list[StepDone] = []  # at most B
         self._num_unread = 0  # rows
+        cache.followers.most_tails = max(1, pool.num_blocks // BLOCKS_PER_TAIL)
         pool.on_evicted = self._forget
 
     # -- a sequence
@@ -56,6 +64,7 @@ class Sharing:
         self._chains[slot] = self.cache.chain(started.sequence_id, token_ids, started.cache_salt)
         self._sequence_ids[slot] = started.sequence_id
         self._num_prompt[slot], self._num_known[slot] = started.num_prompt, len(token_ids)
+        self._num_settled[slot] = 0
         begin = len(token_ids) // self._tables.block_size * self._tables.block_size
         self._newest[slot, np.arange(begin, len(token_ids)) % self._newest.shape[1]] = token_ids[begin:]
 
@@ -63,11 +72,11 @@ class Sharing:
         for block in blocks:
             self.cache.forget(block)
 
-    def find(self, slot: int, *, may_wait: bool) -> tuple[Ints, Ints] | None:
-        """The blocks that the sequence in `slot` can begin with, on the device and behind those on the host; None if it
-        may and should wait for the next one, which another sequence computes."""
+    def find(self, slot: int, *, may_wait: bool, may_fork: bool) -> Found | None:
+        """What the sequence in `slot` can begin with; None if it may and should wait for the next block, which another
+        sequence computes."""
         chain = self._chain(slot)
-        found = self.cache.find(chain)
+        found = self.cache.find(chain, may_fork=may_fork)
         return None if may_wait and self.cache.is_coming(chain) else found
 
     def begin(self, slot: int, num_tokens: int) -> None:
@@ -81,7 +90,10 @@ class Sharing:
             self.cache.drop(chain)
 
     def drop(self, slot: int) -> None:
-        """The sequence loses its blocks."""
+        """The sequence loses its blocks, which are still in its table."""
+        chain = self._chains[slot]
+        if chain is not None and self._num_settled[slot]:
+            self._put_tail(slot, chain)
         self.begin_no_more(slot)
         self._chains[slot] = None
         self._sequence_ids[slot] = -1
@@ -128,6 +140,9 @@ class Sharing:
             for slot, chain, end in prefill.rows:
                 if self._chains[slot] is chain:
                     self._put_known(slot, chain, min(end // self._tables.block_size, chain.num_known))
+                    if end == self._num_known[slot]:
+                        self._num_settled[slot] = end
+                        self._put_tail(slot, chain)
         is_steady = not (plan.started or plan.ended or plan.preempted or plan.dropped)
         for done in plan.settled:
             self._unread.append(done)
@@ -149,6 +164,7 @@ class Sharing:
             slots, places, token_ids = slots[is_ours], places[is_ours], token_ids[is_ours]
         positions = self._num_prompt[slots] + places
         self._newest[slots, positions % self._newest.shape[1]] = token_ids
+        self._num_settled[slots] = positions  # in the order of the steps, so the last one stays
         filled = np.flatnonzero(positions % self._tables.block_size == 0)
         self._put_filled(slots[filled], positions[filled] // self._tables.block_size - 1)
 
@@ -164,7 +180,7 @@ class Sharing:
                 self._put_known(slot, chain, min(place + 1, chain.num_known))
             if place >= chain.num_known:
                 assert place == chain.num_blocks, f"block {chain.num_blocks} of slot {slot} was passed over"
-                if self.cache.put(chain, block, contents[begin:end]):
+                if self._put(chain, block, contents[begin:end]):
                     new.append(block)
             begin = end
         self._pool.keep(np.array(new, np.int32))
@@ -172,8 +188,27 @@ class Sharing:
     def _put_known(self, slot: int, chain: Chain, num_full: int) -> None:
         """The first `num_full` blocks are complete; their tokens are among those that the sequence started with."""
         blocks = self._tables.blocks[slot, chain.num_blocks : num_full]
-        is_new = [self.cache.put(chain, block) for block in blocks.tolist()]
+        is_new = [self._put(chain, block) for block in blocks.tolist()]
         self._pool.keep(blocks[is_new])
+
+    def _put(self, chain: Chain, block: int, tokens: bytes | None = None) -> bool:
+        if self.cache.drop_tail(block):
+            self._pool.forget(block)
+        return self.cache.put(chain, block, tokens)
+
+    def _put_tail(self, slot: int, chain: Chain) -> None:
+        """The tokens in the last block of a sequence can be found from now on."""
+        place, count = divmod(int(self._num_settled[slot]), self._tables.block_size)
+        if not count or place != chain.num_blocks:
+            return
+        block = int(self._tables.blocks[slot, place])
+        tokens = self._newest.reshape(len(self._newest), 2, -1)[slot, place % 2, :count].tobytes()
+        gone = self.cache.put_tail(chain, block, tokens)
+        if gone is not None:
+            self._pool.keep(np.array([block], np.int32))
+            for other in gone:
+                if other != block:
+                    self._pool.forget(other)
 
     def check(self) -> None:
         """Raises AssertionError unless the pool keeps what the cache knows, and nothing else (I11)."""

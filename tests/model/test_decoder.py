@@ -182,7 +182,7 @@ def test_every_form_of_a_linear_computes_the_same(
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_copied_blocks_take_their_values_from_before_the_copy(device: str, pair: Pair) -> None:
+def test_a_block_can_be_copied_to_many_at_once(device: str, pair: Pair) -> None:
     _, decoder = pair
     cache = KVCache(decoder.config, 4, 16, torch.float32, torch.device(device))
     assert cache.data.numel() * 4 == 4 * KVCache.bytes_per_block(decoder.config, 16, torch.float32)
@@ -192,6 +192,9 @@ def test_copied_blocks_take_their_values_from_before_the_copy(device: str, pair:
     for layer in range(decoder.config.num_layers):
         for half in cache.layer(layer):
             half.copy_(torch.arange(4.0)[:, None, None, None].expand_as(half))
-    cache.copy_blocks(torch.tensor([0, 1]), torch.tensor([1, 3]))
+    cache.copy_blocks(torch.tensor([1, 1]), torch.tensor([3, 0]))
     for half in cache.layer(2):
-        assert half[:, 0, 0, 0].tolist() == [0.0, 0.0, 2.0, 1.0]
+        assert half[:, 0, 0, 0].tolist() == [1.0, 1.0, 2.0, 1.0]
+    cache.copy_blocks(torch.tensor([2]), torch.tensor([1]))
+    for half in cache.layer(0):
+        assert half[:, 0, 0, 0].tolist() == [1.0, 2.0, 2.0, 1.0]

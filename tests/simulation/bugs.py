@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from pytest import MonkeyPatch
 
 from millrace.runtime.channel import Bell, Channel
 from millrace.runtime.exit import Exit
 from millrace.stages import prefix
 from millrace.stages.blocks import BlockPool
+from millrace.stages.followers import Followers
 from millrace.stages.holdings import Holdings
 from millrace.stages.host import HostTier
 from millrace.stages.lives import Lives
@@ -182,6 +184,129 @@ def shared_too_early() -> AbstractContextManager[None]:
     return _changed(Sharing, "note_grant", change)
 
 
+def forked_one_token_too_many() -> AbstractContextManager[None]:
+    """One token more counts as copied than two blocks have in common."""
+
+    def change(find: Any) -> Any:
+        def generous(self: Followers, before: int | str, tokens: bytes, least: int) -> tuple[int, int] | None:
+            found = find(self, before, tokens, least)
+            return None if found is None else (found[0], min(found[1] + 1, len(tokens) // 4))
+
+        return generous
+
+    return _changed(Followers, "find", change)
+
+
+def fork_source_not_held() -> AbstractContextManager[None]:
+    """The block that a sequence copies from may be given away before it is copied."""
+
+    def change(attach: Any) -> Any:
+        def careless(self: Holdings, plan: StepPlan, row: int, *, may_fork: bool) -> None:
+            attach(self, plan, row, may_fork=may_fork)
+            beginning = self.begun.get(int(plan.slots[row]))
+            if beginning is not None and beginning.source is not None:
+                self.pool.give_back(np.array([beginning.source], np.int32), -1, self.completed_step)
+
+        return careless
+
+    def change_fork(fork: Any) -> Any:
+        def without_giving_back(self: Holdings, step: int) -> None:
+            give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
+            fork(self, step)
+            self.pool.give_back = give_back  # type: ignore[method-assign]
+
+        return without_giving_back
+
+    def change_give_up(give_up: Any) -> Any:
+        def without_giving_back(self: Holdings, slot: int) -> None:
+            beginning = self.begun.get(slot)
+            if beginning is not None and beginning.source is not None:
+                self.begun[slot] = replace(beginning, source=None)
+            give_up(self, slot)
+
+        return without_giving_back
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with MonkeyPatch.context() as patch:
+            for name, made in (
+                ("attach", change),
+                ("fork", change_fork),
+                ("_give_up_beginning", change_give_up),
+            ):
+                patch.setattr(Holdings, name, made(getattr(Holdings, name)))
+            yield
+
+    return planted()
+
+
+def fork_source_reused_while_copied() -> AbstractContextManager[None]:
+    """The block that a sequence copies from comes free as soon as the step that copies it is granted."""
+
+    def change(fork: Any) -> Any:
+        def hasty(self: Holdings, step: int) -> None:
+            fork(self, -1)
+
+        return hasty
+
+    return _changed(Holdings, "fork", change)
+
+
+def forked_block_never_let_go() -> AbstractContextManager[None]:
+    """Whoever copies from a block goes on holding it."""
+
+    def change(fork: Any) -> Any:
+        def clinging(self: Holdings, step: int) -> None:
+            give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
+            fork(self, step)
+            self.pool.give_back = give_back  # type: ignore[method-assign]
+
+        return clinging
+
+    return _changed(Holdings, "fork", change)
+
+
+def tails_of_other_salts() -> AbstractContextManager[None]:
+    """A first block is copied whoever computed it."""
+
+    def change(name: str) -> Any:
+        def of(method: Any) -> Any:
+            def unsalted(self: Followers, *args: Any) -> Any:
+                at = 0 if name == "find" else 1
+                before = "" if isinstance(args[at], str) else args[at]
+                return method(self, *args[:at], before, *args[at + 1 :])
+
+            return unsalted
+
+        return of
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with MonkeyPatch.context() as patch:
+            for name in ("find", "add", "add_tail", "remove"):
+                patch.setattr(Followers, name, change(name)(getattr(Followers, name)))
+            yield
+
+    return planted()
+
+
+def tail_found_too_early() -> AbstractContextManager[None]:
+    """The tail of a prompt can be found as soon as its step is granted."""
+
+    def change(note_grant: Any) -> Any:
+        def hasty(self: Sharing, step: int, slots: Any, starts: Ints, ends: Ints, found: Ints) -> None:
+            note_grant(self, step, slots, starts, ends, found)
+            for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+                chain = self._chain(slot)
+                if end == self._num_known[slot] and chain.num_blocks == chain.num_known:
+                    self._num_settled[slot] = end
+                    self._put_tail(slot, chain)
+
+        return hasty
+
+    return _changed(Sharing, "note_grant", change)
+
+
 def sleeping_client() -> AbstractContextManager[None]:
     """The end of a request does not wake its client."""
 
@@ -304,6 +429,12 @@ BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
         kept_despite_void,
         freed_by_the_first_holder,
         shared_too_early,
+        forked_one_token_too_many,
+        fork_source_not_held,
+        fork_source_reused_while_copied,
+        forked_block_never_let_go,
+        tails_of_other_salts,
+        tail_found_too_early,
         reused_while_copied,
         swap_kept_despite_void,
         lost_host_blocks,

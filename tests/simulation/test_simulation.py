@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
 SOMETIMES = (
     "found",
+    "forked",
     "shared",
     "evicted",
     "preempted",

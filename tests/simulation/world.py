@@ -317,7 +317,7 @@ class World:
         parts.schedule.max_waiting = self.setup.max_waiting
         cache = parts.allocate.allocator.cache
         if cache is not None:
-            cache.min_tokens_to_wait_for = 1
+            cache.min_tokens_to_wait_for = cache.min_tokens_to_fork = 1
             if self.setup.digest_bits < 256:
                 cache.digest = self._weak_digest
         parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
@@ -366,6 +366,8 @@ class World:
         states["quarantined"] += report.num_quarantined > 0
         states["found"] += bool(report.num_cached.any())
         states["shared"] += self.parts.allocate.allocator.pool.num_shared > 0
+        copies = () if grant is None else grant.copies
+        states["forked"] += any(copy.direction is Direction.FORK for copy in copies)
         states["evicted"] += self.parts.allocate.allocator.pool.num_evicted > 0
         if grant is not None:
             states["chunk"] += int((~grant.is_sampled).any())

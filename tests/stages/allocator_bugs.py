@@ -15,7 +15,8 @@ from pytest import MonkeyPatch
 
 from millrace.stages import allocator
 from millrace.stages.blocks import BlockPool, BlockTables
-from millrace.stages.holdings import Holdings
+from millrace.stages.followers import Followers
+from millrace.stages.holdings import Beginning, Holdings
 from millrace.stages.host import HostTier
 from millrace.stages.messages import Direction, Indices, Ints, Started, StepPlan
 from millrace.stages.prefix import Chain, PrefixCache
@@ -302,6 +303,59 @@ def reset_cache_still_fills() -> AbstractContextManager[None]:
     return _changed(Sharing, "forget", change)
 
 
+def forked_on_the_first_token() -> AbstractContextManager[None]:
+    """Blocks that begin with the same token count as alike to their end."""
+
+    def change(find: Any) -> Any:
+        def trusting(self: Followers, before: int | str, tokens: bytes, least: int) -> tuple[int, int] | None:
+            found = find(self, before, tokens, least)
+            return None if found is None else (found[0], len(tokens) // 4)
+
+        return trusting
+
+    return _changed(Followers, "find", change)
+
+
+def tail_outlives_its_block() -> AbstractContextManager[None]:
+    """A tail can be found after its block is taken for something else."""
+
+    def change(forget: Any) -> Any:
+        def sentimental(self: PrefixCache, block: int) -> None:
+            if not self.is_tail(block):
+                forget(self, block)
+
+        return sentimental
+
+    return _changed(PrefixCache, "forget", change)
+
+
+def copied_into_the_wrong_block() -> AbstractContextManager[None]:
+    """What is copied goes behind the blocks that are shared, even where some come from the host in between."""
+
+    def change(fork: Any) -> Any:
+        def shifted(self: Holdings, step: int) -> None:
+            with MonkeyPatch.context() as patch:
+                patch.setattr(Beginning, "num_whole", property(lambda beginning: len(beginning.shared)))
+                fork(self, step)
+
+        return shifted
+
+    return _changed(Holdings, "fork", change)
+
+
+def whole_block_stays_a_tail() -> AbstractContextManager[None]:
+    """A tail that somebody else's block stands for once it is whole is kept as if it were known."""
+
+    def change(put: Any) -> Any:
+        def lazy(self: Sharing, chain: Chain, block: int, tokens: bytes | None = None) -> bool:
+            self.cache.drop_tail(block)
+            return self.cache.put(chain, block, tokens)
+
+        return lazy
+
+    return _changed(Sharing, "_put", change)
+
+
 OURS: tuple[Bug, ...] = (
     one_block_too_few,
     budget_exceeded_by_one,
@@ -321,6 +375,10 @@ OURS: tuple[Bug, ...] = (
     answer_published_early,
     kept_unwritten,
     reset_cache_still_fills,
+    forked_on_the_first_token,
+    tail_outlives_its_block,
+    copied_into_the_wrong_block,
+    whole_block_stays_a_tail,
 )
 SIMULATED: tuple[Bug, ...] = (
     simulated.double_free,
@@ -332,5 +390,11 @@ SIMULATED: tuple[Bug, ...] = (
     simulated.reused_while_copied,
     simulated.host_reused_early,
     simulated.half_a_block_forgotten,
+    simulated.forked_one_token_too_many,
+    simulated.fork_source_not_held,
+    simulated.fork_source_reused_while_copied,
+    simulated.forked_block_never_let_go,
+    simulated.tails_of_other_salts,
+    simulated.tail_found_too_early,
 )
 BUGS: Mapping[str, Bug] = {bug.__name__: bug for bug in (*OURS, *SIMULATED)}

@@ -22,7 +22,7 @@ import numpy as np
 
 from millrace.stages.allocator import Allocator
 from millrace.stages.host import HostTier
-from millrace.stages.messages import PlanReport, Started, StepDone, StepGrant, StepPlan
+from millrace.stages.messages import Direction, PlanReport, Started, StepDone, StepGrant, StepPlan
 from millrace.stages.params import SamplingParams
 from millrace.stages.prefix import PrefixCache
 from tests.stages.naive_memory import NaiveMemory, Row, Text, Trie
@@ -414,7 +414,9 @@ class Walk:
         self.seen["found"] += int((granted[cached > 0] > 0).sum())
         self.seen["preempted"] += len(report.preempted)
         self.seen["swapped"] += len(report.swapped)
-        self.seen["copied back"] += 0 if grant is None else len(grant.copies) - len(report.swapped)
+        directions = Counter(copy.direction for copy in (() if grant is None else grant.copies))
+        self.seen["copied back"] += directions[Direction.IN]
+        self.seen["forked"] += directions[Direction.FORK]
         self.seen["void plan"] += grant is None
 
     def _check_victims(self, plan: StepPlan, report: PlanReport, had_blocks: set[int]) -> None:
@@ -527,7 +529,7 @@ def _make_cache(kind: int, block_size: int) -> PrefixCache | None:
     if kind == 0:
         return None
     cache = PrefixCache(block_size, digest=_weak_digest if kind == 1 else None)
-    cache.min_tokens_to_wait_for = 1
+    cache.min_tokens_to_wait_for = cache.min_tokens_to_fork = 1
     return cache
 
 

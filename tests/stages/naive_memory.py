@@ -128,6 +128,7 @@ class NaiveMemory:
         assert gone <= set(new), f"blocks {sorted(gone)} are copied out, and nobody wants all of them"
         self._take(new, self.device, used, [flight.used for flight in self.flights])
         self._note_begun(grant, copies, new, used, used_on_host)
+        self._note_forked(copies, new, used)
         rows = [self._row(*row) for row in zip(*_columns(grant), strict=True)]
         assert len({row.slot for row in rows}) == len(rows), "two rows of one step have one slot"
         used |= {block for row in rows for block in row.blocks}
@@ -219,6 +220,19 @@ class NaiveMemory:
         for started in grant.started:
             self.on_host.pop(started.sequence_id, None)
 
+    def _note_forked(
+        self, copies: list[tuple[Direction, list[int], list[int]]], new: list[int], used: set[int]
+    ) -> None:
+        """Who begins with a copy of a block that goes on differently: after all copies to the host, so that nobody's
+        last copy is lost."""
+        for place, (direction, sources, destinations) in enumerate(copies):
+            if direction is Direction.FORK:
+                assert set(destinations) <= set(new), f"blocks {destinations} are copied into, not all of them are new"
+                assert not set(sources) & set(new), f"blocks {sources} are copied from, and given away at once"
+                assert not set(sources) & self.stale, f"blocks {sources} were filled before the cache was reset"
+                assert all(later is not Direction.OUT for later, _, _ in copies[place:]), "copied over what moves out"
+                used |= {*sources, *destinations}
+
     def _take(self, new: list[int], blocks: list[list[int]], used: set[int], in_flight: list[set[int]]) -> None:
         """`new` ones are each nobody else's, and no step may still touch them. From now on anything may be there."""
         assert len(set(new)) == len(new), f"blocks {new} are given, one of them twice"
@@ -275,7 +289,8 @@ class NaiveMemory:
         return step
 
     def _sides(self, direction: Direction) -> tuple[list[list[int]], list[list[int]]]:
-        return (self.device, self.host) if direction is Direction.OUT else (self.host, self.device)
+        source = self.host if direction is Direction.IN else self.device
+        return source, self.host if direction is Direction.OUT else self.device
 
     def _write(self, row: Row, marks: list[int]) -> None:
         assert len(marks) == row.end - row.start, f"slot {row.slot} computes tokens that it does not have yet"
@@ -321,6 +336,8 @@ class NaiveMemory:
             return
         for block, (_, _, tokens, _) in cache._device.entries.items():
             self._check_found(self.device[block], tokens, f"block {block}")
+        for block, (_, tokens) in cache.followers.tails.items():
+            self._check_found(self.device[block][: len(tokens) // 4], tokens, f"the tail in block {block}")
         for block, (_, _, tokens, _) in cache._host.entries.items():
             if self.moved[block] <= completed_step:
                 self._check_found(self.host[block], tokens, f"block {block} on the host")

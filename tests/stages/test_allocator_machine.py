@@ -30,7 +30,7 @@ CI = settings(
     suppress_health_check=list(HealthCheck),
 )
 NUM_WALKS = 60  # of 50 rules; each planted bug shows in one of them
-SOMETIMES = ("found", "preempted", "swapped", "copied back", "void plan", "void", "reset")
+SOMETIMES = ("found", "forked", "preempted", "swapped", "copied back", "void plan", "void", "reset")
 
 
 def _ints(args: Args) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import pytest
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.testing import sim_test
 from millrace.stages import SamplingParams
+from millrace.stages.followers import MAX_FOLLOWERS_SEEN
+from millrace.stages.messages import StepGrant, StepPlan
 from millrace.stages.outputs import RequestOutput
 from millrace.stages.prefix import PrefixCache
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
@@ -52,16 +54,16 @@ async def test_a_prompt_that_begins_like_an_earlier_one_is_computed_from_where_t
 async def test_the_last_token_of_a_prompt_is_always_computed(env: SimEnv):
     async with engine_of(env) as engine:
         await ask(engine, ids(16))
-        assert (await ask(engine, ids(16))).num_cached_tokens == 12
+        assert (await ask(engine, ids(16))).num_cached_tokens == 15
         assert (await ask(engine, ids(17))).num_cached_tokens == 16
 
 
 @sim_test(seeds=4)
 async def test_the_next_turn_finds_the_answer_of_the_last_one_too(env: SimEnv):
-    async with engine_of(env) as engine:
+    async with engine_of(env, block_size=8) as engine:
         answer = await ask(engine, ids(10), max_tokens=20)
         turn = [*ids(10), *answer.outputs[0].token_ids, *ids(5)]
-        assert (await ask(engine, turn)).num_cached_tokens == 28  # of 10 + 19: the last token has no keys yet
+        assert (await ask(engine, turn)).num_cached_tokens == 29  # 10 + 19: the last token has no keys yet
 
 
 @sim_test(seeds=4)
@@ -70,7 +72,7 @@ async def test_requests_of_different_salts_share_nothing(env: SimEnv):
         for salt in ("", "a", "b"):
             assert (await ask(engine, ids(30), cache_salt=salt)).num_cached_tokens == 0
         for salt in ("", "a", "b"):
-            assert (await ask(engine, ids(30), cache_salt=salt)).num_cached_tokens == 28
+            assert (await ask(engine, ids(30), cache_salt=salt)).num_cached_tokens == 29
 
 
 @sim_test(seeds=4)
@@ -107,7 +109,7 @@ async def test_the_choices_of_a_request_hold_their_prompt_once(env: SimEnv):
             most = max(most, engine.pool.num_in_use)
             await env.sleep(0.0005)
         assert most <= 25 + 8 * (2 + 1)
-        assert engine.prefix_cache is not None and engine.prefix_cache.num_hits == 7 * 96
+        assert engine.prefix_cache is not None and engine.prefix_cache.num_hits == 7 * 99
         assert (await task).num_cached_tokens == 0  # the first choice computed it
 
 
@@ -137,7 +139,7 @@ async def test_what_was_used_last_is_kept_longest(env: SimEnv):
             await ask(engine, ids(40, first=3 * first))
         assert (await ask(engine, ids(40))).num_cached_tokens > 0  # used again, so the others go first
         await ask(engine, ids(120, first=25))
-        assert (await ask(engine, ids(40))).num_cached_tokens == 36
+        assert (await ask(engine, ids(40))).num_cached_tokens == 39
         assert (await ask(engine, ids(40, first=3))).num_cached_tokens < 36
 
 
@@ -164,9 +166,14 @@ def chain_of(cache: PrefixCache, tokens: Sequence[int], sequence_id: int = 0, sa
 
 
 def found(cache: PrefixCache, chain: Any) -> list[int]:
-    blocks, places = cache.find(chain)
-    assert not len(places)
-    return blocks.tolist()
+    whole = cache.find(chain)
+    assert not len(whole.on_host)
+    return whole.shared.tolist()
+
+
+def copied(cache: PrefixCache, tokens: Sequence[int], **where: Any) -> tuple[int | None, int]:
+    both = cache.find(chain_of(cache, tokens, 99, **where))
+    return both.source, both.num_forked
 
 
 def test_a_block_that_somebody_else_put_in_first_is_not_put_in_again():
@@ -242,11 +249,11 @@ def test_what_moved_to_the_host_is_found_behind_what_stayed_and_keeps_its_number
         cache.put(chain, block)
     assert cache.move_out(12, 0) is None and cache.move_out(11, 1) is None
     again = chain_of(cache, [1, 2, 3, 4, 5, 6, 9], 1)
-    blocks, places = cache.find(again)
+    blocks, places, *_ = cache.find(again)
     assert (blocks.tolist(), places.tolist()) == ([10], [1, 0])
     cache.put(again, 20)  # the second block is back, elsewhere
     assert cache.is_on_host(20)
-    blocks, places = cache.find(chain_of(cache, [1, 2, 3, 4, 5, 6, 8], 2))
+    blocks, places, *_ = cache.find(chain_of(cache, [1, 2, 3, 4, 5, 6, 8], 2))
     assert (blocks.tolist(), places.tolist()) == ([10, 20], [0])
     cache.check()
 
@@ -257,7 +264,7 @@ def test_other_tokens_under_the_same_key_on_the_host_are_not_found_and_make_way(
     cache.put(one, 5)
     assert cache.move_out(5, 0) is None
     other = chain_of(cache, [3, 4], 1)
-    blocks, places = cache.find(other)
+    blocks, places, *_ = cache.find(other)
     assert not len(blocks) and not len(places)
     cache.put(other, 6)
     assert cache.move_out(6, 1) == 0
@@ -293,3 +300,166 @@ async def test_sequences_that_are_swapped_out_take_the_place_of_cached_prefixes_
         assert all(len(answer.outputs[0].token_ids) == 200 for answer in answers)
         assert engine.scheduler.preemptions["swap", "blocks"] > 0
         await engine.check_quiet()
+
+
+# -- copies of blocks that go on differently
+
+
+def forking_cache(block_size: int = 4) -> PrefixCache:
+    """One that copies a block for a single token."""
+    cache = PrefixCache(block_size)
+    cache.min_tokens_to_fork = 1
+    return cache
+
+
+def tail(cache: PrefixCache, chain: Any, block: int, *tokens: int) -> list[int] | None:
+    return cache.put_tail(chain, block, np.array(tokens, np.int32).tobytes())
+
+
+def test_a_block_that_goes_on_differently_is_found_for_the_tokens_before_that():
+    cache = forking_cache()
+    chain = chain_of(cache, range(8))
+    cache.put(chain, 10)
+    cache.put(chain, 11)
+    assert copied(cache, [0, 1, 2, 3, 4, 5, 9, 9, 9]) == (11, 2)
+    assert copied(cache, [0, 1, 9]) == (10, 2)
+    assert copied(cache, [9, 1, 2]) == (None, 0)
+    assert copied(cache, [0, 1, 2, 9, 4, 5, 6, 7]) == (10, 3), "not the second block, which stands behind another first"
+    cache.check()
+
+
+def test_a_few_tokens_that_are_alike_by_chance_are_not_copied_unless_they_are_all_but_one():
+    cache = PrefixCache(block_size=8)
+    cache.put(chain_of(cache, range(8)), 10)
+    assert copied(cache, [0, 1, 2, 9, 9]) == (None, 0) and copied(cache, [0, 1, 2, 9]) == (10, 3)
+    assert copied(cache, [0, 1, 2, 3, 9, 9]) == (10, 4)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (2, 1), (3, 2), (4, 3), (5, 0), (6, 1), (8, 3), (9, 0)])
+def test_the_last_token_is_never_copied(num_tokens: int, expected: int):
+    cache = forking_cache()
+    chain = chain_of(cache, range(8))
+    cache.put(chain, 10)
+    cache.put(chain, 11)
+    assert copied(cache, range(num_tokens))[1] == expected
+
+
+def test_of_several_blocks_the_one_that_goes_on_alike_for_longest_is_copied():
+    cache = forking_cache()
+    for block, tokens in enumerate(([1, 2, 9, 9], [1, 2, 3, 9], [1, 9, 9, 9])):
+        cache.put(chain_of(cache, tokens), block)
+    assert copied(cache, [1, 2, 3, 4, 5]) == (1, 3)
+    assert copied(cache, [1, 2, 8]) == (1, 2), "the newest of those that are as good"
+    cache.forget(1)
+    assert copied(cache, [1, 2, 3, 4, 5]) == (0, 2)
+
+
+def test_a_tail_is_found_until_it_is_whole_or_forgotten():
+    cache = forking_cache()
+    chain = chain_of(cache, range(4))
+    cache.put(chain, 10)
+    assert tail(cache, chain, 11, 4, 5) == [] and cache.blocks() == {10, 11}
+    assert copied(cache, [0, 1, 2, 3, 4, 5, 6]) == (11, 2)
+    assert tail(cache, chain, 11, 4, 5, 6) == [11], "its own shorter one is gone"
+    assert copied(cache, [0, 1, 2, 3, 4, 5, 6, 7]) == (11, 3)
+    assert cache.drop_tail(11) and cache.put(chain, 11, np.array([4, 5, 6, 7], np.int32).tobytes())
+    assert copied(cache, [0, 1, 2, 3, 4, 5, 6, 7]) == (11, 3)
+    cache.check()
+
+
+def test_a_tail_takes_the_place_of_those_it_goes_on_from_and_is_none_where_another_says_as_much():
+    cache = forking_cache()
+    chain = chain_of(cache, [])
+    assert tail(cache, chain, 1, 7, 8) == [] and tail(cache, chain, 2, 7, 9) == []
+    assert tail(cache, chain, 3, 7, 8, 9) == [1]
+    assert tail(cache, chain, 4, 7, 8) is None and tail(cache, chain, 5, 7, 8, 9) is None
+    assert cache.blocks() == {2, 3}
+
+
+def test_the_tails_used_last_are_kept_and_no_more_than_may_be():
+    cache = forking_cache()
+    cache.followers.most_tails = 2
+    chain = chain_of(cache, [])
+    assert tail(cache, chain, 1, 7) == [] and tail(cache, chain, 2, 8) == []
+    assert copied(cache, [7, 0]) == (1, 1)
+    assert tail(cache, chain, 3, 9) == [2] and cache.blocks() == {1, 3}
+
+
+def test_a_lookup_sees_some_blocks_that_begin_alike_and_not_all():
+    cache = forking_cache()
+    for block in range(200):
+        cache.put(chain_of(cache, [7, block, 0, 0]), block)
+    assert copied(cache, [7, 199, 5]) == (199, 2)
+    assert copied(cache, [7, 200 - MAX_FOLLOWERS_SEEN, 5]) == (200 - MAX_FOLLOWERS_SEEN, 2)
+    assert copied(cache, [7, 0, 5]) == (199, 1)
+
+
+def test_another_salts_tails_and_blocks_are_not_copied():
+    cache = forking_cache()
+    chain = chain_of(cache, range(4), salt="a")
+    cache.put(chain, 10)
+    tail(cache, chain, 11, 4, 5)
+    for salt, found_there in (("", (None, 0)), ("b", (None, 0)), ("a", (10, 3))):
+        assert copied(cache, [0, 1, 2, 9, 9], salt=salt) == found_there
+    assert copied(cache, [0, 1, 2, 3, 4, 9], salt="a") == (11, 1) and copied(cache, [0, 1, 2, 3, 4, 9]) == (None, 0)
+
+
+def test_the_tail_behind_a_block_that_moved_to_the_host_is_found_behind_it():
+    cache = forking_cache(2)
+    chain = chain_of(cache, [1, 2])
+    cache.put(chain, 10)
+    tail(cache, chain, 11, 3)
+    assert cache.move_out(10, 0) is None
+    blocks, places, source, num_forked = cache.find(chain_of(cache, [1, 2, 3, 4], 1))
+    assert (blocks.tolist(), places.tolist(), source, num_forked) == ([], [0], 11, 1)
+
+
+def watch(engine: ScriptedEngine) -> list[tuple[StepGrant, int]]:
+    """Each grant from now on, and the blocks in use then."""
+    allocator, seen = engine.parts.allocate.allocator, []
+    serve = allocator.serve
+
+    def serve_and_note(plan: StepPlan) -> Any:
+        grant, report = serve(plan)
+        if grant is not None:
+            seen.append((grant, allocator.pool.num_in_use))
+        return grant, report
+
+    allocator.serve = serve_and_note
+    return seen
+
+
+@sim_test(seeds=4)
+async def test_eight_choices_copy_the_tail_of_their_prompt_and_compute_one_token_each(env: SimEnv):
+    """1,000 tokens are 62 blocks of 16 and a tail of 8."""
+    sizes = {"block_size": 16, "max_model_len": 1056, "max_num_batched_tokens": 2048}
+    async with engine_of(env, **sizes) as engine:
+        seen = watch(engine)
+        answer = await ask(engine, ids(1000), n=8, max_tokens=40)
+        assert engine.model.num_forked == 7, "one block for each further choice"
+        of_prompts = [count for grant, _ in seen for count in grant.num_tokens[grant.starts < 1000].tolist()]
+        assert sorted(of_prompts) == [1] * 7 + [1000]
+        assert max(num_in_use for _, num_in_use in seen) <= 62 + 8 * (3 + 1)
+        assert len({tuple(choice.token_ids) for choice in answer.outputs}) == 1, "they are greedy"
+        await engine.check_quiet()
+
+
+@sim_test(seeds=4)
+async def test_beams_copy_what_they_have_in_common_and_compute_one_token_each(env: SimEnv):
+    async with engine_of(env, block_size=8) as engine:
+        seen = watch(engine)
+        await engine.beam_search(ids(21), 4, 20)
+        counts = [count for grant, _ in seen for count in grant.num_tokens.tolist()]
+        assert sorted(counts) == [1] * (4 * 19) + [21]
+
+
+@sim_test(seeds=2)
+async def test_where_blocks_are_short_the_few_tokens_are_computed(env: SimEnv):
+    """The pool holds one longest sequence: were a block held to copy from it, the next could never begin."""
+    sizes = {"num_gpu_blocks": 8, "max_model_len": 32, "num_cpu_blocks": 0, "max_num_seqs": 1}
+    async with engine_of(env, **sizes) as engine:
+        assert (await ask(engine, ids(31), max_tokens=1)).num_cached_tokens == 0
+        assert (await ask(engine, ids(31), max_tokens=1)).num_cached_tokens == 28
+        assert engine.model.num_forked == 0
+        assert (await ask(engine, ids(26), max_tokens=1)).num_cached_tokens == 25
+        assert engine.model.num_forked == 1

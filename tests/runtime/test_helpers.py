@@ -36,7 +36,7 @@ def with_helpers(test: Callable[[Helpers], Awaitable[None]], monkeypatch: pytest
 
 
 async def refilled(helpers: Helpers, ended: int) -> None:
-    while not helpers.pids or ended in helpers.pids:
+    while not helpers.pids or ended in helpers.pids:  # noqa: ASYNC110 - a process has no event
         await asyncio.sleep(0.01)
 
 

@@ -19,6 +19,7 @@ from .generation import Generation
 from .information import server_info
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import OWNER
+from .pages import Pages
 from .reading import read
 from .service import Service
 from .sockets.hub import Hub
@@ -33,12 +34,13 @@ class Routes:
         self._metrics = metrics
         self._threads = threads
         self._generation = Generation(service, threads)
+        self._pages = Pages()
         self.sockets = Hub(self._generation, metrics, threads)
 
     @property
     def public(self) -> frozenset[Any]:
         """Handlers that ask for no key."""
-        return frozenset({self.live, self.ready})
+        return frozenset({self.live, self.ready, self._pages.stream_demo, self._pages.file})
 
     def table(self) -> list[web.RouteDef]:
         """All routes."""
@@ -55,6 +57,8 @@ class Routes:
             web.post("/v1/chat/completions", generation.chat, expect_handler=expect),
             web.post("/v1/completions", generation.completions, expect_handler=expect),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
+            web.get("/stream-demo", self._pages.stream_demo),
+            web.get("/static/{name}", self._pages.file),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:.+}", self.abort),

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..stages.beams import BeamParams, refuse_sampling
 from ..stages.errors import Refused
 from ..stages.messages import ChatPrompt, Prompt
 from ..stages.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from ..stages.structured import StructuredOutputs
 from .beams import beam_params, check_beams
 from .errors import ApiError, shorten
 from .prompts import read_prompts
+from .tools import MAX_TOOLS, CalledTool, NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
 
 MAX_MESSAGES = 4096
 
 # What a client may hand to the chat template. Never what a template trusts: its own text, tools, or how to tokenize.
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
+
+
+Budget = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def _one_or_many(value: Any) -> Any:
@@ -37,9 +42,9 @@ def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in bias.items()}
 
 
-def _content(value: Any) -> Any:
-    """Text, or a list of text parts."""
-    if isinstance(value, str):
+def _content(value: Any, info: ValidationInfo) -> Any:
+    """Text, or a list of text parts. A turn that calls tools may do without."""
+    if isinstance(value, str) or (value is None and info.data.get("tool_calls")):
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("invalid_type", "must be text, or a list of parts of type text")
@@ -82,9 +87,26 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[dict[str, str]], BeforeValidator(_content)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None  # of an assistant
+    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(_content)]  # may be left out beside calls
+    tool_call_id: str | None = Field(None, max_length=256)  # whose result this is
+    reasoning: str | None = None  # of an assistant: what it thought before
+    reasoning_content: str | None = None  # the same, by its other name
     name: str | None = Field(None, max_length=64)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, raw: Any) -> Any:
+        has_calls = isinstance(raw, dict) and raw.get("tool_calls") and "content" not in raw
+        return {**raw, "content": None} if has_calls else raw
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know messages."""
+        known = self.model_dump(exclude_none=True)
+        if thoughts := self.reasoning or self.reasoning_content:
+            known["reasoning"] = known["reasoning_content"] = thoughts
+        return known
 
 
 class Body(BaseModel):
@@ -193,10 +215,46 @@ class ChatBody(GenerationBody):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] | None = None
     documents: Annotated[list[dict[str, str]], Field(max_length=256)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool | None = None
+    thinking_budget: Budget | None = None
+    thinking_token_budget: Budget | None = None  # the same, by vLLM's name
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that may be called."""
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def is_call_forced(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def max_thinking_tokens(self) -> int | None:
+        """The budget of thoughts, by either name."""
+        return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the template is told; of effort only what the client does not tell it itself."""
+        told: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            told["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none" or self.is_call_forced:  # a call in a given form has no room for thoughts
+            told["enable_thinking"] = told["thinking"] = False
+        return told | (self.chat_template_kwargs or {})
 
     def _own_params(self) -> dict[str, Any]:
         longest = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return {"max_tokens": longest, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        own: dict[str, Any] = {"max_tokens": longest, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        if self.is_call_forced:
+            schema = forced_schema(self.offered_tools, self.tool_choice, self.parallel_tool_calls is not False)
+            own["structured_outputs"] = StructuredOutputs(json=schema)
+        return own
 
     def client_name(self, param: str | None) -> str | None:
         if param == "max_tokens" and self.max_completion_tokens is not None:
@@ -212,16 +270,17 @@ class ChatBody(GenerationBody):
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message: needs add_generation_prompt = false, as the last turn is not over"
             raise ApiError("invalid_value", message, param="continue_final_message")
+        check_tools(self.tools, self.tool_choice)
 
     def prompts(self) -> tuple[Prompt, ...]:
         """The chat as the one prompt that it is."""
-        messages = tuple(message.model_dump(exclude_none=True) for message in self.messages)
         chat = ChatPrompt(
-            messages=messages,
+            messages=tuple(message.for_template() for message in self.messages),
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
-            template_kwargs=self.chat_template_kwargs or {},
+            template_kwargs=self.template_kwargs,
             documents=tuple(self.documents or ()),
+            tools=tuple(tool.for_template() for tool in self.offered_tools),
         )
         return (Prompt(chat=chat),)
 
@@ -246,6 +305,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] | None = None
@@ -255,6 +315,7 @@ class TokenizeBody(Body):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError("invalid_value", "send either prompt or messages", param="prompt")
+        check_tools(self.tools, None)
 
 
 class DetokenizeBody(Body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .answers import Answer, Choice, usage
+from .answers import Answer, usage
 
 if TYPE_CHECKING:
     from ..stages.outbox import RequestOutbox
@@ -21,7 +21,7 @@ class Chunks:
 
     def __init__(self, answer: Answer, outbox: RequestOutbox, num_choices: int) -> None:
         self.outbox = outbox
-        self.choices = [Choice(index) for index in range(num_choices)]
+        self.choices = answer.choices(num_choices)
         self._answer = answer
         self._opening = answer.opening(num_choices)
 
@@ -49,11 +49,10 @@ class Chunks:
         return bodies
 
     def _encode(self, deltas: Sequence[Delta]) -> list[bytes]:
-        bodies = []
+        bodies: list[bytes] = []
         for delta in deltas:
             choice = self.choices[delta.index]
             choice.add(delta, keep=False)
             running = self.usage() if self._answer.has_running_usage else None
-            if body := self._answer.chunk(choice, delta, running):
-                bodies.append(body)
+            bodies += self._answer.chunks(choice, delta, running)
         return bodies

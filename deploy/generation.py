@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from ..runtime.log import get_logger
 from ..stages.beams import BeamParams
 from ..stages.messages import Prompt, Request
 from ..stages.params import SamplingParams
-from .answers import Answer, ChatAnswer, Choice, CompletionAnswer, usage
+from .answers import Answer, ChatAnswer, CompletionAnswer, usage
 from .bodies import ChatBody, CompletionBody
 from .chunks import Chunks
 from .errors import ApiError, describe, unforeseen
@@ -28,6 +28,7 @@ from .middleware import OWNER, REQUEST_ID, settled_id
 from .reading import read
 from .service import Service
 from .streams import DONE, EventStream
+from .turns import Turn
 from .validation import read_body
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Order:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     beams: BeamParams | None  # if it is a beam search
+    make_turn: Callable[[], Turn] | None = None  # for each choice, if more than words may be in it
 
     @property
     def num_choices(self) -> int:
@@ -100,7 +102,10 @@ class Generation:
         defaults = self.service.require_engine().info.default_params
         body, ignored = read_body(kind, raw, self.service.config.strict_fields)
         self.service.require_model(body.model)
-        return Order(body, ignored, body.prompts(), body.sampling_params(defaults), body.beam_params())
+        params, make_turn = body.sampling_params(defaults), None
+        if isinstance(body, ChatBody):
+            params, make_turn = self.service.require_speech().settle(body, params)
+        return Order(body, ignored, body.prompts(), params, body.beam_params(), make_turn)
 
     async def submit(self, answer_id: str, order: Order) -> RequestOutbox:
         """Sends an order to the engine, which answers it under an id that `Service.open` gave."""
@@ -127,17 +132,18 @@ class Generation:
             self.service.model_names[0],
             has_usage=forced or bool(options and options.include_usage),
             has_running_usage=bool(options and options.continuous_usage_stats),
+            make_turn=order.make_turn,
         )
 
     async def _whole(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
     ) -> web.StreamResponse:
-        choices = [Choice(index) for index in range(order.num_choices)]
+        choices = answer.choices(order.num_choices)
         async for deltas in outbox:
             for delta in deltas:
                 choices[delta.index].add(delta, keep=True)
         body = orjson.dumps(answer.whole(choices, usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)))
-        return web.Response(body=body, content_type="application/json", headers=_headers(order))
+        return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
 
     async def _stream(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
@@ -146,7 +152,7 @@ class Generation:
         still has a status of its own."""
         chunks = Chunks(answer, outbox, order.num_choices)
         first = await anext(chunks)
-        stream = EventStream(request, self.service.config.stalled_reader_s, _headers(order))
+        stream = EventStream(request, self.service.config.stalled_reader_s, ignored_headers(order.ignored))
         try:
             async with stream:
                 await stream.send(first)
@@ -189,8 +195,9 @@ def in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: s
     return known
 
 
-def _headers(order: Order) -> dict[str, str]:
-    return {"X-Ignored-Fields": _listed(order.ignored)} if order.ignored else {}
+def ignored_headers(ignored: Sequence[str]) -> dict[str, str]:
+    """What a response says of fields that nobody knows."""
+    return {"X-Ignored-Fields": _listed(ignored)} if ignored else {}
 
 
 def _listed(names: Sequence[str]) -> str:

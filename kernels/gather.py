@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .shared_prefix import SharedPrefix, shared_prefixes
+
 Ints = npt.NDArray[np.int64]
 
 # One more bucket costs about 120 us of calls, as much as this many padded key elements (measured on 2 AVX-512 cores,
@@ -24,6 +26,8 @@ MAX_PADDING_ELEMENTS = 1 << 17
 # Keys and values of a bucket. Past it fresh pages cost more than another bucket: 32 rows of 512 tokens in f32 take
 # 4.7 ms in such pieces, 5.5 ms at once.
 MAX_WORKSPACE_BYTES = 8 << 20
+# Key elements that a shared prefix must save: seeing it apart costs about 400 us of calls (measured as above).
+MIN_SHARED_ELEMENTS = 1 << 19
 
 
 class Bucket(NamedTuple):
@@ -41,23 +45,46 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodePlan:
-    """How the rows of one decode step are read; the same for all layers of one window and layout."""
+    """How the rows of one decode step are read; the same for all layers of one window and layout.
+
+    A row of a shared prefix sees that, and in its bucket what comes after it.
+    """
 
     buckets: tuple[Bucket, ...]
     is_whole: bool  # one bucket has all rows in order: its result is the result
+    shared: tuple[Shared, ...] = ()
+
+
+class Shared(NamedTuple):
+    """A prefix that C rows have in common: `bucket` reads it as one row, [1, G, L, D]."""
+
+    rows: Tensor | None  # [C] i64 rows of q; None = all of q, in order
+    bucket: Bucket
 
 
 def plan_decode(
-    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, lengths: Tensor, window: int | None, dtype: torch.dtype
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+    min_shared_elements: int | None = None,
 ) -> DecodePlan:
     """The buckets of a decode step; masks are of `dtype`. Arguments as in `paged_decode`.
 
-    Raises ValueError if a length exceeds its block table.
+    Prefixes that save `min_shared_elements` key elements are seen apart; None: no prefix is. Raises ValueError if a
+    length exceeds its block table.
     """
     num_groups, block_size, head_dim = k_cache.shape[1:]
     device = k_cache.device
     tables, ends = block_tables.cpu().numpy(), lengths.cpu().numpy().astype(np.int64)
     starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    prefixes = []
+    if window is None and min_shared_elements is not None:
+        prefixes = shared_prefixes(tables, ends, block_size, min_shared_elements // (num_groups * head_dim))
+    for rows, num_shared in prefixes:
+        starts[rows] = num_shared * block_size
     first_blocks = starts // block_size
     num_blocks = -(-ends // block_size) - first_blocks
     if (first_blocks + num_blocks).max(initial=0) > tables.shape[1]:
@@ -83,7 +110,18 @@ def plan_decode(
         run = run_of(k_cache, v_cache, blocks)
         sources = rows_to_gather(k_cache, v_cache, blocks) if run is None else None
         buckets.append(Bucket(chosen, sources, blocks, low, high, mask, unwritten, run))
-    return DecodePlan(tuple(buckets), is_whole=len(buckets) == 1 and buckets[0].rows is None)
+    shared = tuple(_shared(k_cache, v_cache, tables, prefix) for prefix in prefixes)
+    return DecodePlan(tuple(buckets), len(buckets) == 1 and buckets[0].rows is None, shared)
+
+
+def _shared(k_cache: Tensor, v_cache: Tensor, tables: npt.NDArray[np.int32], prefix: SharedPrefix) -> Shared:
+    ids = tables[prefix.rows[:1], : prefix.num_blocks].astype(np.int64)
+    blocks = torch.from_numpy(ids).to(k_cache.device)  # [1, blocks]
+    run = run_of(k_cache, v_cache, blocks)
+    sources = rows_to_gather(k_cache, v_cache, blocks) if run is None else None
+    bucket = Bucket(None, sources, blocks, 0, prefix.num_blocks * k_cache.shape[2], run=run)
+    is_all = len(prefix.rows) == len(tables)
+    return Shared(None if is_all else torch.from_numpy(prefix.rows).to(k_cache.device), bucket)
 
 
 def _rows_that_go_together(num_blocks: Ints, block_size: int, max_padding: int, max_tokens: int) -> list[Ints]:

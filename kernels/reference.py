@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .derived import Derived
-from .gather import Bucket, DecodePlan, gather, plan_decode, rows_to_gather, run_of
+from .gather import MIN_SHARED_ELEMENTS, Bucket, DecodePlan, gather, plan_decode, rows_to_gather, run_of
 
 _rotations = Derived[tuple[Tensor, Tensor, Tensor, Tensor]]()
 _places = Derived[tuple[Tensor | None, tuple[Tensor, Tensor]]]()
@@ -150,17 +150,21 @@ def paged_decode(
 
     Returns [S, H, D] as q; padding rows are zero. What lies in unused cache slots, NaN included, has no influence.
 
-    Rows of similar context share one gather and one SDPA call. The plan of gathers is the same for all layers of a
+    Rows of similar context share one gather and one SDPA call; what contexts have in common at their beginning is read
+    once where that pays. The plan of gathers is the same for all layers of a
     step, so it is kept as long as tables and lengths hold the same values.
     """
     num_rows, num_heads, head_dim = q.shape
     num_groups = k_cache.shape[1]
-    kind = (window, q.dtype, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
+    least = _min_shared(q)
+    kind = (window, q.dtype, least, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
     plan = _plans.get(
         kind,
         (block_tables, lengths),
-        lambda: plan_decode(k_cache, v_cache, block_tables, lengths, window, q.dtype),
+        lambda: plan_decode(k_cache, v_cache, block_tables, lengths, window, q.dtype, least),
     )
+    if plan.shared:
+        return _decode_in_parts(q, k_cache, v_cache, plan, scale)
     out = None if plan.is_whole else torch.zeros_like(q, memory_format=torch.contiguous_format)
     for bucket in plan.buckets:
         rows = q if bucket.rows is None else q.index_select(0, bucket.rows)
@@ -174,6 +178,59 @@ def paged_decode(
         out.index_copy_(0, bucket.rows, seen)
     assert out is not None
     return out
+
+
+def _min_shared(q: Tensor) -> int | None:
+    """Key elements a shared prefix must save to be seen apart; None where attention does not tell its log-sum-exp."""
+    return MIN_SHARED_ELEMENTS if q.device.type == "cpu" and _FLASH is not None else None
+
+
+def _decode_in_parts(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, scale: float) -> Tensor:
+    """As `paged_decode`. A softmax over two parts of a context is both parts' results, weighted by their sums of
+    exponentials, so what rows have in common is read once for all of them, with their queries as one tall matrix."""
+    num_groups = k_cache.shape[1]
+    out, logs = _own_parts(q, k_cache, v_cache, plan, scale)
+    for prefix in plan.shared:
+        rows = _rows_of(q, prefix.rows)
+        tall = rows.view(len(rows), num_groups, -1, q.shape[2]).transpose(0, 1).flatten(1, 2)  # [G, C * R, D]
+        seen, log = _attend(tall.unsqueeze(0), *gather(k_cache, v_cache, prefix.bucket), None, scale)
+        seen = seen.view(num_groups, len(rows), -1, q.shape[2]).transpose(0, 1).reshape(rows.shape)  # [C, H, D]
+        log = log.view(num_groups, len(rows), -1).transpose(0, 1).reshape(rows.shape[:2])  # [C, H]
+        weight = torch.sigmoid(log - _rows_of(logs, prefix.rows)).to(q.dtype).unsqueeze(-1)  # of the prefix
+        both = _rows_of(out, prefix.rows).lerp(seen, weight)
+        out = both if prefix.rows is None else out.index_copy_(0, prefix.rows, both)
+    return out
+
+
+def _own_parts(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, scale: float) -> tuple[Tensor, Tensor]:
+    """What each row sees of its bucket, [S, H, D] as q, and the log-sum-exp of its scores there, [S, H] f32."""
+    num_rows, num_heads, head_dim = q.shape
+    out, logs = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.zeros(num_rows, num_heads)
+    for bucket in plan.buckets:
+        rows = _rows_of(q, bucket.rows).view(-1, k_cache.shape[1], num_heads // k_cache.shape[1], head_dim)
+        seen, log = _attend(rows, *gather(k_cache, v_cache, bucket), bucket.mask, scale)
+        seen, log = seen.reshape(-1, num_heads, head_dim), log.reshape(-1, num_heads)
+        if bucket.rows is None:
+            return seen, log
+        out.index_copy_(0, bucket.rows, seen)
+        logs.index_copy_(0, bucket.rows, log)
+    return out, logs
+
+
+def _rows_of(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+# SDPA that returns the log-sum-exp as well: not part of torch's interface, but what it calls on a CPU.
+_FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of q [C, G, R, D] over keys and values [C, G, L, D], and the log-sum-exp of its scores, [C, G, R]
+    f32."""
+    assert _FLASH is not None
+    seen, logs = _FLASH(q, keys, values, attn_mask=mask, scale=scale)
+    return seen, logs
 
 
 def paged_attention(

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .offline import LLM
     from .params import SamplingParams
+    from .structured import StructuredOutputs
 
-__all__ = ["LLM", "Engine", "EngineConfig", "Pipeline", "SamplingParams", "Stage", "stage"]
+__all__ = ["LLM", "Engine", "EngineConfig", "Pipeline", "SamplingParams", "Stage", "StructuredOutputs", "stage"]
 
 _HOMES = {
     "LLM": ".offline",
@@ -25,6 +26,7 @@ _HOMES = {
     "EngineConfig": ".config",
     "Pipeline": "..runtime.pipeline",
     "SamplingParams": ".params",
+    "StructuredOutputs": ".structured",
     "Stage": "..runtime.stage",
     "stage": "..runtime.stage",
 }

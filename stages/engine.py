@@ -351,10 +351,9 @@ class Engine:
         return self._require_parts().allocate.allocator.pool
 
     @property
-    def host_pool(self) -> BlockPool | None:
-        """The books of the blocks on the host, to look at; None if nothing is swapped."""
-        host = self._require_parts().allocate.allocator.host
-        return None if host is None else host.pool
+    def host_tier(self) -> HostTier | None:
+        """The books of what was moved to the host's memory, to look at; None if nothing is ever moved there."""
+        return self._require_parts().allocate.allocator.host
 
     @property
     def block_tables(self) -> BlockTables:

@@ -5,6 +5,7 @@ Knows vocabulary and context. Refuses to know load: that is `admission.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +59,8 @@ class RequestLimits:
             raise Refused("max_tokens = 0: must be at least 1", param="max_tokens")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
+        if params.thinking_budget is not None:
+            self._check_ids("thinking_budget", params.thinking_budget.start_ids + params.thinking_budget.end_ids)
         for prompt in request.prompts:
             self._check_prompt(prompt, params)
 
@@ -87,7 +90,7 @@ class RequestLimits:
         if prompt.token_ids is not None:
             self._check_token_ids(prompt.token_ids, params)
             return
-        num_chars = len(prompt.text) if prompt.text is not None else _chat_chars(prompt.chat)
+        num_chars = len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)
         if prompt.text == "":
             raise Refused("prompt is empty: send at least one character", code="empty_prompt", param="prompt")
         if prompt.chat is not None and not prompt.chat.messages:
@@ -115,16 +118,18 @@ def estimated_tokens(request: Request, max_model_len: int) -> int:
         if prompt.token_ids is not None:
             num_prompt = len(prompt.token_ids)
         else:
-            num_prompt = (len(prompt.text) if prompt.text is not None else _chat_chars(prompt.chat)) // 4
+            num_prompt = (len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)) // 4
         room = max(1, max_model_len - num_prompt)
         asked = request.params.max_tokens
         total += num_prompt + request.params.n * (room if asked is None else min(asked, room))
     return total
 
 
-def _chat_chars(chat: ChatPrompt | None) -> int:
-    """Characters of all texts in the messages and documents of a chat."""
-    return 0 if chat is None else _chars(chat.messages) + _chars(chat.documents) + _chars(chat.tools)
+def chat_chars(chat: ChatPrompt | None) -> int:
+    """Characters of all texts in the messages and documents of a chat, and of its tools with their keys."""
+    if chat is None:
+        return 0
+    return _chars(chat.messages) + _chars(chat.documents) + (len(json.dumps(chat.tools)) if chat.tools else 0)
 
 
 def _chars(value: Any) -> int:

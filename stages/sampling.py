@@ -15,7 +15,7 @@ from torch import Tensor
 from . import logits as maths
 from .logits import Blocks, Drawing
 from .messages import Bools, FinishReason, Indices, Ints, StepGrant, StepTokens, TopLogprobs
-from .sampling_table import EDITS, ENDED, LOGPROBS, RANDOM, SamplingTable
+from .sampling_table import EDITS, ENDED, LOGPROBS, RANDOM, THINKING, SamplingTable
 
 Longs = NDArray[np.int64]
 
@@ -27,7 +27,8 @@ class Sampler:
 
     In this order: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below min_tokens,
     (a grammar's mask has its place here), temperature, top_k, top_p, min_p. Greedy takes the likeliest, the lowest id
-    among equals. What is drawn depends on the row's logits, its seed and the token's absolute position only.
+    among equals. What is drawn depends on the row's logits, its seed and the token's absolute position only. A thinking
+    budget that is used up overrules all of it.
 
     `last_tokens` [num_slots] i64 on the device is shared with the runner: each slot's newest token is written there.
 
@@ -65,6 +66,8 @@ class Sampler:
         raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None  # a copy, before the edits
         if len(slots):
             token_ids, is_broken = self._choose(slots, needs, logits)
+            if _any(needs, THINKING):
+                table.steer(slots, np.flatnonzero(needs & THINKING), token_ids)
         else:
             token_ids, is_broken = NO_ROWS, np.zeros(0, np.bool_)
         self._note_last(slots, token_ids)

@@ -107,8 +107,8 @@ def test_logprobs_of_completions_are_a_number(value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
         ("response_format", {"type": "json_object"}),
         ("chat_template", "{{ messages }}"),
         ("echo", True),

@@ -77,7 +77,7 @@ class Poison:
         self._halves = [half for i in range(runner.decoder.config.num_layers) for half in runner.cache.layer(i)]
         self._value = value
         pool = engine.pool
-        push, evict, has_host = pool._push, pool._evict, engine.host_pool is not None
+        push, evict, has_host = pool._push, pool._evict, engine.host_tier is not None
         is_spared = False
 
         def push_poisoned(blocks: Any) -> None:

@@ -41,7 +41,7 @@ class Routes:
         self._pages = Pages()
         self._responses = Responses(self._generation, threads)
         self._messages = MessagesRoutes(self._generation, threads)
-        self.sockets = Hub(self._generation, metrics, threads)
+        self.sockets = Hub(self._generation, self._responses, metrics, threads)
 
     @property
     def public(self) -> frozenset[Any]:
@@ -64,6 +64,7 @@ class Routes:
             web.post("/v1/chat/completions", generation.chat, expect_handler=expect),
             web.post("/v1/completions", generation.completions, expect_handler=expect),
             web.post("/v1/responses", responses.create, expect_handler=expect),
+            web.get("/v1/responses", self.sockets.responses, allow_head=False),
             web.get("/v1/responses/{id}", responses.retrieve),
             web.delete("/v1/responses/{id}", responses.delete),
             web.post("/v1/responses/{id}/cancel", responses.cancel),

@@ -21,6 +21,7 @@ from .messages_api import MessagesRoutes
 from .messages_events import MESSAGES_PATH
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import OWNER
+from .pages import Pages
 from .reading import read
 from .responses import Responses
 from .responses_routes import ResponsesRoutes
@@ -37,14 +38,15 @@ class Routes:
         self._metrics = metrics
         self._threads = threads
         self._generation = Generation(service, threads)
+        self._pages = Pages()
         self._responses = Responses(self._generation, threads)
         self._messages = MessagesRoutes(self._generation, threads)
-        self.sockets = Hub(self._generation, metrics, threads)
+        self.sockets = Hub(self._generation, self._responses, metrics, threads)
 
     @property
     def public(self) -> frozenset[Any]:
         """Handlers that ask for no key."""
-        return frozenset({self.live, self.ready})
+        return frozenset({self.live, self.ready, self._pages.stream_demo, self._pages.file})
 
     def table(self) -> list[web.RouteDef]:
         """All routes."""
@@ -62,6 +64,7 @@ class Routes:
             web.post("/v1/chat/completions", generation.chat, expect_handler=expect),
             web.post("/v1/completions", generation.completions, expect_handler=expect),
             web.post("/v1/responses", responses.create, expect_handler=expect),
+            web.get("/v1/responses", self.sockets.responses, allow_head=False),
             web.get("/v1/responses/{id}", responses.retrieve),
             web.delete("/v1/responses/{id}", responses.delete),
             web.post("/v1/responses/{id}/cancel", responses.cancel),
@@ -69,6 +72,8 @@ class Routes:
             web.post(MESSAGES_PATH, messages.create, expect_handler=expect),
             web.post(f"{MESSAGES_PATH}/count_tokens", messages.count_tokens, expect_handler=expect),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
+            web.get("/stream-demo", self._pages.stream_demo),
+            web.get("/static/{name}", self._pages.file),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:.+}", self.abort),

@@ -49,10 +49,9 @@ class Delivery:
         """Whether the client has all there is."""
         return self._window.acknowledged == self._window.last
 
-    @property
-    def num_kept(self) -> int:
-        """Bytes in the window."""
-        return self._window.num_bytes
+    def num_after(self, last: int) -> int:
+        """Messages behind `last` that are made."""
+        return self._window.last - last
 
     def message(self, kind: bytes, members: bytes) -> bytes:
         """A message without a number: `members` is the inside of a JSON object."""

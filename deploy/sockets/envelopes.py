@@ -56,10 +56,14 @@ class Cancel(Envelope):
 
 
 class Resume(Envelope):
-    """On a new socket: the request goes on behind `last`, the last message of it that has arrived; 0 if none."""
+    """On a new socket: the request goes on behind `last`, the last message of it that has arrived; 0 if none.
+
+    What was granted on the old one may not have arrived there, so `credit` says anew how many chunks may follow.
+    """
 
     token: Annotated[str, Field(max_length=64)]
     last: Annotated[int, Field(ge=0)]
+    credit: Annotated[int | None, Field(ge=0, le=MAX_CREDIT)] = None  # none: as before
 
 
 KINDS: dict[str, type[Envelope]] = {"create": Create, "credit": Credit, "cancel": Cancel, "resume": Resume}

@@ -16,8 +16,10 @@ from ..generation import Generation
 from ..metrics import Metrics
 from ..middleware import OWNER, REQUEST_ID
 from ..parsing import INLINE_BYTES
+from ..responses import Responses
 from ..service import Service
 from .peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
+from .responses_session import ResponsesSession
 from .session import Session
 from .stream import Stream
 
@@ -36,13 +38,14 @@ T = TypeVar("T")
 class Hub:
     """All sessions of one server, on its loop. `watch` the engine once it is there."""
 
-    def __init__(self, generation: Generation, metrics: Metrics, threads: Executor) -> None:
+    def __init__(self, generation: Generation, responses: Responses, metrics: Metrics, threads: Executor) -> None:
         self.generation = generation
         self.service: Service = generation.service
         self.config = generation.service.config
         self.metrics = metrics
         self._threads = threads
-        self._sessions: set[Session] = set()
+        self._responses = responses
+        self._sessions: set[Session | ResponsesSession] = set()
         self._by_token: dict[str, Stream] = {}
         self._by_answer: dict[str, Stream] = {}  # those under way in the engine
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -54,10 +57,20 @@ class Hub:
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/stream`."""
+        return await self._serve(request, lambda peer: Session(self, peer, request[OWNER]))
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/responses`."""
+        owner, request_id = request[OWNER], request[REQUEST_ID]
+        return await self._serve(request, lambda peer: ResponsesSession(self, peer, owner, request_id, self._responses))
+
+    async def _serve(
+        self, request: web.Request, make_session: Callable[[Peer], Session | ResponsesSession]
+    ) -> web.StreamResponse:
         self.service.require_engine()
         peer = Peer(request, self.config)
         await peer.open()
-        session = Session(self, peer, request[OWNER])
+        session = make_session(peer)
         try:
             if len(self._sessions) >= self.config.ws_max_sockets:
                 message = f"{self.config.ws_max_sockets} sockets are open; try again shortly"

@@ -49,6 +49,7 @@ class Peer:
         self.response = web.WebSocketResponse(
             heartbeat=config.ws_ping_interval_s,
             timeout=LINGER_S,
+            autoclose=False,
             compress=False,  # a few bytes could ask for megabytes
             decode_text=False,
             max_msg_size=config.max_body_bytes + 1,
@@ -73,7 +74,9 @@ class Peer:
         if message.type is WSMsgType.BINARY:
             error = ApiError("unsupported_media_type", "a message is binary: send JSON as text")
             await self.end(UNSUPPORTED_DATA, error)
-        self.has_left = message.type is WSMsgType.CLOSE and message.data == NORMAL
+        if message.type is WSMsgType.CLOSE:
+            self.has_left = message.data == NORMAL
+            await self.response.close(code=message.data or NORMAL, drain=False)  # its own code, as it expects
         return None
 
     async def send(self, message: bytes) -> None:

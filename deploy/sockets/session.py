@@ -112,7 +112,7 @@ class Session:
         stream = self._hub.find(envelope.token, envelope.id, self.owner)
         if self._streams.get(envelope.id) is not stream:
             self._check_id(envelope.id)
-        await stream.resume(self, envelope.last)
+        await stream.resume(self, envelope.last, envelope.credit)
 
     def _check_id(self, id: str) -> None:
         if id in self._streams:

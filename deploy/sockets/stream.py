@@ -78,13 +78,16 @@ class Stream:
         self._hub.abort(self._answer_id)
         self.delivery.bell.set()
 
-    async def resume(self, session: Session, last: int) -> None:
-        """Goes on in another session, behind message `last`. `ApiError` if what follows it is not kept."""
+    async def resume(self, session: Session, last: int, credit: int | None) -> None:
+        """Goes on in another session, behind message `last`, with new credit if given. `ApiError` if what follows that
+        message is not kept."""
         self.delivery.check_resumption(last)
         former = self.delivery.session
         if former is not None and former is not session:
             former.drop(self)
         self._stop_expiry()
+        if credit is not None:
+            self._credit = max(0, credit - self.delivery.num_after(last))
         session.add(self)
         await self.delivery.resume(session, last)
         if self._is_done:

@@ -99,6 +99,7 @@ async def test_a_socket_that_nobody_reads_is_cut_off():
         await until(lambda: running.server.service.live)
         await running.check_quiet()
         assert running.server.metrics._aborted["stalled_reader"] == 1
+        client.cut()
 
 
 @on_loop

@@ -11,12 +11,14 @@ from millrace.deploy.bodies import ChatBody
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.errors import ApiError
 from millrace.deploy.parsers.interface import Reasoning, Text
+from millrace.deploy.service import Service
 from millrace.deploy.speech import Speech
 from millrace.deploy.turns import ToolCallArguments, ToolCallBegun
 from millrace.deploy.validation import read_body
 from millrace.model.chat import ChatTemplate
 from millrace.model.hub import bundled_model_path
 from millrace.model.tokenizer import Tokenizer
+from millrace.stages.errors import ConfigError
 from millrace.stages.params import SamplingParams
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]
@@ -115,6 +117,15 @@ def test_an_answer_in_a_given_form_has_no_thoughts_and_is_read_as_that_form(toke
     begun, arguments = told(some, ' {"a": 1}', tools=TOOLS, tool_choice=NAMED)
     assert begun == ToolCallBegun(0, begun.id, "g") and arguments == ToolCallArguments(0, '{"a": 1}')
     assert len(begun.id) == 9, "an id as the model's own template wants it back"
+
+
+def test_a_server_with_a_parser_that_there_is_not_does_not_start():
+    for settings in ({"tool_call_parser": "hermse"}, {"reasoning_parser": "nowhere:X"}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            Service(ServerConfig(**settings))
+    for settings in ({"tool_call_parser": ""}, {"reasoning_parser": ""}):
+        with pytest.raises(ConfigError, match="is empty"):
+            ServerConfig(**settings)
 
 
 def test_special_tokens_are_shown_to_a_parser_whose_marks_they_are_and_to_no_other(tokenizer):

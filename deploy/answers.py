@@ -226,16 +226,19 @@ def _call(begun: ToolCallBegun, arguments: str) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """Chat's shape: one entry a token, with its bytes, as a token may be half a character."""
-    return {
-        "content": [
-            {
-                **_token(token.token, token.token_bytes, token.logprob),
-                "top_logprobs": [_token(text, raw, logprob) for _, text, raw, logprob in token.top],
-            }
-            for token in tokens
-        ]
-    }
+    """Chat's shape: one entry a token."""
+    return {"content": token_logprobs(tokens)}
+
+
+def token_logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """One entry a token, with its bytes, as a token may be half a character."""
+    return [
+        {
+            **_token(token.token, token.token_bytes, token.logprob),
+            "top_logprobs": [_token(text, raw, logprob) for _, text, raw, logprob in token.top],
+        }
+        for token in tokens
+    ]
 
 
 def completion_logprobs(choice: Choice, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:

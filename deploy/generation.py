@@ -143,7 +143,7 @@ class Generation:
             for delta in deltas:
                 choices[delta.index].add(delta, keep=True)
         body = orjson.dumps(answer.whole(choices, usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)))
-        return web.Response(body=body, content_type="application/json", headers=_headers(order))
+        return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
 
     async def _stream(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
@@ -152,7 +152,7 @@ class Generation:
         still has a status of its own."""
         chunks = Chunks(answer, outbox, order.num_choices)
         first = await anext(chunks)
-        stream = EventStream(request, self.service.config.stalled_reader_s, _headers(order))
+        stream = EventStream(request, self.service.config.stalled_reader_s, ignored_headers(order.ignored))
         try:
             async with stream:
                 await stream.send(first)
@@ -196,8 +196,9 @@ def in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: s
     return known
 
 
-def _headers(order: Order) -> dict[str, str]:
-    return {"X-Ignored-Fields": _listed(order.ignored)} if order.ignored else {}
+def ignored_headers(ignored: Sequence[str]) -> dict[str, str]:
+    """What a response says of fields that nobody knows."""
+    return {"X-Ignored-Fields": _listed(ignored)} if ignored else {}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -17,9 +17,13 @@ from .connections import error_response
 from .errors import ApiError, shorten
 from .generation import Generation
 from .information import server_info
+from .messages_api import MessagesRoutes
+from .messages_events import MESSAGES_PATH
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import OWNER
 from .reading import read
+from .responses import Responses
+from .responses_routes import ResponsesRoutes
 from .service import Service
 from .sockets.hub import Hub
 from .validation import read_body
@@ -33,6 +37,8 @@ class Routes:
         self._metrics = metrics
         self._threads = threads
         self._generation = Generation(service, threads)
+        self._responses = Responses(self._generation, threads)
+        self._messages = MessagesRoutes(self._generation, threads)
         self.sockets = Hub(self._generation, metrics, threads)
 
     @property
@@ -42,7 +48,8 @@ class Routes:
 
     def table(self) -> list[web.RouteDef]:
         """All routes."""
-        generation = self._generation
+        generation, messages = self._generation, self._messages
+        responses = ResponsesRoutes(self._responses, self._threads)
         return [
             web.get("/health", self.ready),
             web.get("/health/live", self.live),
@@ -54,11 +61,22 @@ class Routes:
             web.get("/v1/models/{id:.+}", self.model),
             web.post("/v1/chat/completions", generation.chat, expect_handler=expect),
             web.post("/v1/completions", generation.completions, expect_handler=expect),
+            web.post("/v1/responses", responses.create, expect_handler=expect),
+            web.get("/v1/responses/{id}", responses.retrieve),
+            web.delete("/v1/responses/{id}", responses.delete),
+            web.post("/v1/responses/{id}/cancel", responses.cancel),
+            web.get("/v1/responses/{id}/input_items", responses.input_items),
+            web.post(MESSAGES_PATH, messages.create, expect_handler=expect),
+            web.post(f"{MESSAGES_PATH}/count_tokens", messages.count_tokens, expect_handler=expect),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:.+}", self.abort),
         ]
+
+    async def stop(self, app: web.Application) -> None:
+        """Ends what no handler waits for."""
+        await self._responses.stop()
 
     # -- health
 

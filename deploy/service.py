@@ -78,11 +78,11 @@ class Service:
             message = f"the model {shorten(repr(name), 128)} is not served here; GET /v1/models says what is"
             raise ApiError("model_not_found", message, param="model")
 
-    def open(self, prefix: str, client_id: str, owner: str) -> str:
-        """Counts a request in and returns the id of its answer: the client's own with our prefix, made unique if it is
-        in use. Whoever gets it must `close` it."""
+    def open(self, prefix: str, client_id: str, owner: str, answer_id: str | None = None) -> str:
+        """Counts a request in and returns the id of its answer: `answer_id`, else the client's own with our prefix;
+        made unique if it is in use. Whoever gets it must `close` it."""
         self.require_engine()
-        answer_id = prefix + client_id
+        answer_id = answer_id or prefix + client_id
         while answer_id in self.live:
             answer_id = f"{prefix}{client_id}-{secrets.token_hex(4)}"
         self.live[answer_id] = Live(owner, client_id)

@@ -79,6 +79,7 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "served_model_name": "names that clients may send; answers carry the first; none: the model's",
         "enable_force_include_usage": "send usage in every stream, asked for or not",
         "strict_fields": "refuse unknown fields instead of ignoring them",
+        "response_store_bytes": "of memory for what /v1/responses may be asked for later; 0: nothing is kept",
         "tool_call_parser": "hermes, llama3_json, mistral, pythonic, none, or package.module:Class, a "
         "millrace.deploy.parsers.ToolParser of your own; auto: by the chat template",
         "enable_auto_tool_choice": "let the model choose whether to call a tool",

@@ -90,7 +90,7 @@ class RequestLimits:
         if prompt.token_ids is not None:
             self._check_token_ids(prompt.token_ids, params)
             return
-        num_chars = len(prompt.text) if prompt.text is not None else _chat_chars(prompt.chat)
+        num_chars = len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)
         if prompt.text == "":
             raise Refused("prompt is empty: send at least one character", code="empty_prompt", param="prompt")
         if prompt.chat is not None and not prompt.chat.messages:
@@ -118,14 +118,14 @@ def estimated_tokens(request: Request, max_model_len: int) -> int:
         if prompt.token_ids is not None:
             num_prompt = len(prompt.token_ids)
         else:
-            num_prompt = (len(prompt.text) if prompt.text is not None else _chat_chars(prompt.chat)) // 4
+            num_prompt = (len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)) // 4
         room = max(1, max_model_len - num_prompt)
         asked = request.params.max_tokens
         total += num_prompt + request.params.n * (room if asked is None else min(asked, room))
     return total
 
 
-def _chat_chars(chat: ChatPrompt | None) -> int:
+def chat_chars(chat: ChatPrompt | None) -> int:
     """Characters of all texts in the messages and documents of a chat, and of its tools with their keys."""
     if chat is None:
         return 0

@@ -29,8 +29,8 @@ class Live:
 
 
 class Service:
-    """Admits requests to the engine, and ends them. One a server; used on its loop. `ConfigError` for a parser that there
-    is not."""
+    """Admits requests to the engine, and ends them. One a server; used on its loop. Raises `ConfigError` for a parser
+    that there is not."""
 
     def __init__(self, config: ServerConfig) -> None:
         check_parsers(config)

@@ -1,0 +1,116 @@
+"""What a grammar costs a step: decode steps of a batch with masks and without, in turns, on the same engine.
+
+    python -m tests.bench.structured_output --json results.json
+
+16 answers run together on the bundled model; all get a token each step. With a form, all 16 have the same JSON schema,
+or each its own. Both kinds choose tokens in the same way and never end early, so the steps differ by the masks alone.
+Each pair of runs is one free and one with a form, side by side in time; the overhead is the median over the pairs. On a
+shared machine quote that, not the milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from millrace.stages import Engine, EngineConfig, SamplingParams, StructuredOutputs
+
+
+def schema(i: int) -> dict[str, Any]:
+    """A record with a name, numbers, a list and an object, as tools and extractions ask for; it has no end."""
+    item = {
+        "type": "object",
+        "properties": {
+            f"name{i}": {"type": "string"},
+            "age": {"type": "integer"},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+            "place": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}},
+        },
+        "required": [f"name{i}", "age", "tags", "place"],
+        "additionalProperties": False,
+    }
+    return {"type": "array", "items": item, "minItems": 1000}
+
+
+class Bench:
+    """An engine under measurement."""
+
+    def __init__(self, engine: Engine, batch: int, num_tokens: int) -> None:
+        self.engine = engine
+        self.batch = batch
+        self.num_tokens = num_tokens
+
+    async def step_ms(self, forms: list[StructuredOutputs | None], temperature: float) -> float:
+        """Milliseconds a step, from the first token of the last answer that begins to the last of the first that ends."""
+        times = await asyncio.gather(*(self._one(i, form, temperature) for i, form in enumerate(forms)))
+        began, ended = max(first for first, _ in times), min(last for _, last in times)
+        return (ended - began) / (self.num_tokens - 1) * 1e3
+
+    async def _one(self, seed: int, form: StructuredOutputs | None, temperature: float) -> tuple[float, float]:
+        params = SamplingParams(
+            temperature=temperature, max_tokens=self.num_tokens, ignore_eos=True, seed=seed, structured_outputs=form
+        )
+        first = 0.0
+        async for _ in self.engine.generate([5, 6, 7, 8 + seed], params):
+            first = first or time.perf_counter()
+        return first, time.perf_counter()
+
+    async def compare(self, forms: list[StructuredOutputs], temperature: float, pairs: int) -> dict[str, Any]:
+        free: list[StructuredOutputs | None] = [None] * self.batch
+        with_form: list[StructuredOutputs | None] = [*forms]
+        await self.step_ms(with_form, temperature)  # compiled, and warm
+        ratios, plain, guided = [], [], []
+        for pair in range(pairs):
+            order = (free, with_form) if pair % 2 else (with_form, free)
+            took = {id(which): await self.step_ms(which, temperature) for which in order}
+            plain.append(took[id(free)])
+            guided.append(took[id(with_form)])
+            ratios.append(took[id(with_form)] / took[id(free)] - 1)
+        quarter = statistics.quantiles(ratios, n=4)
+        return {
+            "step_ms_free": round(statistics.median(plain), 4),
+            "step_ms_with_form": round(statistics.median(guided), 4),
+            "overhead_percent": round(statistics.median(ratios) * 100, 2),
+            "overhead_percent_quartiles": [round(quarter[0] * 100, 2), round(quarter[2] * 100, 2)],
+            "overhead_percent_of_least": round((min(guided) / min(plain) - 1) * 100, 2),
+        }
+
+
+async def measure(batch: int, num_tokens: int, pairs: int, threads: int | None) -> dict[str, Any]:
+    config = EngineConfig(max_num_seqs=batch, max_model_len=num_tokens + 64, threads=threads)
+    async with Engine(config) as engine:
+        bench = Bench(engine, batch, num_tokens)
+        same = [StructuredOutputs(json=schema(0))] * batch
+        own = [StructuredOutputs(json=schema(i)) for i in range(batch)]
+        return {
+            "one schema, greedy": await bench.compare(same, 0.0, pairs),
+            "one schema, temperature 1": await bench.compare(same, 1.0, pairs),
+            "a schema each, temperature 1": await bench.compare(own, 1.0, pairs),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = asyncio.run(measure(args.batch, args.tokens, args.pairs, args.threads))
+    about = {"model": "bundled", "batch": args.batch, "tokens": args.tokens, "pairs": args.pairs, "threads": args.threads}
+    told = {"about": about | {"cores": os.cpu_count(), "machine": platform.machine()}, "results": found}
+    print(json.dumps(told, indent=1))
+    if args.json is not None:
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -208,7 +208,7 @@ class GenerationBody(Body):
 
     def _in_own_words(self, refused: Refused) -> ApiError:
         param = self.client_name(refused.param)
-        return ApiError(refused.code, _renamed(refused, param), param=param)
+        return ApiError(refused.code, renamed(refused.message, refused.param, param), param=param)
 
     def _own_params(self) -> dict[str, Any]:
         """`max_tokens` and `logprobs`, which the two endpoints spell differently."""
@@ -298,13 +298,24 @@ class ChatBody(GenerationBody):
 
     def _own_params(self) -> dict[str, Any]:
         longest = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        own: dict[str, Any] = {"max_tokens": longest, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
-        if self.is_call_forced:
-            schema = forced_schema(self.offered_tools, self.tool_choice, self.parallel_tool_calls is not False)
-            own["structured_outputs"] = StructuredOutputs(json=schema)
-        return own
+        return {"max_tokens": longest, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+
+    def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
+        """Of a call that is forced, the form too; it goes before the form of an answer in words."""
+        params = super().sampling_params(model_defaults)
+        schema = forced_schema(self.offered_tools, self.tool_choice, self.parallel_tool_calls is not False)
+        if schema is None:
+            return params
+        if self.use_beam_search:
+            raise ApiError("invalid_value", "tool_choice: a beam search can not be made to call", param="tool_choice")
+        try:
+            return replace(params, structured_outputs=StructuredOutputs(json=schema))
+        except Refused as refused:
+            raise self._in_own_words(refused) from None
 
     def client_name(self, param: str | None) -> str | None:
+        if param == "structured_outputs" and self.is_call_forced:
+            return "tools"
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param or "", super().client_name(param))
@@ -410,8 +421,9 @@ class DetokenizeBody(Body):
 _SAMPLING_FIELDS = [name for name in GenerationBody.model_fields if name in SamplingParams.__dataclass_fields__]
 
 
-def _renamed(refused: Refused, param: str | None) -> str:
-    message = refused.message
-    if param is not None and refused.param is not None and message.startswith(refused.param):
-        message = param + message[len(refused.param) :]
-    return message
+def renamed(message: str, theirs: str | None, own: str | None) -> str:
+    """A message that begins with a field of `SamplingParams`, with what its client calls that field."""
+    if theirs is None or own is None or theirs == own or not message.startswith(theirs):
+        return message
+    rest = message[len(theirs) :]
+    return own + (": " + rest.removeprefix(".json").lstrip(" :") if own == "tools" else rest)

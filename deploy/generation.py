@@ -21,7 +21,7 @@ from ..stages.beams import BeamParams
 from ..stages.messages import Prompt, Request
 from ..stages.params import SamplingParams
 from .answers import Answer, ChatAnswer, CompletionAnswer, usage
-from .bodies import ChatBody, CompletionBody
+from .bodies import ChatBody, CompletionBody, renamed
 from .chunks import Chunks, Tell
 from .errors import ApiError, describe, unforeseen
 from .middleware import OWNER, REQUEST_ID, settled_id
@@ -222,7 +222,8 @@ def in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: s
     known = describe(error)
     if known is None:
         return error
-    known.param = body.client_name(known.param)
+    theirs, known.param = known.param, body.client_name(known.param)
+    known.message = renamed(known.message, theirs, known.param)
     return known
 
 

@@ -12,7 +12,7 @@ from ..runtime.log import get_logger
 from ..runtime.pipeline import Health
 from .config import ServerConfig
 from .errors import ApiError, not_serving, shorten
-from .speech import Speech
+from .speech import Speech, check_parsers
 
 if TYPE_CHECKING:
     from ..stages.engine import Engine
@@ -29,9 +29,11 @@ class Live:
 
 
 class Service:
-    """Admits requests to the engine, and ends them. One a server; used on its loop."""
+    """Admits requests to the engine, and ends them. One a server; used on its loop. Raises `ConfigError` for a parser
+    that there is not."""
 
     def __init__(self, config: ServerConfig) -> None:
+        check_parsers(config)
         self.config = config
         self.engine: Engine | None = None
         self.speech: Speech | None = None

@@ -32,6 +32,12 @@ NUM_PROBES = 256  # ways to set a template's variables whose prompts are remembe
 MakeTurn = Callable[[], Turn]
 
 
+def check_parsers(config: ServerConfig) -> None:
+    """Raises `ConfigError` for a setting that names no parser, before a model is loaded for it."""
+    registry.tool_parser(config.tool_call_parser, "")
+    registry.reasoning_parser(config.reasoning_parser, "")
+
+
 class Speech:
     """The model's side of one server. Made when the model is there; may be used from several threads."""
 

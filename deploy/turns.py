@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .parsers.interface import CallArguments, CallBegun, Event, Reasoning, ReasoningParser, Text, ToolParser
+from .parsers.interface import CallArguments, Event, Reasoning, ReasoningParser, Text, ToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Turn:
         self._allows_parallel = allows_parallel
         self._shows_reasoning = shows_reasoning
         self._counter = counter
-        self._blanks = ""  # white space that is content if more of it follows, and no call
+        self._blanks: list[str] = []  # white space that is content if more of that follows, and no call
         self._is_dropped = False  # the call in hand
 
     @property
@@ -71,9 +71,11 @@ class Turn:
             self._counter.add(token_ids)
         pieces: list[Piece] = []
         for event in self._find_calls(self._find_thoughts(text, is_end), is_end):
-            pieces.extend(self._take(event))
+            piece = self._take(event)
+            if piece is not None:
+                pieces.append(piece)
         if is_end and self._blanks and not self.num_calls:
-            pieces.append(Text(self._blanks))
+            pieces.append(Text("".join(self._blanks)))
         return pieces
 
     def _find_thoughts(self, text: str, is_end: bool) -> list[Event]:
@@ -89,27 +91,30 @@ class Turn:
             found.extend(self._tools.feed(event.text) if isinstance(event, Text) else [event])
         return found + (self._tools.finish() if is_end else [])
 
-    def _take(self, event: Event) -> Iterable[Piece]:
-        if isinstance(event, CallBegun):
-            self._blanks = ""
-            self._is_dropped = self.num_calls > 0 and not self._allows_parallel
-            if not self._is_dropped:
-                self.num_calls += 1
-                yield ToolCallBegun(self.num_calls - 1, self._new_call_id(), event.name)
-        elif isinstance(event, CallArguments):
-            if not self._is_dropped:
-                yield ToolCallArguments(self.num_calls - 1, event.text)
-        elif isinstance(event, Reasoning):
-            if self._shows_reasoning:
-                yield event
-        elif self._tools is None:
-            yield event
-        else:
-            text = self._blanks + event.text
-            said = text.rstrip()
-            self._blanks = text[len(said) :]
-            if said:
-                yield Text(said)
+    def _take(self, event: Event) -> Piece | None:
+        """What the client is told of an event."""
+        if isinstance(event, Text):
+            return event if self._tools is None else self._say(event.text)
+        if isinstance(event, Reasoning):
+            return event if self._shows_reasoning else None
+        if isinstance(event, CallArguments):
+            return None if self._is_dropped else ToolCallArguments(self.num_calls - 1, event.text)
+        self._blanks.clear()
+        self._is_dropped = self.num_calls > 0 and not self._allows_parallel
+        if self._is_dropped:
+            return None
+        self.num_calls += 1
+        return ToolCallBegun(self.num_calls - 1, self._new_call_id(), event.name)
+
+    def _say(self, text: str) -> Text | None:
+        """Words up to their last white space, which waits for what comes."""
+        said = text.rstrip()
+        if not said:
+            self._blanks.append(text)
+            return None
+        piece = Text("".join(self._blanks) + said if self._blanks else said)
+        self._blanks = [text[len(said) :]] if len(said) < len(text) else []
+        return piece
 
 
 class ReasoningCounter:
@@ -126,6 +131,7 @@ class ReasoningCounter:
         self._has_begun = False
         self._is_over = False
         self._num_bytes = 0
+        self._num_blank = 0  # tokens of white space before anything is said
         self._seen = b""  # until thoughts have begun all there is, then as much as may belong to the closing mark
         self._spans: list[tuple[int, int]] = []  # [start, end) of the tokens in it, in bytes from the first one
 
@@ -146,16 +152,23 @@ class ReasoningCounter:
 
     def _look_for_beginning(self) -> None:
         said = self._seen.lstrip()
+        if not said:
+            self._num_blank += len(self._spans)
+            self._seen = b""
+            self._spans.clear()
+            return
         is_marked = said.startswith(self._begin)
         if self._begin.startswith(said) and not is_marked:
-            return  # nothing yet, or a part of the mark
+            return  # a part of the mark
         self._has_begun = is_marked or self._is_open
         self._is_over = not self._has_begun
         start = len(self._seen) - len(said) + len(self._begin) if is_marked else 0
+        offset = self._num_bytes - len(self._seen) + start
         self._seen = self._seen[start:]
-        self._spans = [span for span in self._spans if span[1] > start]
-        self.num_tokens = len(self._spans) if self._has_begun else 0
-        self._look_for_end()
+        self._spans = [span for span in self._spans if span[1] > offset]
+        if self._has_begun:
+            self.num_tokens = len(self._spans) + (0 if is_marked else self._num_blank)
+            self._look_for_end()
 
     def _look_for_end(self) -> None:
         at = self._seen.find(self._end)

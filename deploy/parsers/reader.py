@@ -27,18 +27,31 @@ class Reader:
 
     def __init__(self) -> None:
         self._held: list[str] | None = None  # characters read since it may be a call that begins
+        self._plain: tuple[str, type[Event]] | None = None  # what is all of one kind up to this character, "": the end
         self._told: list[tuple[type[Event], list[str]]] = []
         self._reading = self._read()
         next(self._reading)
 
     def feed(self, text: str) -> list[Event]:
         """See `ToolParser` and `ReasoningParser`."""
-        send = self._reading.send
-        for character in text:
+        at = 0
+        while at < len(text):
+            if self._plain is not None:
+                at = self._skip(text, at, *self._plain)
+                if at == len(text):
+                    break
             if self._held is not None:
-                self._held.append(character)
-            send(character)
+                self._held.append(text[at])
+            self._reading.send(text[at])
+            at += 1
         return self._take()
+
+    def _skip(self, text: str, at: int, stop: str, kind: type[Event]) -> int:
+        """Tells what needs no look at each character: most of what a model says. Returns where that ends."""
+        end = text.find(stop, at) if stop else -1
+        end = len(text) if end < 0 else end
+        self._tell(kind, text[at:end])
+        return end
 
     def finish(self) -> list[Event]:
         """Likewise."""
@@ -79,18 +92,26 @@ class Reader:
                 if matched == len(marker):
                     return True, (yield)
             else:
-                self._tell(kind, marker[:matched])
-                matched = int(character == marker[0])
-                if not matched:
-                    self._tell(kind, character)
+                matched = self._mismatch(marker, matched, character, kind)
+            self._plain = None if matched else (marker[0], kind)
             character = yield
+        self._plain = None
         self._tell(kind, marker[:matched])
         return False, ""
+
+    def _mismatch(self, marker: str, matched: int, character: str, kind: type[Event]) -> int:
+        """Tells what was no marker after all, and returns how much of another one has begun."""
+        self._tell(kind, marker[:matched])
+        if character == marker[0]:
+            return 1
+        self._tell(kind, character)
+        return 0
 
     def _rest(self, character: str, kind: type[Event]) -> Generator[None, str, None]:
         """All that follows."""
         while character:
             self._tell(kind, character)
+            self._plain = ("", kind)
             character = yield
 
 

@@ -22,7 +22,7 @@ class ThinkParser(Reader, ReasoningParser):
 
     def __init__(self, is_open: bool = False) -> None:
         ReasoningParser.__init__(self, is_open)
-        self._breaks = ""  # line breaks that are thoughts if more thoughts follow
+        self._breaks: list[str] = []  # line breaks that are thoughts if more thoughts follow
         self._has_thought = False
         Reader.__init__(self)
 
@@ -56,12 +56,20 @@ class ThinkParser(Reader, ReasoningParser):
 
     def _tell(self, kind: type[Event], text: str) -> None:
         if kind is Reasoning:
-            text = self._breaks + (text if self._has_thought else text.lstrip("\n"))
-            kept = text.rstrip("\n")
-            self._breaks = text[len(kept) :]
-            self._has_thought = self._has_thought or bool(kept)
-            text = kept
+            text = self._without_outer_breaks(text)
         super()._tell(kind, text)
+
+    def _without_outer_breaks(self, text: str) -> str:
+        if not self._has_thought:
+            text = text.lstrip("\n")
+        thought = text.rstrip("\n")
+        if not thought:
+            self._breaks.append(text)
+            return ""
+        told = "".join(self._breaks) + thought
+        self._breaks = [text[len(thought) :]]
+        self._has_thought = True
+        return told
 
 
 class DeepSeekR1Parser(ThinkParser):

@@ -49,12 +49,6 @@ def reasoning_parser(setting: str, template: str) -> type[ReasoningParser] | Non
     return _find(setting, "reasoning_parser", REASONING_PARSERS, ReasoningParser)
 
 
-def check_names(tool_call_parser: str, reasoning_parser_name: str) -> None:
-    """Raises `ConfigError` for what names no parser, long before a template is there."""
-    tool_parser(tool_call_parser, "")
-    reasoning_parser(reasoning_parser_name, "")
-
-
 def _find(name: str, setting: str, known: dict[str, type[P]], kind: type[P]) -> type[P] | None:
     if name == "none":
         return None

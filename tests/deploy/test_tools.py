@@ -180,6 +180,16 @@ def test_a_named_tool_makes_the_answer_its_arguments():
     assert schema(tools=tools) is None and schema(tools=tools, tool_choice="auto") is None
 
 
+def test_tools_that_no_grammar_has_room_for_are_refused_by_their_field():
+    tools = [tool(f"f{i}", properties={f"p{j}": {"enum": ["x" * 60]} for j in range(20)}) for i in range(60)]
+    with pytest.raises(ApiError, match=r"^tools: has \d+ bytes: at most 65536") as caught:
+        schema(tools=tools, tool_choice="required")
+    assert caught.value.param == "tools"
+    assert schema(tools=tools) is None
+    with pytest.raises(ApiError, match="a beam search can not be made to call"):
+        schema(tools=[tool()], tool_choice=NAMED, use_beam_search=True)
+
+
 def test_required_makes_the_answer_a_list_of_calls_whose_schemas_still_find_their_own_parts():
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}, "all": {"items": {"$ref": "#"}}}}
     tools = [tool("g"), tool("f", properties={"n": {"$ref": "#/$defs/n"}}, **{"$defs": {"n": node}})]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -173,6 +174,21 @@ def test_deltas_add_up_to_the_whole_for_any_text_in_any_pieces(fragments, places
     pieces = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
     whole = merged(read(Turn(ThinkParser(is_open), HermesParser()), text))
     assert merged(read(Turn(ThinkParser(is_open), HermesParser()), *pieces)) == whole
+
+
+@pytest.mark.slow
+def test_endless_white_space_costs_no_more_the_longer_it_is():
+    def seconds(text: str, num_tokens: int) -> float:
+        counter = ReasoningCounter(ThinkParser.markers, True, lambda _: text.encode())
+        turn = Turn(ThinkParser(is_open=True), HermesParser(), counter=counter)
+        began = time.process_time()
+        for _ in range(num_tokens):
+            turn.read(text, (0,), False)
+        assert turn.num_reasoning_tokens in (0, num_tokens)
+        return time.process_time() - began
+
+    for text in ("\n", " ", "a\n"):
+        assert any(seconds(text, 12_000) < 8 * seconds(text, 3_000) for _ in range(3)), "4 times the text"
 
 
 @pytest.mark.parametrize(

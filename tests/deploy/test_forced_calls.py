@@ -1,0 +1,118 @@
+"""A real model, far too small to call tools, calls them where it must; and stops thinking where it must."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.deploy.running import RunningServer
+
+NODE = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}, "next": {"$ref": "#/$defs/node"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+COLOURS = ["red", "green", "blue"]
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "paint",
+            "parameters": {
+                "type": "object",
+                "properties": {"colour": {"enum": COLOURS}, "coats": {"type": "integer", "minimum": 1, "maximum": 3}},
+                "required": ["colour", "coats"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "chain", "parameters": NODE | {"$defs": {"node": NODE}}}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+ASKED: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "What colour is the sky?"}],
+    "max_tokens": 80,
+    "seed": 4,
+    "temperature": 1.0,
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    flags = ["--port", "0", "--reasoning-parser", "deepseek_r1", "--max-num-seqs", "8"]
+    with RunningServer(command=[sys.executable, "-m", "millrace.deploy", "serve", *flags]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def check_call(name: str, arguments: str) -> None:
+    given = json.loads(arguments)
+    if name == "paint":
+        assert given["colour"] in COLOURS and given["coats"] in (1, 2, 3) and len(given) == 2
+    elif name == "chain":
+        while given is not None:
+            assert given["n"] in range(10) and set(given) <= {"n", "next"}
+            given = given.get("next")
+    else:
+        assert (name, given) == ("stop", {})
+
+
+@pytest.mark.parametrize("name", ["paint", "chain", "stop"])
+def test_a_named_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI, name: str):
+    choice = {"type": "function", "function": {"name": name}}
+    answer = client.chat.completions.create(tools=TOOLS, tool_choice=choice, n=3, **ASKED)
+    for each in answer.choices:
+        assert each.message.content is None and len(each.message.tool_calls) == 1
+        if each.finish_reason == "tool_calls":
+            check_call(name, each.message.tool_calls[0].function.arguments)
+    assert any(each.finish_reason == "tool_calls" for each in answer.choices)
+
+
+def test_required_calls_something_and_a_stream_of_it_adds_up_to_the_whole(client: openai.OpenAI):
+    asked = ASKED | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    names = set()
+    for seed in range(2):
+        whole = client.chat.completions.create(**asked | {"seed": seed}).choices[0]
+        with client.chat.completions.stream(**asked | {"seed": seed}) as stream:
+            final = stream.get_final_completion().choices[0] if whole.finish_reason == "tool_calls" else None
+        (call,) = whole.message.tool_calls
+        names.add(call.function.name)
+        if final is not None:
+            check_call(call.function.name, call.function.arguments)
+            assert [made.function.arguments for made in final.message.tool_calls] == [call.function.arguments]
+    assert names <= {"paint", "chain", "stop"}
+
+
+def test_a_schema_that_no_grammar_can_hold_is_refused_and_names_the_tools(server: RunningServer):
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = server.post("/v1/chat/completions", ASKED | {"tools": tools, "tool_choice": "required"})
+    assert (answer.status, answer.error["param"]) == (400, "tools")
+    assert answer.error["message"].startswith("tools: ")
+    assert server.post("/v1/chat/completions", ASKED | {"tools": tools, "max_tokens": 2}).status == 200
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+def test_thoughts_end_when_their_budget_does(server: RunningServer, budget: int):
+    asked = ASKED | {"thinking_budget": budget, "ignore_eos": True, "max_tokens": 40, "n": 2}
+    answer = server.post("/v1/chat/completions", asked).json
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * budget}
+    for choice in answer["choices"]:
+        assert choice["message"]["content"] and ("reasoning" in choice["message"]) == (budget > 0)
+    unlimited = server.post("/v1/chat/completions", ASKED | {"ignore_eos": True, "max_tokens": 40}).json
+    assert unlimited["choices"][0]["message"]["content"] is None
+    assert unlimited["usage"]["completion_tokens_details"] == {"reasoning_tokens": 40}

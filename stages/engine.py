@@ -9,6 +9,7 @@ Knows how the parts are put together, started and taken apart. What they do is t
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -26,8 +27,10 @@ from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
 from .detokenize import Answer, Detokenize
 from .device import Device
-from .errors import Overloaded, Refused
+from .errors import Overloaded, Refused, TimedOut
 from .execute import Execute
+from .grammar_gate import GrammarGate
+from .grammars import Grammars
 from .host import HostTier
 from .intake import Intake
 from .limits import RequestLimits, as_token_ids
@@ -162,6 +165,7 @@ class Engine:
                 parts.pipeline.cancel(request_id, cause)
             await parts.searches.wait_until_over()
             await parts.pipeline.stop()
+            await parts.gate.aclose()
         if self._owns_env:
             await self._env.aclose()
         if parts is not None:
@@ -270,9 +274,27 @@ class Engine:
 
         Whoever gets the outbox reads it to its end, or calls `abort`. With `wait` False a burst that is more than the
         door can look at is refused with `Overloaded`, with True it is held back. Raises `NotServing` when not ready.
+        A grammar is tried and compiled first; `Refused` says what is wrong with it.
         """
         if not self.health.is_ready:
             raise NotServing(self.health)
+        structured = request.params.structured_outputs
+        if structured is None:
+            return await self._enter(request, wait, deadline_s)
+        gate, began_s = self._require_parts().gate, self._env.now()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await gate.admit(self._env, request.request_id, structured)
+        except TimeoutError:
+            raise TimedOut("the time limit of the request passed while its grammar was looked at") from None
+        left_s = None if deadline_s is None else max(deadline_s - (self._env.now() - began_s), 0.0)
+        try:
+            return await self._enter(request, wait, left_s)
+        except BaseException:
+            gate.leave(request.request_id)
+            raise
+
+    async def _enter(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
         try:
             return await self.pipeline.submit(request, deadline_s=deadline_s, wait=wait)  # type: ignore[return-value]
         except Busy as error:
@@ -365,6 +387,16 @@ class Engine:
         """What is known of earlier prompts and answers, to look at; None if it is switched off."""
         return self._require_parts().allocate.allocator.cache
 
+    @property
+    def grammars(self) -> Grammars:
+        """The books of the compiled grammars, to look at."""
+        return self._require_parts().loaded.grammars
+
+    @property
+    def grammar_gate(self) -> GrammarGate:
+        """Where grammars are looked at, to look at."""
+        return self._require_parts().gate
+
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix, so that nothing is found that was computed before. Returns the blocks freed."""
         return self._require_parts().allocate.allocator.reset_prefix_cache()
@@ -382,6 +414,7 @@ class EngineParts:
         info = loaded.info
         limits = RequestLimits(info.vocab_size, info.max_model_len)
         self.loaded = loaded
+        self.gate = GrammarGate(loaded.grammars, config.max_waiting_requests)
         self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
         self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
@@ -415,7 +448,12 @@ class EngineParts:
             info.eos_token_ids,
             lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
         )
-        self.exit.on_end += [self.intake.request_ended, self.detokenize.request_ended, self.searches.request_ended]
+        self.exit.on_end += [
+            self.intake.request_ended,
+            self.detokenize.request_ended,
+            self.searches.request_ended,
+            self.gate.request_ended,
+        ]
 
 
 def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
@@ -436,7 +474,7 @@ def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel, Phases]:
 
     phases = Phases(env.now)
     phases.seconds["import"] = round(env.now() - began, 4)
-    return load_model(config, phases), phases
+    return load_model(config, phases, env), phases
 
 
 def _free_memory(is_on_gpu: bool) -> None:

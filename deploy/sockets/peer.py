@@ -79,11 +79,9 @@ class Peer:
     async def send(self, message: bytes) -> None:
         """Sends one text message. Waits while the client's buffers are full. `ConnectionError` once it is gone."""
         async with self._turn:
-            self._waiting_since = self._loop.time()
-            try:
-                await self.response.send_frame(message, WSMsgType.TEXT)
-            finally:
-                self._waiting_since = None
+            if self._is_ending:
+                raise ConnectionResetError("nothing may follow the close")
+            await self._write(message, WSMsgType.TEXT)
 
     async def end(self, code: int, error: ApiError) -> None:
         """Ends it for a reason: the error as a last message, then the close code. Nothing that still arrives is read,
@@ -94,8 +92,9 @@ class Peer:
         self._guard.close()
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                await self.send(b'{"type":"error","id":null,%b}' % error_members(error))
-                await self.response.send_frame(struct.pack("!H", code) + error.code.encode(), WSMsgType.CLOSE)
+                async with self._turn:
+                    await self._write(b'{"type":"error","id":null,%b}' % error_members(error), WSMsgType.TEXT)
+                    await self._write(struct.pack("!H", code) + error.code.encode(), WSMsgType.CLOSE)
                 await asyncio.Event().wait()  # for the client to close: this task is cancelled then
         self._abort()
 
@@ -106,6 +105,13 @@ class Peer:
         if self._ending is not None:
             self._ending.cancel()
         self._abort() if self.has_stalled else self._close()
+
+    async def _write(self, payload: bytes, kind: WSMsgType) -> None:
+        self._waiting_since = self._loop.time()
+        try:
+            await self.response.send_frame(payload, kind)
+        finally:
+            self._waiting_since = None
 
     def _on_breach(self, code: int, reason: str) -> None:
         self._ending = self._loop.create_task(self.end(code, ApiError(_VIOLATIONS[code], reason)))

@@ -67,8 +67,9 @@ class Session:
                 await self._take(data)
         finally:
             streams, self._streams = list(self._streams.values()), {}
+            cause = "stalled_reader" if self.peer.has_stalled else "disconnect"
             for stream in streams:
-                stream.leave(for_good=self.peer.has_left)
+                stream.leave(cause, for_good=self.peer.has_left)
 
     async def _take(self, data: bytes) -> None:
         """One message. What is wrong with it is told; text that is no JSON ends the socket, as nobody can say which

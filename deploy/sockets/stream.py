@@ -92,11 +92,11 @@ class Stream:
 
     # -- what happens around it
 
-    def leave(self, for_good: bool) -> None:
+    def leave(self, cause: str, for_good: bool) -> None:
         """Its session is over. It ends too, unless it may be resumed."""
         self.delivery.leave()
         if for_good or self.token is None or not self._hub.may_keep:
-            self.stop()
+            self.stop(cause)
         elif self._expiry is None:
             self._expire_later()
 

@@ -116,7 +116,8 @@ def test_a_swap_that_did_not_happen_is_counted_with_its_reason():
         refused = of(samples, "millrace:swaps_refused_total", reason="full")
         assert swapped + computed_again > 0
         assert (swapped > 0) >= (num_cpu_blocks == 200)
-        assert swapped == 0 or num_cpu_blocks > 0
+        assert (swapped > 0) <= (num_cpu_blocks > 0)
+        assert swapped > 0 or num_cpu_blocks < 200
         assert (refused > 0) == (num_cpu_blocks == 3)
         assert of(samples, "millrace:swaps_refused_total", reason="slower") == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import replace
 
 from millrace.stages.testing import SMALL
@@ -84,6 +85,20 @@ async def test_cancel_needs_no_credit():
         await client.send("cancel", id="a")
         assert (await client.receive_until("done"))["reason"] == "cancel"
         await running.check_quiet()
+
+
+@on_loop
+async def test_a_socket_that_nobody_reads_is_cut_off():
+    """These make about 4 MB, more than the buffers between us."""
+    async with serving(script=ENDLESS, stalled_reader_s=0.3) as running, running.client() as client:
+        connection = client.socket._response.connection
+        assert connection is not None and connection.transport is not None
+        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.transport.pause_reading()
+        await client.create("a", n=8, max_tokens=450, logprobs=20)
+        await until(lambda: running.server.service.live)
+        await running.check_quiet()
+        assert running.server.metrics._aborted["stalled_reader"] == 1
 
 
 @on_loop

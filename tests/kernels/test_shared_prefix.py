@@ -96,21 +96,38 @@ def test_decoding_rows_among_prefills_share_too():
     torch.testing.assert_close(got.double(), dense_attention(case, 0.25), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("layout", ["layer-major", "token-major"])
+def test_chunks_of_prompts_that_begin_alike_see_that_together(layout: str):
+    num_new, lengths = [5, 6, 1, 3, 7, 2], [14, 6, 14, 12, 15, 9]
+    case = sharing(make_case(num_new, lengths, layout=layout), [0, 3, 4, 2], 2)
+    rows_past_the_end = torch.full((3, *case.q.shape[1:]), float("nan"))
+    padded = torch.cat([case.q, rows_past_the_end])
+    got = reference.paged_attention(
+        padded, case.k_cache, case.v_cache, case.block_tables, case.query_starts, case.lengths, 0.25
+    )
+    torch.testing.assert_close(got[:-3].double(), dense_attention(case, 0.25), rtol=2e-6, atol=2e-6)
+    assert not got[-3:].any()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_rows_sharing_anything_is_attention(data: st.DataObject):
     lengths = data.draw(st.lists(st.integers(0, 30), min_size=2, max_size=8), "lengths")
-    case = make_case(
-        [1] * len(lengths), lengths, num_groups=data.draw(st.integers(1, 3)), group=data.draw(st.integers(1, 3))
-    )
+    num_new = [data.draw(st.integers(min(length, 1), min(length, 9)), "new tokens") for length in lengths]
+    num_groups, group = data.draw(st.integers(1, 3), "groups"), data.draw(st.integers(1, 3), "heads a group")
+    case = make_case(num_new, lengths, num_groups=num_groups, group=group)
     num_blocks = data.draw(st.integers(1, 5), "blocks in common")
-    able = [row for row, length in enumerate(lengths) if length > num_blocks * BLOCK]
+    able = [row for row, length in enumerate(lengths) if length - num_new[row] >= num_blocks * BLOCK]
     rows = data.draw(st.lists(st.sampled_from(able), unique=True), "rows") if able else []
     if rows:
         case = sharing(case, rows, num_blocks)
-    torch.testing.assert_close(decode(case).double(), dense_attention(case, 0.25), rtol=5e-6, atol=5e-6)
+    got = reference.paged_attention(
+        case.q, case.k_cache, case.v_cache, case.block_tables, case.query_starts, case.lengths, 0.25
+    )
+    torch.testing.assert_close(got.double(), dense_attention(case, 0.25), rtol=5e-6, atol=5e-6)
 
 
 def test_a_common_beginning_is_read_once_where_that_pays(monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ from millrace.stages.limits import RequestLimits
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.sampling import Sampler
 from millrace.stages.sampling_table import THINKING
+from millrace.stages.structured import StructuredOutputs
 from millrace.stages.thinking import ThinkingBudget, ThinkingTable
 from tests.stages.grants import decode, started
 
@@ -110,6 +111,11 @@ def test_log_probabilities_of_a_forced_token_are_the_models_own():
 def test_a_budget_that_makes_no_sense_is_refused(fields):
     with pytest.raises(Refused, match="thinking_budget: "):
         ThinkingBudget(**{"num_tokens": 1, "start_ids": (1,), "end_ids": (2,)} | fields)
+
+
+def test_a_budget_and_a_form_of_the_answer_are_refused_together():
+    with pytest.raises(Refused, match="thinking_budget: not with structured_outputs"):
+        SamplingParams(thinking_budget=budget(1), structured_outputs=StructuredOutputs(json_object=True))
 
 
 def test_a_mark_outside_the_vocabulary_is_refused_at_intake():

@@ -65,7 +65,9 @@ class SamplingParams:
         self._check_stops()
         self._check_bias()
         if self.thinking_budget is not None and self.structured_outputs is not None:
-            raise Refused("thinking_budget: not with structured_outputs, which leave no thoughts", param="thinking_budget")
+            raise Refused(
+                "thinking_budget: not with structured_outputs, which leave no thoughts", param="thinking_budget"
+            )
 
     def _check_numbers(self) -> None:
         _number("temperature", self.temperature, 0.0, 2.0)

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import aiohttp
 import openai
 import pytest
+from pydantic import BaseModel
 
+from millrace.deploy.bodies import ChatBody
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.stages.testing import scripted_engine
@@ -141,6 +143,46 @@ def test_a_tool_that_is_wrong_is_named_in_this_apis_words():
 
     param, *told = ask("", refused)
     assert param == "tools[0].name" and all(message.startswith("tools[0].name") for message in told)
+
+
+# -- forms
+
+
+class City(BaseModel):
+    """What is asked for."""
+
+    name: str
+    people: int
+
+
+needs_forms = pytest.mark.skipif("response_format" not in ChatBody.model_fields, reason="chat takes no response_format")
+
+
+@needs_forms
+def test_the_clients_parse_helper_gets_what_it_asked_for():
+    async def parse(client: openai.AsyncOpenAI) -> tuple[Any, Any]:
+        asked = {"model": "scripted", "input": "Which?", "text_format": City, "max_output_tokens": 100}
+        whole = await client.responses.parse(**asked)
+        async with client.responses.stream(**asked) as stream:
+            return whole, await stream.get_final_response()
+
+    for response in ask('{"name":"Köln","people":1000000}', with_openai(parse)):
+        assert response.output_parsed == City(name="Köln", people=1_000_000)
+        assert response.text.format.schema_["required"] == ["name", "people"]
+
+
+@needs_forms
+def test_a_form_that_is_wrong_is_named_in_the_words_of_each_api():
+    async def refused(url: str) -> list[str]:
+        responses = {"input": "x", "text": {"format": {"type": "json_schema", "name": "two words", "schema": {}}}}
+        messages = {"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}
+        told = [
+            await post(url, "/v1/responses", responses),
+            await post(url, "/v1/messages", MESSAGES | messages | {"tools": []}),
+        ]
+        return [answer["error"]["message"].partition(":")[0].partition(" ")[0] for answer in told]
+
+    assert ask("{}", refused) == ["text.format.name", "output_config.format"]
 
 
 # -- messages

@@ -6,6 +6,7 @@ those of `SamplingParams`, which refuses them by name. What depends on the model
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
@@ -14,11 +15,21 @@ from pydantic_core import PydanticCustomError
 from ..stages.beams import BeamParams, refuse_sampling
 from ..stages.errors import Refused
 from ..stages.messages import ChatPrompt, Prompt
-from ..stages.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from ..stages.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
 from ..stages.structured import StructuredOutputs
 from .beams import beam_params, check_beams
 from .errors import ApiError, shorten
 from .prompts import read_prompts
+from .structured import field_of, structured_outputs
+from .told_prompts import Asked
 from .tools import MAX_TOOLS, CalledTool, NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
 
 MAX_MESSAGES = 4096
@@ -136,7 +147,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    best_of: int | None = None  # with use_beam_search: beams, of which the n best are returned
+    best_of: int | None = None  # answers, or with use_beam_search beams, of which the n best are returned
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: Any = None  # true, false or "never"
@@ -144,6 +155,13 @@ class GenerationBody(Body):
     stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: Annotated[list[int] | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
+    bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_bias_by_id)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -153,18 +171,24 @@ class GenerationBody(Body):
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
+    response_format: Any = None  # these and their shapes: structured.py
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
         """The sampler's view. `ApiError` names the field that is out of range, or has no meaning in a beam search."""
         if self.use_beam_search:
             model_defaults = SamplingParams(temperature=0.0)
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        given.update(self._own_params())
+        given.update({"structured_outputs": structured_outputs(self)} | self._own_params())
         for name in self.MODEL_DEFAULTS:
             if given[name] is None:
                 given[name] = getattr(model_defaults, name)
         chosen = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if name in chosen:
                 chosen[name] = tuple(chosen[name])
         try:
@@ -192,6 +216,8 @@ class GenerationBody(Body):
 
     def client_name(self, param: str | None) -> str | None:
         """What this endpoint calls a field of `SamplingParams` or `BeamParams`."""
+        if param == "structured_outputs":
+            return field_of(self)
         return ("n" if self.best_of is None else "best_of") if param == "width" else param
 
     def check(self) -> None:
@@ -199,9 +225,30 @@ class GenerationBody(Body):
             raise ApiError("invalid_value", "stream_options: only with stream = true", param="stream_options")
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise ApiError("invalid_value", f"{name} = {value}: must be at least 1", param=name)
+            if value is not None and value < self.least_max_tokens:
+                raise ApiError(
+                    "invalid_value", f"{name} = {value}: must be at least {self.least_max_tokens}", param=name
+                )
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError("invalid_value", "prompt_logprobs: not in a stream; leave one out", param="prompt_logprobs")
         check_beams(self)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether more answers are made than are returned."""
+        return False
+
+    @property
+    def least_max_tokens(self) -> int:
+        return 1
+
+    def asked_of_prompts(self) -> Asked:
+        """What the answer is to tell of its prompts."""
+        return Asked(
+            prompt_logprobs=self.prompt_logprobs is not None,
+            token_ids=bool(self.return_token_ids),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+        )
 
 
 class ChatBody(GenerationBody):
@@ -244,7 +291,8 @@ class ChatBody(GenerationBody):
         told: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             told["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none" or self.is_call_forced:  # a call in a given form has no room for thoughts
+        has_form = self.is_call_forced or structured_outputs(self) is not None
+        if self.reasoning_effort == "none" or has_form:  # an answer in a given form has no room for thoughts
             told["enable_thinking"] = told["thinking"] = False
         return told | (self.chat_template_kwargs or {})
 
@@ -290,9 +338,43 @@ class CompletionBody(GenerationBody):
 
     prompt: Any
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
 
     def _own_params(self) -> dict[str, Any]:
-        return {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        asked = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        if self.ranks:
+            asked |= {"n": self.best_of, "logprobs": self.logprobs or 0}
+        if self.echo and self.logprobs is not None:
+            asked["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return asked
+
+    def client_name(self, param: str | None) -> str | None:
+        if param == "prompt_logprobs" and self.prompt_logprobs is None:
+            return "logprobs"
+        if param == "n" and self.ranks:
+            return "best_of"
+        return super().client_name(param)
+
+    @property
+    def ranks(self) -> bool:
+        return not self.use_beam_search and self.best_of is not None and self.best_of > (self.n or 1)
+
+    @property
+    def least_max_tokens(self) -> int:
+        return 0 if self.echo or self.prompt_logprobs is not None else 1
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.stream and self.logprobs is not None and (self.n or 1) > 1:
+            message = "echo: with logprobs in a stream only for n = 1; leave one of them out"
+            raise ApiError("invalid_value", message, param="echo")
+
+    def asked_of_prompts(self) -> Asked:
+        asked = super().asked_of_prompts()
+        has_logprobs = self.logprobs is not None
+        return replace(
+            asked, echo=bool(self.echo), echo_logprobs=bool(self.echo) and has_logprobs, logprobs=has_logprobs
+        )
 
     def prompts(self) -> tuple[Prompt, ...]:
         """One prompt, or several."""

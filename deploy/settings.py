@@ -33,6 +33,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "load_format": "dummy: random weights, for benchmarks",
         "dtype": "of weights and activations; auto: the checkpoint's",
         "max_model_len": "tokens of prompt and answer together; none: the model's; auto: what fits",
+        "logprobs_mode": "raw: the model's own; processed: after penalties, bias, temperature and truncation",
         "generation_config": "whether sampling defaults come from the checkpoint",
         "chat_template": "text of a chat template that replaces the checkpoint's",
         "seed": "of requests that bring none, and of dummy weights",

@@ -16,10 +16,6 @@ def _asks_nothing(value: Any) -> bool:
     return value is None or value is False or value in ({}, [], "")
 
 
-def _is_text_format(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
-
-
 def _is_text_only(value: Any) -> bool:
     return value is None or value == ["text"]
 
@@ -33,26 +29,22 @@ _OFF_WHEN_EMPTY = (
     "functions",
     "audio",
     "echo",
-    "suffix",
-    "prompt_logprobs",
     "chat_template",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "bad_words",
-    "allowed_token_ids",
-    "truncate_prompt_tokens",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
     "cache_salt",
     "logits_processors",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
     "web_search_options",
 )
 
+# what more there is to say of some
+REASONS = {
+    "suffix": "this server does not fill in the middle; leave it out, or write the model's markers into the prompt",
+    "echo": "only on /v1/completions; leave it out",
+}
+
 UNSUPPORTED: dict[str, Harmless] = {
-    "response_format": _is_text_format,
+    "suffix": _asks_nothing,
     "modalities": _is_text_only,
     "tool_choice": _calls_nothing,
     "function_call": _calls_nothing,
@@ -67,6 +59,6 @@ def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str]) -> list[str]:
     """`unknown` without the fields that are merely not served. `ApiError` if one of those asks for something."""
     for name in unknown:
         if name in UNSUPPORTED and not UNSUPPORTED[name](raw[name]):
-            message = f"{name}: not supported by this server; {INSTEAD.get(name, 'leave it out')}"
+            message = f"{name}: {REASONS.get(name, 'not supported by this server; leave it out')}"
             raise ApiError("unsupported_parameter", message, param=name)
     return [name for name in unknown if name not in UNSUPPORTED]

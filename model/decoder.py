@@ -71,6 +71,11 @@ class Decoder:
 
         [L, V], float32 on a CPU and the model's dtype elsewhere.
         """
+        return self.logits(self.hidden(inputs, cache).index_select(0, inputs.logits_rows))
+
+    @torch.inference_mode()
+    def hidden(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """The layers' part of a step: what they make of each of its tokens, [T, hidden]."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
         residual = self.weights.embedding.index_select(0, inputs.input_ids)  # [T, hidden]
         for index, layer in enumerate(self.weights.layers):
@@ -78,7 +83,12 @@ class Decoder:
             residual = layer.output.add_to(residual, self._attention(index, layer, x, inputs, cache))
             x = kernels.rms_norm(residual, layer.post_norm, eps)
             residual = layer.down.add_to(residual, kernels.silu_mul(layer.gate_up.unrounded(x)))
-        x = kernels.rms_norm(residual.index_select(0, inputs.logits_rows), self.weights.final_norm, eps)  # [L, hidden]
+        return residual
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's part: logits [L, V] of some of those tokens, [L, hidden]."""
+        x = self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
         logits = self.weights.head.unrounded(x)
         return logits.float() if self.device.type == "cpu" else logits
 

@@ -16,14 +16,26 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .offline import LLM
     from .params import SamplingParams
+    from .processors import LogitsProcessor
     from .structured import StructuredOutputs
 
-__all__ = ["LLM", "Engine", "EngineConfig", "Pipeline", "SamplingParams", "Stage", "StructuredOutputs", "stage"]
+__all__ = [
+    "LLM",
+    "Engine",
+    "EngineConfig",
+    "LogitsProcessor",
+    "Pipeline",
+    "SamplingParams",
+    "Stage",
+    "StructuredOutputs",
+    "stage",
+]
 
 _HOMES = {
     "LLM": ".offline",
     "Engine": ".engine",
     "EngineConfig": ".config",
+    "LogitsProcessor": ".processors",
     "Pipeline": "..runtime.pipeline",
     "SamplingParams": ".params",
     "StructuredOutputs": ".structured",

@@ -24,6 +24,10 @@ class ModelEncoder:
         """Ids of a plain prompt, with the special tokens that the tokenizer puts around one."""
         return self.tokenizer.encode(_unicode(text, "prompt"))
 
+    def encode_words(self, text: str) -> list[int]:
+        """Ids of a text with no special tokens around it."""
+        return self.tokenizer.encode(_unicode(text, "bad_words"), add_special_tokens=False)
+
     def encode_chat(self, chat: ChatPrompt) -> list[int]:
         """Ids of the rendered template. What messages spell of special tokens stays text."""
         try:

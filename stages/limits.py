@@ -18,6 +18,7 @@ from .params import SamplingParams
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 512  # prompts x n
+MAX_LOGPROB_BYTES = 8 * 2**20  # of the prompts of a request, 8 for each token and each of its k likeliest
 MAX_CHARS_PER_TOKEN = 16  # of context: longer text is refused before it costs anything
 
 
@@ -55,10 +56,9 @@ class RequestLimits:
             raise Refused(
                 f"{len(request.prompts)} prompts x n = {params.n}: at most {MAX_SEQUENCES} choices a request", param="n"
             )
-        if params.max_tokens == 0:
-            raise Refused("max_tokens = 0: must be at least 1", param="max_tokens")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if params.thinking_budget is not None:
             self._check_ids("thinking_budget", params.thinking_budget.start_ids + params.thinking_budget.end_ids)
         for prompt in request.prompts:
@@ -80,6 +80,16 @@ class RequestLimits:
                 f"the context holds {limit} in all: shorten the prompt, or ask for at most {limit - num_prompt}"
             )
         return params
+
+    def check_prompts(self, params: SamplingParams, num_tokens: int) -> None:
+        """Raises `Refused` if prompts of so many tokens in all are too much to tell the log-probabilities of."""
+        if params.prompt_logprobs is None:
+            return
+        num_bytes = num_tokens * (params.prompt_logprobs + 1) * 8
+        if num_bytes > MAX_LOGPROB_BYTES:
+            k, most = params.prompt_logprobs, MAX_LOGPROB_BYTES // 8
+            message = f"prompt_logprobs = {k} of {num_tokens} prompt tokens: tokens x (k + 1) must be at most {most}"
+            raise Refused(f"{message}; ask for fewer, or send a shorter prompt", param="prompt_logprobs")
 
     def _check_ids(self, param: str, token_ids: Any) -> None:
         for token_id in token_ids:
@@ -108,7 +118,16 @@ class RequestLimits:
         if least < 0 or most >= self.vocab_size:
             wrong = least if least < 0 else most
             raise Refused(f"prompt holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}", param="prompt")
-        self.settle(params, len(token_ids))
+        self.settle(params, len(self.truncate(params, token_ids)))
+
+    def truncate(self, params: SamplingParams, token_ids: Ints) -> Ints:
+        """What `params` leave of a prompt, [P]."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most == -1:
+            most = max(1, self.max_model_len - max(1, params.max_tokens or 1))
+        return token_ids[-most:] if params.truncation_side == "left" else token_ids[:most]
 
 
 def estimated_tokens(request: Request, max_model_len: int) -> int:

@@ -16,6 +16,8 @@ from torch import Tensor
 from ..model.cache import KVCache
 from ..model.inputs import StepInputs
 from .messages import BlockCopy, Bools, Direction, Ints, StepGrant
+from .prompt_logits import LogitsWithPrompts
+from .prompt_runs import PromptRun, ScoredPrompts, rows_of
 
 Longs = NDArray[np.int64]
 
@@ -24,6 +26,8 @@ class Model(Protocol):
     """What a runner needs of a decoder."""
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
+    def hidden(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class ModelRunner:
@@ -53,16 +57,26 @@ class ModelRunner:
         self._device_tables = self._upload(self.tables)  # the same memory on a CPU
         self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
+        self._scored = ScoredPrompts(num_slots)
 
-    def forward(self, grant: StepGrant) -> Tensor:
-        """[L, V] logits of the grant's sampled rows, in their order; [0, 0] for a grant of copies alone."""
+    def forward(self, grant: StepGrant) -> Tensor | LogitsWithPrompts:
+        """[L, V] logits of the grant's sampled rows, in their order; [0, 0] for a grant of copies alone. With them, if
+        that was asked for, what the logits of prompt tokens are made of."""
         self._take_news(grant)
         with torch.inference_mode():
             for copy in grant.copies:
                 self._copy(copy)
             if not len(grant.slots):
                 return torch.zeros(0, 0, device=self.device)
-            return self.decoder.forward(self.inputs(grant), self.cache)
+            inputs = self.inputs(grant)
+            runs = self._scored.runs(grant)
+            return self._with_prompts(inputs, runs) if runs else self.decoder.forward(inputs, self.cache)
+
+    def _with_prompts(self, inputs: StepInputs, runs: tuple[PromptRun, ...]) -> LogitsWithPrompts:
+        hidden = self.decoder.hidden(inputs, self.cache)
+        sampled = self.decoder.logits(hidden.index_select(0, inputs.logits_rows))
+        wanted = hidden.index_select(0, self._upload(rows_of(runs)))
+        return LogitsWithPrompts(sampled, runs, wanted, self.decoder.logits, max_rows=len(self._known))
 
     def _copy(self, copy: BlockCopy) -> None:
         """In order with the steps: what earlier ones have written is there, and this one reads what is copied."""
@@ -79,6 +93,7 @@ class ModelRunner:
         for started in grant.started:
             self._known[started.slot] = started.token_ids.astype(np.int64)
             self._num_known[started.slot] = len(started.token_ids)
+            self._scored.start(started)
         if len(grant.table_slots):
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
             if self.device.type != "cpu":

@@ -82,7 +82,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         done = _done(tokens)
         out.send(done, port="feedback")  # first: the next step waits for it
         self._trace_done(done)
-        if len(tokens.slots) or tokens.started:
+        if len(tokens.slots) or tokens.started or tokens.prompt_logprobs:
             out.send(tokens)
 
     def _trace_done(self, done: StepDone) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from .messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
 from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from .thinking import ThinkingTable
+from .token_limits import TokenLimits
 
 MIN_TEMPERATURE = 1e-20  # so that a difference of logits over it is still a float32; draws the likeliest token
 NO_TOKEN = -1
@@ -55,6 +56,7 @@ class SamplingTable:
         self.biased_ids = np.empty((num_slots, MAX_LOGIT_BIAS), np.int32)
         self.bias = np.empty((num_slots, MAX_LOGIT_BIAS), np.float32)
         self.thinking = ThinkingTable(num_slots)
+        self.limits = TokenLimits(num_slots, vocab_size)
         # when to end
         self.limit = np.zeros(num_slots, np.int32)  # generated tokens
         self.min_tokens = np.zeros(num_slots, np.int32)
@@ -80,7 +82,9 @@ class SamplingTable:
         self.num_logprobs[slot] = params.logprobs or 0
         self._start_edits(started)
         self._start_ends(started)
-        is_edited = self.is_penalised[slot] or self.num_biased[slot] > 0 or params.min_tokens > 0
+        is_edited = (
+            self.limits.start(started) or self.is_penalised[slot] or self.num_biased[slot] > 0 or params.min_tokens > 0
+        )
         self.needs[slot] = (
             EDITS * is_edited
             + RANDOM * (not params.is_greedy)

@@ -28,12 +28,14 @@ from .messages import (
     FinishReason,
     Indices,
     Ints,
+    PromptLogprobs,
     Started,
     StepGrant,
     StepTokens,
     TopLogprobs,
 )
 from .params import SamplingParams
+from .prompt_runs import PromptRun, ScoredPrompts
 from .sequences import choice_seed
 
 Hashes = NDArray[np.uint64]
@@ -160,6 +162,7 @@ class ScriptedModel:
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._known: list[Ints] = [np.zeros(0, np.int32)] * num_slots
         self._written: list[Sequence[int]] = [()] * num_slots  # the answer, if it is scripted
+        self._scored = ScoredPrompts(num_slots)
         self._num_known = np.zeros(num_slots, np.int32)
         self._num_prompt = np.zeros(num_slots, np.int32)
         self._num_tokens = np.zeros(num_slots, np.int32)  # known and sampled
@@ -209,6 +212,7 @@ class ScriptedModel:
 
     def _start(self, started: Started) -> None:
         slot, params = started.slot, started.params
+        self._scored.start(started)
         token_ids, num_prompt = started.token_ids, started.num_prompt
         assert params.max_tokens is not None, "max_tokens is a number once the request is tokenized"
         seed = seed_of(params, started.seed)
@@ -285,6 +289,7 @@ class ScriptedModel:
             finishes=finishes,
             started=grant.started,
             logprobs=self._logprobs(slots, tokens),
+            prompt_logprobs=[_scores(run) for run in self._scored.runs(grant)],
         )
 
     def _check_contents(self, grant: StepGrant, contexts: Hashes) -> None:
@@ -328,6 +333,18 @@ class ScriptedModel:
                 ids = (int(tokens[row]), *others)[: params.logprobs]
                 found[row] = TopLogprobs(-0.5, 1, ids, tuple(-0.5 - rank for rank in range(len(ids))))
         return found
+
+
+def _scores(run: PromptRun) -> PromptLogprobs:
+    """Made up, and a function of position and token: -(token % 64) / 8 at even positions, less 1/16 at odd ones."""
+    scores = run.empty(VOCAB_SIZE)
+    at = np.arange(run.start, run.start + len(run))
+    scores.logprobs[:] = -(run.token_ids % 64) / 8 - (at % 2) / 16
+    scores.ranks[:] = 1
+    for rank in range(scores.top_ids.shape[1]):
+        scores.top_ids[:, rank] = (run.token_ids + rank) % VOCAB_SIZE
+        scores.top_logprobs[:, rank] = scores.logprobs - rank
+    return scores
 
 
 def _copied_out(grant: StepGrant) -> Ints:
@@ -509,6 +526,10 @@ class ByteTokenizer:
         elif chat.continue_final_message and ids:
             ids.pop()
         return ids
+
+    def encode_words(self, text: str) -> list[int]:
+        """As `encode_text`."""
+        return self.encode_text(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode_text`: there is nothing to add."""

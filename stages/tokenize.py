@@ -18,6 +18,7 @@ from ..runtime.stage import Context, Crash, Outlet, Stage
 from .errors import Failed, Refused, RequestError
 from .limits import RequestLimits
 from .messages import ChatPrompt, Ints, Prompt, Request, TokenRequest
+from .params import SamplingParams
 
 IDS_AT_ONCE = 16_384  # making an array of a list holds the interpreter: a quarter of a million ids at once, 15 ms
 SHORT_TEXT_CHARS = 200  # tokenized in place: a hop to a thread and back costs more than such a text does
@@ -33,6 +34,9 @@ class PromptEncoder(Protocol):
 
     def encode_chat(self, chat: ChatPrompt) -> Sequence[int]:
         """Token ids of the rendered chat template."""
+
+    def encode_words(self, text: str) -> Sequence[int]:
+        """Token ids of a text from the middle of another: with nothing before it."""
 
 
 class Tokenize(Stage[Request, TokenRequest]):
@@ -79,8 +83,9 @@ class Tokenize(Stage[Request, TokenRequest]):
 
     async def _carry(self, request: Request, out: Outlet[TokenRequest]) -> None:
         try:
-            prompts = await self._encode(request)
-            made = [self._token_request(request, p, token_ids) for p, token_ids in enumerate(prompts)]
+            prompts, params = await self._encode(request)
+            self.limits.check_prompts(params, sum(map(len, prompts)))
+            made = [self._token_request(request, params, p, token_ids) for p, token_ids in enumerate(prompts)]
         except Refused as error:
             out.fail(request, error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
@@ -93,22 +98,27 @@ class Tokenize(Stage[Request, TokenRequest]):
             for token_request in made:
                 out.send(token_request)
 
-    async def _encode(self, request: Request) -> list[Ints]:
+    async def _encode(self, request: Request) -> tuple[list[Ints], SamplingParams]:
+        """The prompts' token ids, and the request's params with all that takes a tokenizer done."""
         assert self._context is not None
         if self._context.env.fault("tokenizer.panic"):
             raise TokenizerPanic
-        if all(is_quick(prompt) for prompt in request.prompts):
-            return self._encode_all(request.prompts)
+        if all(is_quick(prompt) for prompt in request.prompts) and not request.params.bad_words:
+            return self._encode_all(request)
         if self._worker is None:
             self._worker = self._context.env.worker("tokenize", self.num_workers)
-        return await self._worker.submit(self._encode_all, request.prompts)
+        return await self._worker.submit(self._encode_all, request)
 
-    def _encode_all(self, prompts: Sequence[Prompt]) -> list[Ints]:
-        return [encode_prompt(self.encoder, self.limits, prompt) for prompt in prompts]
+    def _encode_all(self, request: Request) -> tuple[list[Ints], SamplingParams]:
+        params = with_bad_words(self.encoder, request.params)
+        prompts = [encode_prompt(self.encoder, self.limits, prompt) for prompt in request.prompts]
+        return [self.limits.truncate(params, token_ids) for token_ids in prompts], params
 
-    def _token_request(self, request: Request, prompt_index: int, token_ids: Ints) -> TokenRequest:
+    def _token_request(
+        self, request: Request, params: SamplingParams, prompt_index: int, token_ids: Ints
+    ) -> TokenRequest:
         assert self._context is not None
-        params = self.limits.settle(request.params, len(token_ids))
+        params = self.limits.settle(params, len(token_ids))
         if params.seed is None:
             params = replace(params, seed=self._context.env.random("tokenize.seed").getrandbits(63))
         return TokenRequest(
@@ -137,6 +147,21 @@ def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt)
     if int(made.max()) >= limits.vocab_size:
         raise ValueError(f"the tokenizer made token {made.max()}, the model knows {limits.vocab_size}")
     return made
+
+
+def with_bad_words(encoder: PromptEncoder, params: SamplingParams) -> SamplingParams:
+    """`params` with its bad words as runs of tokens: each as it is, and, where that spells the same number of tokens in
+    another way, behind a space."""
+    if not params.bad_words:
+        return params
+    runs = list(params.bad_words_token_ids)
+    for word in params.bad_words:
+        plain, spaced = (tuple(map(int, encoder.encode_words(space + word.lstrip()))) for space in ("", " "))
+        if plain:
+            runs.append(plain)
+        if spaced and len(spaced) == len(plain) and spaced[0] != plain[0]:
+            runs.append(spaced)
+    return replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(runs)))
 
 
 class TokenizerPanic(BaseException):

@@ -25,6 +25,8 @@ STAGE_FILES_WITH_TORCH = {
     "trials",
     "sampling",
     "logits",
+    "prompt_logits",
+    "token_limits",
     "loading",
     "measuring",
 }  # what execute, sample and a real start run

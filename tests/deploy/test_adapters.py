@@ -16,7 +16,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from millrace.deploy.bodies import ChatBody
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.stages.testing import scripted_engine
@@ -155,10 +154,6 @@ class City(BaseModel):
     people: int
 
 
-needs_forms = pytest.mark.skipif("response_format" not in ChatBody.model_fields, reason="chat takes no response_format")
-
-
-@needs_forms
 def test_the_clients_parse_helper_gets_what_it_asked_for():
     async def parse(client: openai.AsyncOpenAI) -> tuple[Any, Any]:
         asked = {"model": "scripted", "input": "Which?", "text_format": City, "max_output_tokens": 100}
@@ -171,7 +166,6 @@ def test_the_clients_parse_helper_gets_what_it_asked_for():
         assert response.text.format.schema_["required"] == ["name", "people"]
 
 
-@needs_forms
 def test_a_form_that_is_wrong_is_named_in_the_words_of_each_api():
     async def refused(url: str) -> list[str]:
         responses = {"input": "x", "text": {"format": {"type": "json_schema", "name": "two words", "schema": {}}}}

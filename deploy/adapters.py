@@ -40,6 +40,9 @@ EXTENSIONS = (
     "cache_salt",
 )
 
+# fields of chat that errors may speak of besides the one that is wrong
+TOLD_BESIDE = ("max_tokens", "structured_outputs.json", "structured_outputs")
+
 
 def extensions(raw: Mapping[str, Any], more: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a body, the fields that chat takes as they are, `more` among them; and the others."""
@@ -112,7 +115,7 @@ async def under_way(generation: Generation, answer_id: str, order: Order, name_o
 
 def in_own_words(error: ApiError, name_of: NameOf) -> ApiError:
     """The same error, of fields as `name_of` calls them. Changes `error` and returns it."""
-    for theirs in (error.param, "max_tokens"):  # that one is told of beside the field that is wrong
+    for theirs in (error.param, *TOLD_BESIDE):
         if theirs is not None:
             error.message = _replaced(error.message, theirs, name_of(theirs))
     error.param = None if error.param is None else name_of(error.param)

@@ -25,6 +25,7 @@ NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
     "structured_outputs": "output_config.format",
+    "structured_outputs.json": "output_config.format",
     "chat_template_kwargs": "thinking",
     "thinking_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",

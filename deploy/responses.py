@@ -80,9 +80,11 @@ class Responses:
         self.service.require_engine()
         history = self._history(asked.body.previous_response_id, owner)
         num_bytes = asked.num_bytes + sum(map(len, history))
-        if num_bytes > self.service.config.max_body_bytes:
-            limit = self.service.config.max_body_bytes
-            message = f"input and the {num_bytes} bytes with what it goes on from: at most {limit} are taken together"
+        limit = self.service.config.max_body_bytes
+        if history and num_bytes > limit:
+            message = (
+                f"previous_response_id: with all that it goes on from there are {num_bytes} bytes: at most {limit}"
+            )
             raise ApiError("context_length_exceeded", message, param="previous_response_id")
         make = partial(self._make_order, asked, owner, client_id, history)
         if num_bytes <= INLINE_BYTES and asked.body.truncation != "auto":
@@ -183,11 +185,12 @@ class Responses:
         stored = _stored(order, built)
         if order.body.stream:
             stored.events = []
+        self._open(order)
         if not self.store.put(stored):
+            self.service.close(order.id, "error")
             message = "there is no room to keep another response that is made in the background; wait for one"
             raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
         self.store.grow(stored, _framed(queued))
-        self._open(order)
         stored.task = asyncio.create_task(self._make(order, built, stored))
         self._tasks.add(stored.task)
         stored.task.add_done_callback(self._tasks.discard)

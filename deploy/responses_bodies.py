@@ -47,6 +47,7 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "structured_outputs": "text.format",
+    "structured_outputs.json": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 

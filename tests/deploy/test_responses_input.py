@@ -191,6 +191,43 @@ def test_a_wrong_value_names_its_field(field, value):
     assert (refused.value.status, refused.value.param.partition(".")[0].partition("[")[0]) == (400, field)
 
 
+def test_fields_have_their_counterparts_in_chat():
+    tool = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    schema = {"name": "n", "schema": {"type": "object"}, "strict": True}
+    asked = {
+        "input": "hi",
+        "instructions": "be brief",
+        "max_output_tokens": 5,
+        "top_p": 0.5,
+        "top_logprobs": 2,
+        "tools": [{"type": "function", **tool}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "max"},
+        "text": {"format": {"type": "json_schema", **schema}},
+        "user": "u",
+        "seed": 3,
+        "stop": ["x"],
+    }
+    body, passed, _ = read_responses_body(asked, True)
+    chat = body.chat([USER]) | passed
+    assert {name: value for name, value in chat.items() if value is not None} == {
+        "messages": [{"role": "system", "content": "be brief"}, USER],
+        "max_completion_tokens": 5,
+        "top_p": 0.5,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "tools": [{"type": "function", "function": tool}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": False,
+        "reasoning_effort": "xhigh",
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "user": "u",
+        "seed": 3,
+        "stop": ["x"],
+    }
+
+
 def test_nobody_knows_a_response_that_is_made_in_the_background_and_not_stored():
     with pytest.raises(ApiError, match="store") as refused:
         read_responses_body({"input": "hi", "background": True, "store": False}, False)

@@ -35,6 +35,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_model_len": "tokens of prompt and answer together; none: the model's; auto: what fits",
         "generation_config": "whether sampling defaults come from the checkpoint",
         "chat_template": "text of a chat template that replaces the checkpoint's",
+        "pooling": "positions that embeddings are made of; auto: as the checkpoint says, or the last of a decoder",
         "seed": "of requests that bring none, and of dummy weights",
     },
     "device": {

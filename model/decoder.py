@@ -71,6 +71,11 @@ class Decoder:
 
         [L, V], float32 on a CPU and the model's dtype elsewhere.
         """
+        return self.logits(self.hidden_states(inputs, cache), inputs.logits_rows)
+
+    @torch.inference_mode()
+    def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """The first half of `forward`: what the last layer gives for each token, [T, hidden], before the last norm."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
         residual = self.weights.embedding.index_select(0, inputs.input_ids)  # [T, hidden]
         for index, layer in enumerate(self.weights.layers):
@@ -78,9 +83,18 @@ class Decoder:
             residual = layer.output.add_to(residual, self._attention(index, layer, x, inputs, cache))
             x = kernels.rms_norm(residual, layer.post_norm, eps)
             residual = layer.down.add_to(residual, kernels.silu_mul(layer.gate_up.unrounded(x)))
-        x = kernels.rms_norm(residual.index_select(0, inputs.logits_rows), self.weights.final_norm, eps)  # [L, hidden]
-        logits = self.weights.head.unrounded(x)
+        return residual
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The second half: logits of the tokens `rows` [L] i64, as `forward` returns them."""
+        logits = self.weights.head.unrounded(self.normed(hidden, rows))
         return logits.float() if self.device.type == "cpu" else logits
+
+    @torch.inference_mode()
+    def normed(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The last hidden states of the tokens `rows` [L] i64, as embeddings are made of them: [L, hidden]."""
+        return self.kernels.rms_norm(hidden.index_select(0, rows), self.weights.final_norm, self.config.rms_norm_eps)
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Queries, keys and values of x, the cache written, and what the queries see, [T, H * D]."""

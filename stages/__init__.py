@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .offline import LLM
     from .params import SamplingParams
+    from .pooling import PoolingParams
 
-__all__ = ["LLM", "Engine", "EngineConfig", "Pipeline", "SamplingParams", "Stage", "stage"]
+__all__ = ["LLM", "Engine", "EngineConfig", "Pipeline", "PoolingParams", "SamplingParams", "Stage", "stage"]
 
 _HOMES = {
     "LLM": ".offline",
     "Engine": ".engine",
     "EngineConfig": ".config",
     "Pipeline": "..runtime.pipeline",
+    "PoolingParams": ".pooling",
     "SamplingParams": ".params",
     "Stage": "..runtime.stage",
     "stage": "..runtime.stage",

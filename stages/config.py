@@ -25,6 +25,7 @@ class EngineConfig:
     max_model_len: int | Literal["auto"] | None = None  # tokens, prompt and answer; None: the model's; auto: what fits
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
     chat_template: str | None = None  # text of a template that replaces the checkpoint's
+    pooling: Literal["auto", "last", "mean", "cls"] = "auto"  # of embeddings; auto: as the checkpoint says
     seed: int = 0  # of random weights, and of requests that bring none
 
     # where it runs

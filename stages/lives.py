@@ -64,6 +64,7 @@ class Lives:
         num_prompt = len(request.token_ids)
         room = max_model_len - num_prompt
         answer = room if params.max_tokens is None else min(params.max_tokens, room)
+        answer = answer if request.pooling is None else 1
         for choice in range(params.n):
             sequence_id = request.first_sequence_id + choice
             if sequence_id in self.sequences:
@@ -79,6 +80,7 @@ class Lives:
                 request.priority,
                 request.cache_salt,
                 request.arrival_s,
+                request.pooling,
             )
             self.sequences[sequence_id] = sequence
             self.policy.on_add(sequence)

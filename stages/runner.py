@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..model.cache import KVCache
 from ..model.inputs import StepInputs
-from .messages import BlockCopy, Bools, Direction, Ints, StepGrant
+from .messages import BlockCopy, Bools, Direction, Indices, Ints, StepGrant
+from .pooler import Pooler
 
 Longs = NDArray[np.int64]
 
@@ -24,6 +25,9 @@ class Model(Protocol):
     """What a runner needs of a decoder."""
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
+    def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
+    def normed(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
 
 
 class ModelRunner:
@@ -31,7 +35,7 @@ class ModelRunner:
 
     `last_tokens` [num_slots] i64 on the device is shared with the sampler, which writes each slot's newest token there;
     a decoding row takes its input from it. What else a row is to compute, its prompt and after a preemption what it had
-    generated, comes with `Started`.
+    generated, comes with `Started`. So is the `pooler`, which makes vectors of the hidden states of pooled sequences.
     """
 
     def __init__(
@@ -41,12 +45,14 @@ class ModelRunner:
         last_tokens: Tensor,
         max_blocks_per_slot: int,
         num_host_blocks: int = 0,
+        pooler: Pooler | None = None,
     ) -> None:
         num_slots = len(last_tokens)
         self.decoder = decoder
         self.cache = cache
         self.host_blocks = cache.make_host_blocks(num_host_blocks) if num_host_blocks else None
         self.last_tokens = last_tokens
+        self.pooler = pooler
         self.device = last_tokens.device
         self.block_size = cache.block_size
         self.tables: Ints = np.zeros((num_slots, max_blocks_per_slot), np.int32)  # block ids in token order
@@ -55,14 +61,27 @@ class ModelRunner:
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
 
     def forward(self, grant: StepGrant) -> Tensor:
-        """[L, V] logits of the grant's sampled rows, in their order; [0, 0] for a grant of copies alone."""
+        """[L, V] logits of the grant's sampled rows, in their order, but for pooled sequences: the pooler has what
+        becomes of those. [0, 0] for a grant of copies alone."""
         self._take_news(grant)
         with torch.inference_mode():
             for copy in grant.copies:
                 self._copy(copy)
             if not len(grant.slots):
                 return torch.zeros(0, 0, device=self.device)
+            if self.pooler is not None and self.pooler.num_pooled:
+                return self._forward_pooled(grant, self.pooler)
             return self.decoder.forward(self.inputs(grant), self.cache)
+
+    def _forward_pooled(self, grant: StepGrant, pooler: Pooler) -> Tensor:
+        """A step that may have rows of which no logits are wanted, but hidden states."""
+        inputs = self.inputs(grant)
+        hidden = self.decoder.hidden_states(inputs, self.cache)
+        tokens, slots = pooler.tokens_of_interest(grant, _offsets(grant))
+        if len(tokens):
+            pooler.add(slots, self.decoder.normed(hidden, self._upload(tokens)))
+        is_generated = self._upload(~pooler.is_pooled[grant.slots[grant.is_sampled]])
+        return self.decoder.logits(hidden, inputs.logits_rows[is_generated])
 
     def _copy(self, copy: BlockCopy) -> None:
         """In order with the steps: what earlier ones have written is there, and this one reads what is copied."""
@@ -79,6 +98,8 @@ class ModelRunner:
         for started in grant.started:
             self._known[started.slot] = started.token_ids.astype(np.int64)
             self._num_known[started.slot] = len(started.token_ids)
+            if self.pooler is not None:
+                self.pooler.start(started)
         if len(grant.table_slots):
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
             if self.device.type != "cpu":
@@ -166,3 +187,12 @@ class ModelRunner:
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+def _offsets(grant: StepGrant) -> Indices:
+    """[R] where each row's first token is in the step, in which rows with one token come first."""
+    counts = grant.num_tokens.astype(np.intp)
+    order = np.argsort(counts != 1, kind="stable")
+    offsets = np.empty_like(order)
+    offsets[order] = np.cumsum(counts[order]) - counts[order]
+    return offsets

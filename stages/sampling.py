@@ -14,8 +14,9 @@ from torch import Tensor
 
 from . import logits as maths
 from .logits import Blocks, Drawing
-from .messages import Bools, FinishReason, Indices, Ints, StepGrant, StepTokens, TopLogprobs
-from .sampling_table import EDITS, ENDED, LOGPROBS, RANDOM, SamplingTable
+from .messages import Bools, FinishReason, Indices, Ints, Pooled, StepGrant, StepTokens, TopLogprobs
+from .pooler import Pooler
+from .sampling_table import EDITS, ENDED, LOGPROBS, POOLED, RANDOM, SamplingTable
 
 Longs = NDArray[np.int64]
 
@@ -33,17 +34,26 @@ class Sampler:
 
     A sequence that has ended is still in the steps that were in flight then (a deferred stop). Such rows appear in
     neither slots nor tokens of those steps, until `Started` gives their slot to somebody.
+
+    Of pooled sequences there are no logits: the `pooler`, which the runner shares, has a vector when they have ended.
     """
 
     def __init__(
-        self, last_tokens: Tensor, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int] = ()
+        self,
+        last_tokens: Tensor,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int] = (),
+        pooler: Pooler | None = None,
     ) -> None:
         self.last_tokens = last_tokens
+        self.pooler = pooler
         self._last_on_host = last_tokens.numpy() if last_tokens.device.type == "cpu" else None  # the same memory
         self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
 
     def sample(self, grant: StepGrant, logits: Tensor) -> StepTokens:
-        """One token for each sampled row of the grant whose sequence goes on. `logits` [L, V] may be changed.
+        """One token for each sampled row of the grant whose sequence goes on, and what was made of those that are
+        pooled. `logits` [L, V], of the others, may be changed.
 
         A row without a finite maximum (a NaN, an infinity, or nothing that is allowed) ends with `FinishReason.ERROR`
         and token 0, which means nothing. Every id is in [0, V).
@@ -52,13 +62,21 @@ class Sampler:
             self.table.start(started)
         slots = grant.slots[grant.is_sampled]
         needs = self.table.needs[slots]
+        pooled: dict[int, Pooled] = {}
+        if _any(needs, POOLED):
+            assert self.pooler is not None, "a pooled sequence, and no pooler"
+            is_pooled = needs & POOLED != 0
+            pooled = self.pooler.take(slots[is_pooled])
+            slots, needs = slots[~is_pooled], needs[~is_pooled]
         if _any(needs, ENDED):
             alive = np.flatnonzero(needs & ENDED == 0)
             slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
         with torch.inference_mode():
-            return self._sample(grant, slots, needs, logits)
+            return self._sample(grant, slots, needs, logits, pooled)
 
-    def _sample(self, grant: StepGrant, slots: Indices, needs: NDArray[np.uint8], logits: Tensor) -> StepTokens:
+    def _sample(
+        self, grant: StepGrant, slots: Indices, needs: NDArray[np.uint8], logits: Tensor, pooled: dict[int, Pooled]
+    ) -> StepTokens:
         table = self.table
         places = table.num_generated[slots]
         asked = np.flatnonzero(needs & LOGPROBS) if _any(needs, LOGPROBS) else NO_ROWS
@@ -78,6 +96,7 @@ class Sampler:
             finishes=finishes,
             started=grant.started,
             logprobs={} if raw is None else self._logprobs(raw, asked, slots, token_ids, finishes),
+            pooled=pooled,
         )
 
     def _note_last(self, slots: Indices, token_ids: Longs) -> None:

@@ -17,7 +17,7 @@ MIN_TEMPERATURE = 1e-20  # so that a difference of logits over it is still a flo
 NO_TOKEN = -1
 
 # what a row needs beyond the likeliest token; bits, so that one look at a step's rows tells what none of them needs
-ENDED, EDITS, RANDOM, LOGPROBS = 1, 2, 4, 8
+ENDED, EDITS, RANDOM, LOGPROBS, POOLED = 1, 2, 4, 8, 16
 
 
 class SamplingTable:
@@ -81,6 +81,8 @@ class SamplingTable:
         self.needs[slot] = (
             EDITS * is_edited + RANDOM * (not params.is_greedy) + LOGPROBS * (params.logprobs is not None)
         )
+        if started.pooling is not None:
+            self.needs[slot] = POOLED
 
     def _start_edits(self, started: Started) -> None:
         slot, params = started.slot, started.params

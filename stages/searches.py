@@ -98,7 +98,7 @@ class Searches:
 
     async def _search(self, request: Request, index: int, beams: BeamParams) -> _Found:
         prompt = await self._encode(request.prompts[index])
-        params = self.limits.settle(request.params, len(prompt))
+        params = self.limits.settle(request, len(prompt))
         assert params.max_tokens is not None
         end_ids = self._end_ids(params)
         search = BeamSearch(

@@ -100,7 +100,7 @@ class Generation:
 
         order = await read(request, self.service.config, self._threads, make)
         if order.ignored:
-            log.debug("request.fields_ignored", fields=_listed(order.ignored))
+            log.debug("request.fields_ignored", fields=listed(order.ignored))
         return order
 
     async def _submit(self, answer_id: str, order: Order) -> RequestOutbox:
@@ -208,9 +208,9 @@ def _in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: 
 
 
 def _headers(order: Order) -> dict[str, str]:
-    return {"X-Ignored-Fields": _listed(order.ignored)} if order.ignored else {}
+    return {"X-Ignored-Fields": listed(order.ignored)} if order.ignored else {}
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Field names as a header may hold them: the first 32, each cut, and without what does not belong there."""
     return ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:32])

@@ -14,6 +14,7 @@ from aiohttp import web
 from ..stages.messages import ChatPrompt
 from .bodies import DetokenizeBody, TokenizeBody
 from .connections import error_response
+from .embeddings import Embeddings
 from .errors import ApiError, shorten
 from .generation import Generation
 from .information import server_info
@@ -32,6 +33,7 @@ class Routes:
         self._metrics = metrics
         self._threads = threads
         self._generation = Generation(service, threads)
+        self._embeddings = Embeddings(service, threads)
 
     @property
     def public(self) -> frozenset[Any]:
@@ -40,7 +42,7 @@ class Routes:
 
     def table(self) -> list[web.RouteDef]:
         """All routes."""
-        generation = self._generation
+        generation, embeddings = self._generation, self._embeddings
         return [
             web.get("/health", self.ready),
             web.get("/health/live", self.live),
@@ -52,6 +54,12 @@ class Routes:
             web.get("/v1/models/{id:.+}", self.model),
             web.post("/v1/chat/completions", generation.chat, expect_handler=expect),
             web.post("/v1/completions", generation.completions, expect_handler=expect),
+            web.post("/v1/embeddings", embeddings.embeddings, expect_handler=expect),
+            *(web.post(path, embeddings.score, expect_handler=expect) for path in ("/score", "/v1/score")),
+            *(
+                web.post(path, embeddings.rerank, expect_handler=expect)
+                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            ),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:.+}", self.abort),

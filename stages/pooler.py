@@ -62,8 +62,6 @@ class Pooler:
 
     def take(self, slots: Indices) -> dict[int, Pooled]:
         """By slot, what became of the sequences in `slots` [P], whose prompts are computed. They are over."""
-        if not len(slots):
-            return {}
         vectors = self.sums[torch.from_numpy(slots).to(self._device)].cpu().numpy()
         pooled = {}
         for slot, vector in zip(slots.tolist(), vectors, strict=True):

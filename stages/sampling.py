@@ -63,12 +63,10 @@ class Sampler:
         slots = grant.slots[grant.is_sampled]
         needs = self.table.needs[slots]
         pooled: dict[int, Pooled] = {}
-        if _any(needs, POOLED):
-            assert self.pooler is not None, "a pooled sequence, and no pooler"
+        if _any(needs, ENDED | POOLED):
             is_pooled = needs & POOLED != 0
-            pooled = self.pooler.take(slots[is_pooled])
+            pooled = self._pool(slots[is_pooled])
             slots, needs = slots[~is_pooled], needs[~is_pooled]
-        if _any(needs, ENDED):
             alive = np.flatnonzero(needs & ENDED == 0)
             slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
         with torch.inference_mode():
@@ -98,6 +96,12 @@ class Sampler:
             logprobs={} if raw is None else self._logprobs(raw, asked, slots, token_ids, finishes),
             pooled=pooled,
         )
+
+    def _pool(self, slots: Indices) -> dict[int, Pooled]:
+        if not len(slots):
+            return {}
+        assert self.pooler is not None, "a pooled sequence, and no pooler"
+        return self.pooler.take(slots)
 
     def _note_last(self, slots: Indices, token_ids: Longs) -> None:
         if self._last_on_host is not None:

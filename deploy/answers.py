@@ -1,6 +1,6 @@
 """What clients get back: the shapes of chat and completions, whole and in chunks, with logprobs and usage.
 
-Knows JSON and the event stream's framing. Refuses to know sockets and the engine.
+Knows JSON. Refuses to know how a chunk is framed on its way, sockets and the engine.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
-from .errors import ApiError
-
 if TYPE_CHECKING:
     from ..stages.messages import TokenLogprobs
     from ..stages.outputs import Delta
 
-DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
@@ -67,8 +64,8 @@ class Answer:
         self.has_running_usage = has_running_usage
         self._common = {"id": answer_id, "created": created, "model": model}
         shared = {"id": answer_id, "object": self.CHUNK, "created": created, "model": model}
-        self._head = b"data: " + orjson.dumps(shared)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+        self._head = orjson.dumps(shared)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}' if has_usage else b"]}"
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -82,23 +79,23 @@ class Answer:
             "system_fingerprint": None,
         }
 
-    def opening(self, num_choices: int) -> bytes:
-        """The events before any text."""
-        return b""
+    def opening(self, num_choices: int) -> list[bytes]:
+        """The chunks before any text."""
+        return []
 
     def chunk(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> bytes:
-        """The event of one piece of one choice; empty if there is nothing to tell yet (half a character)."""
+        """The chunk of one piece of one choice; empty if there is nothing to tell yet (half a character)."""
         if not (delta.text or delta.finish_reason or delta.logprobs or running_usage is not None):
             return b""
-        return self._event(self._chunk_choice(choice, delta), running_usage)
+        return self._encoded(self._chunk_choice(choice, delta), running_usage)
 
-    def usage_event(self, usage: dict[str, Any]) -> bytes:
-        """The extra event at the end of a stream that was asked for usage."""
-        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """The extra chunk at the end of a stream that was asked for usage."""
+        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}"
 
-    def _event(self, choice: dict[str, Any], running_usage: dict[str, Any] | None = None) -> bytes:
+    def _encoded(self, choice: dict[str, Any], running_usage: dict[str, Any] | None = None) -> bytes:
         if running_usage is not None:
-            return self._head + orjson.dumps(choice) + b'],"usage":' + orjson.dumps(running_usage) + b"}\n\n"
+            return self._head + orjson.dumps(choice) + b'],"usage":' + orjson.dumps(running_usage) + b"}"
         return self._head + orjson.dumps(choice) + self._tail
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -115,9 +112,9 @@ class ChatAnswer(Answer):
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def opening(self, num_choices: int) -> bytes:
+    def opening(self, num_choices: int) -> list[bytes]:
         delta = {"role": "assistant", "content": ""}
-        return b"".join(self._event(_ending(index, {"delta": delta}, None, None, None)) for index in range(num_choices))
+        return [self._encoded(_ending(index, {"delta": delta}, None, None, None)) for index in range(num_choices)]
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(choice.texts)}
@@ -171,11 +168,6 @@ def completion_logprobs(choice: Choice, tokens: Sequence[TokenLogprobs]) -> dict
         shape["text_offset"].append(choice.num_chars)
         choice.num_chars += len(token.token)
     return shape
-
-
-def error_event(error: ApiError) -> bytes:
-    """An error after the stream has begun; `DONE` follows it."""
-    return b"data: " + orjson.dumps(error.body()) + b"\n\n"
 
 
 def _ending(

@@ -8,6 +8,15 @@ from typing import Literal
 
 from ..stages.errors import ConfigError
 
+_PATIENCE = (
+    "header_timeout_s",
+    "body_timeout_s",
+    "keep_alive_s",
+    "stalled_reader_s",
+    "ws_ping_interval_s",
+    "ws_resume_window_s",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -37,6 +46,12 @@ class ServerConfig:
     stalled_reader_s: float = 30.0  # for a client that does not read what it asked for
     shutdown_timeout_s: float = 30.0  # for requests under way when the server is told to stop
 
+    # WebSockets
+    ws_max_sockets: int = 1024
+    ws_max_streams: int = 512  # requests under way on one socket
+    ws_ping_interval_s: float = 20.0  # of silence, before a client is asked whether it is there; it has half as long
+    ws_resume_window_s: float = 30.0  # for the client of a cut socket to come back to what it may resume
+
     # what it says
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -44,12 +59,19 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port}: must be from 0 (any free one) to 65535")
-        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "stalled_reader_s"):
+        for name in (
+            "header_timeout_s",
+            "body_timeout_s",
+            "keep_alive_s",
+            "stalled_reader_s",
+            "ws_ping_interval_s",
+            "ws_resume_window_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0 seconds")
         if self.shutdown_timeout_s < 0:
             raise ConfigError(f"shutdown_timeout_s = {self.shutdown_timeout_s}: must be at least 0 seconds")
-        for name in ("max_body_bytes", "max_connections"):
+        for name in ("max_body_bytes", "max_connections", "ws_max_sockets", "ws_max_streams"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
         for name in ("api_key", "admin_key"):

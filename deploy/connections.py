@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from .errors import ApiError
+from .sockets.frames import FrameGuard
 
 MAX_HEADER_LINE = 8 * 1024
 MAX_HEADER_BLOCK = 16 * 1024
@@ -26,13 +27,24 @@ LINGER_S = 1.0  # of reading on after an early answer, so that the client gets t
 class Connection(web.RequestHandler):
     """aiohttp's connection, with a bound on what may come before the end of the headers, in bytes and in time."""
 
-    __slots__ = ("_header_bytes", "_header_timeout_s", "_header_timer")
+    __slots__ = ("_frame_guard", "_header_bytes", "_header_timeout_s", "_header_timer")
 
     def __init__(self, manager: web.Server, *, header_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
+        self._frame_guard: FrameGuard | None = None
+
+    def guard_frames(self, guard: FrameGuard) -> None:
+        """A WebSocket is about to begin: its frames pass `guard` before aiohttp reads them."""
+        self._frame_guard = guard
+
+    def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
+        """aiohttp says who reads the bytes from now on."""
+        if self._frame_guard is not None:
+            self._frame_guard.reader, parser = parser, self._frame_guard
+        super().set_parser(parser, data_received_cb)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if hasattr(transport, "max_size"):  # asyncio's own transports have it, uvloop's do not

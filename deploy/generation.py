@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,18 +20,18 @@ from ..runtime.log import get_logger
 from ..stages.beams import BeamParams
 from ..stages.messages import Prompt, Request
 from ..stages.params import SamplingParams
-from .answers import DONE, Answer, ChatAnswer, Choice, CompletionAnswer, error_event, usage
+from .answers import Answer, ChatAnswer, Choice, CompletionAnswer, usage
 from .bodies import ChatBody, CompletionBody
+from .chunks import Chunks
 from .errors import ApiError, describe, unforeseen
 from .middleware import OWNER, REQUEST_ID, settled_id
 from .reading import read
 from .service import Service
-from .streams import EventStream
+from .streams import DONE, EventStream
 from .validation import read_body
 
 if TYPE_CHECKING:
     from ..stages.outbox import RequestOutbox
-    from ..stages.outputs import Delta
 
 log = get_logger("millrace.deploy")
 
@@ -60,11 +60,11 @@ class Generation:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
-        return await self._generate(request, ChatBody, ChatAnswer)
+        return await self._generate(request, *ENDPOINTS["chat"])
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`."""
-        return await self._generate(request, CompletionBody, CompletionAnswer)
+        return await self._generate(request, *ENDPOINTS["completions"])
 
     async def _generate(
         self, request: web.Request, kind: type[ChatBody] | type[CompletionBody], shape: type[Answer]
@@ -75,8 +75,8 @@ class Generation:
         answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
         try:
-            outbox = await self._submit(answer_id, order)
-            answer = self._answer(shape, answer_id, order)
+            outbox = await self.submit(answer_id, order)
+            answer = self.answer(shape, answer_id, order)
             if order.body.stream:
                 return await self._stream(request, order, answer, outbox)
             return await self._whole(request, order, answer, outbox)
@@ -84,26 +84,26 @@ class Generation:
             raise
         except Exception as error:
             cause = "error"
-            raise _in_terms_of(order.body, error, request[REQUEST_ID]) from error
+            raise in_terms_of(order.body, error, request[REQUEST_ID]) from error
         finally:
             self.service.close(answer_id, cause)
 
     async def _take_order(self, request: web.Request, kind: type[ChatBody] | type[CompletionBody]) -> Order:
-        engine = self.service.require_engine()
-        defaults = engine.info.default_params
-        strict_fields = self.service.config.strict_fields
-
-        def make(raw: Mapping[str, Any]) -> Order:
-            body, ignored = read_body(kind, raw, strict_fields)
-            self.service.require_model(body.model)
-            return Order(body, ignored, body.prompts(), body.sampling_params(defaults), body.beam_params())
-
-        order = await read(request, self.service.config, self._threads, make)
+        self.service.require_engine()
+        order = await read(request, self.service.config, self._threads, lambda raw: self.order(kind, raw))
         if order.ignored:
             log.debug("request.fields_ignored", fields=listed(order.ignored))
         return order
 
-    async def _submit(self, answer_id: str, order: Order) -> RequestOutbox:
+    def order(self, kind: type[ChatBody] | type[CompletionBody], raw: Mapping[str, Any]) -> Order:
+        """What a body asks for. `ApiError` says what is wrong with it. May be called in a thread."""
+        defaults = self.service.require_engine().info.default_params
+        body, ignored = read_body(kind, raw, self.service.config.strict_fields)
+        self.service.require_model(body.model)
+        return Order(body, ignored, body.prompts(), body.sampling_params(defaults), body.beam_params())
+
+    async def submit(self, answer_id: str, order: Order) -> RequestOutbox:
+        """Sends an order to the engine, which answers it under an id that `Service.open` gave."""
         asked = Request(
             answer_id,
             order.prompts,
@@ -117,7 +117,8 @@ class Generation:
         # a burst waits its turn at the door for microseconds; who may stay is for admission to say, behind it
         return await self.service.require_engine().submit(asked, wait=True)
 
-    def _answer(self, shape: type[Answer], answer_id: str, order: Order) -> Answer:
+    def answer(self, shape: type[Answer], answer_id: str, order: Order) -> Answer:
+        """The shape of the answer to an order."""
         options = order.body.stream_options
         forced = self.service.config.enable_force_include_usage
         return shape(
@@ -135,7 +136,7 @@ class Generation:
         async for deltas in outbox:
             for delta in deltas:
                 choices[delta.index].add(delta, keep=True)
-        body = orjson.dumps(answer.whole(choices, _usage(outbox, choices)))
+        body = orjson.dumps(answer.whole(choices, usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)))
         return web.Response(body=body, content_type="application/json", headers=_headers(order))
 
     async def _stream(
@@ -143,14 +144,20 @@ class Generation:
     ) -> web.StreamResponse:
         """The answer as events. Nothing is sent before the first piece is there, so that what goes wrong before it
         still has a status of its own."""
-        pieces = aiter(outbox)
-        first: list[Delta] = await anext(pieces, [])
+        chunks = Chunks(answer, outbox, order.num_choices)
+        first = await anext(chunks)
         stream = EventStream(request, self.service.config.stalled_reader_s, _headers(order))
         try:
             async with stream:
-                await stream.send(answer.opening(order.num_choices))
-                await self._send_pieces(stream, answer, outbox, first, pieces, order.num_choices)
-                await stream.send(DONE)
+                await stream.send(first)
+                try:
+                    async for bodies in chunks:
+                        await stream.send(bodies)
+                except ConnectionError:
+                    raise
+                except Exception as error:
+                    await stream.send([orjson.dumps(told(error, answer.id).body())])
+                await stream.send([DONE])
                 return await stream.finish()
         except ConnectionError:
             raise asyncio.CancelledError from None  # gone, as a handler hears it otherwise
@@ -158,47 +165,22 @@ class Generation:
             if stream.has_stalled:
                 self.service.close(answer.id, "stalled_reader")
 
-    async def _send_pieces(
-        self,
-        stream: EventStream,
-        answer: Answer,
-        outbox: RequestOutbox,
-        first: list[Delta],
-        pieces: AsyncIterator[list[Delta]],
-        num_choices: int,
-    ) -> None:
-        choices = [Choice(index) for index in range(num_choices)]
-        try:
-            await stream.send(_events(answer, outbox, choices, first))
-            async for deltas in pieces:
-                if events := _events(answer, outbox, choices, deltas):
-                    await stream.send(events)
-            if answer.has_usage:
-                await stream.send(answer.usage_event(_usage(outbox, choices)))
-        except ConnectionError:
-            raise
-        except Exception as error:
-            known = describe(error)
-            if known is None:
-                log.error("request.failed", error=type(error).__name__, exc_info=error)
-            await stream.send(error_event(known or unforeseen(answer.id)))
+
+ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
+    "chat": (ChatBody, ChatAnswer),
+    "completions": (CompletionBody, CompletionAnswer),
+}
 
 
-def _events(answer: Answer, outbox: RequestOutbox, choices: Sequence[Choice], deltas: Sequence[Delta]) -> bytes:
-    events = []
-    for delta in deltas:
-        choice = choices[delta.index]
-        choice.add(delta, keep=False)
-        running = _usage(outbox, choices) if answer.has_running_usage else None
-        events.append(answer.chunk(choice, delta, running))
-    return b"".join(events)
+def told(error: Exception, answer_id: str) -> ApiError:
+    """What the client of a stream is told of its end; in the log too, if nobody foresaw it."""
+    known = describe(error)
+    if known is None:
+        log.error("request.failed", error=type(error).__name__, exc_info=error)
+    return known or unforeseen(answer_id)
 
 
-def _usage(outbox: RequestOutbox, choices: Sequence[Choice]) -> dict[str, Any]:
-    return usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)
-
-
-def _in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: str) -> Exception:
+def in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: str) -> Exception:
     """The error in the client's words: intake calls a chat's messages the prompt, and max_tokens by its older name."""
     known = describe(error)
     if known is None:

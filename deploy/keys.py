@@ -11,6 +11,7 @@ from aiohttp import web
 from .errors import ApiError
 
 MAX_KEY_CHARS = 4096
+KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
 
 class Keys:
@@ -39,7 +40,7 @@ class Keys:
 
 def _presented(request: web.BaseRequest, kind: str) -> str:
     bearers = request.headers.getall("Authorization", [])
-    others = request.headers.getall("x-api-key", [])
+    others = request.headers.getall("x-api-key", []) + _subprotocols(request)
     if not bearers and not others:
         raise ApiError("invalid_api_key", f"an {kind} is needed: send `Authorization: Bearer KEY` or `x-api-key`")
     if len(bearers) > 1 or len(others) > 1:
@@ -48,6 +49,12 @@ def _presented(request: web.BaseRequest, kind: str) -> str:
     if scheme.lower() != "bearer" or len(key) > MAX_KEY_CHARS:
         raise ApiError("invalid_api_key", "the Authorization header must be `Bearer KEY`")
     return key.strip()
+
+
+def _subprotocols(request: web.BaseRequest) -> list[str]:
+    """Keys among a WebSocket's subprotocols: where OpenAI's clients put them in a browser, which takes no headers."""
+    names = [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]
+    return [name.removeprefix(KEY_SUBPROTOCOL) for name in names if name.startswith(KEY_SUBPROTOCOL)]
 
 
 def _digest(key: str) -> bytes:

@@ -19,6 +19,7 @@ from .errors import CODES
 
 if TYPE_CHECKING:
     from ..stages.engine import Engine
+    from ..stages.host import HostTier
     from ..stages.outbox import RequestOutbox
     from .service import Service
 
@@ -99,7 +100,7 @@ class Metrics:
         yield _gauge(
             "millrace:kv_internal_fragmentation_ratio", "Share of blocks' room without a token.", waste, labels
         )
-        host = engine.host_pool
+        host = None if engine.host_tier is None else engine.host_tier.pool
         used = 0.0 if host is None else host.num_in_use / host.num_blocks
         yield _gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", used, labels)
         if host is not None:
@@ -127,14 +128,17 @@ class Metrics:
         num_preemptions = engine.scheduler.num_preemptions
         yield _counter("vllm:num_preemptions", "Sequences that lost their blocks.", num_preemptions, labels)
         yield _preemptions(engine.scheduler.preemptions)
+        yield _swaps_refused(engine.host_tier)
         num_recomputed = engine.scheduler.num_recomputed_tokens
         yield _counter(
             "millrace:recomputed_tokens", "Tokens computed again after a preemption.", num_recomputed, labels
         )
         cache = engine.prefix_cache
         queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
+        on_host = 0 if cache is None else cache.num_host_hits
         yield _counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
         yield _counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
+        yield _counter("millrace:host_prefix_cache_hits", "Of them, tokens found on the host.", on_host, labels)
 
     def _rejections(self) -> Iterator[Metric]:
         rejected = CounterMetricFamily("millrace:request_errors", "Requests answered with an error.", labels=["code"])
@@ -151,6 +155,16 @@ def _preemptions(counts: Mapping[tuple[str, str], int]) -> Metric:
         for cause in ("blocks", "slot"):
             preemptions.add_metric([mode, cause], counts.get((mode, cause), 0))
     return preemptions
+
+
+def _swaps_refused(host: HostTier | None) -> Metric:
+    refused = CounterMetricFamily(
+        "millrace:swaps_refused", "Sequences to be computed again instead of swapped, and why.", labels=["reason"]
+    )
+    counts = {"full": 0, "slower": 0} if host is None else {"full": host.num_full, "slower": host.num_dear}
+    for reason, count in counts.items():
+        refused.add_metric([reason], count)
+    return refused
 
 
 def _admission_blocked(reason: str) -> Metric:

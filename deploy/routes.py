@@ -22,6 +22,7 @@ from .metrics import CONTENT_TYPE, Metrics
 from .middleware import OWNER
 from .reading import read
 from .service import Service
+from .sockets.hub import Hub
 from .validation import read_body
 
 
@@ -34,6 +35,7 @@ class Routes:
         self._threads = threads
         self._generation = Generation(service, threads)
         self._embeddings = Embeddings(service, threads)
+        self.sockets = Hub(self._generation, metrics, threads)
 
     @property
     def public(self) -> frozenset[Any]:
@@ -60,6 +62,7 @@ class Routes:
                 web.post(path, embeddings.rerank, expect_handler=expect)
                 for path in ("/rerank", "/v1/rerank", "/v2/rerank")
             ),
+            web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:.+}", self.abort),

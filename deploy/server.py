@@ -42,6 +42,8 @@ class Server:
         self.service = Service(config)
         self.metrics = Metrics(self.service)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # long bodies and prompts
+        self._routes = Routes(self.service, self.metrics, self._threads)
+        self._sockets = self._routes.sockets
         self._runner: _Runner | None = None
         self._port = config.port
 
@@ -70,16 +72,20 @@ class Server:
         """From now on requests are served."""
         self.service.attach(engine)
         self.metrics.watch(engine)
+        self._sockets.watch(engine)
 
     async def drain(self) -> bool:
         """Takes nothing new and waits for what is under way, up to `shutdown_timeout_s`; aborts the rest. False if
         there was a rest."""
+        self.service.is_draining = True
+        self._sockets.drain()
         return await self.service.drain(self.config.shutdown_timeout_s)
 
     async def stop(self) -> None:
         """Closes every connection and stops listening. Idempotent."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
+            await self._sockets.close()
             await runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.config.uds is not None:
@@ -93,7 +99,7 @@ class Server:
         await self.stop()
 
     def _make_app(self) -> web.Application:
-        routes = Routes(self.service, self.metrics, self._threads)
+        routes = self._routes
         admin = Admin(self.service)
         others = dict.fromkeys(routes.public, Keys(())) | dict.fromkeys(
             admin.handlers, Keys(self.config.admin_key, "admin key")

@@ -94,6 +94,12 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "stalled_reader_s": "seconds for a client that does not read its stream",
         "shutdown_timeout_s": "seconds for requests under way when told to stop",
     },
+    "WebSockets": {
+        "ws_max_sockets": "more are turned away",
+        "ws_max_streams": "requests under way on one socket; more get 429",
+        "ws_ping_interval_s": "seconds of silence before a client is pinged; it has half as long to answer",
+        "ws_resume_window_s": "seconds that a request which may be resumed outlives its socket",
+    },
     "logging": {
         "log_format": "of the lines on stderr",
         "log_level": "least severity that is logged",

@@ -1,17 +1,18 @@
 """A stream of events to one client, which may stop reading and must not be waited for for ever.
 
-Knows sockets and patience. Refuses to know what the events say.
+Knows sockets, patience and how an event is framed. Refuses to know what the events say.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aiohttp import web
 
+DONE = b"[DONE]"  # the data of a stream's last event
 HIGH_WATER_BYTES = 64 * 1024  # of a stream's own buffer; above it a write waits for the client to read
 SEND_BUFFER_BYTES = 128 * 1024  # of the kernel's, which would grow to megabytes for each client that does not read
 
@@ -39,10 +40,7 @@ class EventStream:
         )
 
     async def __aenter__(self) -> EventStream:
-        transport = self._request.transport
-        if transport is not None:
-            transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        bound_buffers(self._request)
         await self._response.prepare(self._request)
         self._watch()
         return self
@@ -51,10 +49,10 @@ class EventStream:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def send(self, events: bytes) -> None:
-        """Sends whole events. Waits only while the client's buffers are full."""
+    async def send(self, bodies: Iterable[bytes]) -> None:
+        """Sends an event for each of some bodies, in one write. Waits only while the client's buffers are full."""
         self._waiting_since = asyncio.get_running_loop().time()
-        await self._response.write(events)
+        await self._response.write(b"data: " + b"\n\ndata: ".join(bodies) + b"\n\n")
         self._waiting_since = None
 
     async def finish(self) -> web.StreamResponse:
@@ -73,3 +71,11 @@ class EventStream:
                 self._request.transport.abort()  # the handler is cancelled, as for any client that leaves
             return
         self._timer = loop.call_later(self._patience_s / 8, self._watch)
+
+
+def bound_buffers(request: web.Request) -> None:
+    """Bounds what is kept of an answer on its way to the client."""
+    transport = request.transport
+    if transport is not None:
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

@@ -1,6 +1,6 @@
-"""Reading a paged cache as dense keys and values in few calls: what is gathered together, from where, what is masked.
+"""Reading a paged cache as dense keys and values in few calls, one a bucket of rows.
 
-Serves the attentions of `reference.py`; knows layouts and lengths, nothing of queries.
+Knows layouts of the cache; nothing of queries, nor of what is gathered together (`plans.py`).
 
 C rows of a bucket, N blocks of B tokens, G key/value heads, D head size.
 """
@@ -8,22 +8,11 @@ C rows of a bucket, N blocks of B tokens, G key/value heads, D head size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-
-Ints = npt.NDArray[np.int64]
-
-# One more bucket costs about 120 us of calls, as much as this many padded key elements (measured on 2 AVX-512 cores,
-# 9 heads on 3, D = 64, bf16 and f32).
-MAX_PADDING_ELEMENTS = 1 << 17
-# Keys and values of a bucket. Past it fresh pages cost more than another bucket: 32 rows of 512 tokens in f32 take
-# 4.7 ms in such pieces, 5.5 ms at once.
-MAX_WORKSPACE_BYTES = 8 << 20
 
 
 class Bucket(NamedTuple):
@@ -37,98 +26,6 @@ class Bucket(NamedTuple):
     mask: Tensor | None = None  # [C, 1, 1, L] as q, added to scores; None = all rows see all L tokens
     unwritten: Tensor | None = None  # i64 tokens of the workspace, counted in [C, G, L'], that may hold NaN
     run: int | None = None  # the one row's first block where all its tokens lie in a row: they are read in place
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodePlan:
-    """How the rows of one decode step are read; the same for all layers of one window and layout."""
-
-    buckets: tuple[Bucket, ...]
-    is_whole: bool  # one bucket has all rows in order: its result is the result
-
-
-def plan_decode(
-    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, lengths: Tensor, window: int | None, dtype: torch.dtype
-) -> DecodePlan:
-    """The buckets of a decode step; masks are of `dtype`. Arguments as in `paged_decode`.
-
-    Raises ValueError if a length exceeds its block table.
-    """
-    num_groups, block_size, head_dim = k_cache.shape[1:]
-    device = k_cache.device
-    tables, ends = block_tables.cpu().numpy(), lengths.cpu().numpy().astype(np.int64)
-    starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    first_blocks = starts // block_size
-    num_blocks = -(-ends // block_size) - first_blocks
-    if (first_blocks + num_blocks).max(initial=0) > tables.shape[1]:
-        capacity = tables.shape[1] * block_size
-        raise ValueError(f"a sequence of {ends.max()} tokens exceeds its block table, which has room for {capacity}")
-    token_bytes = 2 * num_groups * head_dim * k_cache.element_size()
-    max_padding = MAX_PADDING_ELEMENTS // (num_groups * head_dim)
-    buckets = []
-    for rows in _rows_that_go_together(num_blocks, block_size, max_padding, MAX_WORKSPACE_BYTES // token_bytes):
-        blocks = torch.from_numpy(_block_ids(tables, rows, first_blocks[rows], num_blocks[rows])).to(device)
-        offset = first_blocks[rows] * block_size
-        begin, end = starts[rows] - offset, ends[rows] - offset  # [C] what each row sees of its L' tokens
-        low, high = int(begin.min()), int(end.max())
-        mask = unwritten = None
-        if begin.max() > low or end.min() < high:
-            token = np.arange(low, high)
-            is_hidden = (token < begin[:, None]) | (token >= end[:, None])  # [C, L]
-            mask = torch.from_numpy(np.where(is_hidden, np.float32(-np.inf), np.float32(0)))[:, None, None]
-            mask = mask.to(device, dtype)
-            tokens = _unwritten_tokens(end, high, block_size, blocks.shape[1], num_groups)
-            unwritten = torch.from_numpy(tokens).to(device)
-        chosen = None if len(rows) == len(ends) else torch.from_numpy(rows).to(device)
-        run = run_of(k_cache, v_cache, blocks)
-        sources = rows_to_gather(k_cache, v_cache, blocks) if run is None else None
-        buckets.append(Bucket(chosen, sources, blocks, low, high, mask, unwritten, run))
-    return DecodePlan(tuple(buckets), is_whole=len(buckets) == 1 and buckets[0].rows is None)
-
-
-def _rows_that_go_together(num_blocks: Ints, block_size: int, max_padding: int, max_tokens: int) -> list[Ints]:
-    """Row numbers of each bucket: longest rows first, a new bucket when padding or size would pass its limit in tokens.
-
-    Rows without blocks are in none. If one bucket holds all rows, they stay in order.
-    """
-    order = np.argsort(-num_blocks, kind="stable")
-    order = order[: np.count_nonzero(num_blocks)]
-    buckets = []
-    while len(order):
-        longest = num_blocks[order[0]]
-        padding = np.cumsum(longest - num_blocks[order]) * block_size
-        fitting = int(np.searchsorted(padding, max_padding, side="right"))
-        count = max(1, min(fitting, max_tokens // int(longest * block_size)))
-        buckets.append(np.sort(order[:count]))
-        order = order[count:]
-    return buckets
-
-
-def _block_ids(tables: npt.NDArray[np.int32], rows: Ints, first_blocks: Ints, num_blocks: Ints) -> Ints:
-    """[C, blocks] i64: each row's blocks, then as padding one that is written from end to end and so holds no NaN."""
-    column = np.arange(num_blocks.max())
-    is_own = column < num_blocks[:, None]
-    longest = num_blocks.argmax()  # where there is padding it has two blocks or more, so its first one is full
-    filler = tables[rows[longest], first_blocks[longest]]
-    own = tables[rows[:, None], np.where(is_own, column, 0) + first_blocks[:, None]]
-    ids: Ints = np.where(is_own, own, filler).astype(np.int64)
-    return ids
-
-
-def _unwritten_tokens(ends: Ints, high: int, block_size: int, num_blocks: int, num_groups: int) -> Ints:
-    """Tokens of a workspace [C, G, L'] past a row's end, in its last block and before `high`: they may hold anything.
-
-    They are set to zero, as a masked probability of 0 times NaN is NaN.
-    """
-    token = ends[:, None] + np.arange(block_size - 1)
-    is_touched = (token < high) & (token // block_size == ((ends - 1) // block_size)[:, None])
-    row, _ = np.nonzero(is_touched)
-    group = np.arange(num_groups)[:, None]
-    tokens: Ints = (row * num_groups + group) * (num_blocks * block_size) + token[is_touched]  # [G, tokens]
-    return tokens.reshape(-1)
-
-
-# ---- reading the cache ----------------------------------------------------------------------------------------------
 
 
 def gather(k_cache: Tensor, v_cache: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .derived import Derived
-from .gather import Bucket, DecodePlan, gather, plan_decode, rows_to_gather, run_of
+from .gather import Bucket, gather, rows_to_gather, run_of
+from .in_parts import attend, can_see_parts, rows_of, see_as_well
+from .plans import MIN_SHARED_ELEMENTS, DecodePlan, ExtendPlan, plan_decode, plan_extend
 
 _rotations = Derived[tuple[Tensor, Tensor, Tensor, Tensor]]()
 _places = Derived[tuple[Tensor | None, tuple[Tensor, Tensor]]]()
 _plans = Derived[DecodePlan]()
+_extends = Derived[ExtendPlan]()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -150,17 +153,21 @@ def paged_decode(
 
     Returns [S, H, D] as q; padding rows are zero. What lies in unused cache slots, NaN included, has no influence.
 
-    Rows of similar context share one gather and one SDPA call. The plan of gathers is the same for all layers of a
-    step, so it is kept as long as tables and lengths hold the same values.
+    Rows of similar context share one gather and one SDPA call; what contexts have in common at their beginning is read
+    once where that pays. The plan of gathers is the same for all layers of a step, so it is kept as long as tables and
+    lengths hold the same values.
     """
     num_rows, num_heads, head_dim = q.shape
     num_groups = k_cache.shape[1]
-    kind = (window, q.dtype, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
+    least = _min_shared(q)
+    kind = (window, q.dtype, least, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
     plan = _plans.get(
         kind,
         (block_tables, lengths),
-        lambda: plan_decode(k_cache, v_cache, block_tables, lengths, window, q.dtype),
+        lambda: plan_decode(k_cache, v_cache, block_tables, lengths, window, q.dtype, least),
     )
+    if plan.shared:
+        return _decode_in_parts(q, k_cache, v_cache, plan, scale)
     out = None if plan.is_whole else torch.zeros_like(q, memory_format=torch.contiguous_format)
     for bucket in plan.buckets:
         rows = q if bucket.rows is None else q.index_select(0, bucket.rows)
@@ -173,6 +180,29 @@ def paged_decode(
         assert bucket.rows is not None
         out.index_copy_(0, bucket.rows, seen)
     assert out is not None
+    return out
+
+
+def _min_shared(q: Tensor) -> int | None:
+    """Key elements a shared prefix must save to be seen apart; None where it can not be."""
+    return MIN_SHARED_ELEMENTS if can_see_parts(q.device) else None
+
+
+def _decode_in_parts(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, scale: float) -> Tensor:
+    """As `paged_decode`, for a plan with shared prefixes."""
+    num_rows, num_heads, head_dim = q.shape
+    out, logs = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.zeros(num_rows, num_heads)
+    for bucket in plan.buckets:
+        rows = rows_of(q, bucket.rows).view(-1, k_cache.shape[1], num_heads // k_cache.shape[1], head_dim)
+        seen, log = attend(rows, *gather(k_cache, v_cache, bucket), bucket.mask, scale)
+        seen, log = seen.reshape(-1, num_heads, head_dim), log.reshape(-1, num_heads)
+        if bucket.rows is None:
+            out, logs = seen, log
+        else:
+            out.index_copy_(0, bucket.rows, seen)
+            logs.index_copy_(0, bucket.rows, log)
+    for members, bucket in plan.shared:
+        out = see_as_well(out, logs, q, members, *gather(k_cache, v_cache, bucket), scale)
     return out
 
 
@@ -210,10 +240,22 @@ def paged_attention(
             q.index_select(0, rows), k_cache, v_cache, block_tables[decoding], lengths[decoding], scale, window
         )
         out.index_copy_(0, rows.long(), decoded)
-    starts, totals = query_starts.tolist(), lengths.tolist()
-    for sequence in ((num_new > 1) & (lengths > 0)).nonzero().squeeze(1).tolist():
-        own = slice(starts[sequence], starts[sequence + 1])
-        _extend(q[own], k_cache, v_cache, block_tables[sequence], totals[sequence], scale, window, out[own])
+    least = _min_shared(q)
+    kind = (window, least, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
+    plan = _extends.get(
+        kind,
+        (block_tables, query_starts, lengths),
+        lambda: plan_extend(k_cache, v_cache, block_tables, query_starts, lengths, window, least),
+    )
+    logs = torch.zeros(q.shape[:2]) if plan.shared else None
+    for start, end, length, first_block, sequence in plan.sequences:
+        own = slice(start, end)
+        own_logs = None if logs is None else logs[own]
+        table = block_tables[sequence]
+        _extend(q[own], k_cache, v_cache, table, length, scale, window, first_block, out[own], own_logs)
+    for tokens, bucket in plan.shared:
+        assert logs is not None
+        out = see_as_well(out, logs, q, tokens, *gather(k_cache, v_cache, bucket), scale)
     return out
 
 
@@ -230,20 +272,24 @@ def _extend(
     length: int,
     scale: float,
     window: int | None,
+    first_block: int,
     out: Tensor,
+    logs: Tensor | None,
 ) -> None:
-    """Attention of the last len(q) tokens of one sequence, into `out`; [n, H, D] both."""
+    """Attention of the last len(q) tokens of one sequence over its blocks from `first_block` on, into `out`; [n, H, D]
+    both. The log-sum-exp of the scores goes into `logs` [n, H], if it is wanted."""
     num_new, num_heads, head_dim = q.shape
     num_groups, block_size = k_cache.shape[1:3]
     prefix = length - num_new
-    first_block = 0 if window is None else max(0, prefix + 1 - window) // block_size
     blocks = block_table[first_block : -(-length // block_size)].long().unsqueeze(0)
     first_key = first_block * block_size
     run = run_of(k_cache, v_cache, blocks)
     sources = rows_to_gather(k_cache, v_cache, blocks) if run is None else None
     span = Bucket(None, sources, blocks, 0, length - first_key, run=run)
     keys, values = gather(k_cache, v_cache, span)  # [1, G, L, D]
-    if prefix == 0 and window is None:  # the causal flag skips hidden tiles: 10 to 25 % faster than masks at 512 tokens
+    if (
+        prefix == 0 and window is None and logs is None
+    ):  # the causal flag skips hidden tiles: 10 to 25 % faster than masks at 512 tokens
         heads = q.transpose(0, 1).unsqueeze(0)  # [1, H, n, D]
         seen = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, scale=scale, enable_gqa=True)
         out.copy_(seen.squeeze(0).transpose(0, 1))
@@ -257,9 +303,13 @@ def _extend(
         mask = _causal_mask(end - start, high - low, window, q).repeat(tile.shape[1], 1)  # [R * n, L]
         # The heads of a group share keys, so their rows are one tall query: [1, G, R * n, D].
         tall = tile.reshape(1, num_groups, -1, head_dim)
-        seen = F.scaled_dot_product_attention(
-            tall, keys[:, :, low:high], values[:, :, low:high], attn_mask=mask, scale=scale
-        )
+        if logs is None:
+            seen = F.scaled_dot_product_attention(
+                tall, keys[:, :, low:high], values[:, :, low:high], attn_mask=mask, scale=scale
+            )
+        else:
+            seen, log = attend(tall, keys[:, :, low:high], values[:, :, low:high], mask, scale)
+            logs[start:end] = log.reshape(num_heads, end - start).t()
         out[start:end] = seen.view(num_heads, end - start, head_dim).transpose(0, 1)
 
 

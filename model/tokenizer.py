@@ -113,6 +113,10 @@ class Tokenizer:
             return b""
         return byte_level_bytes(token) if self.is_byte_level else sentencepiece_bytes(token)
 
+    def to_json(self) -> str:
+        """The tokenizer.json of this tokenizer as it is used, what tokenizer_config.json says included."""
+        return self._rust.to_str()
+
     def _special_spans(self, text: str) -> list[tuple[int, int, int]]:
         """[begin, end) and id of each special token spelled in the text, whitespace that it absorbs included."""
         spans = []

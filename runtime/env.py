@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
@@ -54,6 +55,15 @@ class Worker(ABC):
         blocked. May be called again, also while a first call is under way."""
 
 
+class SideThread(ABC):
+    """One thread that takes jobs from any thread, in the order of `submit`, for callers that have no event loop: a
+    device thread leaves work to it and fetches the result later."""
+
+    @abstractmethod
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
+        """Queues `fn(*args)`; `result()` of what comes back waits for it, and raises what it raised."""
+
+
 class Env(ABC):
     """What a stage may know of the world. Belongs to the one event loop it is first used on."""
 
@@ -90,8 +100,13 @@ class Env(ABC):
         """A worker of its own, threads named `millrace-<name>`. Close it, or let `aclose` of this env."""
 
     @abstractmethod
+    def side_thread(self, name: str) -> SideThread:
+        """A thread named `millrace-<name>`, started by its first job and ended by `aclose` of this env. Made from any
+        thread."""
+
+    @abstractmethod
     async def aclose(self) -> None:
-        """Closes every worker and the pool, in the order they were made. May be called again."""
+        """Closes every worker, the pool and the side threads, in the order they were made. May be called again."""
 
     @abstractmethod
     def fault(self, name: str, probability: float | None = None) -> bool:
@@ -127,6 +142,7 @@ class LiveEnv(Env):
         self._streams: dict[str, random.Random] = {}
         self._handover = _Handover()
         self._workers: dict[Worker, None] = {}
+        self._side_threads: list[_LiveSideThread] = []
         self._pool: Worker | None = None
 
     def random(self, name: str) -> random.Random:
@@ -145,7 +161,16 @@ class LiveEnv(Env):
         self._workers[worker] = None
         return worker
 
+    def side_thread(self, name: str) -> SideThread:
+        thread = _LiveSideThread(name)
+        self._side_threads.append(thread)
+        return thread
+
     async def aclose(self) -> None:
+        used = [thread for thread in self._side_threads if thread.is_used]
+        self._side_threads.clear()
+        for thread in used:
+            await self.run_in_thread(thread.close)
         for worker in list(self._workers):
             await worker.aclose()
         self._pool = None
@@ -279,6 +304,22 @@ class _ThreadWorker(Worker):
                 self._handover.put(job, *run_job(job))
             del job  # an idle thread must not keep the last job's arguments alive
         self._handover.put(ended, None, None)
+
+
+class _LiveSideThread(SideThread):
+    """A side thread that is one."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"millrace-{name}")
+        self.is_used = False
+
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
+        self.is_used = True
+        return self._executor.submit(fn, *args)
+
+    def close(self) -> None:
+        """Drops the jobs that have not begun and waits for the one that has."""
+        self._executor.shutdown(cancel_futures=True)
 
 
 def run_job(job: Job) -> tuple[Any, BaseException | None]:

@@ -23,6 +23,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
@@ -30,7 +31,7 @@ from typing import Any, Generic, NoReturn, TypeVar, TypeVarTuple
 
 from anyio._backends._asyncio import CancelScope
 
-from .env import POOL_THREADS, Env, Job, Worker, WorkerClosed, name_of, run_job, seeded_stream
+from .env import POOL_THREADS, Env, Job, SideThread, Worker, WorkerClosed, name_of, run_job, seeded_stream
 from .simpolicy import POLICIES, SimTask, policy_of
 
 __all__ = [
@@ -410,6 +411,9 @@ class SimEnv(Env):
         self._workers[worker] = None
         return worker
 
+    def side_thread(self, name: str) -> SideThread:
+        return _SimSideThread()
+
     async def aclose(self) -> None:
         for worker in list(self._workers):
             await worker.aclose()
@@ -441,6 +445,18 @@ class SimEnv(Env):
             if isinstance(self._fault_names, Mapping):
                 probability = self._fault_names.get(name, 0.0)
         return _FaultPoint(is_on, probability, stream)
+
+
+class _SimSideThread(SideThread):
+    """A side thread whose jobs are done as soon as they are submitted."""
+
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
+        done: Future[T] = Future()
+        try:
+            done.set_result(fn(*args))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
 
 
 @dataclass(slots=True)

@@ -17,8 +17,19 @@ if TYPE_CHECKING:
     from .offline import LLM
     from .params import SamplingParams
     from .pooling import PoolingParams
+    from .structured import StructuredOutputs
 
-__all__ = ["LLM", "Engine", "EngineConfig", "Pipeline", "PoolingParams", "SamplingParams", "Stage", "stage"]
+__all__ = [
+    "LLM",
+    "Engine",
+    "EngineConfig",
+    "Pipeline",
+    "PoolingParams",
+    "SamplingParams",
+    "Stage",
+    "StructuredOutputs",
+    "stage",
+]
 
 _HOMES = {
     "LLM": ".offline",
@@ -27,6 +38,7 @@ _HOMES = {
     "Pipeline": "..runtime.pipeline",
     "PoolingParams": ".pooling",
     "SamplingParams": ".params",
+    "StructuredOutputs": ".structured",
     "Stage": "..runtime.stage",
     "stage": "..runtime.stage",
 }

@@ -63,7 +63,7 @@ def refuse_sampling(params: SamplingParams) -> None:
     for name, off in _OFF.items():
         value = getattr(params, name)
         if value != off:
-            shown = "" if name == "logit_bias" else f" = {value}"
+            shown = "" if name in ("logit_bias", "structured_outputs") else f" = {value}"
             message = f"{name}{shown}: a beam search takes the likeliest answers as the model has them; leave it out"
             raise Refused(message, param=name)
 
@@ -78,6 +78,7 @@ _OFF: dict[str, Any] = {
     "seed": None,
     "logit_bias": {},
     "top_k": 0,
+    "structured_outputs": None,
 }
 
 

@@ -6,13 +6,13 @@ Knows order, and which steps are not to run any more. Refuses to know what a ste
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..runtime.env import Env, Worker
 from ..runtime.steps import StepQueue
-from .messages import StepGrant, StepTokens
+from .messages import Started, StepGrant, StepTokens
 
 R = TypeVar("R")
 
@@ -29,6 +29,9 @@ class Forward(Protocol):
 
 class Choose(Protocol):
     """A sampler, as the sample stage knows it."""
+
+    def prepare(self, started: Sequence[Started]) -> None:
+        """Hears on the loop of sequences that begin with a step which is on its way to the device."""
 
     def sample(self, grant: StepGrant, logits: Any) -> StepTokens:
         """Chooses one token for each sampled row of the grant. Called on the device thread, after the step's forward

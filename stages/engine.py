@@ -9,6 +9,7 @@ Knows how the parts are put together, started and taken apart. What they do is t
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -28,8 +29,10 @@ from .detokenize import Answer, Detokenize
 from .device import Device
 from .embedding import Pairs, pooled_request, read_vectors
 from .encode import Encode
-from .errors import Overloaded, Refused
+from .errors import Overloaded, Refused, TimedOut
 from .execute import Execute
+from .grammar_gate import GrammarGate
+from .grammars import Grammars
 from .host import HostTier
 from .intake import Intake
 from .limits import RequestLimits, as_token_ids
@@ -54,7 +57,7 @@ from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits, Scheduler
 from .searches import Searches
-from .tasks import check_task
+from .tasks import check_task, task_of
 from .tokenize import Tokenize
 
 if TYPE_CHECKING:
@@ -184,6 +187,8 @@ class Engine:
             if isinstance(parts, EngineParts):
                 await parts.searches.wait_until_over()
             await parts.pipeline.stop()
+            if isinstance(parts, EngineParts):
+                await parts.gate.aclose()
         if self._owns_env:
             await self._env.aclose()
         if parts is not None:
@@ -340,9 +345,28 @@ class Engine:
 
         Whoever gets the outbox reads it to its end, or calls `abort`. With `wait` False a burst that is more than the
         door can look at is refused with `Overloaded`, with True it is held back. Raises `NotServing` when not ready.
+        A grammar is tried and compiled first; `Refused` says what is wrong with it.
         """
         if not self.health.is_ready:
             raise NotServing(self.health)
+        structured = request.params.structured_outputs
+        if structured is None:
+            return await self._enter(request, wait, deadline_s)
+        check_task(task_of(request), self.info.tasks)
+        gate, began_s = self._core().gate, self._env.now()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await gate.admit(self._env, request.request_id, structured)
+        except TimeoutError:
+            raise TimedOut("the time limit of the request passed while its grammar was looked at") from None
+        left_s = None if deadline_s is None else max(deadline_s - (self._env.now() - began_s), 0.0)
+        try:
+            return await self._enter(request, wait, left_s)
+        except BaseException:
+            gate.leave(request.request_id)
+            raise
+
+    async def _enter(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
         try:
             return await self.pipeline.submit(request, deadline_s=deadline_s, wait=wait)  # type: ignore[return-value]
         except Busy as error:
@@ -422,10 +446,9 @@ class Engine:
         return self._core().allocate.allocator.pool
 
     @property
-    def host_pool(self) -> BlockPool | None:
-        """The books of the blocks on the host, to look at; None if nothing is swapped."""
-        host = self._core().allocate.allocator.host
-        return None if host is None else host.pool
+    def host_tier(self) -> HostTier | None:
+        """The books of what was moved to the host's memory, to look at; None if nothing is ever moved there."""
+        return self._core().allocate.allocator.host
 
     @property
     def block_tables(self) -> BlockTables:
@@ -436,6 +459,16 @@ class Engine:
     def prefix_cache(self) -> PrefixCache | None:
         """What is known of earlier prompts and answers, to look at; None if it is switched off."""
         return self._core().allocate.allocator.cache
+
+    @property
+    def grammars(self) -> Grammars:
+        """The books of the compiled grammars, to look at."""
+        return self._core().loaded.grammars
+
+    @property
+    def grammar_gate(self) -> GrammarGate:
+        """Where grammars are looked at, to look at."""
+        return self._core().gate
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix, so that nothing is found that was computed before. Returns the blocks freed."""
@@ -484,6 +517,7 @@ class EngineParts:
         info = loaded.info
         limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
         self.loaded = loaded
+        self.gate = GrammarGate(loaded.grammars, config.max_waiting_requests)
         self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
         self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
@@ -517,7 +551,12 @@ class EngineParts:
             info.eos_token_ids,
             lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
         )
-        self.exit.on_end += [self.intake.request_ended, self.detokenize.request_ended, self.searches.request_ended]
+        self.exit.on_end += [
+            self.intake.request_ended,
+            self.detokenize.request_ended,
+            self.searches.request_ended,
+            self.gate.request_ended,
+        ]
 
 
 def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
@@ -538,7 +577,7 @@ def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel | LoadedEncoder, 
 
     phases = Phases(env.now)
     phases.seconds["import"] = round(env.now() - began, 4)
-    return load_model(config, phases), phases
+    return load_model(config, phases, env), phases
 
 
 def _free_memory(is_on_gpu: bool) -> None:

@@ -23,12 +23,16 @@ from ..model.families import is_bidirectional
 from ..model.generation import GenerationDefaults
 from ..model.pooling import PoolingKind, read_pooling
 from ..model.tokenizer import Tokenizer
+from ..model.vocabulary import Vocabulary
 from ..model.weights import load_weights
+from ..runtime.env import Env
 from ..runtime.log import get_logger
 from .config import EngineConfig
 from .encoder import ModelEncoder
 from .encoder_loading import LoadedEncoder, load_encoder
 from .errors import ConfigError, Refused
+from .grammars import Grammars
+from .masks import GrammarMasks
 from .measuring import check_room_for_weights, sizing_of
 from .outputs import ModelInfo
 from .params import SamplingParams
@@ -51,13 +55,14 @@ class LoadedModel:
     text_table: TextTable
     runner: ModelRunner
     sampler: Sampler
+    grammars: Grammars
 
     def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
         """For an answer, which goes on after its prompt: a space it begins with belongs to it."""
         return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
 
 
-def load_model(config: EngineConfig, phases: Phases) -> LoadedModel | LoadedEncoder:
+def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     """Blocks for as long as it takes. Raises `ConfigError` for settings, and `ModelError` for a model, that do not
     fit together; each says what would."""
     device = _device(config)
@@ -121,8 +126,14 @@ def load_model(config: EngineConfig, phases: Phases) -> LoadedModel | LoadedEnco
         memory=memory,
         pooling=pooling,
     )
-    sampler = Sampler(runner.last_tokens, shape.vocab_size, max_model_len, eos_token_ids, runner.pooler)
-    return LoadedModel(info, tokenizer, encoder, text_table, runner, sampler)
+    grammars = Grammars(
+        lambda: Vocabulary(
+            text_table.bytes, tokenizer.special_ids, eos_token_ids, shape.vocab_size, tokenizer.to_json()
+        )
+    )
+    masks = GrammarMasks(grammars, config.max_num_seqs, shape.vocab_size, env)
+    sampler = Sampler(runner.last_tokens, shape.vocab_size, max_model_len, eos_token_ids, masks, runner.pooler)
+    return LoadedModel(info, tokenizer, encoder, text_table, runner, sampler, grammars)
 
 
 # -- what the configuration left open

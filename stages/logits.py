@@ -78,6 +78,14 @@ def forbid(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
     logits[rows, ids] = -torch.inf
 
 
+def allow_only(logits: Tensor, rows: Tensor, is_forbidden: Tensor) -> None:
+    """In each of `rows` [n], in rising order, the tokens of `is_forbidden` [n, V] cannot be chosen."""
+    if len(rows) == len(logits):
+        logits.masked_fill_(is_forbidden, -torch.inf)
+    else:
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_forbidden, -torch.inf))
+
+
 # -- rows in blocks
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .errors import Refused
+from .structured import StructuredOutputs
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -25,7 +26,7 @@ MAX_STOP_TOKEN_IDS = 128
 class SamplingParams:
     """How to choose tokens, and when to stop. Checked when made: `Refused` names the field, its value and the range.
 
-    Applied in this order: penalties, logit_bias, temperature, top_k, top_p, min_p.
+    Applied in this order: penalties, logit_bias, structured_outputs, temperature, top_k, top_p, min_p.
     """
 
     most_logprobs: ClassVar[int] = MAX_LOGPROBS
@@ -49,6 +50,7 @@ class SamplingParams:
     logprobs: int | None = None  # log-probabilities of the chosen token and of the k likeliest; None: not asked
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_N)

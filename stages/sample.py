@@ -47,6 +47,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         assert self._context is not None
         self._began_s = max(self._began_s, self._context.env.now())
         for item in batch:
+            self.sampler.prepare(item.grant.started)
             self._submit(item.grant, self.sampler.sample)
         for item in batch:
             await self._answer(item.grant, out)

@@ -5,7 +5,7 @@ Knows which rows need what, so that a row pays for nothing it did not ask for. R
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from . import logits as maths
 from .logits import Blocks, Drawing
-from .messages import Bools, FinishReason, Indices, Ints, Pooled, StepGrant, StepTokens, TopLogprobs
+from .masks import Allowed, GrammarMasks
+from .messages import Bools, FinishReason, Indices, Ints, Pooled, Started, StepGrant, StepTokens, TopLogprobs
 from .pooler import Pooler
-from .sampling_table import EDITS, ENDED, LOGPROBS, POOLED, RANDOM, SamplingTable
+from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, RANDOM, SamplingTable
 
 Longs = NDArray[np.int64]
 
@@ -27,7 +28,8 @@ class Sampler:
     """Columnar sampling state of the running sequences, slot by slot, and the choice of their next tokens.
 
     In this order: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below min_tokens,
-    (a grammar's mask has its place here), temperature, top_k, top_p, min_p. Greedy takes the likeliest, the lowest id
+    the grammar's mask, temperature, top_k, top_p, min_p. An answer that can only end here ends, whatever else was
+    asked for; one with `ignore_eos` ends only there. Greedy takes the likeliest, the lowest id
     among equals. What is drawn depends on the row's logits, its seed and the token's absolute position only.
 
     `last_tokens` [num_slots] i64 on the device is shared with the runner: each slot's newest token is written there.
@@ -44,12 +46,20 @@ class Sampler:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: Collection[int] = (),
+        masks: GrammarMasks | None = None,
         pooler: Pooler | None = None,
     ) -> None:
         self.last_tokens = last_tokens
         self.pooler = pooler
         self._last_on_host = last_tokens.numpy() if last_tokens.device.type == "cpu" else None  # the same memory
         self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
+        self.masks = masks  # None: nobody brings a grammar
+
+    def prepare(self, started: Sequence[Started]) -> None:
+        """Hears of sequences on the loop, before their first step has run."""
+        if self.masks is not None:
+            for one in started:
+                self.masks.prepare(one)
 
     def sample(self, grant: StepGrant, logits: Tensor) -> StepTokens:
         """One token for each sampled row of the grant whose sequence goes on, and what was made of those that are
@@ -79,12 +89,20 @@ class Sampler:
         places = table.num_generated[slots]
         asked = np.flatnonzero(needs & LOGPROBS) if _any(needs, LOGPROBS) else NO_ROWS
         raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None  # a copy, before the edits
+        guided = np.flatnonzero(needs & GRAMMAR) if _any(needs, GRAMMAR) else NO_ROWS
+        allowed = self._allowed(slots[guided]) if len(guided) else None
         if len(slots):
-            token_ids, is_broken = self._choose(slots, needs, logits)
+            token_ids, is_broken = self._choose(slots, needs, logits, guided, allowed)
         else:
             token_ids, is_broken = NO_ROWS, np.zeros(0, np.bool_)
+        over = NO_ROWS if allowed is None else guided[allowed.is_over]
+        token_ids[over], is_broken[over] = table.eos_token_id, False
         self._note_last(slots, token_ids)
-        finishes = table.settle(slots, places, token_ids, is_broken)
+        finishes = table.settle(slots, places, token_ids, is_broken, over)
+        if self.masks is not None and len(guided):
+            goes_on = finishes[guided] == FinishReason.NONE
+            self.masks.advance(slots[guided[goes_on]], token_ids[guided[goes_on]])
+            self.masks.drop(slots[guided[~goes_on]])
         return StepTokens(
             step=grant.step,
             slots=slots,
@@ -113,11 +131,15 @@ class Sampler:
 
     # -- choosing
 
-    def _choose(self, slots: Indices, needs: NDArray[np.uint8], logits: Tensor) -> tuple[Longs, Bools]:
+    def _choose(
+        self, slots: Indices, needs: NDArray[np.uint8], logits: Tensor, guided: Longs, allowed: Allowed | None
+    ) -> tuple[Longs, Bools]:
         """(token ids, rows that hold no number), [L] each."""
         if _any(needs, EDITS):
             logits = logits.float()
             self._edit(slots, logits)
+        if allowed is not None:
+            maths.allow_only(logits, *_tensors(logits, guided, ~allowed.tokens))
         blocks = Blocks(logits)
         maxima = blocks.maxima()
         is_broken = ~np.isfinite(maxima.max(1))
@@ -153,6 +175,14 @@ class Sampler:
         table = self.table
         u = maths.uniform(table.seeds[slots], table.positions(slots))
         return Drawing(table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], u)
+
+    def _allowed(self, slots: Indices) -> Allowed:
+        """What the grammars of `slots` allow. To end is not allowed where `ignore_eos` asks for more."""
+        assert self.masks is not None, "a sequence has a grammar, and this sampler was made without masks"
+        allowed = self.masks.read(slots)
+        goes_on = np.flatnonzero(self.table.ignores_eos[slots])
+        allowed.tokens[goes_on[:, None], self.table.eos] = False
+        return allowed
 
     # -- edits
 

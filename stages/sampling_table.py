@@ -10,14 +10,14 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from .messages import Bools, FinishReason, Indices, Ints, Started
+from .messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
 from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 MIN_TEMPERATURE = 1e-20  # so that a difference of logits over it is still a float32; draws the likeliest token
 NO_TOKEN = -1
 
 # what a row needs beyond the likeliest token; bits, so that one look at a step's rows tells what none of them needs
-ENDED, EDITS, RANDOM, LOGPROBS, POOLED = 1, 2, 4, 8, 16
+ENDED, EDITS, RANDOM, LOGPROBS, GRAMMAR, POOLED = 1, 2, 4, 8, 16, 32
 
 
 class SamplingTable:
@@ -29,7 +29,8 @@ class SamplingTable:
     def __init__(self, num_slots: int, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int]) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self._eos = self._known(eos_token_ids)
+        self.eos = self._known(eos_token_ids)  # [E]
+        self.eos_token_id = int(self.eos[0]) if len(self.eos) else 0  # of an end that no token chose
         self.sequence_ids = np.full(num_slots, -1, np.int64)
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.num_generated = np.zeros(num_slots, np.intp)
@@ -56,11 +57,11 @@ class SamplingTable:
         self.limit = np.zeros(num_slots, np.int32)  # generated tokens
         self.min_tokens = np.zeros(num_slots, np.int32)
         self.ignores_eos = np.zeros(num_slots, np.bool_)
-        self._end_ids = np.full((num_slots, len(self._eos) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)  # EOS first
-        self._end_ids[:, : len(self._eos)] = self._eos
-        self._num_end_ids = len(self._eos)  # columns in use by any row
+        self._end_ids = np.full((num_slots, len(self.eos) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)  # EOS first
+        self._end_ids[:, : len(self.eos)] = self.eos
+        self._num_end_ids = len(self.eos)  # columns in use by any row
         self._may_end = np.zeros(vocab_size, np.bool_)  # [V] ids that end some row, now or once; most steps have none
-        self._may_end[self._eos] = True
+        self._may_end[self.eos] = True
 
     def start(self, started: Started) -> None:
         """A sequence takes a slot, new or back from a preemption; what was there is forgotten."""
@@ -79,7 +80,10 @@ class SamplingTable:
         self._start_ends(started)
         is_edited = self.is_penalised[slot] or self.num_biased[slot] > 0 or params.min_tokens > 0
         self.needs[slot] = (
-            EDITS * is_edited + RANDOM * (not params.is_greedy) + LOGPROBS * (params.logprobs is not None)
+            EDITS * is_edited
+            + RANDOM * (not params.is_greedy)
+            + LOGPROBS * (params.logprobs is not None)
+            + GRAMMAR * (params.structured_outputs is not None)
         )
         if started.pooling is not None:
             self.needs[slot] = POOLED
@@ -105,7 +109,7 @@ class SamplingTable:
         self.limit[slot] = room if params.max_tokens is None else min(params.max_tokens, room)
         self.min_tokens[slot] = min(params.min_tokens, self.max_model_len)
         self.ignores_eos[slot] = params.ignore_eos
-        num_eos, stop_ids = len(self._eos), self._known(params.stop_token_ids)
+        num_eos, stop_ids = len(self.eos), self._known(params.stop_token_ids)
         self._end_ids[slot, num_eos:] = NO_TOKEN
         self._end_ids[slot, num_eos : num_eos + len(stop_ids)] = stop_ids
         self._num_end_ids = max(self._num_end_ids, num_eos + len(stop_ids))
@@ -125,12 +129,15 @@ class SamplingTable:
         at, column = np.nonzero(ids != NO_TOKEN)
         return early[at], ids[at, column]
 
-    def settle(self, slots: Indices, place: Indices, token_ids: Indices, is_broken: Bools) -> NDArray[np.int8]:
+    def settle(
+        self, slots: Indices, place: Indices, token_ids: Indices, is_broken: Bools, over: Indices = NO_INDICES
+    ) -> NDArray[np.int8]:
         """Notes one new token for each of `slots`, none of which is finished; `place` is their `num_generated` until
         now. Returns their `FinishReason`.
 
-        A row whose logits held no number ends with ERROR. EOS or a stop token id ends it with STOP, also where it
-        reaches its limit at the same token; else the limit ends it with LENGTH.
+        A row whose logits held no number ends with ERROR. The rows `over` end with STOP, whatever their token. EOS or a
+        stop token id ends a row with STOP, also where it reaches its limit at the same token; else the limit ends it
+        with LENGTH.
         """
         num_generated = place + 1
         self.num_generated[slots] = num_generated
@@ -140,15 +147,16 @@ class SamplingTable:
             self.tokens[at, self.num_prompt[at] + place[is_penalised]] = token_ids[is_penalised]
         finishes = np.zeros(len(slots), np.int8)
         is_at_limit = num_generated >= self.limit[slots]
-        if np.count_nonzero(is_at_limit | self._may_end[token_ids] | is_broken):
+        if len(over) or np.count_nonzero(is_at_limit | self._may_end[token_ids] | is_broken):
             finishes[is_at_limit] = FinishReason.LENGTH
             finishes[self._ends(slots, token_ids)] = FinishReason.STOP
+            finishes[over] = FinishReason.STOP
             finishes[is_broken] = FinishReason.ERROR
             self.needs[slots[finishes != FinishReason.NONE]] |= ENDED
         return finishes
 
     def _ends(self, slots: Indices, token_ids: Indices) -> Bools:
         matches = self._end_ids[:, : self._num_end_ids][slots] == token_ids[:, None]
-        matches[:, : len(self._eos)] &= ~self.ignores_eos[slots, None]
+        matches[:, : len(self.eos)] &= ~self.ignores_eos[slots, None]
         is_end: Bools = matches.any(1)
         return is_end

@@ -281,6 +281,9 @@ class ScriptedModel:
         history = self._cache[self._tables[slots, :width]].reshape(len(slots), -1)
         return _hash_rows(history, lengths, self._factors)
 
+    def prepare(self, started: Sequence[Started]) -> None:
+        """A script needs no preparation, and no grammar changes it."""
+
     def sample(self, grant: StepGrant, logits: Hashes) -> StepTokens:
         """One token for each sampled row whose sequence goes on; rows that have ended appear no more."""
         self._check_contents(grant, logits)

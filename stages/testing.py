@@ -19,10 +19,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..model.pooling import PoolingConfig
+from ..model.vocabulary import Vocabulary
 from ..runtime.env import Env
 from .config import EngineConfig
 from .device import Device
 from .engine import Engine, EngineParts
+from .grammars import Grammars
 from .limits import longest_sequence
 from .outputs import ModelInfo
 from .params import SamplingParams
@@ -204,6 +206,7 @@ class _Scripted:
     text_table: ByteTokenizer
     runner: ScriptedModel
     sampler: ScriptedModel
+    grammars: Grammars
 
     def make_decoder(self, params: SamplingParams) -> Any:
         return self.tokenizer.decoder(params)
@@ -244,7 +247,8 @@ def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = 
         pooling=PoolingConfig(kind="last" if config.pooling == "auto" else config.pooling, size=EMBEDDING_SIZE),
         startup_s={} if phases is None else phases.seconds,
     )
-    return _Scripted(info, tokenizer, tokenizer, tokenizer, model, model)
+    vocabulary = Vocabulary(tokenizer.bytes, tokenizer.special_ids, (EOS,), VOCAB_SIZE)
+    return _Scripted(info, tokenizer, tokenizer, tokenizer, model, model, Grammars(lambda: vocabulary))
 
 
 def __getattr__(name: str) -> Any:

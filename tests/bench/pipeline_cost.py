@@ -61,6 +61,9 @@ class FreeDevice:
         if self.step_s:
             time.sleep(self.step_s)
 
+    def prepare(self, started: object) -> None:
+        pass
+
     def sample(self, grant: StepGrant, logits: Any) -> StepTokens:
         for started in grant.started:
             self._sequence_ids[started.slot] = started.sequence_id

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.metrics import Metrics
+from millrace.deploy.service import Service
+from millrace.stages import EngineConfig, SamplingParams
+from millrace.stages.testing import scripted_engine
 from tests.deploy.running import RunningServer, post_bytes, send
 
 TEXT = "/v1/completions"
@@ -14,7 +20,10 @@ VLLM = {'model_name="scripted"', 'engine="0"'}
 
 def scrape(server: RunningServer) -> dict[str, float]:
     """Sample name with its labels in order -> value."""
-    text = server.get("/metrics").body.decode()
+    return samples_of(server.get("/metrics").body.decode())
+
+
+def samples_of(text: str) -> dict[str, float]:
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -77,6 +86,40 @@ def test_vllms_names_are_there_with_their_labels(server: RunningServer):
     ):
         (key,) = (key for key in samples if key.startswith(name + "{"))
         assert set(re.findall(r'\w+="[^"]*"', key)) == VLLM
+
+
+async def scrape_after_pressure(config: EngineConfig) -> dict[str, float]:
+    """What a scrape says when eight answers of 60 tokens have had to share a few blocks."""
+    service = Service(ServerConfig())
+    metrics = Metrics(service)
+    async with scripted_engine(config) as engine, asyncio.TaskGroup() as group:
+        service.attach(engine)
+        metrics.watch(engine)
+
+        async def one(i: int) -> None:
+            async for _ in engine.generate([97 + i] * 20, SamplingParams(max_tokens=60, ignore_eos=True)):
+                pass
+
+        tasks = [group.create_task(one(i)) for i in range(8)]
+        await asyncio.gather(*tasks)
+        return samples_of(metrics.render().decode())
+
+
+def test_a_swap_that_did_not_happen_is_counted_with_its_reason():
+    for num_cpu_blocks in (0, 3, 200):
+        config = EngineConfig(
+            max_model_len=128, max_num_seqs=8, num_gpu_blocks=16, num_cpu_blocks=num_cpu_blocks, swap_space=0
+        )
+        samples = asyncio.run(scrape_after_pressure(config))
+        swapped = of(samples, "millrace:preemptions_total", mode="swap", cause="blocks")
+        computed_again = of(samples, "millrace:preemptions_total", mode="recompute", cause="blocks")
+        refused = of(samples, "millrace:swaps_refused_total", reason="full")
+        assert swapped + computed_again > 0
+        assert (swapped > 0) >= (num_cpu_blocks == 200)
+        assert (swapped > 0) <= (num_cpu_blocks > 0)
+        assert swapped > 0 or num_cpu_blocks < 200
+        assert (refused > 0) == (num_cpu_blocks == 3)
+        assert of(samples, "millrace:swaps_refused_total", reason="slower") == 0
 
 
 def test_stages_and_channels_account_for_themselves(server: RunningServer):

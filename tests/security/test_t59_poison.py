@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.kernels import gather
+from millrace.kernels import plans
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.blocks import BlockPool, BlockState
 from millrace.stages.outputs import CompletionOutput, RequestOutput
@@ -77,7 +77,7 @@ class Poison:
         self._halves = [half for i in range(runner.decoder.config.num_layers) for half in runner.cache.layer(i)]
         self._value = value
         pool = engine.pool
-        push, evict, has_host = pool._push, pool._evict, engine.host_pool is not None
+        push, evict, has_host = pool._push, pool._evict, engine.host_tier is not None
         is_spared = False
 
         def push_poisoned(blocks: Any) -> None:
@@ -178,7 +178,7 @@ def test_poison_in_every_freed_block_changes_no_answer(
 @pytest.mark.slow
 def test_a_kernel_that_read_unwritten_places_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch):
     """The control: without zeros in the rest of a last block, a probability of 0 meets NaN."""
-    monkeypatch.setattr(gather, "_unwritten_tokens", lambda *_: np.zeros(0, np.int64))
+    monkeypatch.setattr(plans, "_unwritten_tokens", lambda *_: np.zeros(0, np.int64))
     gaps = subject.differences(subject.run(math.nan, 200))
     assert max(gaps) > TIE
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from millrace.model.errors import CheckpointError
+from millrace.runtime.env import LiveEnv
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.testing import sim_test
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
@@ -107,7 +108,7 @@ def load(folder: Path, **settings: Any) -> Any:
     from millrace.stages.loading import load_model
     from millrace.stages.phases import Phases
 
-    return load_model(EngineConfig(model=str(folder), **CPU | settings), Phases(lambda: 0.0))
+    return load_model(EngineConfig(model=str(folder), **CPU | settings), Phases(lambda: 0.0), LiveEnv(0))
 
 
 def test_pooling_and_limits_are_read_from_the_checkpoint_unless_told_otherwise(tmp_path: Path):

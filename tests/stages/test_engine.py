@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from millrace.runtime.env import LiveEnv
 from millrace.runtime.pipeline import NotServing
 from millrace.runtime.testing import no_leaked_tasks
 from millrace.runtime.trace import EventKind
@@ -306,7 +307,7 @@ def test_auto_gives_the_longest_context_that_fits_and_an_answer_fills_it(checkpo
 
 def test_the_step_that_memory_is_measured_with_is_the_largest_there_can_be(checkpoint):
     config = EngineConfig(model=str(checkpoint), max_num_batched_tokens=300, max_model_len=128, num_gpu_blocks=64)
-    loaded = load_model(config, Phases(time.monotonic))
+    loaded = load_model(config, Phases(time.monotonic), LiveEnv(0))
     grant = largest_grant(config, 128)
     assert grant.num_tokens.tolist() == [127, 127, 46]
     logits = loaded.runner.forward(grant)

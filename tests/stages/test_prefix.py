@@ -276,7 +276,7 @@ async def test_prefixes_that_the_device_has_no_room_for_come_back_from_the_host(
             assert (await ask(engine, prompt)).num_cached_tokens == 56
         assert engine.prefix_cache is not None and engine.prefix_cache.num_host_hits > 0
         assert engine.reset_prefix_cache() > 0
-        assert engine.host_pool is not None and engine.host_pool.num_cached == 0
+        assert engine.host_tier is not None and engine.host_tier.pool.num_cached == 0
         assert (await ask(engine, prompts[0])).num_cached_tokens == 0
 
 
@@ -288,7 +288,7 @@ async def test_sequences_that_are_swapped_out_take_the_place_of_cached_prefixes_
     ) as engine:
         for i in range(12):
             await ask(engine, ids(60, first=i))
-        assert engine.host_pool is not None and engine.host_pool.num_free < 8
+        assert engine.host_tier is not None and engine.host_tier.pool.num_free < 8
         answers = await asyncio.gather(*(ask(engine, ids(8, first=i), max_tokens=200) for i in range(4)))
         assert all(len(answer.outputs[0].token_ids) == 200 for answer in answers)
         assert engine.scheduler.preemptions["swap", "blocks"] > 0

@@ -34,6 +34,9 @@ class Scripted:
     def forward(self, grant: StepGrant) -> str:
         return self._run(f"forward {grant.step}", f"logits {grant.step}")
 
+    def prepare(self, started: object) -> None:
+        pass
+
     def sample(self, grant: StepGrant, logits: Any) -> StepTokens:
         assert logits == f"logits {grant.step}"
         self._run(f"sample {grant.step}", "")

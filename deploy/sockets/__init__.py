@@ -1,0 +1,1 @@
+"""Many requests over one WebSocket, with flow control, and resumed after a cut."""

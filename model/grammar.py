@@ -1,0 +1,186 @@
+"""Grammars against a vocabulary, by llguidance: from a schema, regex, choices or grammar to what may be said next.
+
+Knows the compiler, its limits and its quirks. Refuses to know requests and tensors. Imported when first needed only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from .vocabulary import Vocabulary
+
+# What a matcher may do at most: for a step about 10 ms of CPU. A schema that people write takes a hundredth of it.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=20_000,
+    step_max_items=10_000,
+    max_lexer_states=50_000,  # 1 to 2 kB each, shared by all answers of one grammar
+    verbose_errors=False,
+)
+MAX_MESSAGE_CHARS = 200
+WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,32})"  # between JSON's tokens: a space, or a new line, indented; no more
+SOURCE_OR_STATE = re.compile(r"<state>|<non-verbose|\n\s*\d+ \|")
+GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+
+class GrammarError(ValueError):
+    """A grammar that can not be used. The message is for the client."""
+
+
+def grammar_text(kind: str, source: str | Sequence[str], is_compact: bool = False) -> str:
+    """llguidance's own form of a grammar. `kind` and `source` are those of `StructuredOutputs`; the source of
+    json_object is not looked at. Raises `GrammarError` for what does not even read."""
+    if kind == "json_object":
+        kind, source = "json", '{"type":"object"}'
+    if kind == "choice":
+        quoted = " | ".join(json.dumps(text, ensure_ascii=False) for text in source)
+        return LLMatcher.grammar_from_lark(f"start: {quoted}")
+    assert isinstance(source, str), f"a {kind} is one text"
+    if kind == "json":
+        return _schema_text(source, is_compact)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(_unanchored(source))
+    return LLMatcher.grammar_from_lark(_as_lark(source))
+
+
+def _schema_text(schema: str, is_compact: bool) -> str:
+    """What the schema itself says under `x-guidance` does not count: it could switch the checks off."""
+    schema = "{}" if schema == "true" else schema
+    spacing: dict[str, object] = {"whitespace_pattern": WHITESPACE, "item_separator": ",", "key_separator": ":"}
+    if is_compact:
+        spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    try:
+        overrides = spacing | {"lenient": False, "coerce_one_of": False}
+        return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise GrammarError(_told(str(error))) from None
+
+
+def _unanchored(regex: str) -> str:
+    """The whole answer has to match, so an anchor at either end says nothing; llguidance has none."""
+    regex = regex.removeprefix("^")
+    backslashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
+    return regex[:-1] if regex.endswith("$") and backslashes % 2 == 0 else regex
+
+
+def _as_lark(grammar: str) -> str:
+    if not GBNF.search(grammar):
+        return grammar
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:  # its parser raises Exception itself
+        raise GrammarError(f"is no GBNF: {_told(str(error))}") from None
+
+
+def _told(error: str) -> str:
+    """A compiler's message as a client may see it: one line, without the parser's state and the quoted source."""
+    line = " ".join(SOURCE_OR_STATE.split(error)[0].split()).replace("Error:", "error:")
+    return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 3] + "..."
+
+
+class Compiler:
+    """Makes matchers for one vocabulary. Its methods may be called from several threads at once, and let others run.
+
+    Masks have a bit for each of the V logits, in words of 32: bit i % 32 of word i // 32. Where the model has no EOS,
+    a bit behind the last one stands for the end.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocab_size = vocabulary.vocab_size
+        self.eos_ids = [i for i in vocabulary.eos_ids if i < vocabulary.vocab_size] or [vocabulary.vocab_size]
+        num_bits = max(vocabulary.vocab_size, max(self.eos_ids) + 1)
+        self.num_words = -(-num_bits // 32)
+        self.eos_words = np.zeros(self.num_words, np.uint32)  # the bits of all ends
+        for token_id in self.eos_ids:
+            self.eos_words[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._tokenizer = _make_tokenizer(vocabulary, num_bits, self.eos_ids)
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of its grammar. Raises `GrammarError`."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(_told(matcher.get_error()))
+        return matcher
+
+    def check_start(self, matcher: LLMatcher) -> None:
+        """Raises `GrammarError` if a matcher at its beginning allows no text at all. It may be used afterwards."""
+        if not self.allowed(matcher):
+            problem = _told(matcher.get_error())
+            raise GrammarError("matches no text" + (f": {problem}" if matcher.is_error() else ""))
+
+    def mask(self, matcher: LLMatcher) -> NDArray[np.int32]:
+        """[W] what may come next; nothing if the matcher has failed."""
+        mask = np.zeros(self.num_words, np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return np.zeros_like(mask) if matcher.is_error() else mask
+
+    def allowed(self, matcher: LLMatcher) -> list[int]:
+        """Ids that may come next, EOS not counted."""
+        mask = self.mask(matcher)
+        ids = np.flatnonzero(unpack(mask[None], self.vocab_size)[0])
+        return [token_id for token_id in ids.tolist() if token_id not in self.eos_ids]
+
+
+def unpack(masks: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
+    """[n, V] what [n, W] masks allow."""
+    little = masks.astype("<i4", copy=False).view(np.uint8)
+    return np.unpackbits(little, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def _make_tokenizer(vocabulary: Vocabulary, num_bits: int, eos_ids: list[int]) -> LLTokenizer:
+    """The model's own way to cut text, for what the grammar forces, if llguidance reads its tokenizer right; else the
+    longest tokens first."""
+    has_room = len(vocabulary.tokens) <= vocabulary.vocab_size
+    if vocabulary.tokenizer_json is not None and has_room:
+        try:
+            made = LLTokenizer(vocabulary.tokenizer_json, n_vocab=num_bits, eos_token=eos_ids)
+        except ValueError:
+            pass  # a kind of tokenizer that it does not know
+        else:
+            if _spells(made, vocabulary):
+                return made
+    return LLTokenizer(TokenizerWrapper(_Greedy(vocabulary, num_bits, eos_ids)), n_vocab=num_bits, eos_token=eos_ids)
+
+
+def _spells(made: LLTokenizer, vocabulary: Vocabulary) -> bool:
+    """Whether `made` has the same bytes for every token. Byte 0xFF, which no text has, is its mark of special ones."""
+    return all(
+        token_id in vocabulary.special_ids or b"\xff" in token or made.decode_bytes([token_id]) == token
+        for token_id, token in enumerate(vocabulary.tokens)
+    )
+
+
+class _Greedy:
+    """Cuts text into the longest tokens, from the left."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, num_bits: int, eos_ids: list[int]) -> None:
+        self.eos_token_id = eos_ids[0]
+        known = list(vocabulary.tokens[:num_bits])
+        self.tokens = known + [b""] * (num_bits - len(known))
+        self.special_token_ids = [i for i in sorted(vocabulary.special_ids | set(eos_ids)) if i < num_bits]
+        if not self.tokens[self.eos_token_id]:
+            self.tokens[self.eos_token_id] = b"<|end|>"
+        ordinary = [i for i in range(num_bits) if i not in self.special_token_ids]
+        self._ids = {self.tokens[i]: i for i in reversed(ordinary) if self.tokens[i]}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(text):
+            for end in range(min(at + self._longest, len(text)), at, -1):
+                if (token_id := self._ids.get(text[at:end])) is not None:
+                    ids.append(token_id)
+                    at = end
+                    break
+            else:
+                break  # a byte that no token spells: what follows is not forced
+        return ids

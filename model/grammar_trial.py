@@ -1,0 +1,76 @@
+"""What a grammar costs, found out where it can do no harm: it is compiled and a few answers are written with it.
+
+Runs in a helper process with limits on time and memory (`stages/grammar_helper.py`). Knows no process itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import time
+from typing import Any
+
+from llguidance import LLMatcher
+
+from .grammar import Compiler, GrammarError, grammar_text
+from .vocabulary import Vocabulary
+
+NUM_ANSWERS, NUM_TOKENS = 2, 64
+MAX_STEP_S = 0.005  # of CPU, on average over the answers: 16 rows of it would be a step of 80 ms
+
+
+class Trials:
+    """Grammars tried with one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.compiler = Compiler(vocabulary)
+
+    def answer(self, question: bytes) -> bytes:
+        """A question is JSON: kind, source, is_compact. The answer has either `error`, or `num_bytes` and `cpu_ms`."""
+        try:
+            return json.dumps(self.run(**json.loads(question))).encode()
+        except GrammarError as error:
+            return json.dumps({"error": str(error)}).encode()
+        except MemoryError:
+            return json.dumps({"error": "takes too much memory to compile"}).encode()
+
+    def run(self, kind: str, source: Any, is_compact: bool) -> dict[str, Any]:
+        """Raises `GrammarError` for a grammar that does not compile, matches nothing, or takes too much to follow."""
+        before, began_s = _allocated_bytes(), time.process_time()
+        grammar = grammar_text(kind, source, is_compact)
+        matcher = self.compiler.compile(grammar)
+        compile_s = time.process_time() - began_s
+        self.compiler.check_start(matcher)
+        for seed in range(NUM_ANSWERS):
+            self._write(matcher.deep_copy(), random.Random(seed))
+        num_bytes = max(_allocated_bytes() - before, len(grammar))
+        return {"num_bytes": num_bytes, "cpu_ms": round(compile_s * 1e3, 3)}
+
+    def _write(self, matcher: LLMatcher, draw: random.Random) -> None:
+        """An answer of allowed tokens, any of them."""
+        began_s, num_steps = time.process_time(), 0
+        while num_steps < NUM_TOKENS and (allowed := self.compiler.allowed(matcher)):
+            matcher.consume_token(draw.choice(allowed))
+            num_steps += 1
+        if matcher.is_error():
+            raise GrammarError(f"is too costly to follow: {matcher.get_error()[:60].splitlines()[0]}")
+        if num_steps and (time.process_time() - began_s) / num_steps > MAX_STEP_S:
+            raise GrammarError(f"is too costly to follow: more than {MAX_STEP_S * 1e3:g} ms of CPU a token")
+
+
+_BEFORE = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")
+
+
+class _MallocInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (*_BEFORE, "uordblks", "fordblks", "keepcost")]
+
+
+def _allocated_bytes() -> int:
+    """What the C library has given out, where it says so (glibc does); 0 elsewhere."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _MallocInfo
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)

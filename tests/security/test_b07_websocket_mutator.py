@@ -1,0 +1,114 @@
+"""B07: conversations on `/v1/stream` with bits flipped, bytes lost, doubled, made up. 500; MILLRACE_FULL=1: 20,000."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.deploy.running import RunningServer
+from tests.security.frames import BINARY, CLOSE, CONTINUATION, PING, PONG, TEXT, Told, frame, say, upgraded
+from tests.security.oracle import CANARIES
+
+NUM_CASES = 20_000 if os.environ.get("MILLRACE_FULL") else 500
+CODES = {1000, 1002, 1003, 1007, 1008, 1009}
+KINDS = {"created", "chunk", "usage", "stats", "done", "error", "resumed"}
+STATUSES = {400, 404, 413, 415, 429}
+
+VALUES = [None, True, -1, 0, 1, 2**31, 2**63, 1e308, "", "a", "x" * 200, [], {}, [[]], "\ud800", "‮"]
+MESSAGES = [
+    {"type": "create", "id": "a", "endpoint": "completions", "body": {"prompt": "a", "max_tokens": 3}},
+    {
+        "type": "create",
+        "id": "b",
+        "endpoint": "chat",
+        "body": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+        "credit": 1,
+        "stats": True,
+    },
+    {"type": "create", "id": "c", "endpoint": "completions", "body": {"prompt": ["a", "b"]}, "resume": True},
+    {"type": "credit", "id": "b", "n": 3, "last": 1},
+    {"type": "cancel", "id": "c"},
+    {"type": "resume", "id": "d", "token": "t", "last": 0},
+]
+
+
+def conversation(draw: random.Random) -> list[bytes]:
+    """Some frames that are right, and some messages with a member that may be wrong."""
+    frames = []
+    for _ in range(draw.randint(1, 5)):
+        message = json.loads(json.dumps(draw.choice(MESSAGES)))
+        if draw.random() < 0.4:
+            place = draw.choice([message, message.get("body") or message])
+            place[draw.choice([*place, "extra"])] = draw.choice(VALUES)
+        frames.append(say(message))
+        if draw.random() < 0.3:
+            frames.append(
+                frame(
+                    draw.choice([PING, PONG, BINARY, CONTINUATION, CLOSE, TEXT, 5]), draw.randbytes(draw.randrange(9))
+                )
+            )
+    return frames
+
+
+def mutated(frames: list[bytes], draw: random.Random) -> bytes:
+    """The bytes of the frames, after some damage."""
+    if draw.random() < 0.3:
+        draw.shuffle(frames)
+    data = bytearray(b"".join(frames))
+    for _ in range(draw.choice([0, 1, 1, 2, 5])):
+        at = draw.randrange(len(data) + 1)
+        match draw.randrange(5):
+            case 0 if data:
+                data[at % len(data)] ^= 1 << draw.randrange(8)
+            case 1:
+                del data[at : at + draw.randint(1, 20)]
+            case 2:
+                data[at:at] = draw.randbytes(draw.randint(1, 20))
+            case 3:
+                data[at:at] = data[at : at + draw.randint(1, 60)]
+            case _:
+                del data[at:]
+    return bytes(data)
+
+
+def check(told: Told) -> None:
+    """O1 and O2 of all that came."""
+    assert told.close_code is None or told.close_code in CODES, told
+    for message in told.messages:
+        assert message["type"] in KINDS
+        if message["type"] == "error":
+            assert message["status"] in STATUSES, message
+            assert 0 < len(message["error"]["message"]) <= 512
+        assert not any(secret in json.dumps(message) for secret in (*CANARIES, "Traceback", ".py"))
+    if told.close_code not in (None, 1000) and told.messages:
+        assert told.error["code"]
+
+
+def one(server: RunningServer, seed: int) -> None:
+    draw = random.Random(seed)
+    data = mutated(conversation(draw), draw)
+    with upgraded(server) as raw:
+        while data:
+            size = draw.choice([1, 7, 100, len(data)])
+            raw.send(data[:size])
+            data = data[size:]
+        try:
+            check(raw.listen(draw.choice([0.0, 0.01, 0.05])))
+        except AssertionError as error:
+            raise AssertionError(f"case {seed}: {error}") from error
+
+
+@pytest.mark.slow
+def test_no_damage_to_frames_does_any_to_the_server(server: RunningServer):
+    first = random.randrange(2**32)
+    print(f"cases from {first}")
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda i: one(server, first + i), range(NUM_CASES)))
+    server.wait_until_idle(40.0)  # what may be resumed is waited for
+    assert server.get("/health/ready").status == 200
+    log = server.errors()
+    assert "Traceback" not in log and "socket.failed" not in log and "internal_error" not in log

@@ -12,13 +12,11 @@ from pydantic import BeforeValidator, Field
 from ..stages.embedding import Pairs, pooled_request
 from ..stages.errors import Refused
 from ..stages.messages import Request
-from ..stages.pooling import MAX_INPUTS, PoolingParams
+from ..stages.pooling import MAX_INPUTS, MAX_PAIRS, PoolingParams
 from ..stages.tasks import Task
 from .bodies import Body
 from .errors import ApiError
 from .prompts import read_prompts
-
-MAX_DOCUMENTS = MAX_INPUTS // 2
 
 
 def _texts(value: Any) -> Any:
@@ -29,7 +27,7 @@ def _texts(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS), BeforeValidator(_texts)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PAIRS), BeforeValidator(_texts)]
 
 
 class PooledBody(Body):

@@ -5,6 +5,7 @@ Knows the life of such a request, and that however its handler is left, the requ
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from aiohttp import web
 from ..stages.embedding import read_vectors
 from ..stages.pooling import Floats
 from .answers import usage
-from .embedding_bodies import EmbeddingBody, PairsBody, PooledBody, RerankBody, ScoreBody
+from .embedding_bodies import EmbeddingBody, PooledBody, RerankBody, ScoreBody
 from .errors import describe
 from .generation import listed
 from .middleware import OWNER, REQUEST_ID, settled_id
@@ -30,6 +31,7 @@ from .validation import read_body
 if TYPE_CHECKING:
     from ..stages.messages import Request
     from ..stages.outbox import RequestOutbox
+    from ..stages.tasks import Task
 
 INLINE_NUMBERS = 16_384  # of embeddings, written to JSON on the loop: more would hold it for over a millisecond
 
@@ -44,6 +46,7 @@ class _Done(Generic[B]):
     outbox: RequestOutbox
     vectors: Sequence[Floats]
     head: Mapping[str, Any]  # id and model
+    tasks: frozenset[Task]  # of the model
 
 
 class Embeddings:
@@ -59,11 +62,11 @@ class Embeddings:
 
     async def score(self, request: web.Request) -> web.Response:
         """`POST /score` and `/v1/score`."""
-        return await self._answer(request, ScoreBody, "score-", self._scores)
+        return await self._answer(request, ScoreBody, "score-", _scores)
 
     async def rerank(self, request: web.Request) -> web.Response:
         """`POST /rerank`, `/v1/rerank` and `/v2/rerank`."""
-        return await self._answer(request, RerankBody, "rerank-", self._ranks)
+        return await self._answer(request, RerankBody, "rerank-", _ranks)
 
     async def _answer(
         self, request: web.Request, kind: type[B], prefix: str, write: Callable[[_Done[B]], bytes]
@@ -79,44 +82,30 @@ class Embeddings:
         body, ignored, asked = await read(request, self.service.config, self._threads, make)
         if body.request_id is not None:
             request[REQUEST_ID] = settled_id(body.request_id)
-        done = await self._compute(request, body, asked, prefix)
+        outbox, vectors = await self._compute(request, body, asked, prefix)
+        head = {"id": outbox.request_id, "model": self.service.model_names[0]}
+        done = _Done(body, outbox, vectors, head, tasks)
         if sum(map(len, done.vectors)) <= INLINE_NUMBERS:
             data = write(done)
         else:
-            data = await request.loop.run_in_executor(self._threads, write, done)
+            data = await asyncio.get_running_loop().run_in_executor(self._threads, write, done)
         headers = {"X-Ignored-Fields": listed(ignored)} if ignored else {}
         return web.Response(body=data, content_type="application/json", headers=headers)
 
-    async def _compute(self, request: web.Request, body: B, asked: Request, prefix: str) -> _Done[B]:
+    async def _compute(
+        self, request: web.Request, body: PooledBody, asked: Request, prefix: str
+    ) -> tuple[RequestOutbox, Sequence[Floats]]:
         answer_id = self.service.open(prefix, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
         try:
             outbox = await self.service.require_engine().submit(replace(asked, request_id=answer_id), wait=True)
-            vectors = await read_vectors(outbox)
+            return outbox, await read_vectors(outbox)
         except Exception as error:
             cause = "error"
             known = describe(error)
             raise (error if known is None else body.in_own_words(known)) from error
         finally:
             self.service.close(answer_id, cause)
-        return _Done(body, outbox, vectors, {"id": answer_id, "model": self.service.model_names[0]})
-
-    def _scores(self, done: _Done[ScoreBody]) -> bytes:
-        data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(self._scores_of(done))]
-        return orjson.dumps(_opening(done.head) | {"data": data, "usage": _usage(done.outbox)})
-
-    def _ranks(self, done: _Done[RerankBody]) -> bytes:
-        body, scores = done.body, self._scores_of(done)
-        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
-        results = []
-        for index in best:
-            document = {"document": {"text": body.documents[index]}} if body.return_documents else {}
-            results.append({"index": index, "relevance_score": scores[index], **document})
-        return orjson.dumps({**done.head, "results": results, "usage": _usage(done.outbox)})
-
-    def _scores_of(self, done: _Done[Any]) -> list[float]:
-        body: PairsBody = done.body
-        return body.pairs().scores(done.vectors, self.service.require_engine().info.tasks)
 
 
 def _embeddings(done: _Done[EmbeddingBody]) -> bytes:
@@ -129,6 +118,22 @@ def _embeddings(done: _Done[EmbeddingBody]) -> bytes:
         items.append(orjson.dumps(item, option=orjson.OPT_SERIALIZE_NUMPY))
     opening = orjson.dumps(_opening(done.head))[:-1]
     return b"%b,%b%b],%b%b}" % (opening, b'"data":[', b",".join(items), b'"usage":', orjson.dumps(_usage(done.outbox)))
+
+
+def _scores(done: _Done[ScoreBody]) -> bytes:
+    scores = done.body.pairs().scores(done.vectors, done.tasks)
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+    return orjson.dumps(_opening(done.head) | {"data": data, "usage": _usage(done.outbox)})
+
+
+def _ranks(done: _Done[RerankBody]) -> bytes:
+    body, scores = done.body, done.body.pairs().scores(done.vectors, done.tasks)
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    results = []
+    for index in best:
+        document = {"document": {"text": body.documents[index]}} if body.return_documents else {}
+        results.append({"index": index, "relevance_score": scores[index], **document})
+    return orjson.dumps({**done.head, "results": results, "usage": _usage(done.outbox)})
 
 
 def _base64(vector: Floats) -> str:

@@ -5,7 +5,7 @@ Knows texts, vectors and which model reads pairs. Refuses to know HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,11 @@ async def read_vectors(outbox: RequestOutbox) -> list[Floats]:
             if delta.finish_reason == "abort":
                 raise Refused("the request was cancelled before all of its inputs were done", code="cancelled")
     return [vector for vector in vectors if vector is not None]
+
+
+def as_texts(texts: str | Sequence[str]) -> Sequence[str]:
+    """A list, also of one."""
+    return [texts] if isinstance(texts, str) else texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,12 @@ class Pairs:
         queries, documents = counts[: len(self.queries)], counts[len(self.queries) :]
         queries = queries * (len(documents) // len(queries))
         return [query + document for query, document in zip(queries, documents, strict=True)]
+
+    def cut(self, most: int) -> Iterator[Pairs]:
+        """The same in parts of at most so many documents."""
+        for begin in range(0, len(self.documents), most):
+            queries = self.queries if len(self.queries) == 1 else self.queries[begin : begin + most]
+            yield Pairs(queries, self.documents[begin : begin + most])
 
     def _query_of_each(self) -> list[str]:
         return [*self.queries] * (len(self.documents) // len(self.queries))

@@ -27,7 +27,7 @@ from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
 from .detokenize import Answer, Detokenize
 from .device import Device
-from .embedding import Pairs, pooled_request, read_vectors
+from .embedding import Pairs, as_texts, pooled_request, read_vectors
 from .encode import Encode
 from .errors import Overloaded, Refused, TimedOut
 from .execute import Execute
@@ -131,7 +131,7 @@ class Engine:
         loaded, phases = await self._load()
         with phases("pipeline"):
             secret = self._env.random("prefix.secret").randbytes(16)
-            if "generate" in loaded.info.tasks:
+            if loaded.info.num_blocks:
                 self._parts = EngineParts(self.config, loaded, self._make_device(loaded), secret)
             else:
                 self._parts = EncoderParts(self.config, loaded)
@@ -171,11 +171,11 @@ class Engine:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         if "generate" in self.info.tasks:
             await self.pipeline.call(Request("warm-up", (prompt,), params))
-            self.reset_prefix_cache()
         elif "embed" in self.info.tasks:
             await self.pipeline.call(pooled_request("warm-up", (prompt,), PoolingParams()))
         else:
             await self.pipeline.call(Pairs(["warm"], ["up"]).request("warm-up", self.info.tasks))
+        self.reset_prefix_cache()
 
     async def stop(self, cause: str = "server_shutdown") -> None:
         """Ends what is under way, and frees everything. May be called again."""
@@ -327,7 +327,7 @@ class Engine:
     ) -> list[ScoringRequestOutput]:
         """How well each document answers its query, in order: one query for all documents, or one each. By a
         cross-encoder's own judgement, or the cosine of two embeddings."""
-        pairs, tasks = Pairs(_as_texts(queries), _as_texts(documents)), self.info.tasks
+        pairs, tasks = Pairs(as_texts(queries), as_texts(documents)), self.info.tasks
         request = pairs.request(self._request_id(request_id), tasks, priority=priority)
         outbox, vectors = await self._pool(request, timeout_s)
         scores, counts = pairs.scores(vectors, tasks), pairs.num_tokens(outbox, tasks)
@@ -595,10 +595,6 @@ def _as_prompt(prompt: PromptLike) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     return Prompt(token_ids=as_token_ids(prompt))
-
-
-def _as_texts(texts: str | Sequence[str]) -> Sequence[str]:
-    return [texts] if isinstance(texts, str) else texts
 
 
 # -- outputs

@@ -24,7 +24,7 @@ from ..model.generation import GenerationDefaults
 from ..model.pooling import PoolingKind, read_pooling
 from ..model.tokenizer import Tokenizer
 from ..model.vocabulary import Vocabulary
-from ..model.weights import load_weights
+from ..model.weights import load_weights, without_missing_head
 from ..runtime.env import Env
 from ..runtime.log import get_logger
 from .config import EngineConfig
@@ -80,6 +80,8 @@ def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | 
         return load_encoder(config, root, model_id, device, dtype, asked_pooling(config), phases)
     with phases("tokenizer"):
         shape = ModelConfig.read(root)
+        if config.load_format != "dummy":
+            shape = without_missing_head(root, shape)
         tokenizer = Tokenizer.read(root)
         template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None
         encoder = ModelEncoder(tokenizer, template or ChatTemplate.read(root, tokenizer), model_id)
@@ -124,6 +126,7 @@ def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | 
         rates=rates,
         startup_s=phases.seconds,
         memory=memory,
+        tasks=frozenset({"generate", "embed"} if shape.has_head else {"embed"}),
         pooling=pooling,
     )
     grammars = Grammars(

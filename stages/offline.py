@@ -9,10 +9,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from .config import EngineConfig
+from .embedding import Pairs, as_texts
 from .engine import Engine, Messages, PromptLike
 from .outputs import EmbeddingRequestOutput, ModelInfo, RequestOutput, ScoringRequestOutput
 from .params import SamplingParams
-from .pooling import PoolingParams
+from .pooling import MAX_PAIRS, PoolingParams
 
 T = TypeVar("T")
 OutputT = TypeVar("OutputT")
@@ -120,7 +121,13 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """How well each document answers its query: one query for all documents, or one each. `options` are those of
         `Engine.score`."""
-        return self._run(self._engine.score(queries, documents, **options))
+        pairs = Pairs(as_texts(queries), as_texts(documents))
+
+        async def score() -> list[ScoringRequestOutput]:
+            parts = [await self._engine.score(part.queries, part.documents, **options) for part in pairs.cut(MAX_PAIRS)]
+            return [output for part in parts for output in part]
+
+        return self._run(score())
 
     def close(self) -> None:
         """Frees everything. May be called again."""

@@ -96,7 +96,7 @@ class ModelInfo:
     device: str
     attention_backend: str
     eos_token_ids: tuple[int, ...]
-    num_blocks: int  # of the KV cache
+    num_blocks: int  # of the KV cache; 0: an encoder has none
     block_size: int  # tokens
     has_chat_template: bool
     default_params: SamplingParams  # what a request gets that says nothing

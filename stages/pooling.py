@@ -19,6 +19,7 @@ Floats = NDArray[np.float32]
 Kind = PoolingKind | Literal["score"]  # score: one number for a pair of texts, from a cross-encoder's own head
 
 MAX_INPUTS = 2048  # texts of one request, as OpenAI's
+MAX_PAIRS = MAX_INPUTS // 2  # of one request: without a cross-encoder each is two texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,9 @@ def test_an_encoder_answers_embeddings_and_ranks_and_refuses_to_chat(tmp_path: P
                 made = await client.embeddings.create(model="bert", input=texts)
                 assert np.abs(np.array([item.embedding for item in made.data]) - right).max() < 1e-4
                 assert made.usage.prompt_tokens == int(mask.sum())
+                many = await client.embeddings.create(model="bert", input=["a cat"] * 520)  # too many for the loop
+                assert len({item.index for item in many.data}) == 520
+                assert np.abs(np.array([item.embedding for item in many.data]) - right[1]).max() < 1e-4
                 with pytest.raises(openai.BadRequestError, match="does not generate text; it embeds") as refused:
                     await client.chat.completions.create(model="bert", messages=[{"role": "user", "content": "hi"}])
                 assert refused.value.code == "unsupported_task"

@@ -95,6 +95,30 @@ def test_embeddings_are_transformers_pooled_hidden_states_in_any_company(checkpo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("family", "generates"), [("qwen3", True), ("mistral", False)])
+def test_a_decoder_saved_without_its_head_embeds_and_generates_if_its_head_is_its_embedding(
+    checkpoints: Any, family: str, generates: bool, tmp_path: Path
+):
+    """As models that are made for embeddings are published."""
+    source, model = checkpoints[family]
+    model.model.save_pretrained(tmp_path)
+    for file in source.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (prompt,) = drawn(5, (40,))
+
+    async def main() -> None:
+        async with Engine(EngineConfig(model=str(tmp_path)), **SMALL) as engine:
+            vector = (await engine.embed(prompt)).embedding
+            assert np.abs(vector - expected(model, prompt, "last")).max() < TOLERANCE
+            assert engine.info.tasks == ({"embed", "generate"} if generates else {"embed"})
+            if not generates:
+                with pytest.raises(Refused, match="does not generate text; it embeds texts"):
+                    [output async for output in engine.generate(prompt)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
 def test_a_prompt_may_fill_the_context_and_its_beginning_is_found_where_that_is_right(checkpoints: Any):
     folder, model = checkpoints["qwen3"]
     (prompt,) = drawn(3, (256,))

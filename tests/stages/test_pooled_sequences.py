@@ -12,6 +12,7 @@ import pytest
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.testing import sim_test
 from millrace.stages import SamplingParams
+from millrace.stages.embedding import Pairs
 from millrace.stages.errors import Refused
 from millrace.stages.messages import Prompt
 from millrace.stages.pooling import Kind, PoolingParams
@@ -83,3 +84,13 @@ async def test_what_the_model_can_not_do_is_refused_with_what_it_can(env: SimEnv
             await engine.embed(Prompt(pair=("a", "b")))
         with pytest.raises(Refused, match="2 queries and 3 documents"):
             await engine.score(["a", "b"], ["c", "d", "e"])
+
+
+def test_pairs_are_cut_into_parts_that_a_request_may_hold():
+    one, each = Pairs(["q"], list("abcde")), Pairs(list("vwxyz"), list("abcde"))
+    assert [(part.queries, part.documents) for part in one.cut(2)] == [
+        (["q"], ["a", "b"]),
+        (["q"], ["c", "d"]),
+        (["q"], ["e"]),
+    ]
+    assert [part.queries for part in each.cut(4)] == [["v", "w", "x", "y"], ["z"]]

@@ -23,18 +23,30 @@ def check_beams(body: GenerationBody) -> None:
     if body.use_beam_search:
         _check_search(body, n)
         return
+    if body.best_of is not None and body.best_of < n:
+        raise ApiError("invalid_value", f"best_of = {body.best_of}: must be at least n, which is {n}", param="best_of")
     if body.best_of not in (None, n):
-        message = f"best_of = {body.best_of}: to choose the best of several takes use_beam_search = true; leave it out"
-        raise ApiError("unsupported_parameter", f"{message}, or equal to n", param="best_of")
+        _check_best_of(body)
     for name, off in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
         if getattr(body, name) not in off:
             raise ApiError("invalid_value", f"{name}: only with use_beam_search = true", param=name)
+
+
+def _check_best_of(body: GenerationBody) -> None:
+    if not body.ranks:
+        message = f"best_of = {body.best_of}: on chat only with use_beam_search = true; leave it out, or equal to n"
+        raise ApiError("unsupported_parameter", message, param="best_of")
+    if body.stream:
+        message = "best_of: above n not in a stream, as the best answer is known only at the end; leave one out"
+        raise ApiError("unsupported_parameter", message, param="best_of")
 
 
 def _check_search(body: GenerationBody, n: int) -> None:
     if body.stream:
         message = "stream: a beam search knows its best answer only at its end, so there is nothing to send before"
         raise ApiError("unsupported_parameter", f"{message}; leave it out", param="stream")
+    if getattr(body, "echo", None):
+        raise ApiError("unsupported_parameter", "echo: not with a beam search; leave it out", param="echo")
     if body.best_of is not None and body.best_of < n:
         message = f"best_of = {body.best_of}: is the width of the search, so must be at least n, which is {n}"
         raise ApiError("invalid_value", message, param="best_of")

@@ -6,23 +6,38 @@ those of `SamplingParams`, which refuses them by name. What depends on the model
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..stages.beams import BeamParams, refuse_sampling
 from ..stages.errors import Refused
 from ..stages.messages import ChatPrompt, Prompt
-from ..stages.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_STOPS, SamplingParams
+from ..stages.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
+from ..stages.structured import StructuredOutputs
 from .beams import beam_params, check_beams
 from .errors import ApiError, shorten
 from .prompts import read_prompts
+from .told_prompts import Asked
+from .tools import MAX_TOOLS, CalledTool, NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
 
 MAX_MESSAGES = 4096
 
 # What a client may hand to the chat template. Never what a template trusts: its own text, tools, or how to tokenize.
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
+
+
+Budget = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def _one_or_many(value: Any) -> Any:
@@ -37,9 +52,9 @@ def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in bias.items()}
 
 
-def _content(value: Any) -> Any:
-    """Text, or a list of text parts."""
-    if isinstance(value, str):
+def _content(value: Any, info: ValidationInfo) -> Any:
+    """Text, or a list of text parts. A turn that calls tools may do without."""
+    if isinstance(value, str) or (value is None and info.data.get("tool_calls")):
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("invalid_type", "must be text, or a list of parts of type text")
@@ -82,9 +97,26 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[dict[str, str]], BeforeValidator(_content)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None  # of an assistant
+    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(_content)]  # may be left out beside calls
+    tool_call_id: str | None = Field(None, max_length=256)  # whose result this is
+    reasoning: str | None = None  # of an assistant: what it thought before
+    reasoning_content: str | None = None  # the same, by its other name
     name: str | None = Field(None, max_length=64)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, raw: Any) -> Any:
+        has_calls = isinstance(raw, dict) and raw.get("tool_calls") and "content" not in raw
+        return {**raw, "content": None} if has_calls else raw
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know messages."""
+        known = self.model_dump(exclude_none=True)
+        if thoughts := self.reasoning or self.reasoning_content:
+            known["reasoning"] = known["reasoning_content"] = thoughts
+        return known
 
 
 class Body(BaseModel):
@@ -116,7 +148,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    best_of: int | None = None  # with use_beam_search: beams, of which the n best are returned
+    best_of: int | None = None  # answers, or with use_beam_search beams, of which the n best are returned
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: Any = None  # true, false or "never"
@@ -124,6 +156,13 @@ class GenerationBody(Body):
     stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: Annotated[list[int] | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
+    bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_bias_by_id)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -144,7 +183,7 @@ class GenerationBody(Body):
             if given[name] is None:
                 given[name] = getattr(model_defaults, name)
         chosen = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if name in chosen:
                 chosen[name] = tuple(chosen[name])
         try:
@@ -179,9 +218,30 @@ class GenerationBody(Body):
             raise ApiError("invalid_value", "stream_options: only with stream = true", param="stream_options")
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise ApiError("invalid_value", f"{name} = {value}: must be at least 1", param=name)
+            if value is not None and value < self.least_max_tokens:
+                raise ApiError(
+                    "invalid_value", f"{name} = {value}: must be at least {self.least_max_tokens}", param=name
+                )
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError("invalid_value", "prompt_logprobs: not in a stream; leave one out", param="prompt_logprobs")
         check_beams(self)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether more answers are made than are returned."""
+        return False
+
+    @property
+    def least_max_tokens(self) -> int:
+        return 1
+
+    def asked_of_prompts(self) -> Asked:
+        """What the answer is to tell of its prompts."""
+        return Asked(
+            prompt_logprobs=self.prompt_logprobs is not None,
+            token_ids=bool(self.return_token_ids),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+        )
 
 
 class ChatBody(GenerationBody):
@@ -195,10 +255,46 @@ class ChatBody(GenerationBody):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] | None = None
     documents: Annotated[list[dict[str, str]], Field(max_length=256)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool | None = None
+    thinking_budget: Budget | None = None
+    thinking_token_budget: Budget | None = None  # the same, by vLLM's name
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that may be called."""
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def is_call_forced(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def max_thinking_tokens(self) -> int | None:
+        """The budget of thoughts, by either name."""
+        return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the template is told; of effort only what the client does not tell it itself."""
+        told: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            told["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none" or self.is_call_forced:  # a call in a given form has no room for thoughts
+            told["enable_thinking"] = told["thinking"] = False
+        return told | (self.chat_template_kwargs or {})
 
     def _own_params(self) -> dict[str, Any]:
         longest = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return {"max_tokens": longest, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        own: dict[str, Any] = {"max_tokens": longest, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        if self.is_call_forced:
+            schema = forced_schema(self.offered_tools, self.tool_choice, self.parallel_tool_calls is not False)
+            own["structured_outputs"] = StructuredOutputs(json=schema)
+        return own
 
     def client_name(self, param: str | None) -> str | None:
         if param == "max_tokens" and self.max_completion_tokens is not None:
@@ -214,16 +310,17 @@ class ChatBody(GenerationBody):
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message: needs add_generation_prompt = false, as the last turn is not over"
             raise ApiError("invalid_value", message, param="continue_final_message")
+        check_tools(self.tools, self.tool_choice)
 
     def prompts(self) -> tuple[Prompt, ...]:
         """The chat as the one prompt that it is."""
-        messages = tuple(message.model_dump(exclude_none=True) for message in self.messages)
         chat = ChatPrompt(
-            messages=messages,
+            messages=tuple(message.for_template() for message in self.messages),
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
-            template_kwargs=self.chat_template_kwargs or {},
+            template_kwargs=self.template_kwargs,
             documents=tuple(self.documents or ()),
+            tools=tuple(tool.for_template() for tool in self.offered_tools),
         )
         return (Prompt(chat=chat),)
 
@@ -233,9 +330,43 @@ class CompletionBody(GenerationBody):
 
     prompt: Any
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
 
     def _own_params(self) -> dict[str, Any]:
-        return {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        asked = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        if self.ranks:
+            asked |= {"n": self.best_of, "logprobs": self.logprobs or 0}
+        if self.echo and self.logprobs is not None:
+            asked["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return asked
+
+    def client_name(self, param: str | None) -> str | None:
+        if param == "prompt_logprobs" and self.prompt_logprobs is None:
+            return "logprobs"
+        if param == "n" and self.ranks:
+            return "best_of"
+        return super().client_name(param)
+
+    @property
+    def ranks(self) -> bool:
+        return not self.use_beam_search and self.best_of is not None and self.best_of > (self.n or 1)
+
+    @property
+    def least_max_tokens(self) -> int:
+        return 0 if self.echo or self.prompt_logprobs is not None else 1
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.stream and self.logprobs is not None and (self.n or 1) > 1:
+            message = "echo: with logprobs in a stream only for n = 1; leave one of them out"
+            raise ApiError("invalid_value", message, param="echo")
+
+    def asked_of_prompts(self) -> Asked:
+        asked = super().asked_of_prompts()
+        has_logprobs = self.logprobs is not None
+        return replace(
+            asked, echo=bool(self.echo), echo_logprobs=bool(self.echo) and has_logprobs, logprobs=has_logprobs
+        )
 
     def prompts(self) -> tuple[Prompt, ...]:
         """One prompt, or several."""
@@ -248,6 +379,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] | None = None
@@ -257,6 +389,7 @@ class TokenizeBody(Body):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError("invalid_value", "send either prompt or messages", param="prompt")
+        check_tools(self.tools, None)
 
 
 class DetokenizeBody(Body):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .answers import Answer, Choice, usage
+from .answers import Answer, usage
 
 if TYPE_CHECKING:
     from ..stages.outbox import RequestOutbox
     from ..stages.outputs import Delta
+
+
+Tell = Callable[[Iterable[int]], Awaitable[None]]
 
 
 class Chunks:
@@ -19,11 +22,13 @@ class Chunks:
     for, and its request is parked. It raises what ended the request, as the outbox does.
     """
 
-    def __init__(self, answer: Answer, outbox: RequestOutbox, num_choices: int) -> None:
+    def __init__(self, answer: Answer, outbox: RequestOutbox, num_choices: int, tell: Tell | None = None) -> None:
+        """`tell` hears of choices before their first chunk."""
         self.outbox = outbox
-        self.choices = [Choice(index) for index in range(num_choices)]
+        self.choices = answer.choices(num_choices)
         self._answer = answer
-        self._opening = answer.opening(num_choices)
+        self._tell = tell
+        self._is_opened = False
 
     def is_over(self) -> bool:
         """Whether all has been given: known with the last chunk."""
@@ -41,19 +46,21 @@ class Chunks:
             raise StopAsyncIteration
         bodies: list[bytes] = []
         while not bodies and not self.is_over():
-            bodies = self._encode(await anext(self.outbox))
-        if self._opening:
-            bodies, self._opening = self._opening + bodies, []
+            deltas = await anext(self.outbox)
+            if self._tell is not None:
+                await self._tell(delta.index for delta in deltas)
+            bodies = self._encode(deltas)
+        if not self._is_opened:
+            bodies, self._is_opened = self._answer.opening(len(self.choices)) + bodies, True
         if self._answer.has_usage and self.is_over():
             bodies.append(self._answer.usage_chunk(self.usage()))
         return bodies
 
     def _encode(self, deltas: Sequence[Delta]) -> list[bytes]:
-        bodies = []
+        bodies: list[bytes] = []
         for delta in deltas:
             choice = self.choices[delta.index]
             choice.add(delta, keep=False)
             running = self.usage() if self._answer.has_running_usage else None
-            if body := self._answer.chunk(choice, delta, running):
-                bodies.append(body)
+            bodies += self._answer.chunks(choice, delta, running)
         return bodies

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(show(settings))
             return 0
-        run: Run = import_module(f".{options.command}", __package__).run
+        run: Run = import_module(f".{options.command.replace('-', '_')}", __package__).run
         return run(options, engine_config, server_config)
     except ConfigError as error:
         return _complain(error)
@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_complete(commands)
     _add_chat(commands)
+    _add_collect_env(commands)
     return parser
 
 
@@ -86,6 +87,11 @@ def _add_chat(commands: Any) -> None:
     chat = commands.add_parser("chat", usage=_usage("chat"), help="talk with a model")
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the first turn")
     _add_client(chat)
+
+
+def _add_collect_env(commands: Any) -> None:
+    text = "print versions and hardware, to paste into a report"
+    _add_common(commands.add_parser("collect-env", usage=_usage("collect-env"), help=text))
 
 
 def _add_client(command: argparse.ArgumentParser) -> None:

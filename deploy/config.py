@@ -32,6 +32,10 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()  # names that clients may send; answers carry the first. None: the model's
     enable_force_include_usage: bool = False  # usage in every stream, asked for or not
     strict_fields: bool = False  # an unknown field is a 400 instead of being ignored
+    response_store_bytes: int = 64 * 1024 * 1024  # of memory for responses that may be asked for later; 0: none is kept
+    tool_call_parser: str = "auto"  # by the chat template; none, a name, or package.module:Class, a ToolParser
+    enable_auto_tool_choice: bool = True  # the model may choose to call tools
+    reasoning_parser: str = "auto"  # by the chat template; none, a name, or package.module:Class, a ReasoningParser
 
     # who may come in
     api_key: tuple[str, ...] = ()  # any of these opens every route but /admin; none: no key is asked for
@@ -74,6 +78,10 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_connections", "ws_max_sockets", "ws_max_streams"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.response_store_bytes < 0:
+            raise ConfigError(
+                f"response_store_bytes = {self.response_store_bytes}: must be at least 0, which keeps none"
+            )
         for name in ("api_key", "admin_key"):
             if any(not key or not key.isascii() for key in getattr(self, name)):
                 raise ConfigError(f"{name}: a key must be ASCII text, and not empty")

@@ -7,7 +7,7 @@ connections, and errors in our shape. Knows bytes and timers. Refuses to know ro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -144,10 +144,10 @@ class Listener(web.Server):
             transport.close()
 
 
-def error_response(error: ApiError) -> web.Response:
-    """An error as a response."""
-    body = orjson.dumps(error.body())
-    return web.Response(status=error.status, body=body, content_type="application/json", headers=error.headers)
+def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> web.Response:
+    """An error as a response, with another `body` than its own if there is one."""
+    data = orjson.dumps(error.body() if body is None else body)
+    return web.Response(status=error.status, body=data, content_type="application/json", headers=error.headers)
 
 
 def raw_response(error: ApiError) -> bytes:

@@ -41,6 +41,13 @@ class PooledBody(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
+    truncate_prompt_tokens: Any = None
+
+    def check(self) -> None:
+        """What this server has, and not here."""
+        if self.truncate_prompt_tokens is not None:
+            message = "truncate_prompt_tokens: not supported here, as what ends a text would be lost; shorten the text"
+            raise ApiError("unsupported_parameter", message, param="truncate_prompt_tokens")
 
     def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
         """What to ask a model that can do `tasks`."""
@@ -99,6 +106,7 @@ class ScoreBody(PairsBody):
 
     def check(self) -> None:
         """One pair of names, whole."""
+        super().check()
         given = [name for name in ("queries", "documents", "text_1", "text_2") if getattr(self, name) is not None]
         if given not in (["queries", "documents"], ["text_1", "text_2"]):
             missing = "text_2" if given == ["text_1"] else "text_1" if given == ["text_2"] else "queries"

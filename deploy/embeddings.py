@@ -22,7 +22,7 @@ from ..stages.pooling import Floats
 from .answers import usage
 from .embedding_bodies import EmbeddingBody, PooledBody, RerankBody, ScoreBody
 from .errors import describe
-from .generation import listed
+from .generation import ignored_headers
 from .middleware import OWNER, REQUEST_ID, settled_id
 from .reading import read
 from .service import Service
@@ -89,8 +89,7 @@ class Embeddings:
             data = write(done)
         else:
             data = await asyncio.get_running_loop().run_in_executor(self._threads, write, done)
-        headers = {"X-Ignored-Fields": listed(ignored)} if ignored else {}
-        return web.Response(body=data, content_type="application/json", headers=headers)
+        return web.Response(body=data, content_type="application/json", headers=ignored_headers(ignored))
 
     async def _compute(
         self, request: web.Request, body: PooledBody, asked: Request, prefix: str

@@ -33,6 +33,7 @@ CODES: dict[str, tuple[int, str]] = {
     "not_found": (404, "NotFoundError"),
     "model_not_found": (404, "NotFoundError"),
     "request_not_found": (404, "NotFoundError"),
+    "response_not_found": (404, "NotFoundError"),
     "method_not_allowed": (405, "MethodNotAllowedError"),
     "request_timeout": (408, "RequestTimeoutError"),
     "stalled_reader": (408, "RequestTimeoutError"),

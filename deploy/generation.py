@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,17 @@ from ..runtime.log import get_logger
 from ..stages.beams import BeamParams
 from ..stages.messages import Prompt, Request
 from ..stages.params import SamplingParams
-from .answers import Answer, ChatAnswer, Choice, CompletionAnswer, usage
+from .answers import Answer, ChatAnswer, CompletionAnswer, usage
 from .bodies import ChatBody, CompletionBody
-from .chunks import Chunks
+from .chunks import Chunks, Tell
 from .errors import ApiError, describe, unforeseen
 from .middleware import OWNER, REQUEST_ID, settled_id
+from .ranking import best
 from .reading import read
 from .service import Service
 from .streams import DONE, EventStream
+from .told_prompts import Asked, tell_prompt
+from .turns import Turn
 from .validation import read_body
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ class Order:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     beams: BeamParams | None  # if it is a beam search
+    asked: Asked  # of the prompts, to be told in the answer
+    make_turn: Callable[[], Turn] | None = None  # for each choice, if more than words may be in it
 
     @property
     def num_choices(self) -> int:
@@ -92,7 +97,7 @@ class Generation:
         self.service.require_engine()
         order = await read(request, self.service.config, self._threads, lambda raw: self.order(kind, raw))
         if order.ignored:
-            log.debug("request.fields_ignored", fields=listed(order.ignored))
+            log.debug("request.fields_ignored", fields=_listed(order.ignored))
         return order
 
     def order(self, kind: type[ChatBody] | type[CompletionBody], raw: Mapping[str, Any]) -> Order:
@@ -100,7 +105,10 @@ class Generation:
         defaults = self.service.require_engine().info.default_params
         body, ignored = read_body(kind, raw, self.service.config.strict_fields)
         self.service.require_model(body.model)
-        return Order(body, ignored, body.prompts(), body.sampling_params(defaults), body.beam_params())
+        params, make_turn = body.sampling_params(defaults), None
+        if isinstance(body, ChatBody):
+            params, make_turn = self.service.require_speech().settle(body, params)
+        return Order(body, ignored, body.prompts(), params, body.beam_params(), body.asked_of_prompts(), make_turn)
 
     async def submit(self, answer_id: str, order: Order) -> RequestOutbox:
         """Sends an order to the engine, which answers it under an id that `Service.open` gave."""
@@ -127,26 +135,55 @@ class Generation:
             self.service.model_names[0],
             has_usage=forced or bool(options and options.include_usage),
             has_running_usage=bool(options and options.continuous_usage_stats),
+            make_turn=order.make_turn,
+            has_token_ids=bool(order.body.return_token_ids),
+            has_tokens_as_ids=bool(order.body.return_tokens_as_token_ids),
+            has_logprobs=order.asked.logprobs,
         )
+
+    def chunks(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Chunks:
+        """What is sent of the answer, on whatever it is sent."""
+        return Chunks(answer, outbox, order.num_choices, self.teller(order, answer, outbox))
+
+    def teller(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Tell | None:
+        """Puts into the answer what it tells of the prompts of choices that have begun. None if it tells nothing."""
+        if not order.asked.anything:
+            return None
+        answer.choices_per_prompt = order.params.n
+        tokenizer, loop = self.service.require_engine().tokenizer, asyncio.get_running_loop()
+
+        async def tell(choices: Iterable[int]) -> None:
+            for index in sorted({choice // order.params.n for choice in choices}.difference(answer.prompts)):
+                answer.prompts[index] = await loop.run_in_executor(
+                    self._threads, tell_prompt, order.asked, outbox, tokenizer, index
+                )
+
+        return tell
 
     async def _whole(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
     ) -> web.StreamResponse:
-        choices = [Choice(index) for index in range(order.num_choices)]
+        choices = answer.choices(order.num_choices)
         async for deltas in outbox:
             for delta in deltas:
                 choices[delta.index].add(delta, keep=True)
-        body = orjson.dumps(answer.whole(choices, usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)))
-        return web.Response(body=body, content_type="application/json", headers=_headers(order))
+        if tell := self.teller(order, answer, outbox):
+            await tell(range(order.num_choices))
+        spent = usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)
+        if order.body.ranks:
+            n = order.body.n or 1
+            choices, answer.choices_per_prompt = best(choices, order.params.n, n), n
+        body = orjson.dumps(answer.whole(choices, spent))
+        return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
 
     async def _stream(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
     ) -> web.StreamResponse:
         """The answer as events. Nothing is sent before the first piece is there, so that what goes wrong before it
         still has a status of its own."""
-        chunks = Chunks(answer, outbox, order.num_choices)
+        chunks = self.chunks(order, answer, outbox)
         first = await anext(chunks)
-        stream = EventStream(request, self.service.config.stalled_reader_s, _headers(order))
+        stream = EventStream(request, self.service.config.stalled_reader_s, ignored_headers(order.ignored))
         try:
             async with stream:
                 await stream.send(first)
@@ -189,10 +226,11 @@ def in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: s
     return known
 
 
-def _headers(order: Order) -> dict[str, str]:
-    return {"X-Ignored-Fields": listed(order.ignored)} if order.ignored else {}
+def ignored_headers(ignored: Sequence[str]) -> dict[str, str]:
+    """What a response says of fields that nobody knows."""
+    return {"X-Ignored-Fields": _listed(ignored)} if ignored else {}
 
 
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """Field names as a header may hold them: the first 32, each cut, and without what does not belong there."""
     return ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:32])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -13,6 +14,7 @@ from ..runtime.log import bound, get_logger
 from .connections import error_response
 from .errors import ApiError, describe, shorten, unforeseen
 from .keys import Keys
+from .messages_events import MESSAGES_PATH, error_body
 from .metrics import Metrics
 from .service import Service
 
@@ -43,9 +45,14 @@ def identify(metrics: Metrics) -> Middleware:
             except Exception as error:
                 told = describe(error) or _unforeseen(request, error)
             metrics.count_rejection(told.code)
-            return error_response(told)
+            return error_response(told, _body(request, told))
 
     return middleware
+
+
+def _body(request: web.Request, error: ApiError) -> Mapping[str, Any] | None:
+    """The body of an error whose client speaks another API than OpenAI's."""
+    return error_body(error, request[REQUEST_ID]) if request.path.startswith(MESSAGES_PATH) else None
 
 
 def _unforeseen(request: web.Request, error: Exception) -> ApiError:

@@ -18,9 +18,13 @@ from .embeddings import Embeddings
 from .errors import ApiError, shorten
 from .generation import Generation
 from .information import server_info
+from .messages_api import MessagesRoutes
+from .messages_events import MESSAGES_PATH
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import OWNER
 from .reading import read
+from .responses import Responses
+from .responses_routes import ResponsesRoutes
 from .service import Service
 from .sockets.hub import Hub
 from .validation import read_body
@@ -35,6 +39,8 @@ class Routes:
         self._threads = threads
         self._generation = Generation(service, threads)
         self._embeddings = Embeddings(service, threads)
+        self._responses = Responses(self._generation, threads)
+        self._messages = MessagesRoutes(self._generation, threads)
         self.sockets = Hub(self._generation, metrics, threads)
 
     @property
@@ -44,7 +50,8 @@ class Routes:
 
     def table(self) -> list[web.RouteDef]:
         """All routes."""
-        generation, embeddings = self._generation, self._embeddings
+        generation, messages, embeddings = self._generation, self._messages, self._embeddings
+        responses = ResponsesRoutes(self._responses, self._threads)
         return [
             web.get("/health", self.ready),
             web.get("/health/live", self.live),
@@ -62,11 +69,22 @@ class Routes:
                 web.post(path, embeddings.rerank, expect_handler=expect)
                 for path in ("/rerank", "/v1/rerank", "/v2/rerank")
             ),
+            web.post("/v1/responses", responses.create, expect_handler=expect),
+            web.get("/v1/responses/{id}", responses.retrieve),
+            web.delete("/v1/responses/{id}", responses.delete),
+            web.post("/v1/responses/{id}/cancel", responses.cancel),
+            web.get("/v1/responses/{id}/input_items", responses.input_items),
+            web.post(MESSAGES_PATH, messages.create, expect_handler=expect),
+            web.post(f"{MESSAGES_PATH}/count_tokens", messages.count_tokens, expect_handler=expect),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:.+}", self.abort),
         ]
+
+    async def stop(self, app: web.Application) -> None:
+        """Ends what no handler waits for."""
+        await self._responses.stop()
 
     # -- health
 
@@ -130,10 +148,11 @@ class Routes:
         tokenizer, encoder = engine.tokenizer, engine.encoder
         if body.messages is not None:
             chat = ChatPrompt(
-                messages=tuple(message.model_dump(exclude_none=True) for message in body.messages),
+                messages=tuple(message.for_template() for message in body.messages),
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 template_kwargs=body.chat_template_kwargs or {},
+                tools=tuple(tool.for_template() for tool in body.tools or ()),
             )
             token_ids = await self._in_thread(encoder.encode_chat, chat)
         else:

@@ -108,6 +108,7 @@ class Server:
         middlewares = [identify(self.metrics), check_keys(Keys(self.config.api_key), others)]
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service))
+        app.on_shutdown.append(routes.stop)
         app.add_routes(routes.table() + admin.table())
         return app
 

@@ -12,6 +12,7 @@ from ..runtime.log import get_logger
 from ..runtime.pipeline import Health
 from .config import ServerConfig
 from .errors import ApiError, not_serving, shorten
+from .speech import Speech
 
 if TYPE_CHECKING:
     from ..stages.engine import Engine
@@ -33,6 +34,7 @@ class Service:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.engine: Engine | None = None
+        self.speech: Speech | None = None
         self.model_names: tuple[str, ...] = config.served_model_name
         self.created = int(time.time())
         self.is_draining = False
@@ -42,6 +44,7 @@ class Service:
     def attach(self, engine: Engine) -> None:
         """From now on there is somebody to answer."""
         self.engine = engine
+        self.speech = Speech(self.config, engine)
         self.model_names = self.model_names or (engine.info.model_id,)
 
     @property
@@ -61,17 +64,23 @@ class Service:
             raise not_serving(health, retry_after_s=patience_s)
         return self.engine
 
+    def require_speech(self) -> Speech:
+        """How its model writes, or `ApiError` 503."""
+        self.require_engine()
+        assert self.speech is not None
+        return self.speech
+
     def require_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a model that is not served here. None is the one that is."""
         if name is not None and name not in self.model_names:
             message = f"the model {shorten(repr(name), 128)} is not served here; GET /v1/models says what is"
             raise ApiError("model_not_found", message, param="model")
 
-    def open(self, prefix: str, client_id: str, owner: str) -> str:
-        """Counts a request in and returns the id of its answer: the client's own with our prefix, made unique if it is
-        in use. Whoever gets it must `close` it."""
+    def open(self, prefix: str, client_id: str, owner: str, answer_id: str | None = None) -> str:
+        """Counts a request in and returns the id of its answer: `answer_id`, else the client's own with our prefix;
+        made unique if it is in use. Whoever gets it must `close` it."""
         self.require_engine()
-        answer_id = prefix + client_id
+        answer_id = answer_id or prefix + client_id
         while answer_id in self.live:
             answer_id = f"{prefix}{client_id}-{secrets.token_hex(4)}"
         self.live[answer_id] = Live(owner, client_id)

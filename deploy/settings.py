@@ -33,6 +33,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "load_format": "dummy: random weights, for benchmarks",
         "dtype": "of weights and activations; auto: the checkpoint's",
         "max_model_len": "tokens of prompt and answer together; none: the model's; auto: what fits",
+        "logprobs_mode": "raw: the model's own; processed: after penalties, bias, temperature and truncation",
         "generation_config": "whether sampling defaults come from the checkpoint",
         "chat_template": "text of a chat template that replaces the checkpoint's",
         "pooling": "positions that embeddings are made of; auto: as the checkpoint says, or the last of a decoder",
@@ -80,6 +81,12 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "served_model_name": "names that clients may send; answers carry the first; none: the model's",
         "enable_force_include_usage": "send usage in every stream, asked for or not",
         "strict_fields": "refuse unknown fields instead of ignoring them",
+        "response_store_bytes": "of memory for what /v1/responses may be asked for later; 0: nothing is kept",
+        "tool_call_parser": "hermes, llama3_json, mistral, pythonic, none, or package.module:Class, a "
+        "millrace.deploy.parsers.ToolParser of your own; auto: by the chat template",
+        "enable_auto_tool_choice": "let the model choose whether to call a tool",
+        "reasoning_parser": "deepseek_r1, qwen3, none, or package.module:Class, a "
+        "millrace.deploy.parsers.ReasoningParser of your own; auto: by the chat template",
         "max_body_bytes": "of a request",
     },
     "security": {

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 DONE = b"[DONE]"  # the data of a stream's last event
 HIGH_WATER_BYTES = 64 * 1024  # of a stream's own buffer; above it a write waits for the client to read
 SEND_BUFFER_BYTES = 128 * 1024  # of the kernel's, which would grow to megabytes for each client that does not read
+
+
+def named_event(event: Mapping[str, Any]) -> bytes:
+    """An event as it goes over the wire, for those APIs whose events have their type for a name too."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
 
 
 class EventStream:
@@ -51,8 +58,12 @@ class EventStream:
 
     async def send(self, bodies: Iterable[bytes]) -> None:
         """Sends an event for each of some bodies, in one write. Waits only while the client's buffers are full."""
+        await self.write(b"data: " + b"\n\ndata: ".join(bodies) + b"\n\n")
+
+    async def write(self, events: bytes) -> None:
+        """Sends whole events that are framed already. Waits as `send` does."""
         self._waiting_since = asyncio.get_running_loop().time()
-        await self._response.write(b"data: " + b"\n\ndata: ".join(bodies) + b"\n\n")
+        await self._response.write(events)
         self._waiting_since = None
 
     async def finish(self) -> web.StreamResponse:
@@ -79,3 +90,29 @@ def bound_buffers(request: web.Request) -> None:
     if transport is not None:
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+
+
+async def stream_framed(
+    request: web.Request,
+    patience_s: float,
+    events: AsyncGenerator[bytes, None],
+    headers: Mapping[str, str],
+    on_stall: Callable[[], None],
+) -> web.StreamResponse:
+    """Sends framed events to their end, and closes them however it is left. Nothing is sent before the first are there,
+    so that what goes wrong before them still has a status of its own. `on_stall` hears of a client cut off for not
+    reading."""
+    async with aclosing(events):
+        first = await anext(events, b"")
+        stream = EventStream(request, patience_s, headers)
+        try:
+            async with stream:
+                await stream.write(first)
+                async for more in events:
+                    await stream.write(more)
+                return await stream.finish()
+        except ConnectionError:
+            raise asyncio.CancelledError from None  # gone, as a handler hears it otherwise
+        finally:
+            if stream.has_stalled:
+                on_stall()

@@ -24,7 +24,7 @@ def _is_text_only(value: Any) -> bool:
     return value is None or value == ["text"]
 
 
-def _chooses_no_tool(value: Any) -> bool:
+def _calls_nothing(value: Any) -> bool:
     return value is None or value in ("none", "auto")
 
 
@@ -33,38 +33,40 @@ _OFF_WHEN_EMPTY = (
     "functions",
     "audio",
     "echo",
-    "suffix",
-    "prompt_logprobs",
     "chat_template",
     "structured_outputs",
     "guided_json",
     "guided_regex",
     "guided_choice",
     "guided_grammar",
-    "bad_words",
-    "allowed_token_ids",
-    "truncate_prompt_tokens",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
     "cache_salt",
     "logits_processors",
     "web_search_options",
 )
 
+# what more there is to say of some
+REASONS = {
+    "suffix": "this server does not fill in the middle; leave it out, or write the model's markers into the prompt",
+    "echo": "only on /v1/completions; leave it out",
+}
+
 UNSUPPORTED: dict[str, Harmless] = {
+    "suffix": _asks_nothing,
     "response_format": _is_text_format,
     "modalities": _is_text_only,
-    "tool_choice": _chooses_no_tool,
-    "function_call": _chooses_no_tool,
+    "tool_choice": _calls_nothing,
+    "function_call": _calls_nothing,
     "parallel_tool_calls": lambda value: isinstance(value, bool) or value is None,
     **dict.fromkeys(_OFF_WHEN_EMPTY, _asks_nothing),
 }
+
+INSTEAD = {"functions": "send tools", "function_call": "send tools and tool_choice"}
 
 
 def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str]) -> list[str]:
     """`unknown` without the fields that are merely not served. `ApiError` if one of those asks for something."""
     for name in unknown:
         if name in UNSUPPORTED and not UNSUPPORTED[name](raw[name]):
-            message = f"{name}: not supported by this server; leave it out"
+            message = f"{name}: {REASONS.get(name, 'not supported by this server; leave it out')}"
             raise ApiError("unsupported_parameter", message, param=name)
     return [name for name in unknown if name not in UNSUPPORTED]

@@ -8,7 +8,10 @@ spells none is rendered as it is, and gets the ids that transformers gives it.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -58,6 +61,7 @@ class ChatTemplate:
             self._takes_parts = _takes_parts(sandbox.parse(source))
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"chat template: not valid: {error}") from None
+        self._joins_arguments = _joins_arguments(sandbox.parse(source))
         self._marker = _Marker(tuple(tokenizer.special_tokens))
         named = {name: tokenizer.config.get(name) for name in NAMED_TOKENS}
         self._names = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
@@ -85,6 +89,9 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
         """The prompt for `messages`, each a role and a content: a string, or a list of `{"type": "text", "text": ...}`.
+
+        A message with `tool_calls` may do without a content. Their arguments may be JSON text or a mapping; the
+        template gets of the two what it can write down.
 
         With `continue_final_message` the prompt ends inside the last message, for the model to go on with it.
         Raises TemplateError for what the template refuses, and for a render over its limits.
@@ -121,16 +128,33 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of the message, with its content as a string unless the template goes through the parts itself."""
+        """A copy of the message as the template wants it: content as a string unless it goes through the parts itself,
+        "" for none unless it asks for none, and the arguments of calls as a mapping unless it adds them to a string."""
+        message = dict(message)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [self._called(call) for call in message["tool_calls"]]
         content = message.get("content")
+        if content is None and message.get("tool_calls") and not _ASKS_FOR_NONE.search(self.source):
+            return message | {"content": ""}
         if not isinstance(content, list):
-            return dict(message)
+            return message
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise TemplateError(f"messages[{index}].content: this model takes text parts only")
         if self._takes_parts:
             return {**message, "content": [dict(part) for part in content]}
         return {**message, "content": "\n".join(part["text"] for part in content)}
+
+    def _called(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call.get("function") or {})
+        arguments = function.get("arguments")
+        if self._joins_arguments and isinstance(arguments, Mapping):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        elif not self._joins_arguments and isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                read = json.loads(arguments)
+                function["arguments"] = read if isinstance(read, dict) else arguments
+        return {**call, "function": function}
 
 
 def missing_template(model: str) -> TemplateError:
@@ -158,7 +182,8 @@ class _Marker:
         mark, tag = unused[:2]
         if not any(map(self._needs_mark, texts[1:])):
             return variables, None, tag
-        return _map_strings(variables, lambda text: self._marked(text, mark)), mark, tag
+        marked = {name: _map_strings(value, lambda text: self._marked(text, mark)) for name, value in variables.items()}
+        return marked, mark, tag
 
     def _needs_mark(self, text: str) -> bool:
         text = text.strip()
@@ -181,21 +206,22 @@ class _Marker:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of nested lists and mappings with every string value changed; keys stay."""
+    """A copy of nested lists and mappings with every string changed; keys too, as those of tools are shown."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_strings(child, change) for key, child in value.items()}
+        return {change(key): _map_strings(child, change) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return [_map_strings(child, change) for child in value]
     return value
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string value in nested lists and mappings."""
+    """Every string in nested lists and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
+        yield from value
         for child in value.values():
             yield from _strings(child)
     elif isinstance(value, list | tuple):
@@ -232,6 +258,20 @@ def _cut_at_tag(text: str, tag: str) -> str:
     if not found:
         raise TemplateError("continue_final_message: the chat template leaves out the last message's text")
     return before if after.startswith(" ") else before.rstrip()
+
+
+_ASKS_FOR_NONE = re.compile(r"content['\"\]]*\s+is\s+none", re.IGNORECASE)
+
+
+def _joins_arguments(template: nodes.Template) -> bool:
+    """Whether the template adds some call's `arguments` to a string as they are, so that they must be one."""
+    for node in template.find_all(nodes.Add):
+        for part in (node.left, node.right):
+            if isinstance(part, nodes.Getattr) and part.attr == "arguments":
+                return True
+            if isinstance(part, nodes.Getitem) and isinstance(part.arg, nodes.Const) and part.arg.value == "arguments":
+                return True
+    return False
 
 
 def _takes_parts(template: nodes.Template) -> bool:

@@ -71,11 +71,11 @@ class Decoder:
 
         [L, V], float32 on a CPU and the model's dtype elsewhere.
         """
-        return self.logits(self.hidden_states(inputs, cache), inputs.logits_rows)
+        return self.logits(self.hidden(inputs, cache).index_select(0, inputs.logits_rows))
 
     @torch.inference_mode()
-    def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """The first half of `forward`: what the last layer gives for each token, [T, hidden], before the last norm."""
+    def hidden(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """The layers' part of a step: what they make of each of its tokens, [T, hidden]."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
         residual = self.weights.embedding.index_select(0, inputs.input_ids)  # [T, hidden]
         for index, layer in enumerate(self.weights.layers):
@@ -86,15 +86,15 @@ class Decoder:
         return residual
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The second half: logits of the tokens `rows` [L] i64, as `forward` returns them."""
-        logits = self.weights.head.unrounded(self.normed(hidden, rows))
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's part: logits [L, V] of some of those tokens, [L, hidden]."""
+        logits = self.weights.head.unrounded(self.normed(hidden))
         return logits.float() if self.device.type == "cpu" else logits
 
     @torch.inference_mode()
-    def normed(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The last hidden states of the tokens `rows` [L] i64, as embeddings are made of them: [L, hidden]."""
-        return self.kernels.rms_norm(hidden.index_select(0, rows), self.weights.final_norm, self.config.rms_norm_eps)
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The last hidden states of some of those tokens, as embeddings are made of them, [L, hidden] both."""
+        return self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Queries, keys and values of x, the cache written, and what the queries see, [T, H * D]."""

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from .offline import LLM
     from .params import SamplingParams
     from .pooling import PoolingParams
+    from .processors import LogitsProcessor
     from .structured import StructuredOutputs
 
 __all__ = [
     "LLM",
     "Engine",
     "EngineConfig",
+    "LogitsProcessor",
     "Pipeline",
     "PoolingParams",
     "SamplingParams",
@@ -35,6 +37,7 @@ _HOMES = {
     "LLM": ".offline",
     "Engine": ".engine",
     "EngineConfig": ".config",
+    "LogitsProcessor": ".processors",
     "Pipeline": "..runtime.pipeline",
     "PoolingParams": ".pooling",
     "SamplingParams": ".params",

@@ -77,6 +77,10 @@ _OFF: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "seed": None,
     "logit_bias": {},
+    "prompt_logprobs": None,
+    "allowed_token_ids": None,
+    "bad_words": (),
+    "bad_words_token_ids": (),
     "top_k": 0,
     "structured_outputs": None,
 }

@@ -10,6 +10,8 @@ from typing import Literal
 
 from .errors import ConfigError
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -23,6 +25,7 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
     max_model_len: int | Literal["auto"] | None = None  # tokens, prompt and answer; None: the model's; auto: what fits
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # the model's own; processed: of what tokens are drawn from
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
     chat_template: str | None = None  # text of a template that replaces the checkpoint's
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"  # of embeddings; auto: as the checkpoint says

@@ -19,10 +19,12 @@ from ..runtime.log import get_logger
 from ..runtime.runner import StageCrashed
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from .messages import (
+    Begun,
     Bools,
     Finish,
     FinishReason,
     Indices,
+    PromptLogprobs,
     Started,
     StepText,
     StepTokens,
@@ -98,8 +100,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._next_places = np.zeros(num_slots, np.intp)  # [S] of the token to come
         self._cares = np.full(num_slots, ANY, np.uint64)  # [S] traits of tokens that are no matter of a table
         self._sequences: dict[int, Answer] = {}  # by id
-        self._prompt_lengths: dict[int, int] = {}  # by sequence id, to go out with the next text
-        self._num_cached: dict[int, int] = {}  # likewise
+        self._begun: dict[int, Begun] = {}  # by sequence id, to go out with the next text
         self._is_halfway = False  # in a step, with some of its rows seen
         self._context: Context | None = None
 
@@ -121,8 +122,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         """Forgets the sequences of a request that is over."""
         request = outbox.request  # type: ignore[attr-defined]
         for sequence_id in range(request.first_sequence_id, request.first_sequence_id + request.num_sequences):
-            self._prompt_lengths.pop(sequence_id, None)
-            self._num_cached.pop(sequence_id, None)
+            self._begun.pop(sequence_id, None)
             self._forget(sequence_id)
 
     @property
@@ -149,10 +149,10 @@ class Detokenize(Stage[StepTokens, StepText]):
             await self._read_slow(step, np.flatnonzero(is_ours & (places >= next_places) & ~is_fast), rows, out)
         if step.pooled:
             out.send(StepText(step.step, (), (), (), pooled=tuple(step.pooled.values())))
-        if rows.texts:
-            out.send(rows.message(step.step, self._prompt_lengths, self._num_cached))
-            if self._prompt_lengths:
-                self._prompt_lengths, self._num_cached = {}, {}
+        if rows.texts or step.prompt_logprobs:
+            out.send(rows.message(step.step, self._begun, step.prompt_logprobs))
+            if self._begun:
+                self._begun = {}
         self._is_halfway = False
 
     def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> Rows:
@@ -211,9 +211,7 @@ class Detokenize(Stage[StepTokens, StepText]):
                 return  # it has no text; or it has ended here, and schedule did not know that yet
             sequence = Answer(started.request_id, self._table, self._make_decoder(started.params), started.params)
             self._sequences[started.sequence_id] = sequence
-            self._prompt_lengths[started.sequence_id] = started.num_prompt
-            if started.num_cached:
-                self._num_cached[started.sequence_id] = started.num_cached
+            self._begun[started.sequence_id] = Begun(started.token_ids, started.num_cached)
         elif sequence.slot is not None:
             self._leave_slot(sequence)
         self._empty(started.slot)
@@ -240,7 +238,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         sequence.slot = None
 
     def _forget(self, sequence_id: int) -> None:
-        """The answer is over. Its prompt's length, if this was its first token, has yet to go out with the text."""
+        """The answer is over. Its beginning, if this was its first token, has yet to go out with the text."""
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None and sequence.slot is not None:
             self._sequence_ids[sequence.slot] = -1
@@ -303,16 +301,9 @@ class Rows:
         if logprobs is not None:
             self.logprobs[row] = logprobs
 
-    def message(self, step: int, prompt_lengths: dict[int, int], num_cached: dict[int, int]) -> StepText:
+    def message(self, step: int, begun: dict[int, Begun], prompt_logprobs: Sequence[PromptLogprobs] = ()) -> StepText:
         return StepText(
-            step,
-            self.sequence_ids,
-            self.texts,
-            self.token_ids,
-            self.finishes,
-            self.logprobs,
-            prompt_lengths,
-            num_cached,
+            step, self.sequence_ids, self.texts, self.token_ids, self.finishes, self.logprobs, begun, prompt_logprobs
         )
 
 
@@ -348,6 +339,8 @@ class Answer:
     ) -> tuple[str, Finish | None, TokenLogprobs | None]:
         """The text that may go out now, how the answer ended if it did, and the token's log-probabilities if wanted."""
         params = self._params
+        if params.max_tokens == 0 and finish_reason != FinishReason.ERROR:
+            return "", Finish(FinishReason.LENGTH), None
         is_ended = finish_reason != FinishReason.NONE
         is_shown = finish_reason == FinishReason.NONE or finish_reason == FinishReason.LENGTH
         is_shown |= finish_reason == FinishReason.STOP and params.include_stop_str_in_output

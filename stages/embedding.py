@@ -82,7 +82,7 @@ class Pairs:
 
     def num_tokens(self, outbox: RequestOutbox, tasks: Collection[Task]) -> list[int]:
         """Of both texts of each pair."""
-        counts = [choice.num_prompt_tokens for choice in outbox.choices]
+        counts = [len(choice.begun.token_ids) for choice in outbox.choices]
         if "score" in tasks:
             return counts
         queries, documents = counts[: len(self.queries)], counts[len(self.queries) :]

@@ -24,6 +24,10 @@ class ModelEncoder:
         """Ids of a plain prompt, with the special tokens that the tokenizer puts around one."""
         return self.tokenizer.encode(_unicode(text, "prompt"))
 
+    def encode_words(self, text: str) -> list[int]:
+        """Ids of a text with no special tokens around it."""
+        return self.tokenizer.encode(_unicode(text, "bad_words"), add_special_tokens=False)
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Ids of two texts as the tokenizer puts them together, and the text that each is of."""
         return self.tokenizer.encode_pair(_unicode(first, "prompt"), _unicode(second, "prompt"))

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .messages import Pooled, TokenRequest
+from .messages import Begun, Pooled, TokenRequest
 from .pooling import Floats
 
 if TYPE_CHECKING:
@@ -68,4 +68,4 @@ class EncoderRunner:
 
 def _pooled(request: TokenRequest, vector: Floats) -> Pooled:
     assert request.pooling is not None, "a request without pooling is refused at the door of an encoder"
-    return Pooled(request.first_sequence_id, request.pooling.finish(vector), len(request.token_ids))
+    return Pooled(request.first_sequence_id, request.pooling.finish(vector), Begun(request.token_ids, 0))

@@ -53,6 +53,7 @@ from .pipeline import build_encoder_pipeline, build_pipeline
 from .policy import make_policy
 from .pooling import Floats, PoolingParams
 from .prefix import PrefixCache
+from .processors import LogitsProcessor
 from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits, Scheduler
@@ -80,9 +81,18 @@ class Engine:
     Leaving frees everything: memory, threads, tasks. Requests under way then end with `abort`. It lives on the loop it
     was started on, keeps no global state and handles no signals, so there may be several in a process. `config` and
     `overrides` are those of `EngineConfig`. With an `env` of the caller's, threads end when the caller closes it.
+    A `logits_processor` is yours to write, see `LogitsProcessor`.
     """
 
-    def __init__(self, config: EngineConfig | None = None, *, env: Env | None = None, **overrides: Any) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        env: Env | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        **overrides: Any,
+    ) -> None:
+        self._logits_processor = logits_processor
         self.config = replace(config or EngineConfig(), **overrides)
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
         self._owns_env = env is None
@@ -129,6 +139,8 @@ class Engine:
 
     async def _start(self) -> None:
         loaded, phases = await self._load()
+        if self._logits_processor is not None:
+            loaded.sampler.use(self._logits_processor)
         with phases("pipeline"):
             secret = self._env.random("prefix.secret").randbytes(16)
             if loaded.info.num_blocks:
@@ -642,13 +654,16 @@ def _output(
     outbox: RequestOutbox, outputs: list[CompletionOutput], choices: Sequence[CompletionOutput]
 ) -> RequestOutput:
     prompt = outbox.request.prompts[0]
+    is_finished = all(choice.finish_reason is not None for choice in choices)
+    token_ids = outbox.prompt_token_ids(0) if is_finished else prompt.token_ids
     return RequestOutput(
         request_id=outbox.request_id,
         prompt=prompt.text,
-        prompt_token_ids=None if prompt.token_ids is None else prompt.token_ids.tolist(),
+        prompt_token_ids=None if token_ids is None else token_ids.tolist(),
         outputs=outputs,
-        finished=all(choice.finish_reason is not None for choice in choices),
+        finished=is_finished,
         num_prompt_tokens=outbox.num_prompt_tokens,
         num_generated_tokens=outbox.num_generated_tokens,
         num_cached_tokens=outbox.num_cached_tokens,
+        prompt_logprobs=outbox.prompt_logprobs(0) if is_finished else None,
     )

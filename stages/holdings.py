@@ -142,10 +142,11 @@ class Holdings:
             self.sharing.begin(slot, num_tokens + min(int(plan.num_wanted[row]), plan.token_budget))
 
     def _find(self, slot: int) -> Beginning | None:
-        """What the sequence in `slot` need not compute; None if it is to wait for more."""
+        """What the sequence in `slot` need not compute; None if it is to wait for more. One whose prompt is scored
+        needs the logits of each token, so what others have computed is of no use to it."""
         num_swapped, size = self._num_swapped(slot), self.pool.block_size
         shared, places = NO_INTS, NO_INTS
-        if self.sharing is not None:
+        if self.sharing is not None and not self.started[slot].wants_prompt_logprobs:
             found = self.sharing.find(slot, may_wait=not num_swapped)
             if found is None:
                 return None

@@ -5,6 +5,7 @@ Knows vocabulary and context. Refuses to know load: that is `admission.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from .tasks import Task, check_task, task_of
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 512  # prompts x n
+MAX_LOGPROB_BYTES = 8 * 2**20  # of the prompts of a request, 8 for each token and each of its k likeliest
 MAX_CHARS_PER_TOKEN = 16  # of context: longer text is refused before it costs anything
 
 
@@ -63,23 +65,13 @@ class RequestLimits:
             raise Refused(
                 f"{len(request.prompts)} prompts x n = {params.n}: at most {MAX_SEQUENCES} choices a request", param="n"
             )
-        if params.max_tokens == 0:
-            raise Refused("max_tokens = 0: must be at least 1", param="max_tokens")
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if params.thinking_budget is not None:
+            self._check_ids("thinking_budget", params.thinking_budget.start_ids + params.thinking_budget.end_ids)
         for prompt in request.prompts:
             self._check_prompt(prompt, request)
-
-    def settle(self, request: Request, num_prompt: int) -> SamplingParams:
-        """`params` of a request with max_tokens as a number, for one of its prompts, which has `num_prompt` tokens.
-
-        Raises `Refused` when prompt and answer do not fit the context together. A pooled prompt may fill it.
-        """
-        if request.pooling is None:
-            return self.settle_answer(request.params, num_prompt)
-        if num_prompt > self.max_model_len:
-            raise _too_long(f"the prompt has {num_prompt} tokens and the model reads {self.max_model_len}: shorten it")
-        return request.params
 
     def settle_pooling(self, pooling: PoolingParams | None) -> PoolingParams | None:
         """`pooling` with its kind said."""
@@ -87,12 +79,16 @@ class RequestLimits:
             return pooling
         return replace(pooling, kind=self.pooling.kind)
 
-    def settle_answer(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
+    def settle(self, params: SamplingParams, num_prompt: int, pooling: PoolingParams | None = None) -> SamplingParams:
         """`params` with max_tokens as a number, for a prompt of `num_prompt` tokens.
 
-        Raises `Refused` when prompt and answer do not fit the context together.
+        Raises `Refused` when prompt and answer do not fit the context together. A pooled prompt may fill it.
         """
         limit = self.max_model_len
+        if pooling is not None:
+            if num_prompt > limit:
+                raise _too_long(f"the prompt has {num_prompt} tokens and the model reads {limit}: shorten it")
+            return params
         if num_prompt >= limit:
             raise _too_long(f"the prompt has {num_prompt} tokens and the context holds {limit}, the answer included")
         if params.max_tokens is None:
@@ -103,6 +99,16 @@ class RequestLimits:
                 f"the context holds {limit} in all: shorten the prompt, or ask for at most {limit - num_prompt}"
             )
         return params
+
+    def check_prompts(self, params: SamplingParams, num_tokens: int) -> None:
+        """Raises `Refused` if prompts of so many tokens in all are too much to tell the log-probabilities of."""
+        if params.prompt_logprobs is None:
+            return
+        num_bytes = num_tokens * (params.prompt_logprobs + 1) * 8
+        if num_bytes > MAX_LOGPROB_BYTES:
+            k, most = params.prompt_logprobs, MAX_LOGPROB_BYTES // 8
+            message = f"prompt_logprobs = {k} of {num_tokens} prompt tokens: tokens x (k + 1) must be at most {most}"
+            raise Refused(f"{message}; ask for fewer, or send a shorter prompt", param="prompt_logprobs")
 
     def _check_ids(self, param: str, token_ids: Any) -> None:
         for token_id in token_ids:
@@ -138,7 +144,16 @@ class RequestLimits:
         if least < 0 or most >= self.vocab_size:
             wrong = least if least < 0 else most
             raise Refused(f"prompt holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}", param="prompt")
-        self.settle(request, len(token_ids))
+        self.settle(request.params, len(self.truncate(request.params, token_ids)), request.pooling)
+
+    def truncate(self, params: SamplingParams, token_ids: Ints) -> Ints:
+        """What `params` leave of a prompt, [P]."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most == -1:
+            most = max(1, self.max_model_len - max(1, params.max_tokens or 1))
+        return token_ids[-most:] if params.truncation_side == "left" else token_ids[:most]
 
 
 def estimated_tokens(request: Request, max_model_len: int) -> int:
@@ -155,12 +170,14 @@ def estimated_tokens(request: Request, max_model_len: int) -> int:
 def _prompt_chars(prompt: Prompt) -> int:
     if prompt.pair is not None:
         return sum(map(len, prompt.pair))
-    return len(prompt.text) if prompt.text is not None else _chat_chars(prompt.chat)
+    return len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)
 
 
-def _chat_chars(chat: ChatPrompt | None) -> int:
-    """Characters of all texts in the messages and documents of a chat."""
-    return 0 if chat is None else _chars(chat.messages) + _chars(chat.documents) + _chars(chat.tools)
+def chat_chars(chat: ChatPrompt | None) -> int:
+    """Characters of all texts in the messages and documents of a chat, and of its tools with their keys."""
+    if chat is None:
+        return 0
+    return _chars(chat.messages) + _chars(chat.documents) + (len(json.dumps(chat.tools)) if chat.tools else 0)
 
 
 def _chars(value: Any) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .lineup import Lineup
 from .messages import Ints, PlanReport, Started, TokenRequest
@@ -63,9 +63,11 @@ class Lives:
         params = request.params
         num_prompt = len(request.token_ids)
         room = max_model_len - num_prompt
-        answer = room if params.max_tokens is None else min(params.max_tokens, room)
+        answer = room if params.max_tokens is None else min(max(params.max_tokens, 1), room)
         answer = answer if request.pooling is None else 1
         for choice in range(params.n):
+            if choice == 1 and params.prompt_logprobs is not None:
+                params = replace(params, prompt_logprobs=None)  # the first choice computes them for all
             sequence_id = request.first_sequence_id + choice
             if sequence_id in self.sequences:
                 continue

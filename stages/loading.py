@@ -135,7 +135,15 @@ def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | 
         )
     )
     masks = GrammarMasks(grammars, config.max_num_seqs, shape.vocab_size, env)
-    sampler = Sampler(runner.last_tokens, shape.vocab_size, max_model_len, eos_token_ids, masks, runner.pooler)
+    sampler = Sampler(
+        runner.last_tokens,
+        shape.vocab_size,
+        max_model_len,
+        eos_token_ids,
+        masks,
+        runner.pooler,
+        logprobs_mode=config.logprobs_mode,
+    )
     return LoadedModel(info, tokenizer, encoder, text_table, runner, sampler, grammars)
 
 

@@ -296,6 +296,14 @@ def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
     return highest
 
 
+def truncated(logits: Tensor, drawing: Drawing) -> Tensor:
+    """Logits [n, V] that are over their temperature already, -inf where top_k, top_p and min_p leave nothing."""
+    values = _to_numpy(logits).astype(np.float64)
+    values -= values.max(1, keepdims=True)
+    least = thresholds(values, drawing, np.exp(values).sum(1))
+    return logits.masked_fill(torch.from_numpy(values < least[:, None]).to(logits.device), -torch.inf)
+
+
 def _weights(logits: Tensor, best: Doubles, temperature: Doubles) -> Tensor:
     """exp((logits - best) / temperature), [n, V] f32, a new tensor: probabilities up to a factor; the largest is 1."""
     scaled = logits.float() - _column(logits, best)

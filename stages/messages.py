@@ -30,11 +30,12 @@ from numpy.typing import NDArray
 
 from ..runtime.message import message
 from .params import SamplingParams
-from .pooling import Floats, PoolingParams
+from .pooling import PoolingParams
 
 Ints = NDArray[np.int32]
 Indices = NDArray[np.intp]  # numpy indexes with these as they are; int32 costs 3 us more for each use by 256 rows
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
 
 NO_INTS: Ints = np.zeros(0, np.int32)
 NO_INDICES: Indices = np.zeros(0, np.intp)
@@ -131,6 +132,12 @@ class Started:
     # allocate says these two, of `token_ids`:
     num_cached: int = 0  # not to be computed, as they are in shared blocks or on the host
     num_shared: int = 0  # of those, in shared blocks; the others are copied in
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether each token of the prompt is to be computed, for its log-probability. Once there is an answer, they
+        all have been told."""
+        return self.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt
 
 
 @message
@@ -262,8 +269,40 @@ class Pooled:
 
     sequence_id: int
     vector: Floats | None  # [E]; None: the model gave something that is no number
-    num_prompt: int
-    num_cached: int = 0  # tokens of the prompt that were not computed
+    begun: Begun
+
+
+@message
+class PromptLogprobs:
+    """Log-probabilities of C tokens of a prompt, each given those before it, and the k likeliest in its place. What is
+    computed twice, after a preemption, comes twice."""
+
+    sequence_id: int
+    start: int  # position of the first; at least 1, as nothing comes before the first token of a prompt
+    token_ids: Ints  # [C]
+    logprobs: Floats  # [C]
+    ranks: Ints  # [C] 1 is the likeliest
+    top_ids: Ints  # [C, k] likeliest first
+    top_logprobs: Floats  # [C, k]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last."""
+        return self.start + len(self.token_ids)
+
+    @staticmethod
+    def join(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
+        """Parts of one prompt in order, less what each repeats of those before it."""
+        known, end = [], parts[0].start
+        for part in parts:
+            assert part.start <= end < part.end, f"scores of prompt tokens {part.start} to {part.end} follow {end}"
+            known.append(end - part.start)
+            end = part.end
+        columns = (
+            np.concatenate([getattr(part, name)[skip:] for part, skip in zip(parts, known, strict=True)])
+            for name in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
+        )
+        return PromptLogprobs(parts[0].sequence_id, parts[0].start, *columns)
 
 
 @message
@@ -279,6 +318,7 @@ class StepTokens:
     started: tuple[Started, ...] = ()
     logprobs: Mapping[int, TopLogprobs] = field(default_factory=dict)  # row -> what was asked for
     pooled: Mapping[int, Pooled] = field(default_factory=dict)  # slot -> what became of a sequence that has no row here
+    prompt_logprobs: Sequence[PromptLogprobs] = ()  # of prompts that the step computed a part of
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +343,14 @@ class TokenLogprobs:
 
 
 @message
+class Begun:
+    """What there is to say of a sequence when it is first seen."""
+
+    token_ids: Ints  # [P] of its prompt
+    num_cached: int = 0  # of them, not computed
+
+
+@message
 class StepText:
     """The text of a step. Row i: sequence, its new text (often "": held back or half a character), its new token."""
 
@@ -312,6 +360,6 @@ class StepText:
     token_ids: Sequence[int]
     finishes: Mapping[int, Finish] = field(default_factory=dict)  # row -> how it ended
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> if asked for
-    prompt_lengths: Mapping[int, int] = field(default_factory=dict)  # sequence id -> prompt tokens, when first seen
-    num_cached: Mapping[int, int] = field(default_factory=dict)  # sequence id -> of them not computed, if any
+    begun: Mapping[int, Begun] = field(default_factory=dict)  # sequence id -> its beginning, when first seen
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
     pooled: Sequence[Pooled] = ()  # of sequences that have no row

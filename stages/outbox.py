@@ -19,12 +19,24 @@ from ..runtime.runner import StageCrashed
 from ..runtime.stage import Context, Crash, Outlet
 from ..runtime.trace import EventKind
 from .errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
-from .messages import Finish, FinishReason, Pooled, Request, StepText, TokenLogprobs
+from .messages import (
+    NO_INTS,
+    Begun,
+    Finish,
+    FinishReason,
+    Ints,
+    Pooled,
+    PromptLogprobs,
+    Request,
+    StepText,
+    TokenLogprobs,
+)
 from .outputs import FINISH_NAMES, Delta
 from .pooling import Floats
 
 MAX_UNREAD_TOKENS = 256  # of a choice, before it is parked
 STALL_S = 30.0  # that a client may leave a parked choice
+NOT_BEGUN = Begun(NO_INTS)
 
 log = get_logger("millrace.stages")
 
@@ -133,11 +145,12 @@ class Outboxes(Exit["RequestOutbox"]):
                 outbox.bell.ring()
             elif len(choice.token_ids) >= self.max_unread_tokens and not choice.is_parked:
                 self._park(choice)
-        if item.prompt_lengths:
-            for sequence_id, length in item.prompt_lengths.items():
-                if (choice := choices.get(sequence_id)) is not None:
-                    choice.num_prompt_tokens = length
-                    choice.num_cached_tokens = item.num_cached.get(sequence_id, 0)
+        for sequence_id, begun in item.begun.items():
+            if (choice := choices.get(sequence_id)) is not None:
+                choice.begun = begun
+        for scored in item.prompt_logprobs:
+            if (choice := choices.get(scored.sequence_id)) is not None:
+                choice.add_prompt_logprobs(scored)
         for row, logprobs in item.logprobs.items():
             if (choice := choices.get(item.sequence_ids[row])) is not None:
                 choice.logprobs.append(logprobs)
@@ -151,7 +164,7 @@ class Outboxes(Exit["RequestOutbox"]):
         if choice is None:
             return
         choice.vector = pooled.vector
-        choice.num_prompt_tokens, choice.num_cached_tokens = pooled.num_prompt, pooled.num_cached
+        choice.begun = pooled.begun
         outbox = choice.outbox
         if not outbox.has_started:
             self._start(outbox)
@@ -186,6 +199,8 @@ class Outboxes(Exit["RequestOutbox"]):
         if choice is None:
             return
         choice.finish = finish
+        if choice.outbox.request.params.max_tokens == 0:
+            choice.token_ids.clear()  # a token that came with the end of the prompt, and nobody asked for
         if isinstance(finish.stop_reason, str):
             self.lane.post(sequence_id, "finish")
         outbox = choice.outbox
@@ -221,7 +236,7 @@ class RequestOutbox:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once however many choices it has; 0 for those not started."""
-        return sum(choice.num_prompt_tokens for choice in self.choices[:: self.request.params.n])
+        return sum(len(choice.begun.token_ids) for choice in self.choices[:: self.request.params.n])
 
     @property
     def num_generated_tokens(self) -> int:
@@ -231,7 +246,21 @@ class RequestOutbox:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were found, not computed; of each prompt those of its first choice."""
-        return sum(choice.num_cached_tokens for choice in self.choices[:: self.request.params.n])
+        return sum(choice.begun.num_cached for choice in self.choices[:: self.request.params.n])
+
+    # -- prompts
+
+    def prompt_token_ids(self, prompt: int) -> Ints:
+        """[P] of that prompt, as it was computed; empty until a first token of answer to it."""
+        first = prompt * self.request.params.n
+        begun = (choice.begun.token_ids for choice in self.choices[first : first + self.request.params.n])
+        return next((token_ids for token_ids in begun if len(token_ids)), NO_INTS)
+
+    def prompt_logprobs(self, prompt: int) -> PromptLogprobs | None:
+        """Of all tokens but the first of that prompt, once it has a token of answer; None if it has just one, or if
+        nobody asked."""
+        scored = self.choices[prompt * self.request.params.n].prompt_logprobs
+        return PromptLogprobs.join(scored) if scored else None
 
     # -- reading
 
@@ -285,16 +314,16 @@ class Choice:
     """One answer on its way to the reader: what has arrived and was not read yet."""
 
     __slots__ = (
+        "begun",
         "finish",
         "index",
         "is_parked",
         "is_told",
         "logprobs",
-        "num_cached_tokens",
-        "num_prompt_tokens",
         "num_read",
         "num_unspoken_chars",
         "outbox",
+        "prompt_logprobs",
         "sequence_id",
         "texts",
         "token_ids",
@@ -312,14 +341,19 @@ class Choice:
         self.finish: Finish | None = None
         self.is_parked = False
         self.is_told = False  # the reader knows that it has finished
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.begun = NOT_BEGUN
+        self.prompt_logprobs: list[PromptLogprobs] = []  # of a prompt's first choice, if asked for; in order
         self.num_read = 0  # tokens
         self.num_unspoken_chars = 0  # of text that was read, and whose logprobs were not
 
     @property
     def num_generated(self) -> int:
         return self.num_read + len(self.token_ids)
+
+    def add_prompt_logprobs(self, scored: PromptLogprobs) -> None:
+        """Takes in what is new. After a preemption a prompt is scored again, and may be from its beginning."""
+        if not self.prompt_logprobs or scored.end > self.prompt_logprobs[-1].end:
+            self.prompt_logprobs.append(scored)
 
     def take(self) -> Delta | None:
         """What is new, or None. Tokens without text yet (half a character, a held-back stop string) are news too."""

@@ -9,7 +9,7 @@ from typing import Literal
 from ..model.pooling import PoolingConfig
 from .host import Rates
 from .memory import MemoryTable
-from .messages import FinishReason, TokenLogprobs
+from .messages import FinishReason, PromptLogprobs, TokenLogprobs
 from .params import SamplingParams
 from .pooling import Floats
 from .tasks import Task
@@ -58,12 +58,13 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None  # if it was given as text
-    prompt_token_ids: list[int] | None  # if it was given as ids
+    prompt_token_ids: list[int] | None  # if it was given as ids; of any prompt at the end
     outputs: list[CompletionOutput]
     finished: bool
     num_prompt_tokens: int  # 0 until the first token
     num_generated_tokens: int  # of all choices, so far
     num_cached_tokens: int = 0  # prompt tokens that were not computed
+    prompt_logprobs: PromptLogprobs | None = None  # if asked for, in the output with which the request is finished
 
 
 @dataclass(slots=True)

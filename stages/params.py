@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from .errors import Refused
 from .structured import StructuredOutputs
+from .thinking import ThinkingBudget
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -20,19 +21,23 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens, and when to stop. Checked when made: `Refused` names the field, its value and the range.
 
-    Applied in this order: penalties, logit_bias, structured_outputs, temperature, top_k, top_p, min_p.
+    Applied in this order: penalties, logit_bias, min_tokens, allowed_token_ids, bad_words, structured_outputs,
+    temperature, top_k, top_p, min_p.
     """
 
     most_logprobs: ClassVar[int] = MAX_LOGPROBS
 
     n: int = 1  # choices a prompt
-    max_tokens: int | None = 16  # None: as many as the context has room for
+    max_tokens: int | None = 16  # None: as many as the context has room for; 0: the prompt is computed, and no more
     min_tokens: int = 0  # before these, no EOS and no stop token id
     temperature: float = 1.0  # 0 is greedy, and ignores top_k, top_p and min_p
     top_p: float = 1.0  # smallest set of tokens with this share of the probability; 1 is off
@@ -48,9 +53,17 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit, -100..100
     logprobs: int | None = None  # log-probabilities of the chosen token and of the k likeliest; None: not asked
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first, which nothing comes before
+    allowed_token_ids: tuple[int, ...] | None = None  # no token but these; None: any
+    bad_words: tuple[str, ...] = ()  # that may not come up in the answer: at its beginning, or after a space or none
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the same as runs of tokens; tokenize adds those of words
+    truncate_prompt_tokens: int | None = None  # keep so many of a prompt; -1: as many as leave room for the answer
+    truncation_side: Literal["left", "right"] = "left"  # where the others are cut off
+    extra_args: Mapping[str, Any] = field(default_factory=dict)  # for a `LogitsProcessor`; nobody else looks
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
+    thinking_budget: ThinkingBudget | None = None  # tokens of thoughts, after which their closing mark is forced
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, MAX_N)
@@ -62,6 +75,15 @@ class SamplingParams:
         self._check_numbers()
         self._check_stops()
         self._check_bias()
+        self._check_limits()
+        if self.thinking_budget is not None and self.structured_outputs is not None:
+            raise Refused(
+                "thinking_budget: not with structured_outputs, which leave no thoughts", param="thinking_budget"
+            )
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
+        if self.truncation_side not in ("left", "right"):
+            _refuse("truncation_side", self.truncation_side, '"left" or "right"')
 
     def _check_numbers(self) -> None:
         _number("temperature", self.temperature, 0.0, 2.0)
@@ -75,8 +97,9 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, self.most_logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _whole(name, value, 0, self.most_logprobs)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS:
@@ -95,6 +118,20 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias", token_id, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)
+
+    def _check_limits(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is not None and not 1 <= len(allowed) <= MAX_ALLOWED_TOKEN_IDS:
+            _refuse("allowed_token_ids", f"{len(allowed)} ids", f"1 to {MAX_ALLOWED_TOKEN_IDS} ids")
+        for token_id in allowed or ():
+            _whole("allowed_token_ids", token_id, 0, 2**31 - 1)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            _refuse("bad_words", f"{len(self.bad_words)} words", f"at most {MAX_BAD_WORDS} words")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+                _refuse("bad_words", word, f"texts of 1 to {MAX_BAD_WORD_CHARS} characters, spaces alone are none")
+        if not all(self.bad_words_token_ids):
+            _refuse("bad_words_token_ids", (), "runs of at least one token id")
 
     @property
     def is_greedy(self) -> bool:

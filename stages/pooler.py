@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .messages import Indices, Pooled, Started, StepGrant
+from .messages import Begun, Indices, Pooled, Started, StepGrant
 from .pooling import Floats, PoolingParams
 
 _FLOAT = torch.float32
@@ -79,4 +79,4 @@ class Pooler:
 
 
 def _pooled(started: Started, params: PoolingParams, vector: Floats) -> Pooled:
-    return Pooled(started.sequence_id, params.finish(vector), started.num_prompt, started.num_cached)
+    return Pooled(started.sequence_id, params.finish(vector), Begun(started.token_ids, started.num_cached))

@@ -17,6 +17,8 @@ from ..model.cache import KVCache
 from ..model.inputs import StepInputs
 from .messages import BlockCopy, Bools, Direction, Indices, Ints, StepGrant
 from .pooler import Pooler
+from .prompt_logits import LogitsWithPrompts
+from .prompt_runs import PromptRun, ScoredPrompts, rows_of
 
 Longs = NDArray[np.int64]
 
@@ -25,9 +27,9 @@ class Model(Protocol):
     """What a runner needs of a decoder."""
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
-    def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
-    def normed(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
+    def hidden(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
+    def normed(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class ModelRunner:
@@ -59,29 +61,42 @@ class ModelRunner:
         self._device_tables = self._upload(self.tables)  # the same memory on a CPU
         self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
+        self._scored = ScoredPrompts(num_slots)
 
-    def forward(self, grant: StepGrant) -> Tensor:
+    def forward(self, grant: StepGrant) -> Tensor | LogitsWithPrompts:
         """[L, V] logits of the grant's sampled rows, in their order, but for pooled sequences: the pooler has what
-        becomes of those. [0, 0] for a grant of copies alone."""
+        becomes of those. [0, 0] for a grant of copies alone. With them, if that was asked for, what the logits of
+        prompt tokens are made of."""
         self._take_news(grant)
         with torch.inference_mode():
             for copy in grant.copies:
                 self._copy(copy)
             if not len(grant.slots):
                 return torch.zeros(0, 0, device=self.device)
-            if self.pooler is not None and self.pooler.num_pooled:
-                return self._forward_pooled(grant, self.pooler)
-            return self.decoder.forward(self.inputs(grant), self.cache)
+            inputs = self.inputs(grant)
+            runs = self._scored.runs(grant)
+            if not runs and (self.pooler is None or not self.pooler.num_pooled):
+                return self.decoder.forward(inputs, self.cache)
+            return self._forward_in_parts(grant, inputs, runs)
 
-    def _forward_pooled(self, grant: StepGrant, pooler: Pooler) -> Tensor:
-        """A step that may have rows of which no logits are wanted, but hidden states."""
-        inputs = self.inputs(grant)
-        hidden = self.decoder.hidden_states(inputs, self.cache)
+    def _forward_in_parts(
+        self, grant: StepGrant, inputs: StepInputs, runs: tuple[PromptRun, ...]
+    ) -> Tensor | LogitsWithPrompts:
+        """A step of which more is wanted than logits of its sampled rows, or less."""
+        hidden, rows = self.decoder.hidden(inputs, self.cache), inputs.logits_rows
+        if self.pooler is not None and self.pooler.num_pooled:
+            self._pool(grant, hidden, self.pooler)
+            rows = rows[self._upload(~self.pooler.is_pooled[grant.slots[grant.is_sampled]])]
+        sampled = self.decoder.logits(hidden.index_select(0, rows))
+        if not runs:
+            return sampled
+        wanted = hidden.index_select(0, self._upload(rows_of(runs)))
+        return LogitsWithPrompts(sampled, runs, wanted, self.decoder.logits, max_rows=len(self._known))
+
+    def _pool(self, grant: StepGrant, hidden: Tensor, pooler: Pooler) -> None:
         tokens, slots = pooler.tokens_of_interest(grant, _offsets(grant))
         if len(tokens):
-            pooler.add(slots, self.decoder.normed(hidden, self._upload(tokens)))
-        is_generated = self._upload(~pooler.is_pooled[grant.slots[grant.is_sampled]])
-        return self.decoder.logits(hidden, inputs.logits_rows[is_generated])
+            pooler.add(slots, self.decoder.normed(hidden.index_select(0, self._upload(tokens))))
 
     def _copy(self, copy: BlockCopy) -> None:
         """In order with the steps: what earlier ones have written is there, and this one reads what is copied."""
@@ -98,6 +113,7 @@ class ModelRunner:
         for started in grant.started:
             self._known[started.slot] = started.token_ids.astype(np.int64)
             self._num_known[started.slot] = len(started.token_ids)
+            self._scored.start(started)
             if self.pooler is not None:
                 self.pooler.start(started)
         if len(grant.table_slots):

@@ -83,7 +83,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         done = _done(tokens)
         out.send(done, port="feedback")  # first: the next step waits for it
         self._trace_done(done)
-        if len(tokens.slots) or tokens.started or tokens.pooled:
+        if len(tokens.slots) or tokens.started or tokens.prompt_logprobs or tokens.pooled:
             out.send(tokens)
 
     def _trace_done(self, done: StepDone) -> None:

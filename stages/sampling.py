@@ -6,6 +6,7 @@ Knows which rows need what, so that a row pays for nothing it did not ask for. R
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,11 +14,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import logits as maths
+from .config import LogprobsMode
 from .logits import Blocks, Drawing
 from .masks import Allowed, GrammarMasks
-from .messages import Bools, FinishReason, Indices, Ints, Pooled, Started, StepGrant, StepTokens, TopLogprobs
+from .messages import (
+    Bools,
+    FinishReason,
+    Indices,
+    Ints,
+    Pooled,
+    PromptLogprobs,
+    Started,
+    StepGrant,
+    StepTokens,
+    TopLogprobs,
+)
 from .pooler import Pooler
-from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, RANDOM, SamplingTable
+from .processors import LogitsProcessor
+from .prompt_logits import LogitsWithPrompts, prompt_logprobs
+from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
 
 Longs = NDArray[np.int64]
 
@@ -28,9 +43,10 @@ class Sampler:
     """Columnar sampling state of the running sequences, slot by slot, and the choice of their next tokens.
 
     In this order: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below min_tokens,
-    the grammar's mask, temperature, top_k, top_p, min_p. An answer that can only end here ends, whatever else was
-    asked for; one with `ignore_eos` ends only there. Greedy takes the likeliest, the lowest id
-    among equals. What is drawn depends on the row's logits, its seed and the token's absolute position only.
+    allowed tokens and bad words, a user's processor, the grammar's mask, temperature, top_k, top_p, min_p. An answer
+    that can only end here ends, whatever else was asked for; one with `ignore_eos` ends only there. Greedy takes the
+    likeliest, the lowest id among equals. What is drawn depends on the row's logits, its seed and the token's absolute
+    position only. A thinking budget that is used up overrules the choice.
 
     `last_tokens` [num_slots] i64 on the device is shared with the runner: each slot's newest token is written there.
 
@@ -48,12 +64,17 @@ class Sampler:
         eos_token_ids: Collection[int] = (),
         masks: GrammarMasks | None = None,
         pooler: Pooler | None = None,
+        *,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self.last_tokens = last_tokens
         self.pooler = pooler
         self._last_on_host = last_tokens.numpy() if last_tokens.device.type == "cpu" else None  # the same memory
         self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
         self.masks = masks  # None: nobody brings a grammar
+        self.logprobs_mode: LogprobsMode = logprobs_mode
+        self.processor: LogitsProcessor | None = None
+        self._is_processed = np.zeros(len(last_tokens), np.bool_)
 
     def prepare(self, started: Sequence[Started]) -> None:
         """Hears of sequences on the loop, before their first step has run."""
@@ -61,7 +82,18 @@ class Sampler:
             for one in started:
                 self.masks.prepare(one)
 
-    def sample(self, grant: StepGrant, logits: Tensor) -> StepTokens:
+    def use(self, processor: LogitsProcessor) -> None:
+        """Has a processor change logits from now on. Before the first step."""
+        self.processor = processor
+
+    def _start(self, started: Started) -> None:
+        self.table.start(started)
+        if self.processor is not None:
+            self._is_processed[started.slot] = self.processor.start(started)
+            if self._is_processed[started.slot]:
+                self.table.needs[started.slot] |= EDITS
+
+    def sample(self, grant: StepGrant, logits: Tensor | LogitsWithPrompts) -> StepTokens:
         """One token for each sampled row of the grant whose sequence goes on, and what was made of those that are
         pooled. `logits` [L, V], of the others, may be changed.
 
@@ -69,7 +101,12 @@ class Sampler:
         and token 0, which means nothing. Every id is in [0, V).
         """
         for started in grant.started:
-            self.table.start(started)
+            self._start(started)
+        of_prompts: tuple[PromptLogprobs, ...] = ()
+        if isinstance(logits, LogitsWithPrompts):
+            with torch.inference_mode():
+                of_prompts = prompt_logprobs(logits)
+            logits = logits.sampled
         slots = grant.slots[grant.is_sampled]
         needs = self.table.needs[slots]
         pooled: dict[int, Pooled] = {}
@@ -80,24 +117,44 @@ class Sampler:
             alive = np.flatnonzero(needs & ENDED == 0)
             slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
         with torch.inference_mode():
-            return self._sample(grant, slots, needs, logits, pooled)
+            tokens = self._sample(grant, slots, needs, logits, of_prompts)
+        return replace(tokens, pooled=pooled) if pooled else tokens
 
     def _sample(
-        self, grant: StepGrant, slots: Indices, needs: NDArray[np.uint8], logits: Tensor, pooled: dict[int, Pooled]
+        self,
+        grant: StepGrant,
+        slots: Indices,
+        needs: NDArray[np.uint8],
+        logits: Tensor,
+        of_prompts: tuple[PromptLogprobs, ...],
     ) -> StepTokens:
         table = self.table
         places = table.num_generated[slots]
         asked = np.flatnonzero(needs & LOGPROBS) if _any(needs, LOGPROBS) else NO_ROWS
-        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None  # a copy, before the edits
         guided = np.flatnonzero(needs & GRAMMAR) if _any(needs, GRAMMAR) else NO_ROWS
         allowed = self._allowed(slots[guided]) if len(guided) else None
+        is_raw = self.logprobs_mode == "raw_logprobs"
+        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) and is_raw else None  # a copy
+        is_edited = _any(needs, EDITS)
+        if is_edited:
+            logits = logits.float()
+            self._edit(slots, logits)
+        if allowed is not None:
+            maths.allow_only(logits, *_tensors(logits, guided, ~allowed.tokens))
+        if len(asked) and not is_raw:
+            raw = self._processed(logits, asked, slots, needs)
         if len(slots):
-            token_ids, is_broken = self._choose(slots, needs, logits, guided, allowed)
+            token_ids, is_broken = self._choose(slots, needs, logits)
+            if _any(needs, THINKING):
+                table.steer(slots, np.flatnonzero(needs & THINKING), token_ids)
         else:
             token_ids, is_broken = NO_ROWS, np.zeros(0, np.bool_)
         over = NO_ROWS if allowed is None else guided[allowed.is_over]
         token_ids[over], is_broken[over] = table.eos_token_id, False
         self._note_last(slots, token_ids)
+        if is_edited:
+            table.limits.note(slots, token_ids)
+            self._note_processed(slots, token_ids)
         finishes = table.settle(slots, places, token_ids, is_broken, over)
         if self.masks is not None and len(guided):
             goes_on = finishes[guided] == FinishReason.NONE
@@ -112,7 +169,7 @@ class Sampler:
             finishes=finishes,
             started=grant.started,
             logprobs={} if raw is None else self._logprobs(raw, asked, slots, token_ids, finishes),
-            pooled=pooled,
+            prompt_logprobs=of_prompts,
         )
 
     def _pool(self, slots: Indices) -> dict[int, Pooled]:
@@ -131,15 +188,8 @@ class Sampler:
 
     # -- choosing
 
-    def _choose(
-        self, slots: Indices, needs: NDArray[np.uint8], logits: Tensor, guided: Longs, allowed: Allowed | None
-    ) -> tuple[Longs, Bools]:
+    def _choose(self, slots: Indices, needs: NDArray[np.uint8], logits: Tensor) -> tuple[Longs, Bools]:
         """(token ids, rows that hold no number), [L] each."""
-        if _any(needs, EDITS):
-            logits = logits.float()
-            self._edit(slots, logits)
-        if allowed is not None:
-            maths.allow_only(logits, *_tensors(logits, guided, ~allowed.tokens))
         blocks = Blocks(logits)
         maxima = blocks.maxima()
         is_broken = ~np.isfinite(maxima.max(1))
@@ -196,6 +246,27 @@ class Sampler:
         rows, ids = self.table.forbidden(slots)
         if len(rows):
             maths.forbid(logits, *_tensors(logits, rows, ids))
+        table = self.table
+        if np.count_nonzero(table.limits.is_limited[slots]):
+            table.limits.apply(slots, logits)
+        if self.processor is not None:
+            self._process(slots, logits)
+
+    def _process(self, slots: Indices, logits: Tensor) -> None:
+        assert self.processor is not None
+        rows = np.flatnonzero(self._is_processed[slots])
+        if len(rows) == len(slots):
+            self.processor.process(slots, logits)
+        elif len(rows):
+            (at,) = _tensors(logits, rows)
+            some = logits[at]
+            self.processor.process(slots[rows], some)
+            logits[at] = some
+
+    def _note_processed(self, slots: Indices, token_ids: Longs) -> None:
+        rows = np.flatnonzero(self._is_processed[slots])
+        if self.processor is not None and len(rows):
+            self.processor.note(slots[rows], token_ids[rows])
 
     def _penalise(self, slots: Indices, rows: Longs, logits: Tensor) -> None:
         """`rows` index into `slots`. Listings of tokens are padded by their last one, whose edit is the same twice."""
@@ -237,10 +308,25 @@ class Sampler:
 
     # -- log-probabilities
 
+    def _processed(self, logits: Tensor, rows: Longs, slots: Indices, needs: NDArray[np.uint8]) -> Tensor:
+        """The logits that the tokens of some rows are drawn by, [n, V] f32: edited, and unless a row is greedy over its
+        temperature and -inf where truncation leaves nothing."""
+        found = logits[torch.from_numpy(rows).to(logits.device)].float()
+        is_random = needs[rows] & RANDOM != 0
+        at = slots[rows]
+        if np.count_nonzero(is_random):
+            temperature = np.where(is_random, self.table.temperature[at], 1.0).astype(np.float32)
+            found = found / torch.from_numpy(temperature).to(logits.device)[:, None]
+        cut = np.flatnonzero(is_random & self.table.is_truncated[at])
+        if len(cut):
+            (index,) = _tensors(logits, cut)
+            found[index] = maths.truncated(found[index], self._drawing(at[cut]))
+        return found
+
     def _logprobs(
         self, raw: Tensor, asked: Longs, slots: Indices, token_ids: Longs, finishes: NDArray[np.int8]
     ) -> dict[int, TopLogprobs]:
-        """Row -> log-probabilities under the model itself, before any edit and temperature, for the rows `asked`."""
+        """Row -> log-probabilities that the logits `raw` give, for the rows `asked`."""
         whole = np.flatnonzero(finishes[asked] != FinishReason.ERROR)
         rows = asked[whole]
         if not len(rows):

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from .messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
 from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from .thinking import ThinkingTable
+from .token_limits import TokenLimits
 
 MIN_TEMPERATURE = 1e-20  # so that a difference of logits over it is still a float32; draws the likeliest token
 NO_TOKEN = -1
 
 # what a row needs beyond the likeliest token; bits, so that one look at a step's rows tells what none of them needs
-ENDED, EDITS, RANDOM, LOGPROBS, GRAMMAR, POOLED = 1, 2, 4, 8, 16, 32
+ENDED, EDITS, RANDOM, LOGPROBS, GRAMMAR, THINKING, POOLED = 1, 2, 4, 8, 16, 32, 64
 
 
 class SamplingTable:
@@ -53,6 +55,8 @@ class SamplingTable:
         self.tokens = np.empty((num_slots, max_model_len), np.int32)  # [S, P + G], of rows with penalties only
         self.biased_ids = np.empty((num_slots, MAX_LOGIT_BIAS), np.int32)
         self.bias = np.empty((num_slots, MAX_LOGIT_BIAS), np.float32)
+        self.thinking = ThinkingTable(num_slots)
+        self.limits = TokenLimits(num_slots, vocab_size)
         # when to end
         self.limit = np.zeros(num_slots, np.int32)  # generated tokens
         self.min_tokens = np.zeros(num_slots, np.int32)
@@ -78,15 +82,24 @@ class SamplingTable:
         self.num_logprobs[slot] = params.logprobs or 0
         self._start_edits(started)
         self._start_ends(started)
-        is_edited = self.is_penalised[slot] or self.num_biased[slot] > 0 or params.min_tokens > 0
+        is_edited = (
+            self.limits.start(started) or self.is_penalised[slot] or self.num_biased[slot] > 0 or params.min_tokens > 0
+        )
         self.needs[slot] = (
             EDITS * is_edited
             + RANDOM * (not params.is_greedy)
             + LOGPROBS * (params.logprobs is not None)
             + GRAMMAR * (params.structured_outputs is not None)
+            + THINKING * self._start_thinking(started)
         )
         if started.pooling is not None:
             self.needs[slot] = POOLED
+
+    def _start_thinking(self, started: Started) -> bool:
+        budget = started.params.thinking_budget
+        if budget is None:
+            return False
+        return self.thinking.start(started.slot, budget, started.token_ids[started.num_prompt :])
 
     def _start_edits(self, started: Started) -> None:
         slot, params = started.slot, started.params
@@ -128,6 +141,12 @@ class SamplingTable:
         ids = self._end_ids[slots[early], : self._num_end_ids].astype(np.int64)
         at, column = np.nonzero(ids != NO_TOKEN)
         return early[at], ids[at, column]
+
+    def steer(self, slots: Indices, rows: NDArray[np.intp], token_ids: NDArray[np.int64]) -> None:
+        """Puts into `token_ids` what the thinking budgets of `rows` of it force. A row whose thoughts are over needs
+        this no more."""
+        token_ids[rows], is_over = self.thinking.steer(slots[rows], token_ids[rows])
+        self.needs[slots[rows[is_over]]] &= ~np.uint8(THINKING)
 
     def settle(
         self, slots: Indices, place: Indices, token_ids: Indices, is_broken: Bools, over: Indices = NO_INDICES

@@ -21,6 +21,7 @@ from ..runtime.env import Env
 from .device import SAMPLE, Device
 from .messages import (
     NO_INTS,
+    Begun,
     BlockCopy,
     Bools,
     ChatPrompt,
@@ -29,6 +30,7 @@ from .messages import (
     Indices,
     Ints,
     Pooled,
+    PromptLogprobs,
     Started,
     StepGrant,
     StepTokens,
@@ -36,6 +38,7 @@ from .messages import (
 )
 from .params import SamplingParams
 from .pooling import Floats, PoolingParams
+from .prompt_runs import PromptRun, ScoredPrompts
 from .sequences import choice_seed
 
 Hashes = NDArray[np.uint64]
@@ -177,6 +180,7 @@ class ScriptedModel:
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._known: list[Ints] = [np.zeros(0, np.int32)] * num_slots
         self._written: list[Sequence[int]] = [()] * num_slots  # the answer, if it is scripted
+        self._scored = ScoredPrompts(num_slots)
         self._num_known = np.zeros(num_slots, np.int32)
         self._num_prompt = np.zeros(num_slots, np.int32)
         self._num_tokens = np.zeros(num_slots, np.int32)  # known and sampled
@@ -229,6 +233,7 @@ class ScriptedModel:
 
     def _start(self, started: Started) -> None:
         slot, params = started.slot, started.params
+        self._scored.start(started)
         token_ids, num_prompt = started.token_ids, started.num_prompt
         assert params.max_tokens is not None, "max_tokens is a number once the request is tokenized"
         seed = seed_of(params, started.seed)
@@ -310,6 +315,7 @@ class ScriptedModel:
             finishes=finishes,
             started=grant.started,
             logprobs=self._logprobs(slots, tokens),
+            prompt_logprobs=[_scores(run) for run in self._scored.runs(grant)],
             pooled=pooled,
         )
 
@@ -326,7 +332,7 @@ class ScriptedModel:
                     f"{self._num_seen[slot]} were computed"
                 )
             vector = started.pooling.finish(self.script.vector(context))
-            pooled[slot] = Pooled(started.sequence_id, vector, started.num_prompt, started.num_cached)
+            pooled[slot] = Pooled(started.sequence_id, vector, Begun(started.token_ids, started.num_cached))
             self._is_finished[slot] = True
         return pooled
 
@@ -371,6 +377,18 @@ class ScriptedModel:
                 ids = (int(tokens[row]), *others)[: params.logprobs]
                 found[row] = TopLogprobs(-0.5, 1, ids, tuple(-0.5 - rank for rank in range(len(ids))))
         return found
+
+
+def _scores(run: PromptRun) -> PromptLogprobs:
+    """Made up, and a function of position and token: -(token % 64) / 8 at even positions, less 1/16 at odd ones."""
+    scores = run.empty(VOCAB_SIZE)
+    at = np.arange(run.start, run.start + len(run))
+    scores.logprobs[:] = -(run.token_ids % 64) / 8 - (at % 2) / 16
+    scores.ranks[:] = 1
+    for rank in range(scores.top_ids.shape[1]):
+        scores.top_ids[:, rank] = (run.token_ids + rank) % VOCAB_SIZE
+        scores.top_logprobs[:, rank] = scores.logprobs - rank
+    return scores
 
 
 def _copied_out(grant: StepGrant) -> Ints:
@@ -552,6 +570,10 @@ class ByteTokenizer:
         elif chat.continue_final_message and ids:
             ids.pop()
         return ids
+
+    def encode_words(self, text: str) -> list[int]:
+        """As `encode_text`."""
+        return self.encode_text(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode_text`: there is nothing to add."""

@@ -17,7 +17,7 @@ from .beams import BeamParams, BeamSearch, CandidateParams, Floats, Hypothesis, 
 from .detokenize import Answer, Rows
 from .errors import Failed, Refused
 from .limits import MAX_SEQUENCES, RequestLimits
-from .messages import FinishReason, Ints, Prompt, Request, TokenLogprobs
+from .messages import Begun, FinishReason, Ints, Prompt, Request, TokenLogprobs
 from .outbox import Outboxes, RequestOutbox
 from .params import SamplingParams
 from .tokenize import PromptEncoder, encode_prompt, is_quick
@@ -97,8 +97,8 @@ class Searches:
             self.exit.fail(request.request_id, error)
 
     async def _search(self, request: Request, index: int, beams: BeamParams) -> _Found:
-        prompt = await self._encode(request.prompts[index])
-        params = self.limits.settle(request, len(prompt))
+        prompt = self.limits.truncate(request.params, await self._encode(request.prompts[index]))
+        params = self.limits.settle(request.params, len(prompt))
         assert params.max_tokens is not None
         end_ids = self._end_ids(params)
         search = BeamSearch(
@@ -123,7 +123,7 @@ class Searches:
             if not search.num_tokens:
                 num_cached = num_found
             search.step(token_ids, logprobs)
-        return _Found(len(prompt), num_cached, params, search.finished[: params.n])
+        return _Found(prompt, num_cached, params, search.finished[: params.n])
 
     async def _encode(self, prompt: Prompt) -> Ints:
         if is_quick(prompt):
@@ -151,19 +151,19 @@ class Searches:
 
     async def _deliver(self, request: Request, found: list[_Found]) -> None:
         """Hands all answers out at once, and with them the request ends."""
-        rows, prompt_lengths, num_cached = Rows([], [], []), {}, {}
+        rows, begun = Rows([], [], []), {}
         for index, one in enumerate(found):
             first = request.first_sequence_id + index * request.params.n
-            prompt_lengths[first], num_cached[first] = one.num_prompt, one.num_cached
+            begun[first] = Begun(one.prompt, one.num_cached)
             for choice, hypothesis in enumerate(one.hypotheses):
                 self._spell(hypothesis, one, first + choice, rows)
                 await self.pipeline.env.sleep(0)  # a long answer takes a millisecond
-        self.exit.deliver(rows.message(-1, prompt_lengths, num_cached))
+        self.exit.deliver(rows.message(-1, begun))
 
     def _spell(self, hypothesis: Hypothesis, found: _Found, sequence_id: int, rows: Rows) -> None:
         """Adds a row for each token of an answer, the last one with its end."""
         answer, end = self.make_answer(found.params), hypothesis.finish
-        token_ids = hypothesis.beam.token_ids[found.num_prompt :].tolist()
+        token_ids = hypothesis.beam.token_ids[len(found.prompt) :].tolist()
         tops = hypothesis.beam.tops or (None,) * len(token_ids)
         # a stop string ends an answer when it is read, anything else by its token
         last = FinishReason.NONE if isinstance(end.stop_reason, str) else end.reason
@@ -178,8 +178,8 @@ class Searches:
 class _Found:
     """What the search from one prompt came to."""
 
-    num_prompt: int  # tokens
-    num_cached: int  # of them, when it began
+    prompt: Ints  # [P]
+    num_cached: int  # of its tokens, when it began
     params: SamplingParams
     hypotheses: list[Hypothesis]  # best first
 

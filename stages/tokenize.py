@@ -18,6 +18,7 @@ from ..runtime.stage import Context, Crash, Outlet, Stage
 from .errors import Failed, Refused, RequestError
 from .limits import RequestLimits
 from .messages import ChatPrompt, Ints, Prompt, Request, TokenRequest
+from .params import SamplingParams
 
 IDS_AT_ONCE = 16_384  # making an array of a list holds the interpreter: a quarter of a million ids at once, 15 ms
 SHORT_TEXT_CHARS = 200  # tokenized in place: a hop to a thread and back costs more than such a text does
@@ -34,6 +35,9 @@ class PromptEncoder(Protocol):
 
     def encode_chat(self, chat: ChatPrompt) -> Sequence[int]:
         """Token ids of the rendered chat template."""
+
+    def encode_words(self, text: str) -> Sequence[int]:
+        """Token ids of a text from the middle of another: with nothing before it."""
 
     def encode_pair(self, first: str, second: str) -> tuple[Sequence[int], Sequence[int]]:
         """Token ids of two texts that are read together, and for each token 0 or 1: the text it is of."""
@@ -90,8 +94,9 @@ class Tokenize(Stage[Request, TokenRequest]):
 
     async def _carry(self, request: Request, out: Outlet[TokenRequest]) -> None:
         try:
-            prompts = await self._encode(request)
-            made = [self._token_request(request, p, encoded) for p, encoded in enumerate(prompts)]
+            prompts, params = await self._encode(request)
+            self.limits.check_prompts(params, sum(len(encoded.token_ids) for encoded in prompts))
+            made = [self._token_request(request, params, p, encoded) for p, encoded in enumerate(prompts)]
         except Refused as error:
             out.fail(request, error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
@@ -104,22 +109,27 @@ class Tokenize(Stage[Request, TokenRequest]):
             for token_request in made:
                 out.send(token_request)
 
-    async def _encode(self, request: Request) -> list[EncodedPrompt]:
+    async def _encode(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
+        """The prompts as tokens, and the request's params with all that takes a tokenizer done."""
         assert self._context is not None
         if self._context.env.fault("tokenizer.panic"):
             raise TokenizerPanic
-        if len(request.prompts) <= MAX_QUICK_PROMPTS and all(is_quick(prompt) for prompt in request.prompts):
-            return self._encode_all(request.prompts)
+        if _is_quick(request):
+            return self._encode_all(request)
         if self._worker is None:
             self._worker = self._context.env.worker("tokenize", self.num_workers)
-        return await self._worker.submit(self._encode_all, request.prompts)
+        return await self._worker.submit(self._encode_all, request)
 
-    def _encode_all(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
-        return [encode(self.encoder, self.limits, prompt) for prompt in prompts]
+    def _encode_all(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
+        params = with_bad_words(self.encoder, request.params)
+        prompts = [encode(self.encoder, self.limits, prompt) for prompt in request.prompts]
+        return [e._replace(token_ids=self.limits.truncate(params, e.token_ids)) for e in prompts], params
 
-    def _token_request(self, request: Request, prompt_index: int, encoded: EncodedPrompt) -> TokenRequest:
+    def _token_request(
+        self, request: Request, params: SamplingParams, prompt_index: int, encoded: EncodedPrompt
+    ) -> TokenRequest:
         assert self._context is not None
-        params = self.limits.settle(request, len(encoded.token_ids))
+        params = self.limits.settle(params, len(encoded.token_ids), request.pooling)
         if params.seed is None:
             params = replace(params, seed=self._context.env.random("tokenize.seed").getrandbits(63))
         return TokenRequest(
@@ -164,6 +174,21 @@ def _checked(token_ids: Sequence[int], limits: RequestLimits, param: str) -> Int
     return made
 
 
+def with_bad_words(encoder: PromptEncoder, params: SamplingParams) -> SamplingParams:
+    """`params` with its bad words as runs of tokens: each as it is, and, where that spells the same number of tokens in
+    another way, behind a space."""
+    if not params.bad_words:
+        return params
+    runs = list(params.bad_words_token_ids)
+    for word in params.bad_words:
+        plain, spaced = (tuple(map(int, encoder.encode_words(space + word.lstrip()))) for space in ("", " "))
+        if plain:
+            runs.append(plain)
+        if spaced and len(spaced) == len(plain) and spaced[0] != plain[0]:
+            runs.append(spaced)
+    return replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(runs)))
+
+
 class TokenizerPanic(BaseException):
     """A fault point struck: the tokenizer fails as its Rust code would, past every `except Exception`."""
 
@@ -171,6 +196,12 @@ class TokenizerPanic(BaseException):
 def _as_array(token_ids: Sequence[int]) -> Ints:
     pieces = [token_ids[begin : begin + IDS_AT_ONCE] for begin in range(0, len(token_ids), IDS_AT_ONCE)]
     return np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
+
+
+def _is_quick(request: Request) -> bool:
+    """Whether making tokens of all its prompts takes less than a hop to a thread."""
+    is_short = len(request.prompts) <= MAX_QUICK_PROMPTS and not request.params.bad_words
+    return is_short and all(is_quick(prompt) for prompt in request.prompts)
 
 
 def is_quick(prompt: Prompt) -> bool:

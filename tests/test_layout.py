@@ -28,6 +28,8 @@ STAGE_FILES_WITH_TORCH = {
     "encoder_runner",
     "sampling",
     "logits",
+    "prompt_logits",
+    "token_limits",
     "loading",
     "measuring",
 }  # what execute, sample and a real start run

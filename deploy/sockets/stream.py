@@ -148,7 +148,8 @@ class Stream:
         generation, order = self._hub.generation, self._order
         await self.delivery.tell(b"created", self._created())
         self._outbox = await generation.submit(self._answer_id, order)
-        chunks = Chunks(generation.answer(self._shape, self._answer_id, order), self._outbox, order.num_choices)
+        answer = generation.answer(self._shape, self._answer_id, order)
+        chunks = generation.chunks(order, answer, self._outbox)
         reason = b"finish"
         try:
             await self._send_all(chunks)

@@ -2,6 +2,8 @@
 
     python tests/deploy/scripted_serve.py '{"server": {...ServerConfig...}, "engine": {...}, "step_s": 0.01}'
 
+With "parrot": true it answers a chat with the last user's own words, so that a test says what the model says.
+
 Prints the ready line. Then each line on stdin is answered with a line of JSON on stdout: `stats` says how late the
 event loop was since the last `stats` (it is sampled every 5 ms), and what the engine holds.
 """
@@ -11,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +26,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.serve import serve
 from millrace.runtime.log import configure
 from millrace.stages.config import EngineConfig
-from millrace.stages.scripted import Script
+from millrace.stages.scripted import SPECIAL_TOKENS, Script
 from millrace.stages.testing import SMALL, ScriptedEngine
 
 
@@ -81,11 +84,19 @@ class Talk:
         }
 
 
+def last_words(prompt: Sequence[int], seed: int) -> list[int]:
+    """Of the last user's turn, up to its end."""
+    begin = len(prompt) - list(reversed(prompt)).index(256 + SPECIAL_TOKENS.index("<|user|>"))
+    return list(itertools.takewhile(lambda token_id: token_id < 256, prompt[begin:]))
+
+
 @contextlib.asynccontextmanager
 async def engine(options: dict[str, Any]) -> AsyncIterator[Any]:
     await asyncio.sleep(options.get("load_s", 0.0))
     config = replace(SMALL, **options.get("engine", {}))
     script = Script(**options.get("script", {}))
+    if options.get("parrot"):
+        script = replace(script, answer=last_words)
     async with ScriptedEngine(config, script, step_s=options.get("step_s", 0.0)) as scripted:
         lag = LoopLag()
         watching = asyncio.create_task(lag.watch())

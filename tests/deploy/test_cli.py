@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import resource
 import subprocess
 import sys
@@ -80,3 +81,21 @@ def test_what_the_server_refuses_is_told_and_exit_code_1(server: RunningServer, 
     assert "'other' is not served here" in capfd.readouterr().err
     assert main(["complete", "x", "--url", "http://127.0.0.1:1"]) == 1
     assert "does not answer" in capfd.readouterr().err
+
+
+def test_collect_env_is_one_block_with_versions_and_no_secret(monkeypatch, capfd):
+    monkeypatch.setenv("MILLRACE_API_KEY", "canary-key")
+    monkeypatch.setenv("MILLRACE_PORT", "8123")
+    monkeypatch.setenv("HOME_OF_A_CANARY", "canary-home")
+    assert main(["collect-env"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("```\n") and out.endswith("\n```\n")
+    for line in (
+        r"python: 3\.\d+",
+        r"cpu: .+, \d+ of \d+ cores",
+        r"memory: [\d.]+ GiB",
+        r"torch: 2\.\d+",
+        "MILLRACE_PORT: 8123",
+    ):
+        assert re.search(f"^{line}", out, re.MULTILINE), line
+    assert "MILLRACE_API_KEY: ***" in out and "canary" not in out

@@ -18,9 +18,15 @@ def test_logprobs_beyond_twenty_are_refused(server, value):
     refused(server, lambda: server.post(CHAT, body), param="top_logprobs")
 
 
-@pytest.mark.parametrize("value", [-1, 0, 5, 21, VOCABULARY])
-def test_prompt_logprobs_are_not_served(server, value):
+@pytest.mark.parametrize("value", [-1, 21, VOCABULARY, 2**31, True, "1", 1.5])
+def test_prompt_logprobs_beyond_twenty_are_refused(server, value):
     refused_everywhere(server, {"prompt_logprobs": value}, param="prompt_logprobs")
+
+
+@pytest.mark.parametrize("value", [0, 5])
+def test_prompt_logprobs_in_a_stream_are_refused(server, value):
+    body = {"prompt": "hi", "stream": True, "prompt_logprobs": value}
+    refused(server, lambda: server.post(TEXT, body), param="prompt_logprobs")
 
 
 def test_top_logprobs_without_logprobs_are_refused(server):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from millrace.runtime.graph import Port
 from millrace.runtime.pipeline import Pipeline
 from millrace.runtime.stage import Outlet, Stage
 from millrace.stages.messages import (
+    Begun,
     ChatPrompt,
     Finish,
     FinishReason,
@@ -100,10 +101,13 @@ def step(
     )
 
 
-def text_step(number: int, *rows: tuple[int, str, int], **columns: Any) -> StepText:
-    """Rows are (sequence id, text, token id)."""
-    ids, texts, token_ids = zip(*rows, strict=True)
-    return StepText(number, list(ids), list(texts), list(token_ids), **columns)
+def text_step(
+    number: int, *rows: tuple[int, str, int], prompt_lengths: Mapping[int, int] | None = None, **columns: Any
+) -> StepText:
+    """Rows are (sequence id, text, token id). Those in `prompt_lengths`, by id, begin with a prompt of zeros."""
+    ids, texts, token_ids = zip(*rows, strict=True) if rows else ((), (), ())
+    begun = {id: Begun(np.zeros(length, np.int32)) for id, length in (prompt_lengths or {}).items()}
+    return StepText(number, list(ids), list(texts), list(token_ids), begun=begun, **columns)
 
 
 class Collected:

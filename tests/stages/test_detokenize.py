@@ -55,7 +55,7 @@ class Bench:
         return self.out.sent[-1]
 
     def check_empty(self) -> None:
-        assert not self.stage._sequences and not self.stage._prompt_lengths
+        assert not self.stage._sequences and not self.stage._begun
         assert (self.stage._sequence_ids == -1).all()
 
 
@@ -72,9 +72,9 @@ def spell(bench: Bench, slot: int, sequence_id: int, tokens, start: int = 0, fir
 async def test_plain_tokens_of_many_sequences_become_text_in_one_message_a_step(env: SimEnv):
     bench = Bench(env)
     await bench(step(0, (0, 7, 0, "H"), (3, 9, 0, "y"), starts=[started(0, 7), started(3, 9)]))
-    assert bench.last.prompt_lengths == {7: 3, 9: 3}
+    assert {id: len(begun.token_ids) for id, begun in bench.last.begun.items()} == {7: 3, 9: 3}
     await bench(step(1, (0, 7, 1, "i"), (3, 9, 1, "o")))
-    assert len(bench.out.sent) == 2 and bench.last.prompt_lengths == {}
+    assert len(bench.out.sent) == 2 and bench.last.begun == {}
     assert bench.text == {7: "Hi", 9: "yo"}
 
 

@@ -170,11 +170,11 @@ class Failing:
     """An encoder that fails on every batch with a prompt of 13 tokens."""
 
     def encode(self, batch: Any) -> Any:
-        from millrace.stages.messages import Pooled
+        from millrace.stages.messages import Begun, Pooled
 
         if any(len(request.token_ids) == 13 for request in batch):
             raise MemoryError("13 tokens are too many")
-        return [Pooled(r.first_sequence_id, np.ones(1, np.float32), len(r.token_ids)) for r in batch]
+        return [Pooled(r.first_sequence_id, np.ones(1, np.float32), Begun(r.token_ids, 0)) for r in batch]
 
 
 @sim_test(seeds=5)

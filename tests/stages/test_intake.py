@@ -76,8 +76,15 @@ def test_a_prompt_of_ids_that_leaves_no_room_for_max_tokens_is_refused_at_the_do
     assert all(number in error.message for number in ("64", "60", "5"))
 
 
-def test_no_tokens_at_all_can_not_be_asked_for():
-    assert refusal(request("a", max_tokens=0)).param == "max_tokens"
+def test_no_tokens_at_all_can_be_asked_for():
+    LIMITS.check(request("a", max_tokens=0))
+
+
+def test_log_probabilities_of_prompts_are_refused_by_their_bytes():
+    LIMITS.check_prompts(SamplingParams(prompt_logprobs=3), 2**18)
+    LIMITS.check_prompts(SamplingParams(logprobs=20), 2**30)
+    with pytest.raises(Refused, match=r"prompt_logprobs = 3 of 262145 prompt tokens: .* at most 1048576"):
+        LIMITS.check_prompts(SamplingParams(prompt_logprobs=3), 2**18 + 1)
 
 
 @pytest.mark.parametrize("values", [[1, 1.0], [True], ["1"], [[1]], [-1], [2**31]])

@@ -1,0 +1,123 @@
+"""`millrace collect-env`: what somebody who reads a report of a problem asks for first, as one block to paste.
+
+Says nothing of who or where one is: no user, host name or key, and of the environment only millrace's own variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ..stages.config import EngineConfig
+from .config import ServerConfig
+from .settings import ENV_PREFIX, SECRET
+
+PACKAGES = (
+    "millrace",
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "llguidance",
+    "numpy",
+    "aiohttp",
+    "anyio",
+    "pydantic",
+    "orjson",
+    "structlog",
+    "uvloop",
+)
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command."""
+    print("\n".join(["```", *report(os.environ), "```"]))
+    return 0
+
+
+def report(environment: Mapping[str, str]) -> Iterator[str]:
+    """The lines, `name: value`."""
+    yield f"python: {platform.python_version()} ({sys.implementation.name}, {platform.machine()})"
+    yield f"system: {_system()}"
+    yield f"cpu: {_cpu()}"
+    yield f"memory: {_memory()}"
+    for name in PACKAGES:
+        yield f"{name}: {_version(name)}"
+    yield from _torch()
+    for name in sorted(environment):
+        if name.startswith(ENV_PREFIX):
+            is_secret = name.removeprefix(ENV_PREFIX).lower() in SECRET
+            yield f"{name}: {'***' if is_secret else environment[name]}"
+
+
+def _system() -> str:
+    release = {}
+    with contextlib.suppress(OSError):
+        release = platform.freedesktop_os_release()
+    libc = " ".join(platform.libc_ver())
+    return ", ".join(part for part in (platform.system(), platform.release(), release.get("PRETTY_NAME"), libc) if part)
+
+
+def _cpu() -> str:
+    fields = _fields(Path("/proc/cpuinfo"))
+    model = fields.get("model name", platform.processor() or "unknown")
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    known = " ".join(flag for flag in CPU_FLAGS if flag in flags) or "no vector extension that is known here"
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model}, {usable} of {os.cpu_count()} cores, {known}"
+
+
+def _memory() -> str:
+    fields = _fields(Path("/proc/meminfo"))
+    if "MemTotal" not in fields:
+        return "unknown"
+    total, free = (int(fields[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    limit = _read(Path("/sys/fs/cgroup/memory.max"))
+    limited = f", limited to {int(limit) / 2**30:.1f} GiB" if limit.isdigit() else ""
+    return f"{total:.1f} GiB, {free:.1f} free{limited}"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _torch() -> Iterator[str]:
+    try:
+        import torch
+    except ImportError as error:
+        yield f"torch can not be imported: {error}"
+        return
+    yield f"torch threads: {torch.get_num_threads()}, best instruction set: {torch.backends.cpu.get_cpu_capability()}"
+    yield f"cuda: built for {torch.version.cuda or 'none'}, {torch.cuda.device_count()} devices"
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        capability = f"{device.major}.{device.minor}"
+        yield f"gpu {index}: {device.name}, {device.total_memory / 2**30:.1f} GiB, compute capability {capability}"
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """Of lines `name: value`, the first of each name."""
+    fields: dict[str, str] = {}
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    return fields
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace").strip()
+    except OSError:
+        return ""

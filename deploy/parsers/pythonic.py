@@ -1,0 +1,93 @@
+"""Calls written as a list of Python calls, as Llama 4 and Llama 3.2 do: `[f(a=1, b="x"), g()]`.
+
+`<|python_start|>` and `<|python_end|>` may stand around it. Arguments are literals and are read as such; nothing is
+evaluated. A call is told when it is over, as its arguments have to become JSON, and only if it names a tool that the
+request offers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from typing import Any
+
+from .interface import Text
+from .literals import literal, name
+from .reader import CallReader, Malformed, Reading, blanks, past
+
+START, END = "<|python_start|>", "<|python_end|>"
+
+
+class PythonicParser(CallReader):
+    """The whole answer is such a list, or behind the tag there is one."""
+
+    offers_only = True
+    needs_special_tokens = True
+
+    def _read(self) -> Generator[None, str, None]:
+        lead = character = yield
+        while character.isspace():
+            character = yield
+            lead += character
+        character = yield from self._list(character, lead)
+        while character:
+            is_found, character = yield from self._until(START, character, Text)
+            if is_found:
+                lead = START + character
+                while character.isspace():
+                    character = yield
+                    lead += character
+                character = yield from self._list(character, lead)
+
+    def _list(self, character: str, held: str) -> Reading:
+        if character != "[":
+            self._tell(Text, held[: len(held) - len(character)])
+            return character
+        is_list, character = yield from self._try(self._calls(character), held)
+        if not is_list:
+            return character
+        character = yield from blanks(character)
+        matched = 0
+        while matched < len(END) and character == END[matched]:
+            matched += 1
+            character = yield
+        if matched < len(END):
+            self._tell(Text, END[:matched])
+        return character
+
+    def _calls(self, character: str) -> Reading:
+        character = yield from past("[", character)
+        while True:
+            character = yield from blanks(character)
+            called, character = yield from name(character)
+            self._check_name(called, character)
+            character = yield from blanks(character)
+            arguments, character = yield from _arguments(character)
+            self._give(called, json.dumps(arguments, ensure_ascii=False))
+            character = yield from blanks(character)
+            if character == "]":
+                return (yield)
+            if character != ",":
+                raise Malformed(character)
+            character = yield from blanks((yield))
+            self._held = [character]
+
+
+def _arguments(character: str) -> Generator[None, str, tuple[dict[str, Any], str]]:
+    """`(a=1, b="x")`, from the bracket on."""
+    arguments: dict[str, Any] = {}
+    character = yield from past("(", character)
+    character = yield from blanks(character)
+    while character != ")":
+        key, character = yield from name(character)
+        character = yield from blanks(character)
+        if character != "=" or not key.isidentifier() or key in arguments:
+            raise Malformed(character)
+        character = yield from blanks((yield))
+        arguments[key], character = yield from literal(character)
+        character = yield from blanks(character)
+        if character == ",":
+            character = yield from blanks((yield))
+        elif character != ")":
+            raise Malformed(character)
+    return arguments, (yield)

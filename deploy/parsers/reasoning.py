@@ -1,0 +1,70 @@
+"""Thoughts before the answer, between `<think>` and `</think>`. The marks are left out, and so are line breaks next to
+them: chat templates put them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import ClassVar
+
+from .interface import Event, Reasoning, ReasoningParser, Text
+from .reader import Reader
+
+
+class ThinkParser(Reader, ReasoningParser):
+    """Qwen3 and others: an answer that begins with `<think>`, or a prompt that ended with it, begins with thoughts.
+
+    Everything behind `</think>` is the answer, whatever it holds. Thoughts that never end are thoughts. A family with
+    other marks needs a subclass with those `markers`; the first character of each must occur in it once.
+    """
+
+    markers: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+
+    def __init__(self, is_open: bool = False) -> None:
+        ReasoningParser.__init__(self, is_open)
+        self._breaks = ""  # line breaks that are thoughts if more thoughts follow
+        self._has_thought = False
+        Reader.__init__(self)
+
+    def _read(self) -> Generator[None, str, None]:
+        begin, end = self.markers
+        lead, matched, character = "", 0, (yield)
+        while character.isspace():
+            lead += character
+            character = yield
+        while matched < len(begin) and character == begin[matched]:
+            matched += 1
+            character = yield
+        if matched == len(begin):
+            character = yield from self._thoughts(0, character)
+        elif self.is_open and end.startswith(begin[:matched]):
+            self._tell(Reasoning, lead)
+            character = yield from self._thoughts(matched, character)
+        elif self.is_open:
+            self._tell(Reasoning, lead + begin[:matched])
+            character = yield from self._thoughts(0, character)
+        else:
+            self._tell(Text, lead + begin[:matched])
+        yield from self._rest(character, Text)
+
+    def _thoughts(self, matched: int, character: str) -> Generator[None, str, str]:
+        """Up to the closing mark, of which so many characters were read, and past the line breaks behind it."""
+        _, character = yield from self._until(self.markers[1], character, Reasoning, matched)
+        while character == "\n":
+            character = yield
+        return character
+
+    def _tell(self, kind: type[Event], text: str) -> None:
+        if kind is Reasoning:
+            text = self._breaks + (text if self._has_thought else text.lstrip("\n"))
+            kept = text.rstrip("\n")
+            self._breaks = text[len(kept) :]
+            self._has_thought = self._has_thought or bool(kept)
+            text = kept
+        super()._tell(kind, text)
+
+
+class DeepSeekR1Parser(ThinkParser):
+    """DeepSeek R1 and its kin: an answer begins with thoughts even if nothing in the prompt says so."""
+
+    thinks_unasked = True

@@ -1,0 +1,106 @@
+"""How long an answer may think: when its budget is used up, it gets the closing mark of its thoughts, token by token.
+
+Columnar: rows without a budget cost nothing, and those with one a dozen numpy operations a step for all of them. Lives
+beside the sampler, on the device thread. Knows token ids. Refuses to know which model spells its thoughts how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import Refused
+
+MAX_MARKER_TOKENS = 16
+
+Longs = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """At most `num_tokens` tokens between `start_ids` and `end_ids`; then `end_ids` are forced.
+
+    Only the first thoughts of an answer have a budget. The first id of a marker must occur in it once.
+    """
+
+    num_tokens: int
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    is_open: bool = False  # the answer begins among thoughts
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int) or self.num_tokens < 0:
+            _refuse(f"{self.num_tokens!r} tokens: must be a whole number of at least 0")
+        for ids in (self.start_ids, self.end_ids):
+            if not 1 <= len(ids) <= MAX_MARKER_TOKENS:
+                _refuse(f"a marker has {len(ids)} tokens: must have 1 to {MAX_MARKER_TOKENS}")
+            if min(ids) < 0:
+                _refuse(f"a marker has token {min(ids)}: ids go from 0")
+
+
+def _refuse(problem: str) -> None:
+    raise Refused(f"thinking_budget: {problem}", param="thinking_budget")
+
+
+OUTSIDE, INSIDE = 0, 1  # of thoughts: which marker is looked for, the opening or the closing one
+
+
+class ThinkingTable:
+    """Where each slot's answer is with its thoughts. S slots, W the longest marker."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._budgets = np.zeros(num_slots, np.int64)
+        self._num_thought = np.zeros(num_slots, np.int64)
+        self._side = np.zeros(num_slots, np.intp)
+        self._num_matched = np.zeros(num_slots, np.intp)  # of the marker that is looked for
+        self._markers = np.zeros((2, num_slots, MAX_MARKER_TOKENS), np.int64)  # [2, S, W] opening, closing
+        self._lengths = np.zeros((2, num_slots), np.intp)
+
+    def start(self, slot: int, budget: ThinkingBudget, generated: NDArray[Any]) -> bool:
+        """A sequence takes a slot, with what it has `generated` [G] before. Whether it still has to be steered."""
+        for side, ids in ((OUTSIDE, budget.start_ids), (INSIDE, budget.end_ids)):
+            self._markers[side, slot, : len(ids)] = ids
+            self._lengths[side, slot] = len(ids)
+        self._budgets[slot] = budget.num_tokens
+        side = INSIDE if budget.is_open else OUTSIDE
+        if side == OUTSIDE and (at := _find(generated, budget.start_ids)) is not None:
+            side, generated = INSIDE, generated[at + len(budget.start_ids) :]
+        if side == INSIDE and _find(generated, budget.end_ids) is not None:
+            return False
+        self._side[slot] = side
+        self._num_thought[slot] = len(generated) if side == INSIDE else 0
+        self._num_matched[slot] = _num_begun(generated, budget.end_ids if side == INSIDE else budget.start_ids)
+        return True
+
+    def steer(self, slots: NDArray[np.intp], token_ids: Longs) -> tuple[Longs, Bools]:
+        """The tokens that `slots` get in place of those chosen for them, and whose thoughts are over, [n] each."""
+        side, at = self._side[slots], self._num_matched[slots]
+        is_inside = side == INSIDE
+        wanted = self._markers[side, slots, at]
+        is_forced = is_inside & (self._num_thought[slots] >= self._budgets[slots])
+        token_ids = np.where(is_forced, wanted, token_ids)
+        at = np.where(token_ids == wanted, at + 1, token_ids == self._markers[side, slots, 0])
+        is_complete = at == self._lengths[side, slots]
+        self._num_thought[slots] += is_inside
+        self._side[slots] = side | is_complete
+        self._num_matched[slots] = np.where(is_complete, 0, at)
+        return token_ids, is_complete & is_inside
+
+
+def _find(ids: NDArray[Any], marker: tuple[int, ...]) -> int | None:
+    """Where the marker first stands in `ids`."""
+    if len(ids) < len(marker):
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(ids, len(marker))
+    places = np.flatnonzero((windows == np.array(marker)).all(1))
+    return int(places[0]) if len(places) else None
+
+
+def _num_begun(ids: NDArray[Any], marker: tuple[int, ...]) -> int:
+    """How much of the marker `ids` end with."""
+    ends = (n for n in range(min(len(marker) - 1, len(ids)), 0, -1) if tuple(ids[-n:].tolist()) == marker[:n])
+    return next(ends, 0)

@@ -124,6 +124,7 @@ class Body(BaseModel):
     """What all bodies have in common."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    refuses_unsupported: ClassVar[bool] = False  # fields that change answers elsewhere: 400, and not ignored
 
     def check(self) -> None:
         """What no single field can say. `ApiError` names the field to change."""
@@ -132,6 +133,7 @@ class Body(BaseModel):
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
+    refuses_unsupported: ClassVar[bool] = True
     # fields that take the checkpoint's own default when the client brings none
     MODEL_DEFAULTS: ClassVar = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

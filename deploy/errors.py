@@ -24,6 +24,8 @@ CODES: dict[str, tuple[int, str]] = {
     "unknown_parameter": (400, "BadRequestError"),
     "unsupported_parameter": (400, "BadRequestError"),
     "unsupported_content_type": (400, "BadRequestError"),
+    "unsupported_task": (400, "BadRequestError"),
+    "cancelled": (400, "BadRequestError"),
     "empty_prompt": (400, "BadRequestError"),
     "template_limit": (400, "BadRequestError"),
     "bad_request": (400, "BadRequestError"),

@@ -33,6 +33,8 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
             "attention_backend": info.attention_backend,
             "eos_token_ids": list(info.eos_token_ids),
             "has_chat_template": info.has_chat_template,
+            "tasks": sorted(info.tasks),
+            "embeddings": None if info.pooling is None else asdict(info.pooling),
         },
         "config": {
             "engine": _shown(asdict(engine.config) | _settled(info)),
@@ -40,7 +42,7 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
         },
         "memory": None if info.memory is None else info.memory.to_json(),
         "startup_s": dict(info.startup_s),
-        "blocks": _blocks(engine),
+        "blocks": _blocks(engine) if engine.has_core else None,
     }
 
 

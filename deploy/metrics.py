@@ -79,7 +79,9 @@ class Metrics:
         yield from self._rejections()
         if self._engine is None:
             return
-        yield from self._gauges(self._engine, labels)
+        if self._engine.has_core:
+            yield from self._gauges(self._engine, labels)
+            yield from self._core_counters(self._engine, labels)
         yield from self._counters(self._engine, labels)
         yield from _stages(self._engine)
         yield from _channels(self._engine)
@@ -111,6 +113,18 @@ class Metrics:
         num_generated = self._num_generated + sum(outbox.num_generated_tokens for outbox in live)
         yield _counter("vllm:prompt_tokens", "Prompt tokens taken in.", num_prompt, labels)
         yield _counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
+        success = CounterMetricFamily(
+            "vllm:request_success", "Choices that ended, by reason.", labels=[*labels, "finished_reason"]
+        )
+        for reason in FINISH_REASONS:
+            success.add_metric([*labels.values(), reason], self._finished[reason])
+        yield success
+        aborted = CounterMetricFamily("millrace:requests_aborted", "Requests cut short, by cause.", labels=["cause"])
+        for cause in CAUSES:
+            aborted.add_metric([cause], self._aborted[cause])
+        yield aborted
+
+    def _core_counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
         num_preemptions = engine.scheduler.num_preemptions
         yield _counter("vllm:num_preemptions", "Sequences that lost their blocks.", num_preemptions, labels)
         yield _preemptions(engine.scheduler.preemptions)
@@ -125,16 +139,6 @@ class Metrics:
         yield _counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
         yield _counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
         yield _counter("millrace:host_prefix_cache_hits", "Of them, tokens found on the host.", on_host, labels)
-        success = CounterMetricFamily(
-            "vllm:request_success", "Choices that ended, by reason.", labels=[*labels, "finished_reason"]
-        )
-        for reason in FINISH_REASONS:
-            success.add_metric([*labels.values(), reason], self._finished[reason])
-        yield success
-        aborted = CounterMetricFamily("millrace:requests_aborted", "Requests cut short, by cause.", labels=["cause"])
-        for cause in CAUSES:
-            aborted.add_metric([cause], self._aborted[cause])
-        yield aborted
 
     def _rejections(self) -> Iterator[Metric]:
         rejected = CounterMetricFamily("millrace:request_errors", "Requests answered with an error.", labels=["code"])

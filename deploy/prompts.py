@@ -14,8 +14,19 @@ from ..stages.messages import Prompt
 from .errors import ApiError
 
 
-def read_prompts(value: Any) -> tuple[Prompt, ...]:
-    """The prompts in any of the four forms. `ApiError` 400 says which one is wrong, and why."""
+def read_prompts(value: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> tuple[Prompt, ...]:
+    """The prompts in any of the four forms, at most so many. `ApiError` 400 says which one is wrong, and why: `name` is
+    what the client calls them."""
+    try:
+        return _read(value, most)
+    except ApiError as error:
+        if error.message.startswith("prompt"):
+            error.message = name + error.message.removeprefix("prompt")
+        error.param = name
+        raise
+
+
+def _read(value: Any, most: int) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (_text(value),)
     if not isinstance(value, list):
@@ -24,8 +35,8 @@ def read_prompts(value: Any) -> tuple[Prompt, ...]:
         raise ApiError("empty_prompt", "prompt is an empty list: send at least one text or token id", param="prompt")
     if type(value[0]) is int:
         return (_ids(value),)
-    if len(value) > MAX_PROMPTS:
-        raise ApiError("invalid_value", f"{len(value)} prompts: at most {MAX_PROMPTS}", param="prompt")
+    if len(value) > most:
+        raise ApiError("invalid_value", f"{len(value)} prompts: at most {most}", param="prompt")
     if all(isinstance(item, str) for item in value):
         return tuple(_text(item) for item in value)
     if all(isinstance(item, list) for item in value):

@@ -14,6 +14,7 @@ from aiohttp import web
 from ..stages.messages import ChatPrompt
 from .bodies import DetokenizeBody, TokenizeBody
 from .connections import error_response
+from .embeddings import Embeddings
 from .errors import ApiError, shorten
 from .generation import Generation
 from .information import server_info
@@ -39,6 +40,7 @@ class Routes:
         self._threads = threads
         self._generation = Generation(service, threads)
         self._pages = Pages()
+        self._embeddings = Embeddings(service, threads)
         self._responses = Responses(self._generation, threads)
         self._messages = MessagesRoutes(self._generation, threads)
         self.sockets = Hub(self._generation, self._responses, metrics, threads)
@@ -50,7 +52,7 @@ class Routes:
 
     def table(self) -> list[web.RouteDef]:
         """All routes."""
-        generation, messages = self._generation, self._messages
+        generation, messages, embeddings = self._generation, self._messages, self._embeddings
         responses = ResponsesRoutes(self._responses, self._threads)
         return [
             web.get("/health", self.ready),
@@ -63,6 +65,12 @@ class Routes:
             web.get("/v1/models/{id:.+}", self.model),
             web.post("/v1/chat/completions", generation.chat, expect_handler=expect),
             web.post("/v1/completions", generation.completions, expect_handler=expect),
+            web.post("/v1/embeddings", embeddings.embeddings, expect_handler=expect),
+            *(web.post(path, embeddings.score, expect_handler=expect) for path in ("/score", "/v1/score")),
+            *(
+                web.post(path, embeddings.rerank, expect_handler=expect)
+                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            ),
             web.post("/v1/responses", responses.create, expect_handler=expect),
             web.get("/v1/responses", self.sockets.responses, allow_head=False),
             web.get("/v1/responses/{id}", responses.retrieve),

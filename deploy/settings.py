@@ -36,6 +36,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "logprobs_mode": "raw: the model's own; processed: after penalties, bias, temperature and truncation",
         "generation_config": "whether sampling defaults come from the checkpoint",
         "chat_template": "text of a chat template that replaces the checkpoint's",
+        "pooling": "positions that embeddings are made of; auto: as the checkpoint says, or the last of a decoder",
         "seed": "of requests that bring none, and of dummy weights",
     },
     "device": {

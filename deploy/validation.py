@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from .bodies import Body, GenerationBody
+from .bodies import Body
 from .errors import ApiError, shorten
 from .unsupported import refuse_unsupported
 
@@ -19,7 +19,7 @@ B = TypeVar("B", bound=Body)
 def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tuple[B, list[str]]:
     """The body, and the names of fields that nobody knows and that go no further. `ApiError` 400 names the field."""
     ignored = [name for name in raw if name not in kind.model_fields and name not in SILENT]
-    if issubclass(kind, GenerationBody):
+    if kind.refuses_unsupported:
         ignored = refuse_unsupported(raw, ignored)
     if ignored and strict_fields:
         name = shorten(ignored[0], 64)

@@ -55,6 +55,7 @@ class ModelConfig:
     max_position_embeddings: int  # longest sequence, prompt and output together
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
     tie_word_embeddings: bool
+    has_head: bool = True  # False: there are no logits, as the checkpoint was saved without its output layer
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool
@@ -159,7 +160,7 @@ def _family(keys: _Keys) -> _Family:
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         keys.fail("model_type", f"{model_type!r} is not supported; supported: {', '.join(sorted(_FAMILIES))}")
     architectures = keys.values.get("architectures") or []
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+    if architectures and not any(str(name).endswith(("ForCausalLM", "Model")) for name in architectures):
         keys.fail("architectures", f"{architectures} holds no ...ForCausalLM, so this checkpoint cannot generate text")
     return _FAMILIES[model_type]
 

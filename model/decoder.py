@@ -88,9 +88,13 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's part: logits [L, V] of some of those tokens, [L, hidden]."""
-        x = self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        logits = self.weights.head.unrounded(x)
+        logits = self.weights.head.unrounded(self.normed(hidden))
         return logits.float() if self.device.type == "cpu" else logits
+
+    @torch.inference_mode()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The last hidden states of some of those tokens, as embeddings are made of them, [L, hidden] both."""
+        return self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Queries, keys and values of x, the cache written, and what the queries see, [T, H * D]."""

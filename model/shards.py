@@ -27,10 +27,12 @@ class Checkpoint:
     """All tensors of a checkpoint by name, read from the map when asked for.
 
     Raises CheckpointError, naming file and tensor, when it is opened: nothing is left to fail later but the disk.
+    `prefix` goes before each name in the files.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, prefix: str = "") -> None:
         self.root = root
+        self._prefix = prefix
         self._shards: dict[str, _Shard] = {}  # by tensor name
         for name in _shard_names(root):
             shard = _Shard(root, name)
@@ -41,7 +43,7 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        return set(self._shards)
+        return {self._prefix + name for name in self._shards}
 
     @property
     def num_bytes(self) -> int:
@@ -50,13 +52,15 @@ class Checkpoint:
 
     def where(self, name: str) -> str:
         """The file that holds a tensor, for error messages."""
-        return self._shards[name].name
+        return self._shards[name.removeprefix(self._prefix)].name
 
     def shape(self, name: str) -> tuple[int, ...]:
+        name = name.removeprefix(self._prefix)
         return self._shards[name].entries[name].shape
 
     def tensor(self, name: str) -> Tensor:
         """The tensor as stored, a view of the map: copy it before the Checkpoint goes, and never write to it."""
+        name = name.removeprefix(self._prefix)
         return self._shards[name].tensor(name)
 
 

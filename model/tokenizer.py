@@ -75,6 +75,13 @@ class Tokenizer:
         """Ids of a text in which special tokens may be spelled, as in a completion prompt."""
         return _ids(self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0])
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Ids of two texts as the tokenizer joins them, and for each its type: 0 for the first text, 1 for the second,
+        where the model tells them apart."""
+        encoding = self._rust.encode_batch([(first, second)], add_special_tokens=True)[0]
+        pieces = _pieces(encoding)
+        return _ids_of(pieces), [type_id for piece in pieces for type_id in piece.type_ids]
+
     def encode_chat(self, text: str, mark: str | None = None) -> list[int]:
         """Ids of a rendered chat prompt, which spells its own special tokens.
 
@@ -226,7 +233,11 @@ def _token_text(token: Any) -> str | None:
 
 
 def _ids(encoding: Encoding) -> list[int]:
-    return [token_id for piece in _pieces(encoding) for token_id in piece.ids]
+    return _ids_of(_pieces(encoding))
+
+
+def _ids_of(pieces: list[Encoding]) -> list[int]:
+    return [token_id for piece in pieces for token_id in piece.ids]
 
 
 def _pieces(encoding: Encoding) -> list[Encoding]:

@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -77,11 +77,25 @@ def load_weights(
     if load_format == "dummy":
         source = _RandomTensors(shapes)
     elif load_format == "safetensors":
-        source = Checkpoint(root)
+        source = _open(root)
         _compare(source, shapes, config)
     else:
         raise ValueError(f"load_format = {load_format!r}: must be 'safetensors' or 'dummy'")
     return _Loader(source, config, shapes, device, dtype, on_progress).load()
+
+
+def without_missing_head(root: Path, config: ModelConfig) -> ModelConfig:
+    """`config`, or for a model that was saved without an output layer, as those that only embed are, one that says so.
+    Raises CheckpointError as `load_weights` does."""
+    if config.tie_word_embeddings:
+        return config
+    return replace(config, has_head="embed_tokens.weight" not in Checkpoint(root).names)
+
+
+def _open(root: Path) -> Checkpoint:
+    """The checkpoint, with the names of a whole model, whichever it was saved with."""
+    checkpoint = Checkpoint(root)
+    return Checkpoint(root, prefix="model.") if "embed_tokens.weight" in checkpoint.names else checkpoint
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -110,7 +124,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         linear(f"{layer}.mlp.up_proj", inner, hidden, config.mlp_bias)
         linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
     shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
+    if config.has_head and not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
@@ -141,7 +155,8 @@ class _Loader:
     def load(self) -> DecoderWeights:
         embedding = self._tensor("model.embed_tokens.weight")
         layers = tuple(self._layer(f"model.layers.{index}") for index in range(self.config.num_layers))
-        head = self.form(embedding) if self.config.tie_word_embeddings else self._linear("lm_head")
+        has_own_head = self.config.has_head and not self.config.tie_word_embeddings
+        head = self._linear("lm_head") if has_own_head else self.form(embedding)  # nobody asks a missing one
         return DecoderWeights(embedding, layers, self._tensor("model.norm.weight"), head)
 
     def _layer(self, layer: str) -> LayerWeights:

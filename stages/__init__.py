@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .offline import LLM
     from .params import SamplingParams
+    from .pooling import PoolingParams
     from .processors import LogitsProcessor
     from .structured import StructuredOutputs
 
@@ -25,6 +26,7 @@ __all__ = [
     "EngineConfig",
     "LogitsProcessor",
     "Pipeline",
+    "PoolingParams",
     "SamplingParams",
     "Stage",
     "StructuredOutputs",
@@ -37,6 +39,7 @@ _HOMES = {
     "EngineConfig": ".config",
     "LogitsProcessor": ".processors",
     "Pipeline": "..runtime.pipeline",
+    "PoolingParams": ".pooling",
     "SamplingParams": ".params",
     "StructuredOutputs": ".structured",
     "Stage": "..runtime.stage",

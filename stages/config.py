@@ -28,6 +28,7 @@ class EngineConfig:
     logprobs_mode: LogprobsMode = "raw_logprobs"  # the model's own; processed: of what tokens are drawn from
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
     chat_template: str | None = None  # text of a template that replaces the checkpoint's
+    pooling: Literal["auto", "last", "mean", "cls"] = "auto"  # of embeddings; auto: as the checkpoint says
     seed: int = 0  # of random weights, and of requests that bring none
 
     # where it runs

@@ -147,6 +147,8 @@ class Detokenize(Stage[StepTokens, StepText]):
             columns = (slots, places, step.sequence_ids, step.token_ids)
             rows = self._read_fast(*(column[is_fast] for column in columns))
             await self._read_slow(step, np.flatnonzero(is_ours & (places >= next_places) & ~is_fast), rows, out)
+        if step.pooled:
+            out.send(StepText(step.step, (), (), (), pooled=tuple(step.pooled.values())))
         if rows.texts or step.prompt_logprobs:
             out.send(rows.message(step.step, self._begun, step.prompt_logprobs))
             if self._begun:
@@ -205,8 +207,8 @@ class Detokenize(Stage[StepTokens, StepText]):
         sequence = self._sequences.get(started.sequence_id)
         if sequence is None:
             num_generated = len(started.token_ids) - started.num_prompt
-            if num_generated or not self._is_live(started.request_id):
-                return  # it has ended here, and schedule did not know that yet
+            if num_generated or started.pooling is not None or not self._is_live(started.request_id):
+                return  # it has no text; or it has ended here, and schedule did not know that yet
             sequence = Answer(started.request_id, self._table, self._make_decoder(started.params), started.params)
             self._sequences[started.sequence_id] = sequence
             self._begun[started.sequence_id] = Begun(started.token_ids, started.num_cached)

@@ -28,6 +28,10 @@ class ModelEncoder:
         """Ids of a text with no special tokens around it."""
         return self.tokenizer.encode(_unicode(text, "bad_words"), add_special_tokens=False)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Ids of two texts as the tokenizer puts them together, and the text that each is of."""
+        return self.tokenizer.encode_pair(_unicode(first, "prompt"), _unicode(second, "prompt"))
+
     def encode_chat(self, chat: ChatPrompt) -> list[int]:
         """Ids of the rendered template. What messages spell of special tokens stays text."""
         try:

@@ -27,6 +27,8 @@ from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
 from .detokenize import Answer, Detokenize
 from .device import Device
+from .embedding import Pairs, as_texts, pooled_request, read_vectors
+from .encode import Encode
 from .errors import Overloaded, Refused, TimedOut
 from .execute import Execute
 from .grammar_gate import GrammarGate
@@ -36,22 +38,33 @@ from .intake import Intake
 from .limits import RequestLimits, as_token_ids
 from .messages import ChatPrompt, Prompt, Request
 from .outbox import Outboxes, RequestOutbox
-from .outputs import CompletionOutput, Delta, ModelInfo, OutputKind, RequestOutput
+from .outputs import (
+    CompletionOutput,
+    Delta,
+    EmbeddingRequestOutput,
+    ModelInfo,
+    OutputKind,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from .params import SamplingParams
 from .phases import Phases
-from .pipeline import build_pipeline
+from .pipeline import build_encoder_pipeline, build_pipeline
 from .policy import make_policy
+from .pooling import Floats, PoolingParams
 from .prefix import PrefixCache
 from .processors import LogitsProcessor
 from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits, Scheduler
 from .searches import Searches
+from .tasks import check_task, task_of
 from .tokenize import Tokenize
 
 if TYPE_CHECKING:
     from ..model.tokenizer import Tokenizer
     from .encoder import ModelEncoder
+    from .encoder_loading import LoadedEncoder
     from .loading import LoadedModel
 
 WARM_UP_PROMPT_TOKENS = 16
@@ -84,7 +97,7 @@ class Engine:
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
         self._owns_env = env is None
         self._health = Health("new")
-        self._parts: EngineParts | None = None
+        self._parts: EngineParts | EncoderParts | None = None
         self._info: ModelInfo | None = None
         self._request_numbers = itertools.count()
         self._edits: list[Callable[[Pipeline], object]] = []
@@ -130,7 +143,10 @@ class Engine:
             loaded.sampler.use(self._logits_processor)
         with phases("pipeline"):
             secret = self._env.random("prefix.secret").randbytes(16)
-            self._parts = EngineParts(self.config, loaded, self._make_device(loaded), secret)
+            if loaded.info.num_blocks:
+                self._parts = EngineParts(self.config, loaded, self._make_device(loaded), secret)
+            else:
+                self._parts = EncoderParts(self.config, loaded)
             self._info = loaded.info
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
@@ -152,7 +168,7 @@ class Engine:
             **seconds,
         )
 
-    async def _load(self) -> tuple[LoadedModel, Phases]:
+    async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
         return await self._env.run_in_thread(_load, self.config, self._env)
 
@@ -165,7 +181,12 @@ class Engine:
         max_tokens = min(4, self.info.max_model_len - num_prompt)
         prompt = Prompt(token_ids=as_token_ids(list(range(num_prompt))))
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        await self.pipeline.call(Request("warm-up", (prompt,), params))
+        if "generate" in self.info.tasks:
+            await self.pipeline.call(Request("warm-up", (prompt,), params))
+        elif "embed" in self.info.tasks:
+            await self.pipeline.call(pooled_request("warm-up", (prompt,), PoolingParams()))
+        else:
+            await self.pipeline.call(Pairs(["warm"], ["up"]).request("warm-up", self.info.tasks))
         self.reset_prefix_cache()
 
     async def stop(self, cause: str = "server_shutdown") -> None:
@@ -175,9 +196,11 @@ class Engine:
         if parts is not None:
             for request_id in list(parts.exit.live):
                 parts.pipeline.cancel(request_id, cause)
-            await parts.searches.wait_until_over()
+            if isinstance(parts, EngineParts):
+                await parts.searches.wait_until_over()
             await parts.pipeline.stop()
-            await parts.gate.aclose()
+            if isinstance(parts, EngineParts):
+                await parts.gate.aclose()
         if self._owns_env:
             await self._env.aclose()
         if parts is not None:
@@ -281,6 +304,54 @@ class Engine:
             self.abort(request.request_id)
         return output
 
+    async def embed(
+        self,
+        prompt: PromptLike,
+        pooling: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> EmbeddingRequestOutput:
+        """The embedding of a prompt: one vector of its hidden states, of length 1 unless `pooling` says otherwise. It
+        is computed among the sequences that generate. Raises `RequestError` if it fails."""
+        request = pooled_request(
+            self._request_id(request_id),
+            [_as_prompt(prompt)],
+            pooling or PoolingParams(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        outbox, (vector,) = await self._pool(request, timeout_s)
+        return EmbeddingRequestOutput(
+            request.request_id, vector, outbox.num_prompt_tokens, num_cached_tokens=outbox.num_cached_tokens
+        )
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each document answers its query, in order: one query for all documents, or one each. By a
+        cross-encoder's own judgement, or the cosine of two embeddings."""
+        pairs, tasks = Pairs(as_texts(queries), as_texts(documents)), self.info.tasks
+        request = pairs.request(self._request_id(request_id), tasks, priority=priority)
+        outbox, vectors = await self._pool(request, timeout_s)
+        scores, counts = pairs.scores(vectors, tasks), pairs.num_tokens(outbox, tasks)
+        return [ScoringRequestOutput(request.request_id, *each) for each in zip(scores, counts, strict=True)]
+
+    async def _pool(self, request: Request, timeout_s: float | None) -> tuple[RequestOutbox, list[Floats]]:
+        outbox = await self.submit(request, wait=True, deadline_s=timeout_s)
+        try:
+            return outbox, await read_vectors(outbox)
+        finally:
+            self.abort(request.request_id)
+
     async def submit(self, request: Request, *, wait: bool = False, deadline_s: float | None = None) -> RequestOutbox:
         """Sends a request of any number of prompts in, and returns where to read its answers.
 
@@ -293,7 +364,8 @@ class Engine:
         structured = request.params.structured_outputs
         if structured is None:
             return await self._enter(request, wait, deadline_s)
-        gate, began_s = self._require_parts().gate, self._env.now()
+        check_task(task_of(request), self.info.tasks)
+        gate, began_s = self._core().gate, self._env.now()
         try:
             async with asyncio.timeout(deadline_s):
                 await gate.admit(self._env, request.request_id, structured)
@@ -321,7 +393,8 @@ class Engine:
         if not self.health.is_ready:
             raise NotServing(self.health)
         try:
-            return self._require_parts().searches.submit(request, beams, deadline_s)
+            check_task("generate", self.info.tasks)
+            return self._core().searches.submit(request, beams, deadline_s)
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
 
@@ -377,46 +450,76 @@ class Engine:
     @property
     def scheduler(self) -> Scheduler:
         """The books of schedule, to look at."""
-        return self._require_parts().schedule.scheduler
+        return self._core().schedule.scheduler
 
     @property
     def pool(self) -> BlockPool:
         """The books of the KV cache's blocks, to look at."""
-        return self._require_parts().allocate.allocator.pool
+        return self._core().allocate.allocator.pool
 
     @property
     def host_tier(self) -> HostTier | None:
         """The books of what was moved to the host's memory, to look at; None if nothing is ever moved there."""
-        return self._require_parts().allocate.allocator.host
+        return self._core().allocate.allocator.host
 
     @property
     def block_tables(self) -> BlockTables:
         """Where the running sequences' keys and values lie, to look at."""
-        return self._require_parts().allocate.allocator.tables
+        return self._core().allocate.allocator.tables
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
         """What is known of earlier prompts and answers, to look at; None if it is switched off."""
-        return self._require_parts().allocate.allocator.cache
+        return self._core().allocate.allocator.cache
 
     @property
     def grammars(self) -> Grammars:
         """The books of the compiled grammars, to look at."""
-        return self._require_parts().loaded.grammars
+        return self._core().loaded.grammars
 
     @property
     def grammar_gate(self) -> GrammarGate:
         """Where grammars are looked at, to look at."""
-        return self._require_parts().gate
+        return self._core().gate
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix, so that nothing is found that was computed before. Returns the blocks freed."""
-        return self._require_parts().allocate.allocator.reset_prefix_cache()
+        if not self.has_core:
+            return 0
+        return self._core().allocate.allocator.reset_prefix_cache()
 
-    def _require_parts(self) -> EngineParts:
+    @property
+    def has_core(self) -> bool:
+        """Whether there are a scheduler and blocks: not where the model reads texts at once."""
+        return isinstance(self._require_parts(), EngineParts)
+
+    def _require_parts(self) -> EngineParts | EncoderParts:
         if self._parts is None:
             raise NotServing(self.health)
         return self._parts
+
+    def _core(self) -> EngineParts:
+        parts = self._require_parts()
+        if not isinstance(parts, EngineParts):
+            raise AttributeError("a model that generates nothing has no scheduler, no blocks and no prefix cache")
+        return parts
+
+
+class EncoderParts:
+    """The stages of an engine whose model reads and generates nothing, joined."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
+        info = loaded.info
+        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
+        self.loaded = loaded
+        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
+        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
+        self.encode = Encode(loaded.runner, config.max_num_batched_tokens, config.max_num_seqs)
+        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
+        self.pipeline = build_encoder_pipeline(self.intake, self.tokenize, self.encode, self.exit)
+        self.exit.lane = self.pipeline.lane
+        self.exit.on_start.append(self.intake.request_started)
+        self.exit.on_end.append(self.intake.request_ended)
 
 
 class EngineParts:
@@ -424,7 +527,7 @@ class EngineParts:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
         info = loaded.info
-        limits = RequestLimits(info.vocab_size, info.max_model_len)
+        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
         self.loaded = loaded
         self.gate = GrammarGate(loaded.grammars, config.max_waiting_requests)
         self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
@@ -479,7 +582,7 @@ def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
     )
 
 
-def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel, Phases]:
+def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel | LoadedEncoder, Phases]:
     """In a thread: importing torch alone takes longer than a loop may stand still."""
     began = env.now()
     from .loading import load_model

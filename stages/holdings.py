@@ -54,6 +54,7 @@ class Holdings:
         self.last_step = np.full(num_slots, -1, np.int64)  # [S] the last step that may touch the slot's blocks
         self.started: dict[int, Started] = {}  # by slot: not yet told to the device
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who started there last
+        self._must_compute = np.zeros(num_slots, np.bool_)  # [S] whether it may begin with nothing that is known
         # of the plan in hand:
         self.begun: dict[int, Beginning] = {}  # by slot
         self.swapped: dict[int, int] = {}  # slot -> tokens that go to the host
@@ -84,6 +85,7 @@ class Holdings:
         for started in plan.started:
             self.started[started.slot] = started
             self._sequence_ids[started.slot] = started.sequence_id
+            self._must_compute[started.slot] = started.pooling is not None and started.pooling.needs_every_position
             if self.sharing is not None:
                 self.sharing.start(started)
 
@@ -99,7 +101,8 @@ class Holdings:
         """The same for the sake of another sequence, in the plan of `step`: what the blocks hold goes to the host, if
         there is room and that is worth it. What has not come back from there yet stays there."""
         num_tokens = int(self.tables.num_tokens[slot])
-        if self.host is not None and num_tokens and slot not in self.started:
+        may_return = num_tokens and slot not in self.started and not self._must_compute[slot]
+        if self.host is not None and may_return:
             kept = self.host.swap_out(int(self._sequence_ids[slot]), num_tokens)
             if kept is not None:
                 blocks = self.tables.blocks[slot, : len(kept)].copy()
@@ -120,6 +123,7 @@ class Holdings:
             for row, slot in enumerate(plan.slots.tolist())
             if slot in self.started
             and not self.tables.room[slot]
+            and not self._must_compute[slot]
             and (self._num_swapped(slot) or (self.sharing is not None and plan.num_wanted[row] >= fewest))
         }
 

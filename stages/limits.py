@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from ..model.pooling import PoolingConfig
 from .errors import Refused
 from .messages import ChatPrompt, Ints, Prompt, Request
 from .params import SamplingParams
+from .pooling import MAX_INPUTS, PoolingParams
+from .tasks import Task, check_task, task_of
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 512  # prompts x n
@@ -44,15 +47,21 @@ class RequestLimits:
 
     vocab_size: int  # rows of the output layer
     max_model_len: int  # tokens of prompt and answer together; at most the pool's `longest_sequence`
+    tasks: frozenset[Task] = frozenset({"generate", "embed"})
+    pooling: PoolingConfig | None = None  # of a model that embeds
 
     def check(self, request: Request) -> None:
         """Raises `Refused` for what can be seen without rendering or tokenizing anything."""
         params = request.params
+        check_task(task_of(request), self.tasks)
         if not request.prompts:
             raise Refused("prompt is an empty list: send at least one prompt", code="empty_prompt", param="prompt")
-        if len(request.prompts) > MAX_PROMPTS:
-            raise Refused(f"{len(request.prompts)} prompts in one request: at most {MAX_PROMPTS}", param="prompt")
-        if request.num_sequences > MAX_SEQUENCES:
+        most = MAX_PROMPTS if request.pooling is None else MAX_INPUTS
+        if len(request.prompts) > most:
+            raise Refused(f"{len(request.prompts)} prompts in one request: at most {most}", param="prompt")
+        if request.pooling is not None:
+            self._check_pooling(request)
+        elif request.num_sequences > MAX_SEQUENCES:
             raise Refused(
                 f"{len(request.prompts)} prompts x n = {params.n}: at most {MAX_SEQUENCES} choices a request", param="n"
             )
@@ -62,14 +71,24 @@ class RequestLimits:
         if params.thinking_budget is not None:
             self._check_ids("thinking_budget", params.thinking_budget.start_ids + params.thinking_budget.end_ids)
         for prompt in request.prompts:
-            self._check_prompt(prompt, params)
+            self._check_prompt(prompt, request)
 
-    def settle(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
+    def settle_pooling(self, pooling: PoolingParams | None) -> PoolingParams | None:
+        """`pooling` with its kind said."""
+        if pooling is None or pooling.kind is not None or self.pooling is None:
+            return pooling
+        return replace(pooling, kind=self.pooling.kind)
+
+    def settle(self, params: SamplingParams, num_prompt: int, pooling: PoolingParams | None = None) -> SamplingParams:
         """`params` with max_tokens as a number, for a prompt of `num_prompt` tokens.
 
-        Raises `Refused` when prompt and answer do not fit the context together.
+        Raises `Refused` when prompt and answer do not fit the context together. A pooled prompt may fill it.
         """
         limit = self.max_model_len
+        if pooling is not None:
+            if num_prompt > limit:
+                raise _too_long(f"the prompt has {num_prompt} tokens and the model reads {limit}: shorten it")
+            return params
         if num_prompt >= limit:
             raise _too_long(f"the prompt has {num_prompt} tokens and the context holds {limit}, the answer included")
         if params.max_tokens is None:
@@ -96,11 +115,18 @@ class RequestLimits:
             if token_id >= self.vocab_size:
                 raise Refused(f"{param} names token {token_id}: the vocabulary has {self.vocab_size}", param=param)
 
-    def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> None:
+    def _check_pooling(self, request: Request) -> None:
+        assert request.pooling is not None
+        if request.params.n != 1:
+            raise Refused(f"n = {request.params.n}: a text has one embedding", param="n")
+        if self.pooling is not None:
+            request.pooling.check(self.pooling)
+
+    def _check_prompt(self, prompt: Prompt, request: Request) -> None:
         if prompt.token_ids is not None:
-            self._check_token_ids(prompt.token_ids, params)
+            self._check_token_ids(prompt.token_ids, request)
             return
-        num_chars = len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)
+        num_chars = _prompt_chars(prompt)
         if prompt.text == "":
             raise Refused("prompt is empty: send at least one character", code="empty_prompt", param="prompt")
         if prompt.chat is not None and not prompt.chat.messages:
@@ -111,14 +137,14 @@ class RequestLimits:
                 f"{self.max_model_len} tokens of context: shorten it"
             )
 
-    def _check_token_ids(self, token_ids: Ints, params: SamplingParams) -> None:
+    def _check_token_ids(self, token_ids: Ints, request: Request) -> None:
         if not len(token_ids):
             raise Refused("prompt has no token ids: send at least one", code="empty_prompt", param="prompt")
         least, most = int(token_ids.min()), int(token_ids.max())
         if least < 0 or most >= self.vocab_size:
             wrong = least if least < 0 else most
             raise Refused(f"prompt holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}", param="prompt")
-        self.settle(params, len(self.truncate(params, token_ids)))
+        self.settle(request.params, len(self.truncate(request.params, token_ids)), request.pooling)
 
     def truncate(self, params: SamplingParams, token_ids: Ints) -> Ints:
         """What `params` leave of a prompt, [P]."""
@@ -134,14 +160,17 @@ def estimated_tokens(request: Request, max_model_len: int) -> int:
     """Tokens of prompts and answers that `request` may come to, without tokenizing: four characters a token."""
     total = 0
     for prompt in request.prompts:
-        if prompt.token_ids is not None:
-            num_prompt = len(prompt.token_ids)
-        else:
-            num_prompt = (len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)) // 4
+        num_prompt = _prompt_chars(prompt) // 4 if prompt.token_ids is None else len(prompt.token_ids)
         room = max(1, max_model_len - num_prompt)
         asked = request.params.max_tokens
         total += num_prompt + request.params.n * (room if asked is None else min(asked, room))
     return total
+
+
+def _prompt_chars(prompt: Prompt) -> int:
+    if prompt.pair is not None:
+        return sum(map(len, prompt.pair))
+    return len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)
 
 
 def chat_chars(chat: ChatPrompt | None) -> int:

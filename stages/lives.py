@@ -64,6 +64,7 @@ class Lives:
         num_prompt = len(request.token_ids)
         room = max_model_len - num_prompt
         answer = room if params.max_tokens is None else min(max(params.max_tokens, 1), room)
+        answer = answer if request.pooling is None else 1
         for choice in range(params.n):
             if choice == 1 and params.prompt_logprobs is not None:
                 params = replace(params, prompt_logprobs=None)  # the first choice computes them for all
@@ -82,6 +83,7 @@ class Lives:
                 request.cache_salt,
                 num_prompt - 1 if choice else request.num_expected_cached,  # the first choice computes it for all
                 request.arrival_s,
+                request.pooling,
             )
             self.sequences[sequence_id] = sequence
             self.policy.on_add(sequence)

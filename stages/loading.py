@@ -19,14 +19,17 @@ from ..model.chat import ChatTemplate
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.detokenizer import IncrementalDecoder, TextTable
+from ..model.families import is_bidirectional
 from ..model.generation import GenerationDefaults
+from ..model.pooling import PoolingKind, read_pooling
 from ..model.tokenizer import Tokenizer
 from ..model.vocabulary import Vocabulary
-from ..model.weights import load_weights
+from ..model.weights import load_weights, without_missing_head
 from ..runtime.env import Env
 from ..runtime.log import get_logger
 from .config import EngineConfig
 from .encoder import ModelEncoder
+from .encoder_loading import LoadedEncoder, load_encoder
 from .errors import ConfigError, Refused
 from .grammars import Grammars
 from .masks import GrammarMasks
@@ -59,7 +62,7 @@ class LoadedModel:
         return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
 
 
-def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel:
+def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     """Blocks for as long as it takes. Raises `ConfigError` for settings, and `ModelError` for a model, that do not
     fit together; each says what would."""
     device = _device(config)
@@ -72,18 +75,24 @@ def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel:
             offline=config.offline,
         )
     model_id = config.model or hub.BUNDLED
+    if is_bidirectional(root):
+        dtype = None if config.dtype == "auto" else _dtype(config, "")
+        return load_encoder(config, root, model_id, device, dtype, asked_pooling(config), phases)
     with phases("tokenizer"):
         shape = ModelConfig.read(root)
+        if config.load_format != "dummy":
+            shape = without_missing_head(root, shape)
         tokenizer = Tokenizer.read(root)
         template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None
         encoder = ModelEncoder(tokenizer, template or ChatTemplate.read(root, tokenizer), model_id)
         text_table = TextTable(tokenizer)
         defaults = GenerationDefaults.read(root, shape)
+        pooling = read_pooling(root, shape.hidden_size, "last", asked_pooling(config))
     if len(tokenizer) > shape.vocab_size:
         log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
     max_model_len = _max_model_len(config, shape)
     with phases("weights"):
-        dtype = _dtype(config, shape)
+        dtype = _dtype(config, shape.dtype)
         check_room_for_weights(shape, dtype, device)
         load_format = "dummy" if config.load_format == "dummy" else "safetensors"
         weights = load_weights(root, shape, device, dtype, load_format=load_format)
@@ -117,6 +126,8 @@ def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel:
         rates=rates,
         startup_s=phases.seconds,
         memory=memory,
+        tasks=frozenset({"generate", "embed"} if shape.has_head else {"embed"}),
+        pooling=pooling,
     )
     grammars = Grammars(
         lambda: Vocabulary(
@@ -125,12 +136,23 @@ def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel:
     )
     masks = GrammarMasks(grammars, config.max_num_seqs, shape.vocab_size, env)
     sampler = Sampler(
-        runner.last_tokens, shape.vocab_size, max_model_len, eos_token_ids, masks, logprobs_mode=config.logprobs_mode
+        runner.last_tokens,
+        shape.vocab_size,
+        max_model_len,
+        eos_token_ids,
+        masks,
+        runner.pooler,
+        logprobs_mode=config.logprobs_mode,
     )
     return LoadedModel(info, tokenizer, encoder, text_table, runner, sampler, grammars)
 
 
 # -- what the configuration left open
+
+
+def asked_pooling(config: EngineConfig) -> PoolingKind | None:
+    """The pooling that is asked for whatever the checkpoint says."""
+    return None if config.pooling == "auto" else config.pooling
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -150,8 +172,8 @@ def _backend_name(config: EngineConfig, device: torch.device) -> backend.Backend
     return "triton" if device.type == "cuda" else "torch"
 
 
-def _dtype(config: EngineConfig, shape: ModelConfig) -> torch.dtype:
-    name = {"auto": shape.dtype, "half": "float16"}.get(config.dtype, config.dtype)
+def _dtype(config: EngineConfig, own: str) -> torch.dtype:
+    name = {"auto": own, "half": "float16"}.get(config.dtype, config.dtype)
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

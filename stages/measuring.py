@@ -68,7 +68,9 @@ def _on_cpu(
     def needs_of(length: int) -> Needs:
         return Needs(
             weights=weights,
-            state=tables_bytes(shape, length) + _slot_bytes(config, length) + _sampler_bytes(config, shape, length),
+            state=tables_bytes(shape, length)
+            + _slot_bytes(config, shape, length)
+            + _sampler_bytes(config, shape, length),
             activations=step_bytes(shape, decoder.weights, config.max_num_batched_tokens, length),
             logits=logits,
         )
@@ -99,7 +101,7 @@ def _on_gpu(
     def needs_of(length: int) -> Needs:
         return Needs(
             weights=weights,
-            state=tables_bytes(shape, length) + _slot_bytes(config, length),
+            state=tables_bytes(shape, length) + _slot_bytes(config, shape, length),
             activations=activations,
             logits=config.max_num_seqs * shape.vocab_size * GPU_LOGIT_BYTES,
             other=max(0, total - free - loaded),
@@ -116,9 +118,9 @@ def _on_gpu(
     return machine, needs_of
 
 
-def _slot_bytes(config: EngineConfig, max_model_len: int) -> int:
-    """The runner's block tables, and the newest token of each slot."""
-    return config.max_num_seqs * (4 * -(-max_model_len // config.block_size) + 8)
+def _slot_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) -> int:
+    """The runner's block tables, the newest token of each slot, and what the pooler sums up for it."""
+    return config.max_num_seqs * (4 * -(-max_model_len // config.block_size) + 8 + 4 * shape.hidden_size)
 
 
 def _sampler_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) -> int:

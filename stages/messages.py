@@ -13,7 +13,7 @@ Who says what to whom:
     StepGrant    allocate -> execute
     StepLogits   execute  -> sample
     StepDone, StepVoid   sample -> schedule
-    StepTokens   sample   -> detokenize
+    StepTokens   sample   -> detokenize, with what became of pooled sequences, as Pooled
     StepText     detokenize -> exit
 """
 
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from ..runtime.message import message
 from .params import SamplingParams
+from .pooling import PoolingParams
 
 Ints = NDArray[np.int32]
 Indices = NDArray[np.intp]  # numpy indexes with these as they are; int32 costs 3 us more for each use by 256 rows
@@ -55,11 +56,12 @@ class FinishReason(enum.IntEnum):
 
 @message
 class Prompt:
-    """One prompt, in one of three forms; `token_ids` [P] needs no tokenizer."""
+    """One prompt, in one of four forms; `token_ids` [P] needs no tokenizer, `pair` is two texts to be read together."""
 
     text: str | None = None
     token_ids: Ints | None = None
     chat: ChatPrompt | None = None
+    pair: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Request:
     cache_salt: str = ""  # cached prefixes are found by requests of the same salt only
     parent_id: str | None = None  # of a step of a beam search: the request it is made for, which came in at the door
     num_expected_cached: int = 0  # tokens of each prompt that are likely in the prefix cache; a guess costs nothing
+    pooling: PoolingParams | None = None  # a vector is made of each prompt, and no text; n is 1
 
     @property
     def num_sequences(self) -> int:
@@ -107,6 +110,8 @@ class TokenRequest:
     arrival_s: float = 0.0
     cache_salt: str = ""
     num_expected_cached: int = 0  # as in `Request`
+    pooling: PoolingParams | None = None  # its kind is said; the prompt may then fill the context
+    type_ids: Ints | None = None  # [P] which text of a pair each token is of, 0 or 1; None: there is one text
 
 
 # -- steps
@@ -125,6 +130,7 @@ class Started:
     params: SamplingParams
     seed: int  # of this choice
     cache_salt: str = ""  # only sequences of the same salt share blocks
+    pooling: PoolingParams | None = None  # it ends with its prompt, and a vector is made of its hidden states
     # allocate says these two, of `token_ids`:
     num_cached: int = 0  # not to be computed, as they are known
     num_shared: int = 0  # of those, in shared blocks; the others are copied, from the host or from another block
@@ -261,6 +267,15 @@ class TopLogprobs:
 
 
 @message
+class Pooled:
+    """The one result of a pooled sequence, whole, on its way to its outbox."""
+
+    sequence_id: int
+    vector: Floats | None  # [E]; None: the model gave something that is no number
+    begun: Begun
+
+
+@message
 class PromptLogprobs:
     """Log-probabilities of C tokens of a prompt, each given those before it, and the k likeliest in its place. What is
     computed twice, after a preemption, comes twice."""
@@ -305,6 +320,7 @@ class StepTokens:
     finishes: NDArray[np.int8]  # [L] FinishReason
     started: tuple[Started, ...] = ()
     logprobs: Mapping[int, TopLogprobs] = field(default_factory=dict)  # row -> what was asked for
+    pooled: Mapping[int, Pooled] = field(default_factory=dict)  # slot -> what became of a sequence that has no row here
     prompt_logprobs: Sequence[PromptLogprobs] = ()  # of prompts that the step computed a part of
 
 
@@ -349,3 +365,4 @@ class StepText:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # row -> if asked for
     begun: Mapping[int, Begun] = field(default_factory=dict)  # sequence id -> its beginning, when first seen
     prompt_logprobs: Sequence[PromptLogprobs] = ()
+    pooled: Sequence[Pooled] = ()  # of sequences that have no row

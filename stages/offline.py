@@ -9,11 +9,14 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from .config import EngineConfig
+from .embedding import Pairs, as_texts
 from .engine import Engine, Messages, PromptLike
-from .outputs import ModelInfo, RequestOutput
+from .outputs import EmbeddingRequestOutput, ModelInfo, RequestOutput, ScoringRequestOutput
 from .params import SamplingParams
+from .pooling import MAX_PAIRS, PoolingParams
 
 T = TypeVar("T")
+OutputT = TypeVar("OutputT")
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -99,6 +102,33 @@ class LLM:
 
         return self._run(self._gather([search(prompt) for prompt in _as_prompts(prompts)], use_tqdm))
 
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, in their order. `options` are those of `Engine.embed`."""
+
+        async def embed(prompt: PromptLike) -> AsyncIterator[EmbeddingRequestOutput]:
+            yield await self._engine.embed(prompt, pooling, **options)
+
+        return self._run(self._gather([embed(prompt) for prompt in _as_prompts(prompts)], use_tqdm))
+
+    def score(
+        self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Any
+    ) -> list[ScoringRequestOutput]:
+        """How well each document answers its query: one query for all documents, or one each. `options` are those of
+        `Engine.score`."""
+        pairs = Pairs(as_texts(queries), as_texts(documents))
+
+        async def score() -> list[ScoringRequestOutput]:
+            parts = [await self._engine.score(part.queries, part.documents, **options) for part in pairs.cut(MAX_PAIRS)]
+            return [output for part in parts for output in part]
+
+        return self._run(score())
+
     def close(self) -> None:
         """Frees everything. May be called again."""
         if self._is_closed:
@@ -123,15 +153,16 @@ class LLM:
             future.cancel()  # Ctrl-C: what it waited for stops too
             raise
 
-    async def _gather(self, streams: Sequence[Any], use_tqdm: bool) -> list[RequestOutput]:
+    async def _gather(self, streams: Sequence[AsyncIterator[OutputT]], use_tqdm: bool) -> list[OutputT]:
         room = asyncio.Semaphore(self._engine.config.max_waiting_requests)  # as many as the door lets wait
         bar = _progress_bar(len(streams)) if use_tqdm else None
 
-        async def answer(stream: Any) -> RequestOutput:
+        async def answer(stream: AsyncIterator[OutputT]) -> OutputT:
             async with room:
-                outputs: list[RequestOutput] = [output async for output in stream]
+                outputs = [output async for output in stream]
             if bar is not None:
-                bar.set_postfix_str(f"{outputs[-1].num_generated_tokens} tokens in the last", refresh=False)
+                if isinstance(outputs[-1], RequestOutput):
+                    bar.set_postfix_str(f"{outputs[-1].num_generated_tokens} tokens in the last", refresh=False)
                 bar.update()
             return outputs[-1]
 

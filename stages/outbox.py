@@ -7,7 +7,7 @@ need not go on (the control lane), and intake that there is room again. Knows te
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Never
 
@@ -19,8 +19,20 @@ from ..runtime.runner import StageCrashed
 from ..runtime.stage import Context, Crash, Outlet
 from ..runtime.trace import EventKind
 from .errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
-from .messages import NO_INTS, Begun, Finish, FinishReason, Ints, PromptLogprobs, Request, StepText, TokenLogprobs
+from .messages import (
+    NO_INTS,
+    Begun,
+    Finish,
+    FinishReason,
+    Ints,
+    Pooled,
+    PromptLogprobs,
+    Request,
+    StepText,
+    TokenLogprobs,
+)
 from .outputs import FINISH_NAMES, Delta
+from .pooling import Floats
 
 MAX_UNREAD_TOKENS = 256  # of a choice, before it is parked
 STALL_S = 30.0  # that a client may leave a parked choice
@@ -77,7 +89,8 @@ class Outboxes(Exit["RequestOutbox"]):
         """By request id, or by the sequences in the rows of a step."""
         if hasattr(item, "request_id"):
             return (item.request_id,)
-        choices = (self._choices.get(int(sequence_id)) for sequence_id in getattr(item, "sequence_ids", ()))
+        sequence_ids = [*getattr(item, "sequence_ids", ()), *(pooled.sequence_id for pooled in _pooled_in(item))]
+        choices = (self._choices.get(int(sequence_id)) for sequence_id in sequence_ids)
         return tuple(dict.fromkeys(choice.outbox.request_id for choice in choices if choice is not None))
 
     def _trace_accepted(self, request: Request) -> None:
@@ -143,6 +156,21 @@ class Outboxes(Exit["RequestOutbox"]):
                 choice.logprobs.append(logprobs)
         for row, finish in item.finishes.items():
             self._finish(item.sequence_ids[row], finish)
+        for pooled in item.pooled:
+            self._deliver_pooled(pooled)
+
+    def _deliver_pooled(self, pooled: Pooled) -> None:
+        choice = self._choices.get(pooled.sequence_id)
+        if choice is None:
+            return
+        choice.vector = pooled.vector
+        choice.begun = pooled.begun
+        outbox = choice.outbox
+        if not outbox.has_started:
+            self._start(outbox)
+        outbox.has_news = True
+        outbox.bell.ring()
+        self._finish(pooled.sequence_id, Finish(FinishReason.ERROR if pooled.vector is None else FinishReason.STOP))
 
     def _park(self, choice: Choice) -> None:
         choice.is_parked = True
@@ -299,6 +327,7 @@ class Choice:
         "sequence_id",
         "texts",
         "token_ids",
+        "vector",
     )
 
     def __init__(self, outbox: RequestOutbox, index: int) -> None:
@@ -308,6 +337,7 @@ class Choice:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.vector: Floats | None = None  # of a pooled sequence, whole
         self.finish: Finish | None = None
         self.is_parked = False
         self.is_told = False  # the reader knows that it has finished
@@ -340,9 +370,8 @@ class Choice:
             return Delta(self.index, text, token_ids, logprobs)
         self.is_told = True
         finish = self.finish
-        return Delta(
-            self.index, text, token_ids, logprobs, FINISH_NAMES[finish.reason], finish.stop_reason, finish.score
-        )
+        reason = FINISH_NAMES[finish.reason]
+        return Delta(self.index, text, token_ids, logprobs, reason, finish.stop_reason, finish.score, self.vector)
 
     def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Those whose text has been spoken, so that their texts joined are the text. What a stop string took from the
@@ -360,6 +389,12 @@ class Choice:
             self.logprobs.clear()
             self.num_unspoken_chars = 0
         return tuple(taken)
+
+
+def _pooled_in(item: Any) -> Iterable[Pooled]:
+    """Of a message of any stage."""
+    pooled = getattr(item, "pooled", ())
+    return pooled.values() if isinstance(pooled, Mapping) else pooled
 
 
 def _as_request_error(request_id: str, cause: str, error: BaseException | None) -> RequestError | None:

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..model.pooling import PoolingConfig
 from .host import Rates
 from .memory import MemoryTable
 from .messages import FinishReason, PromptLogprobs, TokenLogprobs
 from .params import SamplingParams
+from .pooling import Floats
+from .tasks import Task
 
 OutputKind = Literal["delta", "cumulative", "final"]
 FinishName = Literal["stop", "length", "error", "abort"]
@@ -33,6 +36,7 @@ class Delta:
     finish_reason: FinishName | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
     score: float | None = None  # of an answer that a beam search found
+    vector: Floats | None = None  # of a pooled sequence, which has one delta
 
 
 @dataclass(slots=True)
@@ -63,6 +67,25 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None = None  # if asked for, in the output with which the request is finished
 
 
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    embedding: Floats  # [E]
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0  # prompt tokens that were not computed
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """How well a document answers a query; higher is better."""
+
+    request_id: str
+    score: float
+    num_prompt_tokens: int  # of both texts
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What was loaded, and how long each phase of the start took."""
@@ -74,7 +97,7 @@ class ModelInfo:
     device: str
     attention_backend: str
     eos_token_ids: tuple[int, ...]
-    num_blocks: int  # of the KV cache
+    num_blocks: int  # of the KV cache; 0: an encoder has none
     block_size: int  # tokens
     has_chat_template: bool
     default_params: SamplingParams  # what a request gets that says nothing
@@ -82,3 +105,5 @@ class ModelInfo:
     rates: Rates | None = None  # of copying and computing, as measured; None: not measured
     startup_s: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds
     memory: MemoryTable | None = None  # where it goes; None without a model
+    tasks: frozenset[Task] = frozenset({"generate", "embed"})  # what it can be asked for
+    pooling: PoolingConfig | None = None  # what its embeddings are; None: it has none

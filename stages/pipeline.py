@@ -62,3 +62,19 @@ def build_pipeline(
     connect("sample", "detokenize", capacity=TEXT_CAPACITY, reason="steps that wait to become text")
     connect("detokenize", "exit", capacity=TEXT_CAPACITY, reason="the exit takes all; this is slack for its turn")
     return pipeline
+
+
+def build_encoder_pipeline(
+    intake: Stage[Any, Any], tokenize: Stage[Any, Any], encode: Stage[Any, Any], exit: Exit[Any]
+) -> Pipeline:
+    """Joins the stages of a model that reads and generates nothing: one stage stands where the loop is above."""
+    pipeline = Pipeline()
+    for name, stage in (("intake", intake), ("tokenize", tokenize), ("encode", encode), ("exit", exit)):
+        pipeline.add(stage, name)
+    pipeline.entry = Port("intake", "in")
+    pipeline.lane_reader = "encode"
+    connect = pipeline.connect
+    connect("intake", "tokenize", capacity=ENTRY_CAPACITY, reason="as many as a burst at the door")
+    connect("tokenize", "encode", capacity=ENTRY_CAPACITY, reason="what batches are made of")
+    connect("encode", "exit", capacity=TEXT_CAPACITY, reason="the exit takes all; this is slack for its turn")
+    return pipeline

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..model.cache import KVCache
 from ..model.inputs import StepInputs
-from .messages import BlockCopy, Bools, Direction, Ints, StepGrant
+from .messages import BlockCopy, Bools, Direction, Indices, Ints, StepGrant
+from .pooler import Pooler
 from .prompt_logits import LogitsWithPrompts
 from .prompt_runs import PromptRun, ScoredPrompts, rows_of
 
@@ -27,6 +28,7 @@ class Model(Protocol):
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
     def hidden(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
+    def normed(self, hidden: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -35,7 +37,7 @@ class ModelRunner:
 
     `last_tokens` [num_slots] i64 on the device is shared with the sampler, which writes each slot's newest token there;
     a decoding row takes its input from it. What else a row is to compute, its prompt and after a preemption what it had
-    generated, comes with `Started`.
+    generated, comes with `Started`. So is the `pooler`, which makes vectors of the hidden states of pooled sequences.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class ModelRunner:
         last_tokens: Tensor,
         max_blocks_per_slot: int,
         num_host_blocks: int = 0,
+        pooler: Pooler | None = None,
     ) -> None:
         num_slots = len(last_tokens)
         self.decoder = decoder
         self.cache = cache
         self.host_blocks = cache.make_host_blocks(num_host_blocks) if num_host_blocks else None
         self.last_tokens = last_tokens
+        self.pooler = pooler
         self.device = last_tokens.device
         self.block_size = cache.block_size
         self.tables: Ints = np.zeros((num_slots, max_blocks_per_slot), np.int32)  # block ids in token order
@@ -60,8 +64,9 @@ class ModelRunner:
         self._scored = ScoredPrompts(num_slots)
 
     def forward(self, grant: StepGrant) -> Tensor | LogitsWithPrompts:
-        """[L, V] logits of the grant's sampled rows, in their order; [0, 0] for a grant of copies alone. With them, if
-        that was asked for, what the logits of prompt tokens are made of."""
+        """[L, V] logits of the grant's sampled rows, in their order, but for pooled sequences: the pooler has what
+        becomes of those. [0, 0] for a grant of copies alone. With them, if that was asked for, what the logits of
+        prompt tokens are made of."""
         self._take_news(grant)
         with torch.inference_mode():
             for copy in grant.copies:
@@ -70,13 +75,28 @@ class ModelRunner:
                 return torch.zeros(0, 0, device=self.device)
             inputs = self.inputs(grant)
             runs = self._scored.runs(grant)
-            return self._with_prompts(inputs, runs) if runs else self.decoder.forward(inputs, self.cache)
+            if not runs and (self.pooler is None or not self.pooler.num_pooled):
+                return self.decoder.forward(inputs, self.cache)
+            return self._forward_in_parts(grant, inputs, runs)
 
-    def _with_prompts(self, inputs: StepInputs, runs: tuple[PromptRun, ...]) -> LogitsWithPrompts:
-        hidden = self.decoder.hidden(inputs, self.cache)
-        sampled = self.decoder.logits(hidden.index_select(0, inputs.logits_rows))
+    def _forward_in_parts(
+        self, grant: StepGrant, inputs: StepInputs, runs: tuple[PromptRun, ...]
+    ) -> Tensor | LogitsWithPrompts:
+        """A step of which more is wanted than logits of its sampled rows, or less."""
+        hidden, rows = self.decoder.hidden(inputs, self.cache), inputs.logits_rows
+        if self.pooler is not None and self.pooler.num_pooled:
+            self._pool(grant, hidden, self.pooler)
+            rows = rows[self._upload(~self.pooler.is_pooled[grant.slots[grant.is_sampled]])]
+        sampled = self.decoder.logits(hidden.index_select(0, rows))
+        if not runs:
+            return sampled
         wanted = hidden.index_select(0, self._upload(rows_of(runs)))
         return LogitsWithPrompts(sampled, runs, wanted, self.decoder.logits, max_rows=len(self._known))
+
+    def _pool(self, grant: StepGrant, hidden: Tensor, pooler: Pooler) -> None:
+        tokens, slots = pooler.tokens_of_interest(grant, _offsets(grant))
+        if len(tokens):
+            pooler.add(slots, self.decoder.normed(hidden.index_select(0, self._upload(tokens))))
 
     def _copy(self, copy: BlockCopy) -> None:
         """In order with the steps: what earlier ones have written is there, and this one reads what is copied."""
@@ -96,6 +116,8 @@ class ModelRunner:
             self._known[started.slot] = started.token_ids.astype(np.int64)
             self._num_known[started.slot] = len(started.token_ids)
             self._scored.start(started)
+            if self.pooler is not None:
+                self.pooler.start(started)
         if len(grant.table_slots):
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
             if self.device.type != "cpu":
@@ -183,3 +205,12 @@ class ModelRunner:
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+def _offsets(grant: StepGrant) -> Indices:
+    """[R] where each row's first token is in the step, in which rows with one token come first."""
+    counts = grant.num_tokens.astype(np.intp)
+    order = np.argsort(counts != 1, kind="stable")
+    offsets = np.empty_like(order)
+    offsets[order] = np.cumsum(counts[order]) - counts[order]
+    return offsets

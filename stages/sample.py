@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ import numpy as np
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
 from .device import SAMPLE, Choose, Device, fail
-from .messages import StepDone, StepGrant, StepLogits, StepTokens, StepVoid
+from .messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
 
 
 class Sample(Stage[StepLogits, StepTokens]):
@@ -82,7 +83,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         done = _done(tokens)
         out.send(done, port="feedback")  # first: the next step waits for it
         self._trace_done(done)
-        if len(tokens.slots) or tokens.started or tokens.prompt_logprobs:
+        if len(tokens.slots) or tokens.started or tokens.prompt_logprobs or tokens.pooled:
             out.send(tokens)
 
     def _trace_done(self, done: StepDone) -> None:
@@ -101,6 +102,23 @@ class Sample(Stage[StepLogits, StepTokens]):
 
 
 def _done(tokens: StepTokens) -> StepDone:
+    if tokens.pooled:
+        tokens = _with_rows_of_pooled(tokens)
     return StepDone(
         tokens.step, tokens.slots, tokens.sequence_ids, tokens.places, tokens.token_ids, tokens.finishes != 0
+    )
+
+
+def _with_rows_of_pooled(tokens: StepTokens) -> StepTokens:
+    """For the books, a pooled sequence ends like any other: with a token, whose id means nothing."""
+    slots = np.array([*tokens.pooled], np.intp)
+    nothing = np.zeros(len(slots), np.intp)
+    ids = [pooled.sequence_id for pooled in tokens.pooled.values()]
+    return replace(
+        tokens,
+        slots=np.concatenate([tokens.slots, slots]),
+        sequence_ids=np.concatenate([tokens.sequence_ids, np.array(ids, np.int64)]),
+        places=np.concatenate([tokens.places, nothing]),
+        token_ids=np.concatenate([tokens.token_ids, nothing]),
+        finishes=np.concatenate([tokens.finishes, np.full(len(slots), FinishReason.STOP, np.int8)]),
     )

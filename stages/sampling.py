@@ -6,6 +6,7 @@ Knows which rows need what, so that a row pays for nothing it did not ask for. R
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,10 +17,22 @@ from . import logits as maths
 from .config import LogprobsMode
 from .logits import Blocks, Drawing
 from .masks import Allowed, GrammarMasks
-from .messages import Bools, FinishReason, Indices, Ints, PromptLogprobs, Started, StepGrant, StepTokens, TopLogprobs
+from .messages import (
+    Bools,
+    FinishReason,
+    Indices,
+    Ints,
+    Pooled,
+    PromptLogprobs,
+    Started,
+    StepGrant,
+    StepTokens,
+    TopLogprobs,
+)
+from .pooler import Pooler
 from .processors import LogitsProcessor
 from .prompt_logits import LogitsWithPrompts, prompt_logprobs
-from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, RANDOM, THINKING, SamplingTable
+from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
 
 Longs = NDArray[np.int64]
 
@@ -39,6 +52,8 @@ class Sampler:
 
     A sequence that has ended is still in the steps that were in flight then (a deferred stop). Such rows appear in
     neither slots nor tokens of those steps, until `Started` gives their slot to somebody.
+
+    Of pooled sequences there are no logits: the `pooler`, which the runner shares, has a vector when they have ended.
     """
 
     def __init__(
@@ -48,10 +63,12 @@ class Sampler:
         max_model_len: int,
         eos_token_ids: Collection[int] = (),
         masks: GrammarMasks | None = None,
+        pooler: Pooler | None = None,
         *,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self.last_tokens = last_tokens
+        self.pooler = pooler
         self._last_on_host = last_tokens.numpy() if last_tokens.device.type == "cpu" else None  # the same memory
         self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
         self.masks = masks  # None: nobody brings a grammar
@@ -77,7 +94,8 @@ class Sampler:
                 self.table.needs[started.slot] |= EDITS
 
     def sample(self, grant: StepGrant, logits: Tensor | LogitsWithPrompts) -> StepTokens:
-        """One token for each sampled row of the grant whose sequence goes on. `logits` [L, V] may be changed.
+        """One token for each sampled row of the grant whose sequence goes on, and what was made of those that are
+        pooled. `logits` [L, V], of the others, may be changed.
 
         A row without a finite maximum (a NaN, an infinity, or nothing that is allowed) ends with `FinishReason.ERROR`
         and token 0, which means nothing. Every id is in [0, V).
@@ -91,11 +109,16 @@ class Sampler:
             logits = logits.sampled
         slots = grant.slots[grant.is_sampled]
         needs = self.table.needs[slots]
-        if _any(needs, ENDED):
+        pooled: dict[int, Pooled] = {}
+        if _any(needs, ENDED | POOLED):
+            is_pooled = needs & POOLED != 0
+            pooled = self._pool(slots[is_pooled])
+            slots, needs = slots[~is_pooled], needs[~is_pooled]
             alive = np.flatnonzero(needs & ENDED == 0)
             slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
         with torch.inference_mode():
-            return self._sample(grant, slots, needs, logits, of_prompts)
+            tokens = self._sample(grant, slots, needs, logits, of_prompts)
+        return replace(tokens, pooled=pooled) if pooled else tokens
 
     def _sample(
         self,
@@ -148,6 +171,12 @@ class Sampler:
             logprobs={} if raw is None else self._logprobs(raw, asked, slots, token_ids, finishes),
             prompt_logprobs=of_prompts,
         )
+
+    def _pool(self, slots: Indices) -> dict[int, Pooled]:
+        if not len(slots):
+            return {}
+        assert self.pooler is not None, "a pooled sequence, and no pooler"
+        return self.pooler.take(slots)
 
     def _note_last(self, slots: Indices, token_ids: Longs) -> None:
         if self._last_on_host is not None:

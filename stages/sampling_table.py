@@ -19,7 +19,7 @@ MIN_TEMPERATURE = 1e-20  # so that a difference of logits over it is still a flo
 NO_TOKEN = -1
 
 # what a row needs beyond the likeliest token; bits, so that one look at a step's rows tells what none of them needs
-ENDED, EDITS, RANDOM, LOGPROBS, GRAMMAR, THINKING = 1, 2, 4, 8, 16, 32
+ENDED, EDITS, RANDOM, LOGPROBS, GRAMMAR, THINKING, POOLED = 1, 2, 4, 8, 16, 32, 64
 
 
 class SamplingTable:
@@ -92,6 +92,8 @@ class SamplingTable:
             + GRAMMAR * (params.structured_outputs is not None)
             + THINKING * self._start_thinking(started)
         )
+        if started.pooling is not None:
+            self.needs[slot] = POOLED
 
     def _start_thinking(self, started: Started) -> bool:
         budget = started.params.thinking_budget

@@ -21,6 +21,7 @@ from ..runtime.env import Env
 from .device import SAMPLE, Device
 from .messages import (
     NO_INTS,
+    Begun,
     BlockCopy,
     Bools,
     ChatPrompt,
@@ -28,6 +29,7 @@ from .messages import (
     FinishReason,
     Indices,
     Ints,
+    Pooled,
     PromptLogprobs,
     Started,
     StepGrant,
@@ -35,6 +37,7 @@ from .messages import (
     TopLogprobs,
 )
 from .params import SamplingParams
+from .pooling import Floats, PoolingParams
 from .prompt_runs import PromptRun, ScoredPrompts
 from .sequences import choice_seed
 
@@ -44,6 +47,7 @@ ALPHABET = b"etaoin shrdlucmfwypvbgkjqxz.,\xc3\xa9e"  # 32 bytes: hashed answers
 EOS = 256
 SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")  # ids from 256
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+EMBEDDING_SIZE = 8
 EMPTY = -1  # a place of the cache that nobody has written
 POISON = -2  # a place that somebody else may be writing
 
@@ -76,6 +80,20 @@ class Script:
         if may_end and (mixed >> 11) * 2.0**-53 < self.eos_probability:
             return EOS
         return ALPHABET[mixed & 31]
+
+    def embedding(self, prompt: Sequence[int]) -> Floats:
+        """The embedding of a prompt, whole and of length 1: letters of a hash of it. [EMBEDDING_SIZE]"""
+        context, factor = 0, 1
+        for token in prompt:
+            context, factor = (context + (token + 3) * factor) & _WORD, factor * _FACTOR & _WORD
+        vector = PoolingParams().finish(self.vector(context))
+        assert vector is not None
+        return vector
+
+    def vector(self, context: int) -> Floats:
+        """The vector of a context of hash `context`. [EMBEDDING_SIZE]"""
+        mixed = _mix(context ^ self.key & _WORD)
+        return np.frombuffer(mixed.to_bytes(EMBEDDING_SIZE, "little"), np.uint8).astype(np.float32) + 1
 
     def next_tokens(self, contexts: Hashes, seeds: Hashes, may_end: Bools) -> Ints:
         """The same for many rows, [L] each."""
@@ -176,6 +194,9 @@ class ScriptedModel:
         self._ignores_eos = np.zeros(num_slots, np.bool_)
         self._has_extras = np.zeros(num_slots, np.bool_)  # stop ids, or log-probabilities asked for
         self._is_finished = np.zeros(num_slots, np.bool_)
+        self._started: list[Started | None] = [None] * num_slots
+        self._is_pooled = np.zeros(num_slots, np.bool_)
+        self._num_seen = np.zeros(num_slots, np.int32)  # tokens computed here since the sequence started
 
     # -- a step
 
@@ -229,6 +250,8 @@ class ScriptedModel:
         self._ignores_eos[slot] = params.ignore_eos
         self._has_extras[slot] = bool(params.stop_token_ids) or params.logprobs is not None
         self._is_finished[slot] = False
+        self._started[slot], self._is_pooled[slot] = started, started.pooling is not None
+        self._num_seen[slot] = 0
 
     def _copy(self, copy: BlockCopy) -> None:
         source = self._host if copy.direction is Direction.IN else self._cache
@@ -254,6 +277,7 @@ class ScriptedModel:
             known = self._known[grant.slots[row]][start : start + count]
             tokens[end - count : end - count + len(known)] = known
         self._cache[self._tables[slots, positions // self.block_size], positions % self.block_size] = tokens
+        self._num_seen[grant.slots] += grant.num_tokens
         self.max_batched_tokens = max(self.max_batched_tokens, len(slots))
 
     def _read_back(self, grant: StepGrant) -> Hashes:
@@ -273,6 +297,8 @@ class ScriptedModel:
         self._check_contents(grant, logits)
         rows = np.flatnonzero(grant.is_sampled)
         is_alive = ~self._is_finished[grant.slots[rows]]
+        pooled = self._pool(grant, grant.slots[rows], logits) if self._is_pooled.any() else {}
+        is_alive &= ~self._is_pooled[grant.slots[rows]]
         slots, contexts = grant.slots[rows][is_alive], logits[is_alive]
         places = (self._num_tokens[slots] - self._num_prompt[slots]).astype(np.intp)
         tokens = self._choose(slots, places, contexts)
@@ -293,7 +319,25 @@ class ScriptedModel:
             started=grant.started,
             logprobs=self._logprobs(slots, tokens),
             prompt_logprobs=[_scores(run) for run in self._scored.runs(grant)],
+            pooled=pooled,
         )
+
+    def _pool(self, grant: StepGrant, slots: Indices, contexts: Hashes) -> dict[int, Pooled]:
+        """What becomes of the pooled sequences among `slots` [L]."""
+        pooled = {}
+        for slot, context in zip(slots.tolist(), contexts.tolist(), strict=True):
+            started = self._started[slot]
+            if started is None or started.pooling is None or self._is_finished[slot]:
+                continue
+            if started.pooling.needs_every_position and self._num_seen[slot] != started.num_prompt:
+                self.violations.append(
+                    f"step {grant.step} pools sequence {started.sequence_id}, of whose {started.num_prompt} tokens "
+                    f"{self._num_seen[slot]} were computed"
+                )
+            vector = started.pooling.finish(self.script.vector(context))
+            pooled[slot] = Pooled(started.sequence_id, vector, Begun(started.token_ids, started.num_cached))
+            self._is_finished[slot] = True
+        return pooled
 
     def _check_contents(self, grant: StepGrant, contexts: Hashes) -> None:
         """What was read before and after the step is what each sequence's history should be."""
@@ -547,6 +591,11 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode_text`: there is nothing to add."""
         return self.encode_text(text)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Two texts with <|end|> between them."""
+        begin, rest = [*self.encode_text(first), EOS], self.encode_text(second)
+        return begin + rest, [0] * len(begin) + [1] * len(rest)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of whole answers."""

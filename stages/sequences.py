@@ -14,6 +14,7 @@ from typing import Any
 
 from .messages import Ints, Started
 from .params import SamplingParams
+from .pooling import PoolingParams
 
 MAX_PREEMPTIONS = 4  # a sequence preempted this often comes back only with all it may need, and is no victim again
 
@@ -47,13 +48,14 @@ class Sequence:
     request_id: str
     token_ids: Ints  # [P + G] known tokens; while it runs, those it started with
     num_prompt: int  # P
-    limit: int  # tokens of prompt and answer together
+    limit: int  # tokens of prompt and answer together; the last one is never computed
     params: SamplingParams
     seed: int
     priority: int
     cache_salt: str = ""
     num_expected_cached: int = 0  # tokens that are likely found when it starts
     arrival_s: float = 0.0  # monotonic
+    pooling: PoolingParams | None = None  # its answer is one token, which stands for a vector
     state: State = State.WAITING
     slot: int = -1  # while running or preempted
     num_preempted: int = 0
@@ -86,6 +88,7 @@ class Sequence:
             self.params,
             self.seed,
             self.cache_salt,
+            self.pooling,
         )
 
 

@@ -77,7 +77,7 @@ class SlotTable:
         self.limit[slot] = sequence.limit
         self.weight[slot] = weight
         self.is_parked[slot] = sequence.is_parked
-        self.reserve[slot] = sequence.limit if sequence.is_protected else 0
+        self.reserve[slot] = sequence.limit - 1 if sequence.is_protected else 0
         answered = sequence.token_ids[sequence.num_prompt :]
         self._make_room(sequence.limit - sequence.num_prompt)
         self.generated[slot, : len(answered)] = answered

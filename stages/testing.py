@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..model.pooling import PoolingConfig
 from ..model.vocabulary import Vocabulary
 from ..runtime.env import Env
 from .config import EngineConfig
@@ -28,7 +29,7 @@ from .limits import longest_sequence
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .phases import Phases
-from .scripted import EOS, VOCAB_SIZE, ByteTokenizer, Script, ScriptedDevice, ScriptedModel
+from .scripted import EMBEDDING_SIZE, EOS, VOCAB_SIZE, ByteTokenizer, Script, ScriptedDevice, ScriptedModel
 
 if TYPE_CHECKING:
     from .conformance import BrokenPromise, conformance
@@ -63,7 +64,7 @@ class ScriptedEngine(Engine):
     @property
     def parts(self) -> EngineParts:
         """The stages, to look at."""
-        return self._require_parts()
+        return self._core()
 
     async def check_quiet(self, timeout_s: float = 5.0) -> None:
         """Waits until nothing is left of any request; raises AssertionError for what still is after `timeout_s`."""
@@ -243,6 +244,7 @@ def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = 
         has_chat_template=True,
         default_params=SamplingParams(),
         num_host_blocks=config.num_cpu_blocks or 0,
+        pooling=PoolingConfig(kind="last" if config.pooling == "auto" else config.pooling, size=EMBEDDING_SIZE),
         startup_s={} if phases is None else phases.seconds,
     )
     vocabulary = Vocabulary(tokenizer.bytes, tokenizer.special_ids, (EOS,), VOCAB_SIZE)

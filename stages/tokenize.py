@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from .params import SamplingParams
 
 IDS_AT_ONCE = 16_384  # making an array of a list holds the interpreter: a quarter of a million ids at once, 15 ms
 SHORT_TEXT_CHARS = 200  # tokenized in place: a hop to a thread and back costs more than such a text does
+MAX_QUICK_PROMPTS = 256  # of them in place; as many texts as an embedding request may have take tens of milliseconds
 
 log = get_logger("millrace.stages")
 
@@ -37,6 +38,16 @@ class PromptEncoder(Protocol):
 
     def encode_words(self, text: str) -> Sequence[int]:
         """Token ids of a text from the middle of another: with nothing before it."""
+
+    def encode_pair(self, first: str, second: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Token ids of two texts that are read together, and for each token 0 or 1: the text it is of."""
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as tokens."""
+
+    token_ids: Ints  # [P]
+    type_ids: Ints | None = None  # [P] of a pair
 
 
 class Tokenize(Stage[Request, TokenRequest]):
@@ -84,8 +95,8 @@ class Tokenize(Stage[Request, TokenRequest]):
     async def _carry(self, request: Request, out: Outlet[TokenRequest]) -> None:
         try:
             prompts, params = await self._encode(request)
-            self.limits.check_prompts(params, sum(map(len, prompts)))
-            made = [self._token_request(request, params, p, token_ids) for p, token_ids in enumerate(prompts)]
+            self.limits.check_prompts(params, sum(len(encoded.token_ids) for encoded in prompts))
+            made = [self._token_request(request, params, p, encoded) for p, encoded in enumerate(prompts)]
         except Refused as error:
             out.fail(request, error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
@@ -98,50 +109,64 @@ class Tokenize(Stage[Request, TokenRequest]):
             for token_request in made:
                 out.send(token_request)
 
-    async def _encode(self, request: Request) -> tuple[list[Ints], SamplingParams]:
-        """The prompts' token ids, and the request's params with all that takes a tokenizer done."""
+    async def _encode(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
+        """The prompts as tokens, and the request's params with all that takes a tokenizer done."""
         assert self._context is not None
         if self._context.env.fault("tokenizer.panic"):
             raise TokenizerPanic
-        if all(is_quick(prompt) for prompt in request.prompts) and not request.params.bad_words:
+        if _is_quick(request):
             return self._encode_all(request)
         if self._worker is None:
             self._worker = self._context.env.worker("tokenize", self.num_workers)
         return await self._worker.submit(self._encode_all, request)
 
-    def _encode_all(self, request: Request) -> tuple[list[Ints], SamplingParams]:
+    def _encode_all(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
         params = with_bad_words(self.encoder, request.params)
-        prompts = [encode_prompt(self.encoder, self.limits, prompt) for prompt in request.prompts]
-        return [self.limits.truncate(params, token_ids) for token_ids in prompts], params
+        prompts = [encode(self.encoder, self.limits, prompt) for prompt in request.prompts]
+        return [e._replace(token_ids=self.limits.truncate(params, e.token_ids)) for e in prompts], params
 
     def _token_request(
-        self, request: Request, params: SamplingParams, prompt_index: int, token_ids: Ints
+        self, request: Request, params: SamplingParams, prompt_index: int, encoded: EncodedPrompt
     ) -> TokenRequest:
         assert self._context is not None
-        params = self.limits.settle(params, len(token_ids))
+        params = self.limits.settle(params, len(encoded.token_ids), request.pooling)
         if params.seed is None:
             params = replace(params, seed=self._context.env.random("tokenize.seed").getrandbits(63))
         return TokenRequest(
             request_id=request.request_id,
             prompt_index=prompt_index,
-            token_ids=token_ids,
+            token_ids=encoded.token_ids,
             params=params,
             first_sequence_id=request.first_sequence_id + prompt_index * params.n,
             priority=request.priority,
             cache_salt=request.cache_salt,
             arrival_s=request.arrival_s,
             num_expected_cached=request.num_expected_cached,
+            pooling=self.limits.settle_pooling(request.pooling),
+            type_ids=encoded.type_ids,
         )
 
 
+def encode(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> EncodedPrompt:
+    """A prompt in any form as tokens. `Refused` is the client's fault, anything else the tokenizer's."""
+    if prompt.pair is None:
+        return EncodedPrompt(encode_prompt(encoder, limits, prompt))
+    token_ids, type_ids = encoder.encode_pair(*prompt.pair)
+    return EncodedPrompt(_checked(token_ids, limits, "prompt"), _as_array(type_ids))
+
+
 def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> Ints:
-    """The token ids of a prompt in any form, [P]. `Refused` is the client's fault, anything else the tokenizer's."""
+    """The token ids of a prompt that is no pair, [P]. Errors as those of `encode`."""
     if prompt.token_ids is not None:
         return prompt.token_ids
     if prompt.chat is not None:
         token_ids, param = encoder.encode_chat(prompt.chat), "messages"
     else:
         token_ids, param = encoder.encode_text(prompt.text or ""), "prompt"
+    return _checked(token_ids, limits, param)
+
+
+def _checked(token_ids: Sequence[int], limits: RequestLimits, param: str) -> Ints:
     if not len(token_ids):
         raise Refused(f"{param}: nothing is left of it as tokens", code="empty_prompt", param=param)
     made = _as_array(token_ids)
@@ -172,6 +197,12 @@ class TokenizerPanic(BaseException):
 def _as_array(token_ids: Sequence[int]) -> Ints:
     pieces = [token_ids[begin : begin + IDS_AT_ONCE] for begin in range(0, len(token_ids), IDS_AT_ONCE)]
     return np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
+
+
+def _is_quick(request: Request) -> bool:
+    """Whether making tokens of all its prompts takes less than a hop to a thread."""
+    is_short = len(request.prompts) <= MAX_QUICK_PROMPTS and not request.params.bad_words
+    return is_short and all(is_quick(prompt) for prompt in request.prompts)
 
 
 def is_quick(prompt: Prompt) -> bool:

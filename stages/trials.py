@@ -17,6 +17,7 @@ from .config import EngineConfig
 from .host import Rates
 from .messages import BlockCopy, Direction, Started, StepGrant
 from .params import SamplingParams
+from .pooler import Pooler
 from .runner import ModelRunner
 
 RATE_TOKENS = 64  # of the prompt that shows how fast the model computes one
@@ -28,7 +29,8 @@ def make_runner(
     """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
     cache = KVCache(shape, blocks, config.block_size, decoder.dtype, decoder.device)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
-    return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks)
+    pooler = Pooler(config.max_num_seqs, shape.hidden_size, decoder.device)
+    return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)
 
 
 def peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:

@@ -19,10 +19,13 @@ MAY_IMPORT = {
     "stages": {"stages", "model", "kernels", "runtime"},
     "deploy": {"deploy", "stages", "model", "kernels", "runtime"},
 }
-STAGES = {"intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "outbox"}
+STAGES = {"intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "encode", "outbox"}
 STAGE_FILES_WITH_TORCH = {
     "runner",
     "trials",
+    "pooler",
+    "encoder_loading",
+    "encoder_runner",
     "sampling",
     "logits",
     "prompt_logits",

@@ -1,0 +1,81 @@
+"""From a folder to a loaded encoder: what `loading.py` does for a model that generates. Imports torch, and in the end
+transformers, which takes its time: so only when such a model is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..model.pooling import PoolingKind, read_pooling
+from ..model.tokenizer import Tokenizer
+from .config import EngineConfig
+from .encoder import ModelEncoder
+from .encoder_runner import EncoderRunner
+from .errors import ConfigError
+from .outputs import ModelInfo
+from .params import SamplingParams
+from .phases import Phases
+from .tasks import Task
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedEncoder:
+    """All that an engine needs of an encoder model."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    encoder: ModelEncoder
+    runner: EncoderRunner
+
+
+def load_encoder(
+    config: EngineConfig,
+    root: Path,
+    model_id: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    pooling: PoolingKind | None,
+    phases: Phases,
+) -> LoadedEncoder:
+    """Blocks for as long as it takes. Raises as `load_model` does."""
+    if config.load_format == "dummy":
+        raise ConfigError("load_format = dummy: random weights are made for models that generate; this one only reads")
+    with phases("tokenizer"):
+        tokenizer = Tokenizer.read(root)
+    with phases("weights"):
+        from ..model.bidirectional import Bidirectional
+
+        model = Bidirectional.load(root, device, dtype)
+    max_model_len = _max_model_len(config, model.max_tokens)
+    tasks: frozenset[Task] = frozenset({"score"} if model.is_cross_encoder else {"embed"})
+    info = ModelInfo(
+        model_id=model_id,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(device),
+        attention_backend="transformers",
+        eos_token_ids=(),
+        num_blocks=0,
+        block_size=config.block_size,
+        has_chat_template=False,
+        default_params=SamplingParams(),
+        startup_s=phases.seconds,
+        tasks=tasks,
+        pooling=None if model.is_cross_encoder else read_pooling(root, model.hidden_size, "mean", pooling),
+    )
+    return LoadedEncoder(info, tokenizer, ModelEncoder(tokenizer, None, model_id), EncoderRunner(model, device))
+
+
+def _max_model_len(config: EngineConfig, longest: int) -> int:
+    if config.max_model_len in (None, "auto"):
+        return longest
+    assert isinstance(config.max_model_len, int)
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len = {config.max_model_len}: the model reads at most {longest} tokens; set at most that"
+        )
+    return config.max_model_len

@@ -5,7 +5,7 @@ Knows JSON and the event stream's framing. Refuses to know sockets and the engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +15,7 @@ from .errors import ApiError
 
 if TYPE_CHECKING:
     from ..stages.messages import TokenLogprobs
-    from ..stages.outputs import Delta
+    from ..stages.outputs import Delta, Progress
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
@@ -125,9 +125,22 @@ class Answer:
             piece["token_ids"] = delta.token_ids
         return self._event(piece, running_usage)
 
-    def usage_event(self, usage: dict[str, Any]) -> bytes:
-        """The extra event at the end of a stream that was asked for usage."""
-        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+    def closing(self, usage: dict[str, Any] | None, metrics: Mapping[str, Any] | None) -> bytes:
+        """The extra event at the end of a stream that was asked for usage, or for metrics."""
+        told = {"usage": usage, "metrics": metrics}
+        fields = {name: value for name, value in told.items() if value is not None}
+        return self._head + b"]," + orjson.dumps(fields)[1:] + b"\n\n" if fields else b""
+
+    def progress_event(self, progress: Progress) -> bytes:
+        """How far a prompt has come, with no text."""
+        told = {
+            "total": progress.total,
+            "cached": progress.cached,
+            "cache": progress.cached,  # as llama.cpp's clients read it
+            "processed": progress.processed,
+            "time_ms": round(1e3 * progress.time_s, 3),
+        }
+        return self._head + b'],"prompt_progress":' + orjson.dumps(told) + b"}\n\n"
 
     def _prompt(self, choice: Choice) -> PromptPart | None:
         return self.prompts.get(choice.index // self.choices_per_prompt)

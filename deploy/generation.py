@@ -21,9 +21,10 @@ from ..stages.beams import BeamParams
 from ..stages.messages import Prompt, Request
 from ..stages.params import SamplingParams
 from .answers import DONE, Answer, ChatAnswer, Choice, CompletionAnswer, error_event, usage
-from .bodies import ChatBody, CompletionBody
+from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody
 from .errors import ApiError, describe, unforeseen
 from .middleware import OWNER, REQUEST_ID, settled_id
+from .native import GenerateBody, TokensAnswer, flatten, rendered
 from .ranking import best
 from .reading import read
 from .service import Service
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from ..stages.outbox import RequestOutbox
     from ..stages.outputs import Delta
 
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
 log = get_logger("millrace.deploy")
 
 
@@ -42,7 +45,7 @@ log = get_logger("millrace.deploy")
 class Order:
     """What a client asked for, checked as far as that goes without the model."""
 
-    body: ChatBody | CompletionBody
+    body: GenerationBody
     ignored: Sequence[str]  # names of fields that nobody knows
     prompts: tuple[Prompt, ...]
     params: SamplingParams
@@ -69,8 +72,35 @@ class Generation:
         """`POST /v1/completions`."""
         return await self._generate(request, CompletionBody, CompletionAnswer)
 
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """`POST /generate`: see `native.py`."""
+        return await self._generate(request, GenerateBody, TokensAnswer)
+
+    async def render_chat(self, request: web.Request) -> web.Response:
+        """`POST /v1/chat/completions/render`."""
+        return await self._render(request, ChatBody, ChatAnswer)
+
+    async def render_completions(self, request: web.Request) -> web.Response:
+        """`POST /v1/completions/render`."""
+        return await self._render(request, CompletionBody, CompletionAnswer)
+
+    async def _render(self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]) -> web.Response:
+        """What `/generate` takes, made of a body for another route: one for a chat, a list for completions."""
+        order = await self._take_order(request, kind)
+        engine, answer_id = self.service.require_engine(), shape.PREFIX + request[REQUEST_ID]
+        try:
+            prompts, params = await engine.render(Request(answer_id, order.prompts, order.params))
+        except Exception as error:
+            raise _in_terms_of(order.body, error, answer_id) from error
+        raw = order.body.model_dump(include={"stream", "priority", "cache_salt"})
+        loop, model = asyncio.get_running_loop(), self.service.model_names[0]
+        texts = [await loop.run_in_executor(self._threads, engine.decode, ids.tolist(), False) for ids in prompts]
+        told = [rendered(answer_id, model, ids, text, params, raw) for ids, text in zip(prompts, texts, strict=True)]
+        body = orjson.dumps(told[0] if kind is ChatBody else told)
+        return web.Response(body=body, content_type="application/json", headers=_headers(order))
+
     async def _generate(
-        self, request: web.Request, kind: type[ChatBody] | type[CompletionBody], shape: type[Answer]
+        self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]
     ) -> web.StreamResponse:
         order = await self._take_order(request, kind)
         if order.body.request_id is not None:
@@ -78,7 +108,7 @@ class Generation:
         answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
         try:
-            outbox = await self._submit(answer_id, order)
+            outbox = await self._submit(answer_id, order, _time_limit_s(request, order.body))
             answer = self._answer(shape, answer_id, order)
             if order.body.stream:
                 return await self._stream(request, order, answer, outbox)
@@ -91,13 +121,13 @@ class Generation:
         finally:
             self.service.close(answer_id, cause)
 
-    async def _take_order(self, request: web.Request, kind: type[ChatBody] | type[CompletionBody]) -> Order:
+    async def _take_order(self, request: web.Request, kind: type[GenerationBody]) -> Order:
         engine = self.service.require_engine()
         defaults = engine.info.default_params
         strict_fields = self.service.config.strict_fields
 
         def make(raw: Mapping[str, Any]) -> Order:
-            body, ignored = read_body(kind, raw, strict_fields)
+            body, ignored = read_body(kind, flatten(raw) if kind is GenerateBody else raw, strict_fields)
             self.service.require_model(body.model)
             params, beams = body.sampling_params(defaults), body.beam_params()
             return Order(body, ignored, body.prompts(), params, beams, body.asked_of_prompts())
@@ -107,7 +137,7 @@ class Generation:
             log.debug("request.fields_ignored", fields=_listed(order.ignored))
         return order
 
-    async def _submit(self, answer_id: str, order: Order) -> RequestOutbox:
+    async def _submit(self, answer_id: str, order: Order, limit_s: float | None) -> RequestOutbox:
         asked = Request(
             answer_id,
             order.prompts,
@@ -117,9 +147,9 @@ class Generation:
             arrival_s=asyncio.get_running_loop().time(),
         )
         if order.beams is not None:
-            return self.service.require_engine().submit_search(asked, order.beams)
+            return self.service.require_engine().submit_search(asked, order.beams, deadline_s=limit_s)
         # a burst waits its turn at the door for microseconds; who may stay is for admission to say, behind it
-        return await self.service.require_engine().submit(asked, wait=True)
+        return await self.service.require_engine().submit(asked, wait=True, deadline_s=limit_s)
 
     def _answer(self, shape: type[Answer], answer_id: str, order: Order) -> Answer:
         options = order.body.stream_options
@@ -146,6 +176,10 @@ class Generation:
                 self._threads, tell_prompt, order.asked, outbox, tokenizer, index
             )
 
+    def _metrics(self, order: Order, outbox: RequestOutbox) -> Mapping[str, Any] | None:
+        is_asked = order.body.return_metrics or self.service.config.enable_request_metrics
+        return outbox.metrics() if is_asked else None
+
     async def _whole(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
     ) -> web.StreamResponse:
@@ -158,27 +192,32 @@ class Generation:
         if order.body.ranks:
             n = order.body.n or 1
             choices, answer.choices_per_prompt = best(choices, order.params.n, n), n
-        body = orjson.dumps(answer.whole(choices, spent))
+        whole = answer.whole(choices, spent)
+        if (times := self._metrics(order, outbox)) is not None:
+            whole["metrics"] = times
+        body = orjson.dumps(whole)
         return web.Response(body=body, content_type="application/json", headers=_headers(order))
 
     async def _stream(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
     ) -> web.StreamResponse:
         """The answer as events. Nothing is sent before the first piece is there, so that what goes wrong before it
-        still has a status of its own."""
-        pieces = aiter(outbox)
-        first: list[Delta] = await anext(pieces, [])
-        await self._tell_prompts(order, answer, outbox, (delta.index for delta in first))
-        stream = EventStream(request, self.service.config.stalled_reader_s, _headers(order))
+        still has a status of its own; unless that takes so long that a proxy might give up."""
+        pieces, config = aiter(outbox), self.service.config
+        first = asyncio.ensure_future(_next(pieces))
+        stream = EventStream(request, config.stalled_reader_s, _headers(order), config.sse_ping_interval_s)
         try:
+            await asyncio.wait((first,), timeout=config.sse_ping_interval_s or None)
+            if first.done():
+                first.result()
             async with stream:
-                await stream.send(answer.opening(order.num_choices))
                 await self._send_pieces(stream, order, answer, outbox, first, pieces)
                 await stream.send(DONE)
                 return await stream.finish()
         except ConnectionError:
             raise asyncio.CancelledError from None  # gone, as a handler hears it otherwise
         finally:
+            first.cancel()
             if stream.has_stalled:
                 self.service.close(answer.id, "stalled_reader")
 
@@ -188,18 +227,21 @@ class Generation:
         order: Order,
         answer: Answer,
         outbox: RequestOutbox,
-        first: list[Delta],
+        first: asyncio.Future[list[Delta]],
         pieces: AsyncIterator[list[Delta]],
     ) -> None:
         choices = [Choice(index) for index in range(order.num_choices)]
         try:
-            await stream.send(_events(answer, outbox, choices, first))
+            deltas = await first
+            await self._tell_prompts(order, answer, outbox, _begun(order, deltas))
+            await stream.send(answer.opening(order.num_choices) + _events(answer, outbox, choices, deltas))
             async for deltas in pieces:
-                await self._tell_prompts(order, answer, outbox, (delta.index for delta in deltas))
+                await self._tell_prompts(order, answer, outbox, _begun(order, deltas))
                 if events := _events(answer, outbox, choices, deltas):
                     await stream.send(events)
-            if answer.has_usage:
-                await stream.send(answer.usage_event(_usage(outbox, choices)))
+            spent = _usage(outbox, choices) if answer.has_usage else None
+            if closing := answer.closing(spent, self._metrics(order, outbox)):
+                await stream.send(closing)
         except ConnectionError:
             raise
         except Exception as error:
@@ -209,10 +251,33 @@ class Generation:
             await stream.send(error_event(known or unforeseen(answer.id)))
 
 
+def _begun(order: Order, deltas: Sequence[Delta]) -> Iterable[int]:
+    """Choices whose prompts can be told now: where they are scored, when that is done."""
+    return (delta.index for delta in deltas if delta.token_ids or not order.asked.echo_logprobs)
+
+
+async def _next(pieces: AsyncIterator[list[Delta]]) -> list[Delta]:
+    return await anext(pieces, [])
+
+
+def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:
+    """As the body says, or the header."""
+    given = request.headers.get("X-Request-Timeout")
+    if body.timeout_s is not None or given is None:
+        return body.timeout_s
+    limit_s = float(given) if _SECONDS.fullmatch(given) else 0.0
+    if not 0 < limit_s <= MAX_TIMEOUT_S:
+        message = f"X-Request-Timeout: must be a number of seconds above 0 and at most {MAX_TIMEOUT_S:g}"
+        raise ApiError("invalid_value", message, param="timeout_s")
+    return limit_s
+
+
 def _events(answer: Answer, outbox: RequestOutbox, choices: Sequence[Choice], deltas: Sequence[Delta]) -> bytes:
     events = []
     for delta in deltas:
         choice = choices[delta.index]
+        if delta.progress is not None:
+            events.append(answer.progress_event(delta.progress))
         choice.add(delta, keep=False)
         running = _usage(outbox, choices) if answer.has_running_usage else None
         events.append(answer.chunk(choice, delta, running))
@@ -223,7 +288,7 @@ def _usage(outbox: RequestOutbox, choices: Sequence[Choice]) -> dict[str, Any]:
     return usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)
 
 
-def _in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: str) -> Exception:
+def _in_terms_of(body: GenerationBody, error: Exception, request_id: str) -> Exception:
     """The error in the client's words: intake calls a chat's messages the prompt, and max_tokens by its older name."""
     known = describe(error)
     if known is None:

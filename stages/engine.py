@@ -31,7 +31,7 @@ from .execute import Execute
 from .host import HostTier
 from .intake import Intake
 from .limits import RequestLimits, as_token_ids
-from .messages import ChatPrompt, Prompt, Request
+from .messages import ChatPrompt, Ints, Prompt, Request
 from .outbox import Outboxes, RequestOutbox
 from .outputs import CompletionOutput, Delta, ModelInfo, OutputKind, RequestOutput
 from .params import SamplingParams
@@ -44,6 +44,7 @@ from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits, Scheduler
 from .searches import Searches
+from .sequences import State
 from .tokenize import Tokenize
 
 if TYPE_CHECKING:
@@ -293,6 +294,16 @@ class Engine:
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
 
+    async def render(self, request: Request) -> tuple[list[Ints], SamplingParams]:
+        """What a request comes to before anything is computed: its prompts as token ids, and its params with all that a
+        tokenizer settles. Raises `Refused` for what the stages from intake to tokenize would refuse."""
+        parts = self._require_parts()
+        parts.intake.limits.check(request)
+        prompts, params = await parts.tokenize.encode(request)
+        for token_ids in prompts:
+            parts.intake.limits.settle(params, len(token_ids))
+        return prompts, params
+
     def submit_search(self, request: Request, beams: BeamParams, *, deadline_s: float | None = None) -> RequestOutbox:
         """As `submit`, for the `params.n` best answers that a beam search finds to each prompt: they arrive together,
         in the order of their scores. Raises `Refused` for params that have no meaning in a search."""
@@ -406,7 +417,7 @@ class EngineParts:
         self.detokenize = Detokenize(
             loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
         )
-        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
+        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s, config.max_queue_s)
         self.pipeline = build_pipeline(
             self.intake,
             self.tokenize,
@@ -420,6 +431,7 @@ class EngineParts:
         )
         self.exit.lane = self.pipeline.lane
         self.exit.on_start.append(self.intake.request_started)
+        self.exit.locate = self._stage_of
         self.searches = Searches(
             self.pipeline,
             self.exit,
@@ -429,6 +441,17 @@ class EngineParts:
             lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
         )
         self.exit.on_end += [self.intake.request_ended, self.detokenize.request_ended, self.searches.request_ended]
+
+    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
+        """(where a request is, whether any of it has been served yet)."""
+        first, sequences = outbox.request.first_sequence_id, self.schedule.scheduler.sequences
+        known = [sequences[i] for i in range(first, first + outbox.request.num_sequences) if i in sequences]
+        if outbox.request_id in self.searches:
+            return "execute", True
+        if not known:
+            return ("detokenize", True) if outbox.has_started else ("tokenize", False)
+        is_waiting = all(sequence.state is State.WAITING for sequence in known)
+        return "schedule" if is_waiting else "execute", outbox.has_started or not is_waiting
 
 
 def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
@@ -526,4 +549,5 @@ def _output(
         num_generated_tokens=outbox.num_generated_tokens,
         num_cached_tokens=outbox.num_cached_tokens,
         prompt_logprobs=outbox.prompt_logprobs(0) if is_finished else None,
+        metrics=outbox.metrics() if is_finished else None,
     )

@@ -5,7 +5,7 @@ Knows JSON. Refuses to know how a chunk is framed on its way, sockets and the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +16,7 @@ from .turns import Piece, ToolCallArguments, ToolCallBegun, Turn
 
 if TYPE_CHECKING:
     from ..stages.messages import TokenLogprobs
-    from ..stages.outputs import Delta
+    from ..stages.outputs import Delta, Progress
 
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
@@ -146,9 +146,22 @@ class Answer:
             piece["token_ids"] = delta.token_ids
         return [self._encoded(piece, running_usage)]
 
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The extra chunk at the end of a stream that was asked for usage."""
-        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}"
+    def closing(self, usage: dict[str, Any] | None, metrics: Mapping[str, Any] | None) -> bytes | None:
+        """The extra chunk at the end of a stream that was asked for usage, or for metrics."""
+        told = {"usage": usage, "metrics": metrics}
+        fields = {name: value for name, value in told.items() if value is not None}
+        return self._head + b"]," + orjson.dumps(fields)[1:] if fields else None
+
+    def progress_chunk(self, progress: Progress) -> bytes:
+        """How far a prompt has come, with no text."""
+        told = {
+            "total": progress.total,
+            "cached": progress.cached,
+            "cache": progress.cached,  # as llama.cpp's clients read it
+            "processed": progress.processed,
+            "time_ms": round(1e3 * progress.time_s, 3),
+        }
+        return self._head + b'],"prompt_progress":' + orjson.dumps(told) + b"}"
 
     def _prompt(self, choice: Choice) -> PromptPart | None:
         return self.prompts.get(choice.index // self.choices_per_prompt)

@@ -33,6 +33,7 @@ from .told_prompts import Asked
 from .tools import MAX_TOOLS, CalledTool, NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
 
 MAX_MESSAGES = 4096
+MAX_TIMEOUT_S = 86_400.0
 
 # What a client may hand to the chat template. Never what a template trusts: its own text, tools, or how to tokenize.
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
@@ -163,6 +164,9 @@ class GenerationBody(Body):
     truncation_side: str | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_metrics: bool | None = None
+    return_progress: bool | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     return_tokens_as_token_ids: bool | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_bias_by_id)] | None = None
     skip_special_tokens: bool | None = None
@@ -216,6 +220,10 @@ class GenerationBody(Body):
         """`max_tokens` and `logprobs`, which the two endpoints spell differently."""
         raise NotImplementedError
 
+    def prompts(self) -> tuple[Prompt, ...]:
+        """What to go on with."""
+        raise NotImplementedError
+
     def client_name(self, param: str | None) -> str | None:
         """What this endpoint calls a field of `SamplingParams` or `BeamParams`."""
         if param == "structured_outputs":
@@ -231,6 +239,8 @@ class GenerationBody(Body):
                 raise ApiError(
                     "invalid_value", f"{name} = {value}: must be at least {self.least_max_tokens}", param=name
                 )
+        if self.return_progress and not self.stream:
+            raise ApiError("invalid_value", "return_progress: only with stream = true", param="return_progress")
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError("invalid_value", "prompt_logprobs: not in a stream; leave one out", param="prompt_logprobs")
         check_beams(self)
@@ -405,6 +415,8 @@ class TokenizeBody(Body):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] | None = None
     add_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
     return_token_strs: bool | None = None
 
     def check(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .answers import Answer, usage
@@ -22,12 +22,24 @@ class Chunks:
     for, and its request is parked. It raises what ended the request, as the outbox does.
     """
 
-    def __init__(self, answer: Answer, outbox: RequestOutbox, num_choices: int, tell: Tell | None = None) -> None:
-        """`tell` hears of choices before their first chunk."""
+    def __init__(
+        self,
+        answer: Answer,
+        outbox: RequestOutbox,
+        num_choices: int,
+        tell: Tell | None = None,
+        metrics: Callable[[], Mapping[str, Any] | None] = lambda: None,
+        *,
+        waits_for_tokens: bool = False,
+    ) -> None:
+        """`tell` hears of choices before their first chunk; with `waits_for_tokens`, when they have a token, as their
+        prompts are scored by then. `metrics` is asked at the end."""
         self.outbox = outbox
         self.choices = answer.choices(num_choices)
         self._answer = answer
         self._tell = tell
+        self._metrics = metrics
+        self._waits_for_tokens = waits_for_tokens
         self._is_opened = False
 
     def is_over(self) -> bool:
@@ -48,18 +60,21 @@ class Chunks:
         while not bodies and not self.is_over():
             deltas = await anext(self.outbox)
             if self._tell is not None:
-                await self._tell(delta.index for delta in deltas)
+                await self._tell(delta.index for delta in deltas if delta.token_ids or not self._waits_for_tokens)
             bodies = self._encode(deltas)
         if not self._is_opened:
             bodies, self._is_opened = self._answer.opening(len(self.choices)) + bodies, True
-        if self._answer.has_usage and self.is_over():
-            bodies.append(self._answer.usage_chunk(self.usage()))
+        if self.is_over():
+            closing = self._answer.closing(self.usage() if self._answer.has_usage else None, self._metrics())
+            bodies += [] if closing is None else [closing]
         return bodies
 
     def _encode(self, deltas: Sequence[Delta]) -> list[bytes]:
         bodies: list[bytes] = []
         for delta in deltas:
             choice = self.choices[delta.index]
+            if delta.progress is not None:
+                bodies.append(self._answer.progress_chunk(delta.progress))
             choice.add(delta, keep=False)
             running = self.usage() if self._answer.has_running_usage else None
             bodies += self._answer.chunks(choice, delta, running)

@@ -25,12 +25,14 @@ class ServerConfig:
     # where it listens
     host: str = "127.0.0.1"  # loopback; another address needs a key, or allow_no_key
     port: int = 8000  # 0: any free one, printed in the ready line
+    root_path: str = ""  # a prefix under which all routes answer too, such as "/llm" behind a proxy
     uds: str | None = None  # path of a Unix socket to listen on instead of host and port
     max_connections: int = 2048
 
     # what it answers
     served_model_name: tuple[str, ...] = ()  # names that clients may send; answers carry the first. None: the model's
     enable_force_include_usage: bool = False  # usage in every stream, asked for or not
+    enable_request_metrics: bool = False  # times in every answer, asked for or not
     strict_fields: bool = False  # an unknown field is a 400 instead of being ignored
     response_store_bytes: int = 64 * 1024 * 1024  # of memory for responses that may be asked for later; 0: none is kept
     tool_call_parser: str = "auto"  # by the chat template; none, a name, or package.module:Class, a ToolParser
@@ -48,6 +50,7 @@ class ServerConfig:
     body_timeout_s: float = 30.0  # to the end of its body
     keep_alive_s: float = 60.0  # for the next request on a connection
     stalled_reader_s: float = 30.0  # for a client that does not read what it asked for
+    sse_ping_interval_s: float = 15.0  # a stream that is silent for so long gets a comment line; 0: none
     shutdown_timeout_s: float = 30.0  # for requests under way when the server is told to stop
 
     # WebSockets
@@ -73,8 +76,11 @@ class ServerConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0 seconds")
-        if self.shutdown_timeout_s < 0:
-            raise ConfigError(f"shutdown_timeout_s = {self.shutdown_timeout_s}: must be at least 0 seconds")
+        for name in ("shutdown_timeout_s", "sse_ping_interval_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0 seconds")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f'root_path = "{self.root_path}": must begin with a slash and not end with one')
         for name in ("max_body_bytes", "max_connections", "ws_max_sockets", "ws_max_streams"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")

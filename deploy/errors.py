@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..runtime.pipeline import Busy, Health, NotServing
-from ..stages.errors import Overloaded, RequestError, Unavailable
+from ..stages.errors import Overloaded, RequestError, TimedOut, Unavailable
 
 MAX_MESSAGE_CHARS = 512
 
@@ -47,6 +47,7 @@ CODES: dict[str, tuple[int, str]] = {
     "internal_error": (500, "InternalServerError"),
     "tokenizer_error": (500, "InternalServerError"),
     "detokenizer_error": (500, "InternalServerError"),
+    "deadline_exceeded": (504, "GatewayTimeoutError"),
     "loading": (503, "ServiceUnavailableError"),
     "draining": (503, "ServiceUnavailableError"),
     "dead": (503, "ServiceUnavailableError"),
@@ -109,6 +110,8 @@ def describe(error: BaseException) -> ApiError | None:
             "estimated_wait_s": round(error.estimated_wait_s, 3),
         }
         return _of(error, details=details, retry_after_s=error.estimated_wait_s)
+    if isinstance(error, TimedOut):
+        return _of(error, details={"stage": error.stage})
     if isinstance(error, Unavailable):
         return _of(error, retry_after_s=1.0)
     if isinstance(error, RequestError):

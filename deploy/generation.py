@@ -21,10 +21,11 @@ from ..stages.beams import BeamParams
 from ..stages.messages import Prompt, Request
 from ..stages.params import SamplingParams
 from .answers import Answer, ChatAnswer, CompletionAnswer, usage
-from .bodies import ChatBody, CompletionBody, renamed
+from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody, renamed
 from .chunks import Chunks, Tell
 from .errors import ApiError, describe, unforeseen
 from .middleware import OWNER, REQUEST_ID, settled_id
+from .native import GenerateBody, TokensAnswer, flatten, rendered
 from .ranking import best
 from .reading import read
 from .service import Service
@@ -36,6 +37,8 @@ from .validation import read_body
 if TYPE_CHECKING:
     from ..stages.outbox import RequestOutbox
 
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
 log = get_logger("millrace.deploy")
 
 
@@ -43,7 +46,7 @@ log = get_logger("millrace.deploy")
 class Order:
     """What a client asked for, checked as far as that goes without the model."""
 
-    body: ChatBody | CompletionBody
+    body: GenerationBody
     ignored: Sequence[str]  # names of fields that nobody knows
     prompts: tuple[Prompt, ...]
     params: SamplingParams
@@ -71,8 +74,35 @@ class Generation:
         """`POST /v1/completions`."""
         return await self._generate(request, *ENDPOINTS["completions"])
 
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """`POST /generate`: see `native.py`."""
+        return await self._generate(request, GenerateBody, TokensAnswer)
+
+    async def render_chat(self, request: web.Request) -> web.Response:
+        """`POST /v1/chat/completions/render`."""
+        return await self._render(request, ChatBody, ChatAnswer)
+
+    async def render_completions(self, request: web.Request) -> web.Response:
+        """`POST /v1/completions/render`."""
+        return await self._render(request, CompletionBody, CompletionAnswer)
+
+    async def _render(self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]) -> web.Response:
+        """What `/generate` takes, made of a body for another route: one for a chat, a list for completions."""
+        order = await self._take_order(request, kind)
+        engine, answer_id = self.service.require_engine(), shape.PREFIX + request[REQUEST_ID]
+        try:
+            prompts, params = await engine.render(Request(answer_id, order.prompts, order.params))
+        except Exception as error:
+            raise in_terms_of(order.body, error, answer_id) from error
+        raw = order.body.model_dump(include={"stream", "priority", "cache_salt"})
+        loop, model = asyncio.get_running_loop(), self.service.model_names[0]
+        texts = [await loop.run_in_executor(self._threads, engine.decode, ids.tolist(), False) for ids in prompts]
+        told = [rendered(answer_id, model, ids, text, params, raw) for ids, text in zip(prompts, texts, strict=True)]
+        body = orjson.dumps(told[0] if kind is ChatBody else told)
+        return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
+
     async def _generate(
-        self, request: web.Request, kind: type[ChatBody] | type[CompletionBody], shape: type[Answer]
+        self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]
     ) -> web.StreamResponse:
         order = await self._take_order(request, kind)
         if order.body.request_id is not None:
@@ -80,7 +110,7 @@ class Generation:
         answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
         try:
-            outbox = await self.submit(answer_id, order)
+            outbox = await self.submit(answer_id, order, _time_limit_s(request, order.body))
             answer = self.answer(shape, answer_id, order)
             if order.body.stream:
                 return await self._stream(request, order, answer, outbox)
@@ -93,16 +123,17 @@ class Generation:
         finally:
             self.service.close(answer_id, cause)
 
-    async def _take_order(self, request: web.Request, kind: type[ChatBody] | type[CompletionBody]) -> Order:
+    async def _take_order(self, request: web.Request, kind: type[GenerationBody]) -> Order:
         self.service.require_engine()
         order = await read(request, self.service.config, self._threads, lambda raw: self.order(kind, raw))
         if order.ignored:
             log.debug("request.fields_ignored", fields=_listed(order.ignored))
         return order
 
-    def order(self, kind: type[ChatBody] | type[CompletionBody], raw: Mapping[str, Any]) -> Order:
+    def order(self, kind: type[GenerationBody], raw: Mapping[str, Any]) -> Order:
         """What a body asks for. `ApiError` says what is wrong with it. May be called in a thread."""
         defaults = self.service.require_engine().info.default_params
+        raw = flatten(raw) if kind is GenerateBody else raw
         body, ignored = read_body(kind, raw, self.service.config.strict_fields)
         self.service.require_model(body.model)
         params, make_turn = body.sampling_params(defaults), None
@@ -110,8 +141,10 @@ class Generation:
             params, make_turn = self.service.require_speech().settle(body, params)
         return Order(body, ignored, body.prompts(), params, body.beam_params(), body.asked_of_prompts(), make_turn)
 
-    async def submit(self, answer_id: str, order: Order) -> RequestOutbox:
-        """Sends an order to the engine, which answers it under an id that `Service.open` gave."""
+    async def submit(self, answer_id: str, order: Order, limit_s: float | None = None) -> RequestOutbox:
+        """Sends an order to the engine, which answers it under an id that `Service.open` gave, within `limit_s` or what
+        the body says."""
+        limit_s = order.body.timeout_s if limit_s is None else limit_s
         asked = Request(
             answer_id,
             order.prompts,
@@ -121,9 +154,9 @@ class Generation:
             arrival_s=asyncio.get_running_loop().time(),
         )
         if order.beams is not None:
-            return self.service.require_engine().submit_search(asked, order.beams)
+            return self.service.require_engine().submit_search(asked, order.beams, deadline_s=limit_s)
         # a burst waits its turn at the door for microseconds; who may stay is for admission to say, behind it
-        return await self.service.require_engine().submit(asked, wait=True)
+        return await self.service.require_engine().submit(asked, wait=True, deadline_s=limit_s)
 
     def answer(self, shape: type[Answer], answer_id: str, order: Order) -> Answer:
         """The shape of the answer to an order."""
@@ -143,7 +176,8 @@ class Generation:
 
     def chunks(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Chunks:
         """What is sent of the answer, on whatever it is sent."""
-        return Chunks(answer, outbox, order.num_choices, self.teller(order, answer, outbox))
+        tell, metrics = self.teller(order, answer, outbox), lambda: self._metrics(order, outbox)
+        return Chunks(answer, outbox, order.num_choices, tell, metrics, waits_for_tokens=order.asked.echo_logprobs)
 
     def teller(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Tell | None:
         """Puts into the answer what it tells of the prompts of choices that have begun. None if it tells nothing."""
@@ -160,6 +194,10 @@ class Generation:
 
         return tell
 
+    def _metrics(self, order: Order, outbox: RequestOutbox) -> Mapping[str, Any] | None:
+        is_asked = order.body.return_metrics or self.service.config.enable_request_metrics
+        return outbox.metrics() if is_asked else None
+
     async def _whole(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
     ) -> web.StreamResponse:
@@ -173,21 +211,28 @@ class Generation:
         if order.body.ranks:
             n = order.body.n or 1
             choices, answer.choices_per_prompt = best(choices, order.params.n, n), n
-        body = orjson.dumps(answer.whole(choices, spent))
+        whole = answer.whole(choices, spent)
+        if (times := self._metrics(order, outbox)) is not None:
+            whole["metrics"] = times
+        body = orjson.dumps(whole)
         return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
 
     async def _stream(
         self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
     ) -> web.StreamResponse:
         """The answer as events. Nothing is sent before the first piece is there, so that what goes wrong before it
-        still has a status of its own."""
-        chunks = self.chunks(order, answer, outbox)
-        first = await anext(chunks)
-        stream = EventStream(request, self.service.config.stalled_reader_s, ignored_headers(order.ignored))
+        still has a status of its own; unless that takes so long that a proxy might give up."""
+        chunks, config = self.chunks(order, answer, outbox), self.service.config
+        first = asyncio.ensure_future(anext(chunks))
+        headers = ignored_headers(order.ignored)
+        stream = EventStream(request, config.stalled_reader_s, headers, config.sse_ping_interval_s)
         try:
+            await asyncio.wait((first,), timeout=config.sse_ping_interval_s or None)
+            if first.done():
+                first.result()
             async with stream:
-                await stream.send(first)
                 try:
+                    await stream.send(await first)
                     async for bodies in chunks:
                         await stream.send(bodies)
                 except ConnectionError:
@@ -199,6 +244,7 @@ class Generation:
         except ConnectionError:
             raise asyncio.CancelledError from None  # gone, as a handler hears it otherwise
         finally:
+            first.cancel()
             if stream.has_stalled:
                 self.service.close(answer.id, "stalled_reader")
 
@@ -217,7 +263,19 @@ def told(error: Exception, answer_id: str) -> ApiError:
     return known or unforeseen(answer_id)
 
 
-def in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: str) -> Exception:
+def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:
+    """As the body says, or the header."""
+    given = request.headers.get("X-Request-Timeout")
+    if body.timeout_s is not None or given is None:
+        return body.timeout_s
+    limit_s = float(given) if _SECONDS.fullmatch(given) else 0.0
+    if not 0 < limit_s <= MAX_TIMEOUT_S:
+        message = f"X-Request-Timeout: must be a number of seconds above 0 and at most {MAX_TIMEOUT_S:g}"
+        raise ApiError("invalid_value", message, param="timeout_s")
+    return limit_s
+
+
+def in_terms_of(body: GenerationBody, error: Exception, request_id: str) -> Exception:
     """The error in the client's words: intake calls a chat's messages the prompt, and max_tokens by its older name."""
     known = describe(error)
     if known is None:

@@ -82,6 +82,10 @@ class Routes:
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.get("/stream-demo", self._pages.stream_demo),
             web.get("/static/{name}", self._pages.file),
+            web.post("/v1/chat/completions/render", generation.render_chat, expect_handler=expect),
+            web.post("/v1/completions/render", generation.render_completions, expect_handler=expect),
+            web.post("/generate", generation.generate, expect_handler=expect),
+            web.post("/inference/v1/generate", generation.generate, expect_handler=expect),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
             web.delete("/v1/requests/{id:.+}", self.abort),
@@ -163,6 +167,8 @@ class Routes:
         else:
             token_ids = await self._in_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
         tokens = [int(token_id) for token_id in token_ids]
+        if (most := body.truncate_prompt_tokens) is not None:
+            tokens = tokens[-most:] if body.truncation_side == "left" else tokens[:most]
         strings = None
         if body.return_token_strs:
             strings = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in tokens]

@@ -109,7 +109,10 @@ class Server:
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service))
         app.on_shutdown.append(routes.stop)
-        app.add_routes(routes.table() + admin.table())
+        table = routes.table() + admin.table()
+        app.add_routes(table)
+        if root := self.config.root_path:  # a proxy may take it off, or not
+            app.add_routes([web.RouteDef(one.method, root + one.path, one.handler, one.kwargs) for one in table])
         return app
 
     def _make_site(self, runner: web.AppRunner) -> web.BaseSite:

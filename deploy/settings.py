@@ -65,6 +65,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "admission": {
         "max_admitted_requests": "requests under way at once, waiting ones included; more get 429",
         "max_waiting_requests": "requests without a first token; more get 429",
+        "max_queue_s": "seconds that a request may wait to be served, before it gets 408; none: for ever",
         "max_unread_tokens": "tokens of an answer whose client does not read, before it is parked",
         "max_parked_s": "seconds that a client may leave a parked answer unread",
     },
@@ -74,12 +75,14 @@ SERVER_HELP: dict[str, dict[str, str]] = {
     "listening": {
         "host": "address; other than loopback it needs --api-key or --allow-no-key",
         "port": "0: any free one, printed in the ready line",
+        "root_path": "prefix under which all routes answer too, such as /llm behind a proxy",
         "uds": "path of a Unix socket, instead of host and port",
         "max_connections": "more are turned away",
     },
     "API": {
         "served_model_name": "names that clients may send; answers carry the first; none: the model's",
         "enable_force_include_usage": "send usage in every stream, asked for or not",
+        "enable_request_metrics": "send times of the request in every answer, asked for or not",
         "strict_fields": "refuse unknown fields instead of ignoring them",
         "response_store_bytes": "of memory for what /v1/responses may be asked for later; 0: nothing is kept",
         "tool_call_parser": "hermes, llama3_json, mistral, pythonic, none, or package.module:Class, a "
@@ -99,6 +102,7 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "body_timeout_s": "seconds to the end of its body",
         "keep_alive_s": "seconds for the next request on a connection",
         "stalled_reader_s": "seconds for a client that does not read its stream",
+        "sse_ping_interval_s": "seconds of silence in a stream before a comment line is sent; 0: none",
         "shutdown_timeout_s": "seconds for requests under way when told to stop",
     },
     "WebSockets": {

@@ -6,6 +6,7 @@ Knows sockets, patience and how an event is framed. Refuses to know what the eve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -15,6 +16,7 @@ import orjson
 from aiohttp import web
 
 DONE = b"[DONE]"  # the data of a stream's last event
+PING = b": ping\n\n"
 HIGH_WATER_BYTES = 64 * 1024  # of a stream's own buffer; above it a write waits for the client to read
 SEND_BUFFER_BYTES = 128 * 1024  # of the kernel's, which would grow to megabytes for each client that does not read
 
@@ -31,12 +33,17 @@ class EventStream:
     length of its own answer and holds nobody back.
     """
 
-    def __init__(self, request: web.Request, patience_s: float, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, request: web.Request, patience_s: float, headers: Mapping[str, str], ping_interval_s: float = 0.0
+    ) -> None:
         self.has_stalled = False
         self._request = request
         self._patience_s = patience_s
         self._waiting_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._ping_interval_s = ping_interval_s
+        self._pinging: asyncio.Task[None] | None = None
+        self._num_sent = 0
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -50,11 +57,15 @@ class EventStream:
         bound_buffers(self._request)
         await self._response.prepare(self._request)
         self._watch()
+        if self._ping_interval_s:
+            self._pinging = asyncio.get_running_loop().create_task(self._ping())
         return self
 
     async def __aexit__(self, *exc_info: Any) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
 
     async def send(self, bodies: Iterable[bytes]) -> None:
         """Sends an event for each of some bodies, in one write. Waits only while the client's buffers are full."""
@@ -62,12 +73,25 @@ class EventStream:
 
     async def write(self, events: bytes) -> None:
         """Sends whole events that are framed already. Waits as `send` does."""
+        self._num_sent += 1
         self._waiting_since = asyncio.get_running_loop().time()
         await self._response.write(events)
         self._waiting_since = None
 
+    async def _ping(self) -> None:
+        """Sends a comment whenever nothing was sent for a whole interval: no proxy is to take the stream for dead."""
+        num_sent = -1
+        while True:
+            if num_sent == self._num_sent and self._waiting_since is None:
+                with contextlib.suppress(ConnectionError):  # whoever sends next hears of it
+                    await self._response.write(PING)
+            num_sent = self._num_sent
+            await asyncio.sleep(self._ping_interval_s)
+
     async def finish(self) -> web.StreamResponse:
         """Ends the response."""
+        if self._pinging is not None:
+            self._pinging.cancel()
         self._waiting_since = asyncio.get_running_loop().time()
         await self._response.write_eof()
         self._waiting_since = None

@@ -60,7 +60,7 @@ def tell_prompt(asked: Asked, outbox: RequestOutbox, tokenizer: Tokenizer, index
         given = outbox.request.prompts[index].text
         texts = token_texts(tokenizer, token_ids)
         first = next((at for at, part in enumerate(texts) if part), 0)
-        if given is not None and not given.startswith(" ") and texts[first].startswith(" "):
+        if texts and texts[first].startswith(" ") and given is not None and not given.startswith(" "):
             texts[first] = texts[first][1:]  # the tokenizer's own
         is_whole = given is not None and outbox.request.params.truncate_prompt_tokens is None
         text = given if given is not None and is_whole else "".join(texts)

@@ -57,6 +57,7 @@ class EngineConfig:
     # the door
     max_admitted_requests: int = 1024  # under way at once, waiting ones included
     max_waiting_requests: int = 512  # not yet running
+    max_queue_s: float | None = None  # that a request may wait to be served, before it ends; None: for ever
     max_unread_tokens: int = 256  # of an answer whose client does not read, before it is parked
     max_parked_s: float = 30.0  # that a client may leave a parked answer unread, before the request ends
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import string
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -24,7 +24,6 @@ from .messages import (
     Finish,
     FinishReason,
     Indices,
-    PromptLogprobs,
     Started,
     StepText,
     StepTokens,
@@ -134,7 +133,7 @@ class Detokenize(Stage[StepTokens, StepText]):
 
     async def _read(self, step: StepTokens, out: Outlet[StepText]) -> None:
         for started in step.started:
-            self._start(started)
+            self._start(started, step.began_s)
         slots, places = step.slots, step.places
         is_ours = self._sequence_ids[slots] == step.sequence_ids
         next_places = self._next_places[slots]
@@ -149,8 +148,8 @@ class Detokenize(Stage[StepTokens, StepText]):
             await self._read_slow(step, np.flatnonzero(is_ours & (places >= next_places) & ~is_fast), rows, out)
         if step.pooled:
             out.send(StepText(step.step, (), (), (), pooled=tuple(step.pooled.values())))
-        if rows.texts or step.prompt_logprobs:
-            out.send(rows.message(step.step, self._begun, step.prompt_logprobs))
+        if rows.texts or step.prompt_logprobs or step.progress:
+            out.send(rows.message(step.step, self._begun, step))
             if self._begun:
                 self._begun = {}
         self._is_halfway = False
@@ -196,13 +195,15 @@ class Detokenize(Stage[StepTokens, StepText]):
             return
         self._next_places[slot] = place + 1
         self._cares[slot] = sequence.cares
+        if finish is not None and sequence.num_preempted:
+            finish = replace(finish, num_preempted=sequence.num_preempted)
         rows.add(sequence_id, text, token_id, finish, logprobs)
         if finish is not None:
             self._forget(sequence_id)
 
     # -- sequences
 
-    def _start(self, started: Started) -> None:
+    def _start(self, started: Started, began_s: float) -> None:
         """`started` has the slot from now on. It may be back after a preemption; then its text goes on where it was."""
         sequence = self._sequences.get(started.sequence_id)
         if sequence is None:
@@ -211,9 +212,11 @@ class Detokenize(Stage[StepTokens, StepText]):
                 return  # it has no text; or it has ended here, and schedule did not know that yet
             sequence = Answer(started.request_id, self._table, self._make_decoder(started.params), started.params)
             self._sequences[started.sequence_id] = sequence
-            self._begun[started.sequence_id] = Begun(started.token_ids, started.num_cached)
-        elif sequence.slot is not None:
-            self._leave_slot(sequence)
+            self._begun[started.sequence_id] = Begun(started.token_ids, started.num_cached, began_s)
+        else:
+            sequence.num_preempted += 1
+            if sequence.slot is not None:
+                self._leave_slot(sequence)
         self._empty(started.slot)
         sequence.slot = started.slot
         self._sequence_ids[started.slot] = started.sequence_id
@@ -301,21 +304,41 @@ class Rows:
         if logprobs is not None:
             self.logprobs[row] = logprobs
 
-    def message(self, step: int, begun: dict[int, Begun], prompt_logprobs: Sequence[PromptLogprobs] = ()) -> StepText:
+    def message(self, step: int, begun: dict[int, Begun], told: StepTokens | None = None) -> StepText:
+        """With what `told` says besides tokens."""
         return StepText(
-            step, self.sequence_ids, self.texts, self.token_ids, self.finishes, self.logprobs, begun, prompt_logprobs
+            step,
+            self.sequence_ids,
+            self.texts,
+            self.token_ids,
+            self.finishes,
+            self.logprobs,
+            begun,
+            prompt_logprobs=() if told is None else told.prompt_logprobs,
+            progress=() if told is None else told.progress,
         )
 
 
 class Answer:
     """One answer on its way to text, a token at a time."""
 
-    __slots__ = ("_decoder", "_matcher", "_params", "_table", "_usual_cares", "next_place", "request_id", "slot")
+    __slots__ = (
+        "_decoder",
+        "_matcher",
+        "_params",
+        "_table",
+        "_usual_cares",
+        "next_place",
+        "num_preempted",
+        "request_id",
+        "slot",
+    )
 
     def __init__(self, request_id: str, table: TextTable, decoder: IncrementalDecoder, params: SamplingParams) -> None:
         self.request_id = request_id
         self.slot: int | None = None
         self.next_place = 0  # while it has no slot
+        self.num_preempted = 0
         self._table = table
         self._params = params
         self._decoder = decoder

@@ -36,7 +36,7 @@ from .grammars import Grammars
 from .host import HostTier
 from .intake import Intake
 from .limits import RequestLimits, as_token_ids
-from .messages import ChatPrompt, Prompt, Request
+from .messages import ChatPrompt, Ints, Prompt, Request
 from .outbox import Outboxes, RequestOutbox
 from .outputs import (
     CompletionOutput,
@@ -58,6 +58,7 @@ from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits, Scheduler
 from .searches import Searches
+from .sequences import State
 from .tasks import check_task, task_of
 from .tokenize import Tokenize
 
@@ -370,7 +371,8 @@ class Engine:
             async with asyncio.timeout(deadline_s):
                 await gate.admit(self._env, request.request_id, structured)
         except TimeoutError:
-            raise TimedOut("the time limit of the request passed while its grammar was looked at") from None
+            message = "the time limit of the request passed while its grammar was looked at"
+            raise TimedOut(message, stage="intake", has_begun=False) from None
         left_s = None if deadline_s is None else max(deadline_s - (self._env.now() - began_s), 0.0)
         try:
             return await self._enter(request, wait, left_s)
@@ -386,6 +388,16 @@ class Engine:
             raise Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0) from None
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
+
+    async def render(self, request: Request) -> tuple[list[Ints], SamplingParams]:
+        """What a request comes to before anything is computed: its prompts as token ids, and its params with all that a
+        tokenizer settles. Raises `Refused` for what the stages from intake to tokenize would refuse."""
+        parts = self._require_parts()
+        parts.intake.limits.check(request)
+        prompts, params = await parts.tokenize.encode(request)
+        for encoded in prompts:
+            parts.intake.limits.settle(params, len(encoded.token_ids))
+        return [encoded.token_ids for encoded in prompts], params
 
     def submit_search(self, request: Request, beams: BeamParams, *, deadline_s: float | None = None) -> RequestOutbox:
         """As `submit`, for the `params.n` best answers that a beam search finds to each prompt: they arrive together,
@@ -541,7 +553,7 @@ class EngineParts:
         self.detokenize = Detokenize(
             loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
         )
-        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
+        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s, config.max_queue_s)
         self.pipeline = build_pipeline(
             self.intake,
             self.tokenize,
@@ -555,6 +567,7 @@ class EngineParts:
         )
         self.exit.lane = self.pipeline.lane
         self.exit.on_start.append(self.intake.request_started)
+        self.exit.locate = self._stage_of
         self.searches = Searches(
             self.pipeline,
             self.exit,
@@ -569,6 +582,17 @@ class EngineParts:
             self.searches.request_ended,
             self.gate.request_ended,
         ]
+
+    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
+        """(where a request is, whether any of it has been served yet)."""
+        first, sequences = outbox.request.first_sequence_id, self.schedule.scheduler.sequences
+        known = [sequences[i] for i in range(first, first + outbox.request.num_sequences) if i in sequences]
+        if outbox.request_id in self.searches:
+            return "execute", True
+        if not known:
+            return ("detokenize", True) if outbox.has_started else ("tokenize", False)
+        is_waiting = all(sequence.state is State.WAITING for sequence in known)
+        return "schedule" if is_waiting else "execute", outbox.has_started or not is_waiting
 
 
 def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
@@ -666,4 +690,5 @@ def _output(
         num_generated_tokens=outbox.num_generated_tokens,
         num_cached_tokens=outbox.num_cached_tokens,
         prompt_logprobs=outbox.prompt_logprobs(0) if is_finished else None,
+        metrics=outbox.metrics() if is_finished else None,
     )

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 
 class ConfigError(ValueError):
     """The engine can not start with these settings; names the setting, its value and what would do."""
@@ -15,8 +13,8 @@ class ConfigError(ValueError):
 class RequestError(Exception):
     """A request that ends without its answer. The message is shown to the client."""
 
-    status: ClassVar[int] = 500
-    type: ClassVar[str] = "InternalServerError"
+    status: int = 500
+    type: str = "InternalServerError"
 
     def __init__(self, message: str, *, code: str = "internal_error", param: str | None = None) -> None:
         super().__init__(message)
@@ -36,13 +34,13 @@ class Refused(RequestError):
 
 
 class TimedOut(RequestError):
-    """The request's own time limit passed before its answer was complete."""
+    """A time limit passed before the answer was complete (504), or before the request was served at all (408)."""
 
-    status = 408
-    type = "RequestTimeoutError"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code="request_timeout")
+    def __init__(self, message: str, *, stage: str, has_begun: bool) -> None:
+        super().__init__(message, code="deadline_exceeded" if has_begun else "request_timeout")
+        self.stage = stage  # where it was then
+        self.status = 504 if has_begun else 408
+        self.type = "GatewayTimeoutError" if has_begun else "RequestTimeoutError"
 
 
 class Overloaded(RequestError):

@@ -66,8 +66,8 @@ class Lives:
         answer = room if params.max_tokens is None else min(max(params.max_tokens, 1), room)
         answer = answer if request.pooling is None else 1
         for choice in range(params.n):
-            if choice == 1 and params.prompt_logprobs is not None:
-                params = replace(params, prompt_logprobs=None)  # the first choice computes them for all
+            if choice == 1 and (params.prompt_logprobs is not None or params.return_progress):
+                params = replace(params, prompt_logprobs=None, return_progress=False)  # told of the first for all
             sequence_id = request.first_sequence_id + choice
             if sequence_id in self.sequences:
                 continue

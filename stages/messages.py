@@ -308,6 +308,14 @@ class PromptLogprobs:
         return PromptLogprobs(parts[0].sequence_id, parts[0].start, *columns)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How much of a prompt is computed."""
+
+    sequence_id: int
+    num_processed: int  # tokens, those found in the cache included
+
+
 @message
 class StepTokens:
     """The tokens of a step, for whoever turns them into text."""
@@ -322,6 +330,8 @@ class StepTokens:
     logprobs: Mapping[int, TopLogprobs] = field(default_factory=dict)  # row -> what was asked for
     pooled: Mapping[int, Pooled] = field(default_factory=dict)  # slot -> what became of a sequence that has no row here
     prompt_logprobs: Sequence[PromptLogprobs] = ()  # of prompts that the step computed a part of
+    progress: Sequence[PromptProgress] = ()  # of those who want to be told
+    began_s: float = 0.0  # when the device could begin with the step, if somebody started in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +341,7 @@ class Finish:
     reason: FinishReason
     stop_reason: str | int | None = None
     score: float | None = None  # among the answers of a beam search; higher is better
+    num_preempted: int = 0  # how often it lost its slot and came back
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +362,7 @@ class Begun:
 
     token_ids: Ints  # [P] of its prompt
     num_cached: int = 0  # of them, not computed
+    began_s: float = 0.0  # when the device began with it, monotonic
 
 
 @message
@@ -366,3 +378,4 @@ class StepText:
     begun: Mapping[int, Begun] = field(default_factory=dict)  # sequence id -> its beginning, when first seen
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     pooled: Sequence[Pooled] = ()  # of sequences that have no row
+    progress: Sequence[PromptProgress] = ()

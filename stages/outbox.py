@@ -31,8 +31,9 @@ from .messages import (
     StepText,
     TokenLogprobs,
 )
-from .outputs import FINISH_NAMES, Delta
+from .outputs import FINISH_NAMES, Delta, Progress
 from .pooling import Floats
+from .timing import RequestTimes, metrics
 
 MAX_UNREAD_TOKENS = 256  # of a choice, before it is parked
 STALL_S = 30.0  # that a client may leave a parked choice
@@ -55,8 +56,15 @@ class Outboxes(Exit["RequestOutbox"]):
     inputs: ClassVar = {"in": StepText}
     on_crash: ClassVar = Crash.RECOVER
 
-    def __init__(self, max_unread_tokens: int = MAX_UNREAD_TOKENS, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+        stall_s: float = STALL_S,
+        max_queue_s: float | None = None,
+    ) -> None:
         super().__init__()
+        self.max_queue_s = max_queue_s  # that a request may wait to be served; None: for ever
+        self.locate: Callable[[RequestOutbox], tuple[str, bool]] = _nowhere  # the stage it is at, whether it was served
         self.max_unread_tokens = max_unread_tokens
         self.stall_s = stall_s
         self.lane = ControlLane("nobody reads")  # the pipeline's own takes its place before the start
@@ -83,7 +91,26 @@ class Outboxes(Exit["RequestOutbox"]):
         outbox = super().open(request, deadline_s)
         self._trace_accepted(outbox.request)
         self._choices.update((choice.sequence_id, choice) for choice in outbox.choices)
+        if self.max_queue_s is not None and request.parent_id is None:
+            loop = asyncio.get_running_loop()
+            outbox.queue_timer = loop.call_later(self.max_queue_s, self._end_if_queued, outbox)
         return outbox
+
+    def end(self, request_id: str, cause: str, error: BaseException | None = None) -> bool:
+        outbox = self.live.get(request_id)
+        if cause == "deadline" and outbox is not None and error is None:
+            error = self._timed_out(outbox)
+        return super().end(request_id, cause, error)
+
+    def _timed_out(self, outbox: RequestOutbox) -> TimedOut:
+        stage, has_begun = self.locate(outbox)
+        what = "its answer was not complete" if has_begun else "it had not begun"
+        message = f"the request ran out of time at {stage}: {what}; allow more time, or ask for less"
+        return TimedOut(message, stage=stage, has_begun=has_begun)
+
+    def _end_if_queued(self, outbox: RequestOutbox) -> None:
+        if self.live.get(outbox.request_id) is outbox and not self.locate(outbox)[1]:
+            self.end(outbox.request_id, "deadline")
 
     def requests_of(self, item: Any) -> Iterable[str]:
         """By request id, or by the sequences in the rows of a step."""
@@ -108,6 +135,8 @@ class Outboxes(Exit["RequestOutbox"]):
     def _let_go(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         self._trace_finished(outbox, cause)
         outbox.forget_stall()
+        if outbox.queue_timer is not None:
+            outbox.queue_timer.cancel()
         for choice in outbox.choices:
             if self._choices.pop(choice.sequence_id, None) is not None and not isinstance(error, Overloaded):
                 self.lane.post(choice.sequence_id, cause)
@@ -140,14 +169,19 @@ class Outboxes(Exit["RequestOutbox"]):
             outbox = choice.outbox
             if not outbox.has_news:
                 outbox.has_news = True
+                outbox.bell.ring()
                 if not outbox.has_started:
                     self._start(outbox)
-                outbox.bell.ring()
             elif len(choice.token_ids) >= self.max_unread_tokens and not choice.is_parked:
                 self._park(choice)
         for sequence_id, begun in item.begun.items():
             if (choice := choices.get(sequence_id)) is not None:
                 choice.begun = begun
+                times = choice.outbox.times
+                times.began_s = begun.began_s if times.began_s is None else min(times.began_s, begun.began_s)
+        for told in item.progress:
+            if (choice := choices.get(told.sequence_id)) is not None:
+                self._tell_progress(choice, told.num_processed)
         for scored in item.prompt_logprobs:
             if (choice := choices.get(scored.sequence_id)) is not None:
                 choice.add_prompt_logprobs(scored)
@@ -172,6 +206,16 @@ class Outboxes(Exit["RequestOutbox"]):
         outbox.bell.ring()
         self._finish(pooled.sequence_id, Finish(FinishReason.ERROR if pooled.vector is None else FinishReason.STOP))
 
+    def _tell_progress(self, choice: Choice, num_processed: int) -> None:
+        began_s = choice.begun.began_s
+        passed_s = max(0.0, self._now_s() - began_s)
+        choice.progress = Progress(len(choice.begun.token_ids), choice.begun.num_cached, num_processed, passed_s)
+        choice.outbox.has_news = True
+        choice.outbox.bell.ring()
+
+    def _now_s(self) -> float:
+        return 0.0 if self._context is None else self._context.env.now()
+
     def _park(self, choice: Choice) -> None:
         choice.is_parked = True
         self.lane.post(choice.sequence_id, "park")
@@ -191,6 +235,7 @@ class Outboxes(Exit["RequestOutbox"]):
 
     def _start(self, outbox: RequestOutbox) -> None:
         outbox.has_started = True
+        outbox.times.first_token_s = self._now_s()
         for callback in self.on_start:
             callback(outbox.request.parent_id or outbox.request_id)
 
@@ -204,6 +249,7 @@ class Outboxes(Exit["RequestOutbox"]):
         if isinstance(finish.stop_reason, str):
             self.lane.post(sequence_id, "finish")
         outbox = choice.outbox
+        outbox.times.last_token_s = self._now_s()
         outbox.num_unfinished -= 1
         if not outbox.num_unfinished:
             self.end(outbox.request_id, "finish")
@@ -228,6 +274,8 @@ class RequestOutbox:
         self.error: RequestError | None = None
         self.bell = Bell()
         self.stall_timer: asyncio.TimerHandle | None = None  # runs while a choice is parked
+        self.queue_timer: asyncio.TimerHandle | None = None
+        self.times = RequestTimes(request.arrival_s)
         self.on_read: Callable[[RequestOutbox], None] | None = None  # to be told of the next read
         self._is_over = False  # the reader has seen the end
 
@@ -247,6 +295,12 @@ class RequestOutbox:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were found, not computed; of each prompt those of its first choice."""
         return sum(choice.begun.num_cached for choice in self.choices[:: self.request.params.n])
+
+    def metrics(self) -> dict[str, float | int | None]:
+        """How long it took, once it is over; see `timing.metrics`."""
+        counts = [choice.num_generated for choice in self.choices]
+        num_preempted = sum(choice.finish.num_preempted for choice in self.choices if choice.finish is not None)
+        return metrics(self.times, sum(counts), max(counts), num_preempted)
 
     # -- prompts
 
@@ -323,6 +377,7 @@ class Choice:
         "num_read",
         "num_unspoken_chars",
         "outbox",
+        "progress",
         "prompt_logprobs",
         "sequence_id",
         "texts",
@@ -342,6 +397,7 @@ class Choice:
         self.is_parked = False
         self.is_told = False  # the reader knows that it has finished
         self.begun = NOT_BEGUN
+        self.progress: Progress | None = None  # the last that was told, until it is read
         self.prompt_logprobs: list[PromptLogprobs] = []  # of a prompt's first choice, if asked for; in order
         self.num_read = 0  # tokens
         self.num_unspoken_chars = 0  # of text that was read, and whose logprobs were not
@@ -358,8 +414,9 @@ class Choice:
     def take(self) -> Delta | None:
         """What is new, or None. Tokens without text yet (half a character, a held-back stop string) are news too."""
         is_end = self.finish is not None and not self.is_told
+        progress, self.progress = self.progress, None
         if not self.token_ids and not is_end:
-            return None
+            return None if progress is None else Delta(self.index, "", (), progress=progress)
         text, token_ids = "".join(self.texts), tuple(self.token_ids)
         self.texts.clear()
         self.token_ids.clear()
@@ -367,7 +424,7 @@ class Choice:
         self.num_unspoken_chars += len(text)
         logprobs = self._take_logprobs() if self.logprobs else ()
         if not is_end or self.finish is None:
-            return Delta(self.index, text, token_ids, logprobs)
+            return Delta(self.index, text, token_ids, logprobs, progress=progress)
         self.is_told = True
         finish = self.finish
         reason = FINISH_NAMES[finish.reason]
@@ -408,9 +465,11 @@ def _as_request_error(request_id: str, cause: str, error: BaseException | None) 
     if error is not None:
         log.error("request.failed", request_id=request_id, error=type(error).__name__, exc_info=error)
         return Failed("internal error; the log has more")
-    if cause == "deadline":
-        return TimedOut("the request did not finish within its time limit: allow more time, or ask for fewer tokens")
     return None
+
+
+def _nowhere(outbox: RequestOutbox) -> tuple[str, bool]:
+    return "pipeline", outbox.has_started
 
 
 __all__ = ["Choice", "Outboxes", "RequestOutbox"]

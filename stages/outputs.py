@@ -25,6 +25,16 @@ FINISH_NAMES: Mapping[FinishReason, FinishName] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a prompt has come."""
+
+    total: int  # tokens
+    cached: int  # of them found, not computed
+    processed: int  # of them there, the cached ones included
+    time_s: float  # since the device began with it
+
+
 @dataclass(slots=True)
 class Delta:
     """What one choice gained since its client last looked. The last one of a choice has a `finish_reason`."""
@@ -37,6 +47,7 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string or stop token id
     score: float | None = None  # of an answer that a beam search found
     vector: Floats | None = None  # of a pooled sequence, which has one delta
+    progress: Progress | None = None  # of its prompt, if that was asked for; such a delta may hold nothing else
 
 
 @dataclass(slots=True)
@@ -64,6 +75,7 @@ class RequestOutput:
     num_prompt_tokens: int  # 0 until the first token
     num_generated_tokens: int  # of all choices, so far
     num_cached_tokens: int = 0  # prompt tokens that were not computed
+    metrics: Mapping[str, float | int | None] | None = None  # times in ms, when it is finished: see `timing.metrics`
     prompt_logprobs: PromptLogprobs | None = None  # if asked for, in the output with which the request is finished
 
 

@@ -60,6 +60,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None  # keep so many of a prompt; -1: as many as leave room for the answer
     truncation_side: Literal["left", "right"] = "left"  # where the others are cut off
     extra_args: Mapping[str, Any] = field(default_factory=dict)  # for a `LogitsProcessor`; nobody else looks
+    return_progress: bool = False  # tell how much of the prompt is computed, while it is
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None  # the form that the answer must have

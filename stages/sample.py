@@ -17,6 +17,7 @@ from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
 from .device import SAMPLE, Choose, Device, fail
 from .messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
+from .progress import PromptWatch
 
 
 class Sample(Stage[StepLogits, StepTokens]):
@@ -33,6 +34,7 @@ class Sample(Stage[StepLogits, StepTokens]):
     def __init__(self, sampler: Choose, device: Device) -> None:
         self.sampler = sampler
         self.device = device
+        self._watch = PromptWatch()
         self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not answered
         self._last_answered = -1  # step
         self._void_generation = -1
@@ -48,6 +50,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._began_s = max(self._began_s, self._context.env.now())
         for item in batch:
             self.sampler.prepare(item.grant.started)
+            self._watch.take_note(item.grant)
             self._submit(item.grant, self.sampler.sample)
         for item in batch:
             await self._answer(item.grant, out)
@@ -82,8 +85,11 @@ class Sample(Stage[StepLogits, StepTokens]):
             return
         done = _done(tokens)
         out.send(done, port="feedback")  # first: the next step waits for it
+        progress = self._watch.done(grant)
+        if tokens.started or progress:
+            tokens = replace(tokens, began_s=self._began_s, progress=progress)
         self._trace_done(done)
-        if len(tokens.slots) or tokens.started or tokens.prompt_logprobs or tokens.pooled:
+        if len(tokens.slots) or tokens.started or tokens.prompt_logprobs or tokens.pooled or progress:
             out.send(tokens)
 
     def _trace_done(self, done: StepDone) -> None:

@@ -50,6 +50,10 @@ class Searches:
         task.add_done_callback(self._forget)
         return outbox
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether it is a search under way."""
+        return request_id in self._tasks
+
     def request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         """A request is over. Called by the exit (`exit.on_end`)."""
         task = self._tasks.get(outbox.request_id)

@@ -94,7 +94,7 @@ class Tokenize(Stage[Request, TokenRequest]):
 
     async def _carry(self, request: Request, out: Outlet[TokenRequest]) -> None:
         try:
-            prompts, params = await self._encode(request)
+            prompts, params = await self.encode(request)
             self.limits.check_prompts(params, sum(len(encoded.token_ids) for encoded in prompts))
             made = [self._token_request(request, params, p, encoded) for p, encoded in enumerate(prompts)]
         except Refused as error:
@@ -109,7 +109,7 @@ class Tokenize(Stage[Request, TokenRequest]):
             for token_request in made:
                 out.send(token_request)
 
-    async def _encode(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
+    async def encode(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
         """The prompts as tokens, and the request's params with all that takes a tokenizer done."""
         assert self._context is not None
         if self._context.env.fault("tokenizer.panic"):

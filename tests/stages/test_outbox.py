@@ -107,7 +107,7 @@ class Secret(Exception):
         ("error", StageCrashed("tokenize", "tokenizer_error", Secret("/etc/passwd")), Failed, 500, "tokenizer_error"),
         ("error", Secret("/etc/passwd"), Failed, 500, "internal_error"),
         ("error", NotServing(Health("dead", "execute", "stage execute failed")), Unavailable, 503, "dead"),
-        ("deadline", None, TimedOut, 408, "request_timeout"),
+        ("deadline", None, TimedOut, 504, "deadline_exceeded"),
     ],
 )
 @sim_test(seeds=1)

@@ -1,0 +1,116 @@
+"""`POST /generate`: token ids in, token ids out. And `.../render`: the body of such a request from a chat or a prompt,
+with nothing computed.
+
+    {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "temperature": 0}, "stream": false}
+ -> {"request_id": ..., "choices": [{"index": 0, "token_ids": [...], "logprobs": null, "finish_reason": "length", ...}]}
+
+`token_ids` may be a list of lists. `sampling_params` are the fields of completions; `stream`, `priority`, `cache_salt`,
+`model` and the like stand beside it. Names are vLLM's; SGLang's `input_ids` is taken too. Streams are server-sent
+events of the same choices, each with its new ids, and end with [DONE].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..stages.params import SamplingParams
+from .answers import Answer, Choice, completion_logprobs
+from .bodies import CompletionBody
+from .errors import ApiError
+
+if TYPE_CHECKING:
+    from ..stages.messages import Ints, Prompt, TokenLogprobs
+    from ..stages.outputs import Delta
+
+PLAIN = SamplingParams()
+NOT_RENDERED = frozenset({"bad_words_token_ids", "extra_args", "truncate_prompt_tokens", "truncation_side"})
+
+
+class GenerateBody(CompletionBody):
+    """`POST /generate`, once `flatten` has brought it into the shape of completions."""
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        try:
+            return super().prompts()
+        except ApiError as error:
+            raise ApiError(error.code, error.message.replace("prompt", "token_ids", 1), param="token_ids") from None
+
+    def client_name(self, param: str | None) -> str | None:
+        return "token_ids" if param == "prompt" else super().client_name(param)
+
+
+def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The body as completions has it. `ApiError` 400 names what is missing or of another kind."""
+    fields = {name: value for name, value in raw.items() if name not in ("prompt", "token_ids", "input_ids")}
+    token_ids = raw.get("token_ids", raw.get("input_ids"))
+    if token_ids is None:
+        raise ApiError("missing_required_parameter", "token_ids: a list of token ids is required", param="token_ids")
+    first = token_ids[0] if isinstance(token_ids, list) and token_ids else None
+    if not isinstance(token_ids, list) or isinstance(first, str):
+        raise ApiError("invalid_type", "token_ids must be a list of token ids, or of such lists", param="token_ids")
+    sampling = fields.pop("sampling_params", None) or {}
+    if not isinstance(sampling, dict):
+        raise ApiError("invalid_type", "sampling_params must be an object", param="sampling_params")
+    return {**sampling, **fields, "prompt": token_ids}
+
+
+def rendered(
+    answer_id: str, model: str, token_ids: Ints, prompt: str, params: SamplingParams, body: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One prompt as a body for `/generate`, with its text beside it, special tokens spelled out."""
+    said: dict[str, Any] = {
+        name: value
+        for name in PLAIN.__dataclass_fields__
+        if name not in NOT_RENDERED and (value := getattr(params, name)) != getattr(PLAIN, name)
+    }
+    if "logit_bias" in said:
+        said["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    return {
+        "request_id": answer_id,
+        "model": model,
+        "token_ids": token_ids.tolist(),
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": params.max_tokens} | said,
+        **{name: body[name] for name in ("stream", "priority", "cache_salt") if body.get(name)},
+    }
+
+
+class TokensAnswer(Answer):
+    """Ids in the place of text."""
+
+    PREFIX = "gen-"
+    WHOLE = CHUNK = "token_ids"
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        return {"request_id": self.id} | super().whole(choices, usage)
+
+    def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
+        if not (delta.token_ids or delta.finish_reason or running_usage is not None):
+            return []
+        return [self._encoded(self._chunk_choice(choice, delta), running_usage)]
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        part = self._prompt(choice)
+        whole = self._choice(choice, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason)
+        return whole if part is None else whole | {"prompt_logprobs": part.prompt_logprobs}
+
+    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return self._choice(choice, delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
+
+    def _choice(
+        self,
+        choice: Choice,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+    ) -> dict[str, Any]:
+        has_logprobs = self.has_logprobs and len(logprobs) > 0
+        return {
+            "index": choice.index,
+            "token_ids": token_ids,
+            "logprobs": completion_logprobs(choice, logprobs, as_ids=True) if has_logprobs else None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }

@@ -41,6 +41,8 @@ _OFF_WHEN_EMPTY = (
 REASONS = {
     "suffix": "this server does not fill in the middle; leave it out, or write the model's markers into the prompt",
     "echo": "only on /v1/completions; leave it out",
+    "functions": "not supported by this server; send tools",
+    "function_call": "not supported by this server; send tools and tool_choice",
 }
 
 UNSUPPORTED: dict[str, Harmless] = {
@@ -51,8 +53,6 @@ UNSUPPORTED: dict[str, Harmless] = {
     "parallel_tool_calls": lambda value: isinstance(value, bool) or value is None,
     **dict.fromkeys(_OFF_WHEN_EMPTY, _asks_nothing),
 }
-
-INSTEAD = {"functions": "send tools", "function_call": "send tools and tool_choice"}
 
 
 def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str]) -> list[str]:

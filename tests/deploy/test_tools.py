@@ -161,6 +161,8 @@ def test_effort_reaches_the_template_and_none_switches_thoughts_off():
     assert prompt(reasoning_effort="none", chat_template_kwargs=mine).template_kwargs == off | mine
     forced = prompt(tools=[tool()], tool_choice="required").template_kwargs
     assert forced == {"enable_thinking": False, "thinking": False}, "a call in a given form has no room for thoughts"
+    assert prompt(response_format={"type": "json_object"}).template_kwargs == forced
+    assert prompt(response_format={"type": "text"}).template_kwargs == {}
 
 
 # -- what the answer is made to be

@@ -199,11 +199,15 @@ def _usage(outbox: RequestOutbox, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _in_terms_of(body: ChatBody | CompletionBody, error: Exception, request_id: str) -> Exception:
-    """The error in the client's words: intake calls a chat's messages the prompt, and max_tokens by its older name."""
+    """The error in the client's words: intake calls a chat's messages the prompt, max_tokens by its older name, and the
+    form of an answer structured_outputs, whatever field had asked for it."""
     known = describe(error)
     if known is None:
         return error
-    known.param = body.client_name(known.param)
+    param = body.client_name(known.param)
+    if known.param == "structured_outputs":
+        known.message = f"{param}{known.message.removeprefix(known.param)}"
+    known.param = param
     return known
 
 

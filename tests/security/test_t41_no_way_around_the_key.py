@@ -16,6 +16,7 @@ ROUTES = [
     ("GET", "/v1/models/scripted"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("GET", "/v1/stream"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/version"),

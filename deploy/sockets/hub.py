@@ -47,6 +47,7 @@ class Hub:
         self._responses = responses
         self._sessions: set[Session | ResponsesSession] = set()
         self._by_token: dict[str, Stream] = {}
+        self._orphans: set[Stream] = set()  # without a socket
         self._by_answer: dict[str, Stream] = {}  # those under way in the engine
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -93,7 +94,7 @@ class Hub:
     def drain(self) -> None:
         """The server takes nothing new: sockets with nothing under way are told, and nobody is waited for who is not
         there."""
-        for stream in [stream for stream in self._by_token.values() if stream.delivery.session is None]:
+        for stream in list(self._orphans):
             stream.stop("server_shutdown")
         for session in list(self._sessions):
             session.end_if_drained()
@@ -144,14 +145,20 @@ class Hub:
 
     def forget(self, stream: Stream) -> None:
         """Not any more."""
+        self._orphans.discard(stream)
         if stream.token is not None:
             self._by_token.pop(stream.token, None)
 
-    @property
-    def may_keep(self) -> bool:
-        """Whether one more stream may outlive its socket."""
-        is_orphan = (stream.delivery.session is None for stream in self._by_token.values())
-        return not self.service.is_draining and sum(is_orphan) <= MAX_ORPHANS
+    def adopt(self, stream: Stream) -> bool:
+        """The stream has lost its socket. False if it can not be waited for that its client comes back."""
+        if self.service.is_draining or len(self._orphans) >= MAX_ORPHANS:
+            return False
+        self._orphans.add(stream)
+        return True
+
+    def take_back(self, stream: Stream) -> None:
+        """The stream has a socket again."""
+        self._orphans.discard(stream)
 
     def find(self, token: str, id: str, owner: str) -> Stream:
         """The stream of that token, if it is the owner's and has that id. `ApiError` 404 tells none of it apart."""

@@ -88,6 +88,7 @@ class Stream:
         self._stop_expiry()
         if credit is not None:
             self._credit = max(0, credit - self.delivery.num_after(last))
+        self._hub.take_back(self)
         session.add(self)
         await self.delivery.resume(session, last)
         if self._is_done:
@@ -98,7 +99,7 @@ class Stream:
     def leave(self, cause: str, for_good: bool) -> None:
         """Its session is over. It ends too, unless it may be resumed."""
         self.delivery.leave()
-        if for_good or self.token is None or not self._hub.may_keep:
+        if for_good or self.token is None or not self._hub.adopt(self):
             self.stop(cause)
         elif self._expiry is None:
             self._expire_later()

@@ -21,6 +21,7 @@ ROUTES = [
     ("DELETE", "/v1/responses/x"),
     ("POST", "/v1/responses/x/cancel"),
     ("GET", "/v1/responses/x/input_items"),
+    ("GET", "/v1/stream"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/version"),

@@ -1,0 +1,18 @@
+"""A short and small run of the load that `tests/bench/websocket_load.py` measures in full."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.bench.websocket_load import measure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", [False, True] if os.environ.get("MILLRACE_FULL") else [True])
+def test_of_many_streams_none_loses_repeats_or_reorders_anything(cuts: bool):
+    found = measure(num_streams=60, num_sockets=2, seconds=6.0 if cuts else 2.0, cuts=cuts)
+    assert not found["complaints"]
+    assert found["cuts"] >= 2 * cuts
+    assert found["chunks"] > 60 * found["tokens_per_stream"] / 4

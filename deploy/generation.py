@@ -236,7 +236,8 @@ class Generation:
             await self._tell_prompts(order, answer, outbox, _begun(order, deltas))
             await stream.send(answer.opening(order.num_choices) + _events(answer, outbox, choices, deltas))
             async for deltas in pieces:
-                await self._tell_prompts(order, answer, outbox, _begun(order, deltas))
+                if order.asked.anything:
+                    await self._tell_prompts(order, answer, outbox, _begun(order, deltas))
                 if events := _events(answer, outbox, choices, deltas):
                     await stream.send(events)
             spent = _usage(outbox, choices) if answer.has_usage else None

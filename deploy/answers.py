@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..stages.messages import TokenLogprobs
     from ..stages.outputs import Delta, Progress
 
+MARK = "\x00text\x00"  # stands for a text in a chunk
+_MARK = orjson.dumps(MARK)
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
@@ -108,6 +110,7 @@ class Answer:
         self.has_tokens_as_ids = has_tokens_as_ids  # tokens in logprobs are spelled as their ids
         self.prompts: dict[int, PromptPart] = {}  # told of each prompt, if anything is; known with its first token
         self.choices_per_prompt = 1
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # choice -> what stands around the text of its plain pieces
         self.has_usage = has_usage
         self.has_running_usage = has_running_usage
         self._common = {"id": answer_id, "created": created, "model": model}
@@ -138,6 +141,8 @@ class Answer:
 
     def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
         """The chunks of one piece of one choice; none if there is nothing to tell yet (half a character)."""
+        if not (delta.finish_reason or delta.logprobs or self.has_token_ids or running_usage is not None):
+            return [self._plain(choice, delta)] if delta.text else []
         has_news = delta.text or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
         if not has_news and running_usage is None:
             return []
@@ -145,6 +150,15 @@ class Answer:
         if self.has_token_ids:
             piece["token_ids"] = delta.token_ids
         return [self._encoded(piece, running_usage)]
+
+    def _plain(self, choice: Choice, delta: Delta) -> bytes:
+        """The chunk of a piece that is text and nothing else, as nearly all are: what stands around it is written once
+        a choice."""
+        around = self._around.get(choice.index)
+        if around is None:
+            before, _, after = self._encoded(self._chunk_choice(choice, replace(delta, text=MARK))).partition(_MARK)
+            around = self._around[choice.index] = (before, after)
+        return around[0] + orjson.dumps(delta.text) + around[1]
 
     def closing(self, usage: dict[str, Any] | None, metrics: Mapping[str, Any] | None) -> bytes | None:
         """The extra chunk at the end of a stream that was asked for usage, or for metrics."""

@@ -75,7 +75,7 @@ class Generation:
         answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
         try:
-            outbox = await self._submit(answer_id, order)
+            outbox = await self._submit(answer_id, order, request[OWNER])
             answer = self._answer(shape, answer_id, order)
             if order.body.stream:
                 return await self._stream(request, order, answer, outbox)
@@ -103,13 +103,13 @@ class Generation:
             log.debug("request.fields_ignored", fields=_listed(order.ignored))
         return order
 
-    async def _submit(self, answer_id: str, order: Order) -> RequestOutbox:
+    async def _submit(self, answer_id: str, order: Order, owner: str) -> RequestOutbox:
         asked = Request(
             answer_id,
             order.prompts,
             order.params,
             priority=order.body.priority,
-            cache_salt=order.body.cache_salt or "",
+            cache_salt=self.service.cache_salt(order.body.cache_salt, owner),
             arrival_s=asyncio.get_running_loop().time(),
         )
         if order.beams is not None:

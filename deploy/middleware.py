@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 from ..runtime.log import bound, get_logger
 from .connections import error_response
 from .errors import ApiError, describe, shorten, unforeseen
+from .gate import Gate
 from .keys import Keys
 from .metrics import Metrics
 from .service import Service
@@ -83,7 +84,7 @@ def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys]) -> Midd
     return check
 
 
-def add_headers(service: Service) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+def add_headers(service: Service, gate: Gate) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """A signal handler that puts on every response what belongs on every response."""
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
@@ -91,6 +92,7 @@ def add_headers(service: Service) -> Callable[[web.Request, web.StreamResponse],
             response.headers["X-Request-Id"] = request[REQUEST_ID]
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Server"] = "millrace"
+        response.headers.update(gate.cors_headers(request))
         if service.is_draining:
             response.force_close()
 

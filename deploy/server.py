@@ -16,11 +16,12 @@ from ..stages.errors import ConfigError
 from .admin import Admin
 from .config import ServerConfig
 from .connections import LINGER_S, MAX_HEADER_LINE, MAX_HEADERS, Listener
+from .docs import Docs
 from .gate import Gate, guard
 from .keys import Keys
 from .metrics import Metrics
-from .middleware import add_headers, check_keys, identify
-from .routes import Routes
+from .middleware import NO_KEYS, add_headers, check_keys, identify
+from .routes import Routes, package_version
 from .service import Service
 from .tls import tls_context
 
@@ -99,14 +100,16 @@ class Server:
     def _make_app(self) -> web.Application:
         routes = Routes(self.service, self.metrics, self._threads)
         admin = Admin(self.service)
-        others = dict.fromkeys(routes.public, Keys(())) | dict.fromkeys(
+        docs = Docs(self.service, self._threads, package_version())
+        open_paths = frozenset(route.path for route in routes.table() if route.handler in routes.public)
+        others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(
             admin.handlers, Keys(self.config.admin_key, "admin key")
         )
         gate = Gate.of(self.config)
-        middlewares = [identify(self.metrics), guard(gate), check_keys(Keys(self.config.api_key), others)]
+        middlewares = [identify(self.metrics), guard(gate), check_keys(Keys(self.config.api_key), others, open_paths)]
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service, gate))
-        app.add_routes(routes.table() + admin.table())
+        app.add_routes(routes.table() + admin.table() + docs.table())
         return app
 
     def _make_site(self, runner: web.AppRunner) -> web.BaseSite:

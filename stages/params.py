@@ -20,6 +20,25 @@ MAX_STOP_CHARS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 
+# field -> least and most. The bodies of requests are documented with the same.
+COUNTS: Mapping[str, tuple[int, int]] = {
+    "n": (1, MAX_N),
+    "max_tokens": (0, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "top_k": (-1, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+}
+NUMBERS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),  # but not 0
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 10.0),
+}
+MAX_BIAS = 100.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -51,10 +70,10 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _whole("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, (least, most) in COUNTS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                _whole(name, value, least, self.most_logprobs if name == "logprobs" else most)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         self._check_numbers()
@@ -62,19 +81,10 @@ class SamplingParams:
         self._check_bias()
 
     def _check_numbers(self) -> None:
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
+        for name, (least, most) in NUMBERS.items():
+            _number(name, getattr(self, name), least, most)
         if self.top_p == 0.0:
             _refuse("top_p", self.top_p, "above 0 and at most 1")
-        _whole("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, self.most_logprobs)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS:
@@ -92,12 +102,15 @@ class SamplingParams:
             _refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias", token_id, 0, 2**31 - 1)
-            _number("logit_bias", bias, -100.0, 100.0)
+            _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0.0
+
+
+_MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs"})
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> None:

@@ -99,6 +99,8 @@ def _json_or_events(shape: type[BaseModel], event: type[BaseModel]) -> dict[int,
 
 READY: dict[int, tuple[Content, ...]] = {200: (Content(shapes.Ready),), 503: (Content(shapes.NotReady),)}
 
+ABORT = {"abort": {"operationId": "abortRequest", "parameters": {"id": "$response.header.X-Request-Id"}}}
+
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
         method="POST",
@@ -109,7 +111,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=ChatBody,
         answers=_json_or_events(shapes.ChatCompletion, shapes.ChatCompletionChunk),
         errors=(*WITH_ENGINE, *WITH_MODEL, *GENERATING),
-        links={"abort": {"operationId": "abortRequest", "parameters": {"id": "$response.body#/id"}}},
+        links=ABORT,
     ),
     Operation(
         method="POST",
@@ -120,7 +122,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=CompletionBody,
         answers=_json_or_events(shapes.Completion, shapes.CompletionChunk),
         errors=(*WITH_ENGINE, *WITH_MODEL, *GENERATING),
-        links={"abort": {"operationId": "abortRequest", "parameters": {"id": "$response.body#/id"}}},
+        links=ABORT,
     ),
     Operation(
         method="DELETE",
@@ -171,7 +173,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="The text of token ids",
         body=DetokenizeBody,
         answers=_json(shapes.Text),
-        errors=(*WITH_ENGINE, *WITH_MODEL, "detokenizer_error"),
+        errors=(*WITH_ENGINE, *WITH_MODEL, "tokenizer_error"),
     ),
     Operation(
         method="GET",

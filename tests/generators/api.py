@@ -18,7 +18,7 @@ from typing import Any
 from tests.deploy.running import ROOT, RunningServer
 from tests.security.oracle import ADMIN_KEY, KEY
 
-CONTEXT = 128  # short: bodies at the bound of max_tokens are many
+CONTEXT = 64  # short: bodies at the bound of max_tokens are many, and so are searches 64 wide
 OPTIONS = {
     "server": {"api_key": [KEY], "admin_key": [ADMIN_KEY], "log_format": "json"},
     "engine": {"max_model_len": CONTEXT, "max_num_seqs": 64},
@@ -45,7 +45,7 @@ def run(cases: int, *more: str, **pipes: Any) -> subprocess.CompletedProcess[str
         document = Path(folder) / "openapi.json"  # which needs a key itself
         document.write_bytes(server.get("/openapi.json", {"Authorization": f"Bearer {KEY}"}).body)
         command += [str(document), "--url", server.url, "--checks", "all", "--max-examples", str(cases)]
-        command += ["--phases", "examples,coverage,fuzzing,stateful", "--no-color"]
+        command += ["--phases", "examples,coverage,fuzzing,stateful", "--no-color", "--request-timeout", "60"]
         environment = os.environ | {"MILLRACE_TEST_CONTEXT": str(CONTEXT), "PYTHONPATH": str(ROOT)}
         return subprocess.run([*command, *more], cwd=folder, env=environment, text=True, check=False, **pipes)
 

@@ -55,6 +55,7 @@ class ServerConfig:
     # what it says
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_error_messages: bool = False  # with what exceptions say, which may quote prompts
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

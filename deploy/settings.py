@@ -107,6 +107,7 @@ SERVER_HELP: dict[str, dict[str, str]] = {
     "logging": {
         "log_format": "of the lines on stderr",
         "log_level": "least severity that is logged",
+        "log_error_messages": "log what exceptions say, not only where they come from; it may quote prompts",
     },
 }
 

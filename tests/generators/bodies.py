@@ -2,9 +2,9 @@
 
     python -m tests.generators.bodies --cases 100000
 
-Each is answered with 200, or refused with 400 or 404, and the field that is named is to blame: with its value put right
-(and the rest as it was) the same refusal does not come again. What is wrong with a body as a whole (no JSON, a number
-of 21 digits, too long) names no field.
+Each is answered with 200, or refused with 400 or 404, and the field that is named is to blame: left out (or put right
+where it is needed), with the rest as it was, the same refusal does not come again. What is wrong with a body as a whole
+(no JSON, a number of 21 digits, too long) names no field.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     }
     | COMMON,
 }
+NEEDED = {"prompt", "messages"}  # all others can be left out
 LENGTHS = ("max_tokens", "max_completion_tokens")  # prompt and answer share the context: either can be too long for it
 
 wrong_values = st.one_of(
@@ -120,7 +121,8 @@ def check(asker: Asker, path: str, body: dict[str, Any]) -> None:
         return
     assert param in body or param in LENGTHS, f"{param} is no field of this body: {answer.error}"
     names = [param, *LENGTHS] if answer.error["code"] == "context_length_exceeded" else [param]
-    righted = {**body, **{name: RIGHT[path].get(name) for name in names}}
+    righted = {name: value for name, value in body.items() if name not in names or name in NEEDED}
+    righted |= {name: RIGHT[path][name] for name in NEEDED & {*names} & {*body}}
     again = asker.ask(path, righted)
     if again.status != 200:
         assert again.error != answer.error, f"{param} was put right and is blamed still: {answer.error}"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 
-from tests.deploy.running import head_bytes, read_answer, send
+import pytest
+
+from tests.deploy.running import RunningServer, head_bytes, read_answer, send
+from tests.security.conftest import CanaryStreams
 from tests.security.oracle import TEXT, check_error
 from tests.security.wire import listen
 
@@ -69,3 +74,36 @@ def test_connections_over_the_limit_are_turned_away(slow_server):
             connection.close()
     time.sleep(0.2)
     assert slow_server.get("/health").status == 200
+
+
+@pytest.mark.skipif(not os.environ.get("MILLRACE_FULL"), reason="takes 40 s: MILLRACE_FULL=1")
+@pytest.mark.parametrize(
+    ("first", "limit_s"),
+    [
+        (b"G", 10.0),
+        (head_bytes("POST", TEXT, {"Content-Type": "application/json", "Content-Length": "1000"}), 30.0),
+    ],
+    ids=["headers", "body"],
+)
+def test_five_hundred_that_send_a_byte_a_second_are_given_up_and_nobody_notices(first, limit_s):
+    """With the limits as they are by default; streams run beside them."""
+    with RunningServer(step_s=0.001) as server, CanaryStreams(server, num=8) as canaries:
+        connections = [server.connect() for _ in range(500)]
+        try:
+            for connection in connections:
+                send(connection, first)
+            began, ends = time.monotonic(), []
+            while len(ends) < len(connections) and time.monotonic() - began < limit_s + 10:
+                for connection in connections:
+                    send(connection, b"X")
+                time.sleep(1.0)
+                waiting = [connection for connection in connections if connection not in ends]
+                readable, _, _ = select.select(waiting, [], [], 0)
+                if readable:
+                    assert time.monotonic() - began > limit_s - 1
+                ends += readable
+            assert len(ends) == len(connections) and time.monotonic() - began < limit_s + 5
+        finally:
+            for connection in connections:
+                connection.close()
+    assert not canaries.complaints and canaries.num_finished > 8

@@ -311,11 +311,11 @@ class _ForeignHandler(logging.Handler):
             event: EventDict = {"event": record.getMessage(), "logger": record.name, "level": record.levelname.lower()}
         except Exception as error:  # a format that does not fit its arguments
             event = {"event": str(record.msg), "logger": record.name, "level": "error", "format_error": repr(error)}
-        error = record.exc_info[1] if record.exc_info else None
-        if error is not None:
-            event["exception"] = _traceback(error)
+        told = record.exc_info[1] if record.exc_info else None
+        if told is not None:
+            event["exception"] = _traceback(told)
             if not _Active.with_error_messages:  # asyncio, for one, has the exception in its own words too
-                event["event"] = str(event["event"]).replace(repr(error), type(error).__name__)
+                event["event"] = str(event["event"]).replace(repr(told), type(told).__name__)
         from structlog.contextvars import merge_contextvars
 
         _Active.target.take(_stamp(None, "", merge_contextvars(None, "", event)))

@@ -88,12 +88,12 @@ def test_connections_over_the_limit_are_turned_away(slow_server):
 def test_five_hundred_that_send_a_byte_a_second_are_given_up_and_nobody_notices(first, limit_s):
     """With the limits as they are by default; streams run beside them."""
     with RunningServer(step_s=0.001) as server, CanaryStreams(server, num=8) as canaries:
+        began, ends = time.monotonic(), []  # before the first of them: connecting takes a while, too
         connections = [server.connect() for _ in range(500)]
         try:
             for connection in connections:
                 send(connection, first)
-            began, ends = time.monotonic(), []
-            while len(ends) < len(connections) and time.monotonic() - began < limit_s + 10:
+            while len(ends) < len(connections) and time.monotonic() - began < limit_s + 20:
                 for connection in connections:
                     send(connection, b"X")
                 time.sleep(1.0)
@@ -102,7 +102,7 @@ def test_five_hundred_that_send_a_byte_a_second_are_given_up_and_nobody_notices(
                 if readable:
                     assert time.monotonic() - began > limit_s - 1
                 ends += readable
-            assert len(ends) == len(connections) and time.monotonic() - began < limit_s + 5
+            assert len(ends) == len(connections) and time.monotonic() - began < limit_s + 15
         finally:
             for connection in connections:
                 connection.close()

@@ -30,8 +30,8 @@ def test_a_reader_that_stalls_is_cut_off_and_holds_nobody_back(slow_server):
 
 
 @pytest.mark.skipif(not os.environ.get("MILLRACE_FULL"), reason="takes a minute: MILLRACE_FULL=1")
-def test_a_hundred_stalled_readers_change_no_step_of_the_others():
-    """Before, while they stall, and after they were cut off: the same gap between the tokens of one that reads."""
+def test_a_hundred_stalled_readers_leave_nothing_behind():
+    """Each is cut off, what they held is free, and a token takes those who read as long as before."""
     options = {"max_num_seqs": 256, "num_gpu_blocks": 8192, "max_num_batched_tokens": 512}
     server_options = {"stalled_reader_s": 5.0}
     with RunningServer(step_s=0.01, script={"eos_probability": 0.0}, engine=options, server=server_options) as server:
@@ -49,10 +49,10 @@ def test_a_hundred_stalled_readers_change_no_step_of_the_others():
                 connection = socket.socket()
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 connection.connect(server.address)
-                body = {"prompt": f"a{i}", "n": 2, "max_tokens": 500, "logprobs": 20, "stream": True}
+                body = {"prompt": f"a{i}", "max_tokens": 450, "logprobs": 20, "stream": True}
                 send(connection, post_bytes(TEXT, body))
                 stalled.append(connection)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while server.stats()["live"] > 0:
                 assert time.monotonic() < deadline, "stalled readers are still there"
                 time.sleep(0.1)

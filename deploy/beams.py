@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..stages.beams import BeamParams
-from ..stages.params import MAX_N
+from ..stages.beams import MAX_WIDTH, NO_SAMPLING, BeamParams
+from .documented import has, off_with
 from .errors import ApiError
 
 if TYPE_CHECKING:
     from .bodies import GenerationBody
 
 
+# what goes together, as a schema says it; how best_of and n do, a schema can not say
+WITH_SEARCH = off_with("use_beam_search", {"const": True}, {"stream": False, **NO_SAMPLING})
+WITH_SEARCH["then"]["properties"] |= dict.fromkeys(("n", "best_of"), {"maximum": MAX_WIDTH})
+WITHOUT_SEARCH = {"if": has("use_beam_search", {"const": True})} | {
+    "else": off_with("use_beam_search", {}, {"length_penalty": 1.0, "early_stopping": False})["then"]
+}
+
+
 def check_beams(body: GenerationBody) -> None:
     """Raises `ApiError` for fields of a search without one, for a stream of one, and for a `best_of` that is none."""
     n = 1 if body.n is None else body.n
-    if body.best_of is not None and not 1 <= body.best_of <= MAX_N:
-        raise ApiError("invalid_value", f"best_of: must be a whole number from 1 to {MAX_N}", param="best_of")
     if body.use_beam_search:
         _check_search(body, n)
         return

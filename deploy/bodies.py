@@ -9,10 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
-from ..stages.beams import BeamParams, refuse_sampling
+from ..stages.beams import EARLY_STOPPINGS, MAX_LENGTH_PENALTY, BeamParams, refuse_sampling
 from ..stages.errors import Refused
 from ..stages.messages import ChatPrompt, Prompt
 from ..stages.params import (
@@ -20,12 +31,15 @@ from ..stages.params import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_N,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     SamplingParams,
 )
 from ..stages.structured import StructuredOutputs
-from .beams import beam_params, check_beams
+from . import documented
+from .beams import WITH_SEARCH, WITHOUT_SEARCH, beam_params, check_beams
+from .documented import has, nullable, only_with
 from .errors import ApiError, shorten
 from .prompts import read_prompts
 from .structured import field_of, structured_outputs
@@ -37,6 +51,7 @@ MAX_TIMEOUT_S = 86_400.0
 
 # What a client may hand to the chat template. Never what a template trusts: its own text, tools, or how to tokenize.
 TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
+MAX_KWARG_CHARS = 1024
 
 
 Budget = Annotated[int, Field(ge=0, lt=2**31)]
@@ -48,7 +63,7 @@ def _one_or_many(value: Any) -> Any:
 
 def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
     for key in bias:
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and key == str(int(key))):
             shown = repr(shorten(key, 64))
             raise PydanticCustomError("invalid_value", "the keys must be token ids, and {key} is none", {"key": shown})
     return {int(key): value for key, value in bias.items()}
@@ -73,6 +88,12 @@ def _content(value: Any, info: ValidationInfo) -> Any:
     return [{"type": "text", "text": part["text"]} for part in value]
 
 
+def _early_stopping(value: Any) -> Any:
+    if value is not None and not isinstance(value, bool) and value != "never":  # 0 == False
+        raise PydanticCustomError("invalid_type", 'must be true, false or "never"')
+    return value
+
+
 def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
     for name, item in value.items():
         if name not in TEMPLATE_KWARGS:
@@ -80,9 +101,17 @@ def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
             raise PydanticCustomError(
                 "invalid_value", "{name} is none of {known}", {"name": repr(shorten(name, 64)), "known": known}
             )
-        if not isinstance(item, (str, int, float, bool, type(None))) or len(str(item)) > 1024:
+        if not isinstance(item, (str, int, float, bool, type(None))) or len(str(item)) > MAX_KWARG_CHARS:
             raise PydanticCustomError("invalid_value", "{name} must be a text, number or boolean", {"name": name})
     return value
+
+
+ModelName = Annotated[str | None, WithJsonSchema(documented.MODEL)]
+TemplateKwargs = Annotated[
+    dict[str, Any] | None,
+    AfterValidator(lambda value: None if value is None else _template_kwargs(value)),
+    WithJsonSchema(nullable(documented.scalars(TEMPLATE_KWARGS, MAX_KWARG_CHARS))),
+]
 
 
 class StreamOptions(BaseModel):
@@ -101,7 +130,9 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None  # of an assistant
-    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(_content)]  # may be left out beside calls
+    content: Annotated[  # may be left out beside calls
+        str | list[dict[str, str]] | None, BeforeValidator(_content), WithJsonSchema(documented.CONTENT)
+    ]
     tool_call_id: str | None = Field(None, max_length=256)  # whose result this is
     reasoning: str | None = None  # of an assistant: what it thought before
     reasoning_content: str | None = None  # the same, by its other name
@@ -127,18 +158,35 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     refuses_unsupported: ClassVar[bool] = False  # fields that change answers elsewhere: 400, and not ignored
 
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # what `check` asks of fields together, as a schema says it
+
     def check(self) -> None:
         """What no single field can say. `ApiError` names the field to change."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        documented.add_ranges(schema)
+        if cls.RELATIONS:
+            schema["allOf"] = list(cls.RELATIONS)
+        return reference
 
 
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
     refuses_unsupported: ClassVar[bool] = True
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        only_with("stream_options", {"type": "object"}, {"stream": True}),
+        WITH_SEARCH,
+        WITHOUT_SEARCH,
+    )
+
     # fields that take the checkpoint's own default when the client brings none
     MODEL_DEFAULTS: ClassVar = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-    model: str | None = None
+    model: ModelName = None
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -150,12 +198,21 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    best_of: int | None = None  # answers, or with use_beam_search beams, of which the n best are returned
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None  # answers, or beams, of which the n best are returned
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: Any = None  # true, false or "never"
-    stop: Annotated[list[str] | None, Field(max_length=MAX_STOPS), BeforeValidator(_one_or_many)] = None
-    stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+    early_stopping: Annotated[
+        Any, BeforeValidator(_early_stopping), WithJsonSchema({"enum": [*EARLY_STOPPINGS, None]})
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        Field(max_length=MAX_STOPS),
+        BeforeValidator(_one_or_many),
+        WithJsonSchema(documented.STOP),
+    ] = None
+    stop_token_ids: Annotated[
+        list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS), WithJsonSchema(documented.STOP_TOKEN_IDS)
+    ] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: Annotated[list[int] | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
@@ -168,7 +225,10 @@ class GenerationBody(Body):
     return_progress: bool | None = None
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     return_tokens_as_token_ids: bool | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_bias_by_id)] | None = None
+    logit_bias: Annotated[
+        Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_bias_by_id)] | None,
+        WithJsonSchema(documented.LOGIT_BIAS),
+    ] = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     stream: bool | None = None
@@ -263,16 +323,25 @@ class GenerationBody(Body):
         )
 
 
+NOT_OVER = only_with("continue_final_message", {"const": True}, {"add_generation_prompt": False})
+
+
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        *GenerationBody.RELATIONS,
+        only_with("top_logprobs", {"type": "integer"}, {"logprobs": True}),
+        NOT_OVER,
+    )
+
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] | None = None
+    chat_template_kwargs: TemplateKwargs = None
     documents: Annotated[list[dict[str, str]], Field(max_length=256)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -338,9 +407,7 @@ class ChatBody(GenerationBody):
             raise ApiError("empty_prompt", "messages is empty: send at least one", param="messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("invalid_value", "top_logprobs: only with logprobs = true", param="top_logprobs")
-        if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message: needs add_generation_prompt = false, as the last turn is not over"
-            raise ApiError("invalid_value", message, param="continue_final_message")
+        _check_last_turn(self)
         check_tools(self.tools, self.tool_choice)
 
     def prompts(self) -> tuple[Prompt, ...]:
@@ -359,7 +426,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(documented.PROMPT)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -407,13 +474,18 @@ class CompletionBody(GenerationBody):
 class TokenizeBody(Body):
     """`POST /tokenize`: a prompt or a chat."""
 
-    model: str | None = None
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        {"oneOf": [has("prompt", {"type": "string"}), has("messages", {"type": "array"})]},
+        NOT_OVER,
+    )
+
+    model: ModelName = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
     tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] | None = None
+    chat_template_kwargs: TemplateKwargs = None
     add_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     truncation_side: Literal["left", "right"] = "left"
@@ -423,16 +495,23 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ApiError("invalid_value", "send either prompt or messages", param="prompt")
         check_tools(self.tools, None)
+        _check_last_turn(self)
 
 
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
-    model: str | None = None
-    tokens: list[int]
+    model: ModelName = None
+    tokens: Annotated[list[int], WithJsonSchema(documented.TOKEN_IDS)]
 
 
 _SAMPLING_FIELDS = [name for name in GenerationBody.model_fields if name in SamplingParams.__dataclass_fields__]
+
+
+def _check_last_turn(body: ChatBody | TokenizeBody) -> None:
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message: needs add_generation_prompt = false, as the last turn is not over"
+        raise ApiError("invalid_value", message, param="continue_final_message")
 
 
 def renamed(message: str, theirs: str | None, own: str | None) -> str:

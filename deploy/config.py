@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ..stages.errors import ConfigError
 
-_PATIENCE = (
-    "header_timeout_s",
-    "body_timeout_s",
-    "keep_alive_s",
-    "stalled_reader_s",
-    "ws_ping_interval_s",
-    "ws_resume_window_s",
-)
+_HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +24,9 @@ class ServerConfig:
     root_path: str = ""  # a prefix under which all routes answer too, such as "/llm" behind a proxy
     uds: str | None = None  # path of a Unix socket to listen on instead of host and port
     max_connections: int = 2048
+    ssl_certfile: str | None = None  # PEM, the certificate with its chain; with it the server speaks HTTPS only
+    ssl_keyfile: str | None = None  # PEM, its private key; None: it is in ssl_certfile
+    ssl_keyfile_password: str | None = None  # of that key; from the environment or a file, never a flag
 
     # what it answers
     served_model_name: tuple[str, ...] = ()  # names that clients may send; answers carry the first. None: the model's
@@ -38,11 +37,18 @@ class ServerConfig:
     tool_call_parser: str = "auto"  # by the chat template; none, a name, or package.module:Class, a ToolParser
     enable_auto_tool_choice: bool = True  # the model may choose to call tools
     reasoning_parser: str = "auto"  # by the chat template; none, a name, or package.module:Class, a ReasoningParser
+    disable_docs: bool = False  # no /openapi.json and no /docs
 
     # who may come in
     api_key: tuple[str, ...] = ()  # any of these opens every route but /admin; none: no key is asked for
     admin_key: tuple[str, ...] = ()  # any of these opens /admin, and nothing else; none: there is no /admin
+    api_key_file: str | None = None  # more of them, one a line
+    admin_key_file: str | None = None
     allow_no_key: bool = False  # listen beyond loopback without a key
+    cache_salt_per_key: bool = False  # holders of different keys share no cached prefix, salted or not
+    allowed_host: tuple[str, ...] = ()  # names by which clients may call the server; "*": any
+    allowed_origin: tuple[str, ...] = ()  # pages that may send requests, as scheme://host[:port]; "*": any
+    cors_allow_origin: tuple[str, ...] = ()  # pages that may send requests and read the answers; "*": any
 
     # how long it has patience
     max_body_bytes: int = 4 * 1024 * 1024
@@ -62,6 +68,7 @@ class ServerConfig:
     # what it says
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_error_messages: bool = False  # with what exceptions say, which may quote prompts
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -89,17 +96,31 @@ class ServerConfig:
                 f"response_store_bytes = {self.response_store_bytes}: must be at least 0, which keeps none"
             )
         for name in ("api_key", "admin_key"):
+            if file := getattr(self, f"{name}_file"):  # whoever makes this configuration gets the keys, flags or not
+                object.__setattr__(self, name, (*getattr(self, name), *read_keys(Path(file))))
             if any(not key or not key.isascii() for key in getattr(self, name)):
                 raise ConfigError(f"{name}: a key must be ASCII text, and not empty")
         if set(self.api_key) & set(self.admin_key):
             raise ConfigError(
                 "admin_key: one of them is an api_key as well, which would let all clients in; choose another"
             )
+        self._check_names()
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
+            raise ConfigError("ssl_keyfile: without --ssl-certfile there is nothing for it to open; set both")
         if not (self.is_private or self.api_key or self.allow_no_key):
             raise ConfigError(
                 f"host = {self.host} is reachable from other machines: set --api-key, or --allow-no-key if something "
                 "in front asks for one"
             )
+
+    def _check_names(self) -> None:
+        for host in self.allowed_host:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f"allowed_host = {host}: must be a name or address without a port, or *")
+        for name in ("allowed_origin", "cors_allow_origin"):
+            for origin in getattr(self, name):
+                if not _ORIGIN.fullmatch(origin):
+                    raise ConfigError(f"{name} = {origin}: must be like https://chat.example.com, with no path; or *")
 
     @property
     def is_private(self) -> bool:
@@ -110,3 +131,15 @@ class ServerConfig:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def read_keys(file: Path) -> tuple[str, ...]:
+    """The keys in a file, one a line; empty lines and lines that begin with # are none. `ConfigError` without any."""
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {getattr(error, 'strerror', 'not text')}: a key file has one key a line") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{file}: there is no key in it: a key file has one key a line")
+    return keys

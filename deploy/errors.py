@@ -30,6 +30,8 @@ CODES: dict[str, tuple[int, str]] = {
     "template_limit": (400, "BadRequestError"),
     "bad_request": (400, "BadRequestError"),
     "invalid_api_key": (401, "AuthenticationError"),
+    "host_not_allowed": (403, "PermissionDeniedError"),
+    "origin_not_allowed": (403, "PermissionDeniedError"),
     "not_found": (404, "NotFoundError"),
     "model_not_found": (404, "NotFoundError"),
     "request_not_found": (404, "NotFoundError"),

@@ -145,12 +145,13 @@ class Generation:
         """Sends an order to the engine, which answers it under an id that `Service.open` gave, within `limit_s` or what
         the body says."""
         limit_s = order.body.timeout_s if limit_s is None else limit_s
+        owner = self.service.live[answer_id].owner
         asked = Request(
             answer_id,
             order.prompts,
             order.params,
             priority=order.body.priority,
-            cache_salt=order.body.cache_salt or "",
+            cache_salt=self.service.cache_salt(order.body.cache_salt, owner),
             arrival_s=asyncio.get_running_loop().time(),
         )
         if order.beams is not None:

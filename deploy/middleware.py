@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 from ..runtime.log import bound, get_logger
 from .connections import error_response
 from .errors import ApiError, describe, shorten, unforeseen
+from .gate import Gate
 from .keys import Keys
 from .messages_events import MESSAGES_PATH, error_body
 from .metrics import Metrics
@@ -21,6 +22,7 @@ from .service import Service
 REQUEST_ID = web.RequestKey("request_id", str)
 OWNER = web.RequestKey("owner", str)
 
+NO_KEYS = Keys(())
 _ID_PATTERN = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 log = get_logger("millrace.deploy")
@@ -76,21 +78,27 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError("bad_request", "bad request")
 
 
-def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys]) -> Middleware:
+def check_keys(
+    keys: Keys, others: Mapping[Callable[..., object], Keys], open_paths: frozenset[str] = frozenset()
+) -> Middleware:
     """Lets requests with one of `keys` pass, and those to a handler among `others` with one of the handler's own. It
-    looks at the handler that the router found, never at the path: no spelling of a path is a way around it."""
+    looks at the handler that the router found, never at the path: no spelling of a path is a way around it. The path
+    decides one thing only: a method that one of the `open_paths` does not take is 405 there without a key, too."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         match = request.match_info
-        needed = keys if match.http_exception is not None else others.get(match.handler, keys)
+        if match.http_exception is None:
+            needed = others.get(match.handler, keys)
+        else:
+            needed = NO_KEYS if match.http_exception.status == 405 and request.path in open_paths else keys
         request[OWNER] = needed.check(request)
         return await handler(request)
 
     return check
 
 
-def add_headers(service: Service) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+def add_headers(service: Service, gate: Gate) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """A signal handler that puts on every response what belongs on every response."""
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
@@ -98,6 +106,7 @@ def add_headers(service: Service) -> Callable[[web.Request, web.StreamResponse],
             response.headers["X-Request-Id"] = request[REQUEST_ID]
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Server"] = "millrace"
+        response.headers.update(gate.cors_headers(request))
         if service.is_draining:
             response.force_close()
 

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from ..runtime.log import get_logger
 from ..stages.messages import ChatPrompt
 from .bodies import DetokenizeBody, TokenizeBody
 from .connections import error_response
@@ -29,6 +30,8 @@ from .responses_routes import ResponsesRoutes
 from .service import Service
 from .sockets.hub import Hub
 from .validation import read_body
+
+log = get_logger("millrace.deploy")
 
 
 class Routes:
@@ -196,7 +199,16 @@ class Routes:
         return body
 
     async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        """What the tokenizer makes of that. `ApiError` 500 if it panics: code in Rust raises what is no `Exception`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        except (Exception, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            log.error("tokenizer.failed", error=type(error).__name__, exc_info=error)
+            raise ApiError(
+                "tokenizer_error", "the tokenizer failed on this request; it is not the client's fault"
+            ) from None
 
     # -- requests under way
 

@@ -31,7 +31,8 @@ MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """The command. 0 once it was told to stop and has, whether or not requests had to be cut short for it."""
-    configure(server_config.log_format, server_config.log_level)
+    with_messages = server_config.log_error_messages
+    configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(serve(engine_config, server_config, _make_engine))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +16,14 @@ from ..stages.errors import ConfigError
 from .admin import Admin
 from .config import ServerConfig
 from .connections import LINGER_S, MAX_HEADER_LINE, MAX_HEADERS, Listener
+from .docs import Docs
+from .gate import Gate, guard
 from .keys import Keys
 from .metrics import Metrics
-from .middleware import add_headers, check_keys, identify
-from .routes import Routes
+from .middleware import NO_KEYS, add_headers, check_keys, identify
+from .routes import Routes, package_version
 from .service import Service
+from .tls import tls_context
 
 if TYPE_CHECKING:
     from ..stages.engine import Engine
@@ -46,6 +50,7 @@ class Server:
         self._sockets = self._routes.sockets
         self._runner: _Runner | None = None
         self._port = config.port
+        self._tls = tls_context(config)
 
     @property
     def url(self) -> str:
@@ -53,7 +58,7 @@ class Server:
         if self.config.uds is not None:
             return f"unix:{self.config.uds}"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"http://{host}:{self._port}"
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}"
 
     async def start(self) -> None:
         """Listens. `ConfigError` if the address can not be had."""
@@ -101,15 +106,17 @@ class Server:
     def _make_app(self) -> web.Application:
         routes = self._routes
         admin = Admin(self.service)
-        others = dict.fromkeys(routes.public, Keys(())) | dict.fromkeys(
+        docs = Docs(self.service, self._threads, package_version())
+        open_paths = frozenset(route.path for route in routes.table() if route.handler in routes.public)
+        others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(
             admin.handlers, Keys(self.config.admin_key, "admin key")
         )
-        # The place of a check of Host and Origin is between these two.
-        middlewares = [identify(self.metrics), check_keys(Keys(self.config.api_key), others)]
+        gate = Gate.of(self.config)
+        middlewares = [identify(self.metrics), guard(gate), check_keys(Keys(self.config.api_key), others, open_paths)]
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
-        app.on_response_prepare.append(add_headers(self.service))
+        app.on_response_prepare.append(add_headers(self.service, gate))
         app.on_shutdown.append(routes.stop)
-        table = routes.table() + admin.table()
+        table = routes.table() + admin.table() + docs.table()
         app.add_routes(table)
         if root := self.config.root_path:  # a proxy may take it off, or not
             app.add_routes([web.RouteDef(one.method, root + one.path, one.handler, one.kwargs) for one in table])
@@ -117,8 +124,28 @@ class Server:
 
     def _make_site(self, runner: web.AppRunner) -> web.BaseSite:
         if self.config.uds is not None:
-            return web.UnixSite(runner, self.config.uds)
-        return web.TCPSite(runner, self.config.host, self.config.port, backlog=1024)
+            return web.UnixSite(runner, self.config.uds, ssl_context=self._tls)
+        return _Site(runner, self.config, self._tls)
+
+
+class _Site(web.TCPSite):
+    """aiohttp's, with a time limit on the TLS handshake, which comes before there is a connection to time."""
+
+    def __init__(self, runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None) -> None:
+        super().__init__(runner, config.host, config.port, backlog=1024, ssl_context=tls)
+        self._handshake_timeout_s = None if tls is None else config.header_timeout_s
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        assert self._runner.server is not None
+        self._server = await asyncio.get_running_loop().create_server(
+            self._runner.server,
+            self._host,
+            self._port,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+            ssl_handshake_timeout=self._handshake_timeout_s,
+        )
 
 
 class _Runner(web.AppRunner):

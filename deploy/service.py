@@ -78,6 +78,11 @@ class Service:
             message = f"the model {shorten(repr(name), 128)} is not served here; GET /v1/models says what is"
             raise ApiError("model_not_found", message, param="model")
 
+    def cache_salt(self, wanted: str | None, owner: str) -> str:
+        """The salt of a request's prefixes: the client's own, and with `cache_salt_per_key` its key's before it. No
+        client's salt holds a `/`, so none is another key's."""
+        return f"{owner}/{wanted or ''}" if self.config.cache_salt_per_key else wanted or ""
+
     def open(self, prefix: str, client_id: str, owner: str, answer_id: str | None = None) -> str:
         """Counts a request in and returns the id of its answer: `answer_id`, else the client's own with our prefix;
         made unique if it is in use. Whoever gets it must `close` it."""

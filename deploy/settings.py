@@ -19,7 +19,8 @@ from ..stages.errors import ConfigError
 from .config import ServerConfig
 
 ENV_PREFIX = "MILLRACE_"
-SECRET = frozenset({"api_key", "admin_key"})
+SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password"})
+NO_FLAG = frozenset({"ssl_keyfile_password"})  # flags are for all to see in the list of processes
 
 Kind = type[EngineConfig] | type[ServerConfig]
 
@@ -78,6 +79,9 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "root_path": "prefix under which all routes answer too, such as /llm behind a proxy",
         "uds": "path of a Unix socket, instead of host and port",
         "max_connections": "more are turned away",
+        "ssl_certfile": "PEM file of a certificate and its chain: HTTPS instead of HTTP, TLS 1.2 at least",
+        "ssl_keyfile": "PEM file of its private key; none: it is in ssl_certfile",
+        "ssl_keyfile_password": "of that key; MILLRACE_SSL_KEYFILE_PASSWORD or the --config file, there is no flag",
     },
     "API": {
         "served_model_name": "names that clients may send; answers carry the first; none: the model's",
@@ -90,12 +94,19 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "enable_auto_tool_choice": "let the model choose whether to call a tool",
         "reasoning_parser": "deepseek_r1, qwen3, none, or package.module:Class, a "
         "millrace.deploy.parsers.ReasoningParser of your own; auto: by the chat template",
+        "disable_docs": "serve neither /openapi.json nor /docs",
         "max_body_bytes": "of a request",
     },
     "security": {
         "api_key": "key that clients must send, but for /health; may be repeated",
         "admin_key": "key that opens /admin, and nothing else; none: there is no /admin; may be repeated",
+        "api_key_file": "file with more of them, one a line",
+        "admin_key_file": "file with more of them, one a line",
         "allow_no_key": "listen beyond loopback without a key",
+        "cache_salt_per_key": "share no cached prefix between holders of different keys",
+        "allowed_host": "name by which clients may call the server, besides loopback's; may be repeated; *: any",
+        "allowed_origin": "page that may send requests, WebSockets too: scheme://host[:port]; may be repeated; *: any",
+        "cors_allow_origin": "page that may send requests and read the answers; may be repeated; *: any",
     },
     "patience": {
         "header_timeout_s": "seconds from a request's first byte to the end of its headers",
@@ -114,6 +125,7 @@ SERVER_HELP: dict[str, dict[str, str]] = {
     "logging": {
         "log_format": "of the lines on stderr",
         "log_level": "least severity that is logged",
+        "log_error_messages": "log what exceptions say, not only where they come from; it may quote prompts",
     },
 }
 
@@ -135,7 +147,7 @@ def add_flags(parser: argparse.ArgumentParser, kinds: Iterable[Kind], *, omit: f
         for title, helps in _HELP[kind].items():
             group = parser.add_argument_group(title)
             for name, text in helps.items():
-                if name not in omit:
+                if name not in omit | NO_FLAG:
                     _add_flag(group, name, text, *fields[name])
 
 

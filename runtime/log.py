@@ -23,6 +23,7 @@ import re
 import select
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
@@ -66,11 +67,20 @@ def bound(**values: Any) -> AbstractContextManager[None]:
 
 
 def configure(
-    format: Format = "console", level: str = "info", *, fd: int | None = None, foreign_level: str = "warning"
+    format: Format = "console",
+    level: str = "info",
+    *,
+    fd: int | None = None,
+    foreign_level: str = "warning",
+    with_error_messages: bool = True,
 ) -> LogSink:
     """Sends all lines of this process to `fd` (standard error if None). Lines below `level`, and below `foreign_level`
-    those of other libraries, are not made at all. Called again, it replaces what the first call set up."""
+    those of other libraries, are not made at all. Called again, it replaces what the first call set up.
+
+    Without `with_error_messages` an exception is told by its type and where it came from: what it says may quote what a
+    client sent."""
     shutdown()
+    _Active.with_error_messages = with_error_messages
     sink = LogSink(format, _level_number(level), sys.stderr.fileno() if fd is None else fd)
     _Active.target = sink
     _Active.foreign = _ForeignHandler(_level_number(foreign_level))
@@ -84,6 +94,7 @@ def shutdown(timeout_s: float = 2.0) -> bool:
     Returns whether every line was written."""
     target = _Active.target
     _Active.target = _StandardError()
+    _Active.with_error_messages = True
     if _Active.foreign is not None:
         _Active.foreign.remove()
         _Active.foreign = None
@@ -208,6 +219,7 @@ class _Active:
 
     target: Target
     foreign: _ForeignHandler | None = None
+    with_error_messages = True
 
 
 class _Logger:
@@ -233,7 +245,7 @@ class _Logger:
                 structlog.contextvars.merge_contextvars,
                 structlog.processors.add_log_level,
                 _stamp,
-                structlog.processors.format_exc_info,
+                _tell_error,
                 _hand_over,
             ],
             wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
@@ -299,11 +311,39 @@ class _ForeignHandler(logging.Handler):
             event: EventDict = {"event": record.getMessage(), "logger": record.name, "level": record.levelname.lower()}
         except Exception as error:  # a format that does not fit its arguments
             event = {"event": str(record.msg), "logger": record.name, "level": "error", "format_error": repr(error)}
-        if record.exc_info and record.exc_info[0] is not None:
-            event["exception"] = logging.Formatter().formatException(record.exc_info)
+        told = record.exc_info[1] if record.exc_info else None
+        if told is not None:
+            event["exception"] = _traceback(told)
+            if not _Active.with_error_messages:  # asyncio, for one, has the exception in its own words too
+                event["event"] = str(event["event"]).replace(repr(told), type(told).__name__)
         from structlog.contextvars import merge_contextvars
 
         _Active.target.take(_stamp(None, "", merge_contextvars(None, "", event)))
+
+
+def _tell_error(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
+    """`exc_info`, an exception or True for the one being handled, as the field `exception`."""
+    error = event.pop("exc_info", None)
+    if error is not None and not isinstance(error, BaseException):
+        error = sys.exc_info()[1] if error else None
+    if error is not None:
+        event["exception"] = _traceback(error)
+    return event
+
+
+def _traceback(error: BaseException) -> str:
+    """As Python prints it, or with the types of exceptions in place of what they say."""
+    if _Active.with_error_messages:
+        return "".join(traceback.format_exception(error)).rstrip("\n")
+    parts: list[str] = []
+    told: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in told:
+        told.append(cause)
+        frames = "".join(traceback.format_tb(cause.__traceback__))
+        parts.insert(0, f"Traceback (most recent call last):\n{frames}{type(cause).__qualname__} (message withheld)")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "\n\n".join(parts)
 
 
 def _stamp(_logger: Any, _method_name: str, event: EventDict) -> EventDict:

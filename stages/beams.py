@@ -60,7 +60,7 @@ class BeamParams:
 
 def refuse_sampling(params: SamplingParams) -> None:
     """Raises `Refused` for what asks for another choice of tokens than the likeliest answers as the model has them."""
-    for name, off in _OFF.items():
+    for name, off in NO_SAMPLING.items():
         value = getattr(params, name)
         if value != off:
             shown = "" if name in ("logit_bias", "structured_outputs") else f" = {value}"
@@ -68,7 +68,7 @@ def refuse_sampling(params: SamplingParams) -> None:
             raise Refused(message, param=name)
 
 
-_OFF: dict[str, Any] = {
+NO_SAMPLING: dict[str, Any] = {
     "temperature": 0.0,
     "top_p": 1.0,
     "min_p": 0.0,

@@ -25,6 +25,26 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 64
 
+# field -> least and most. The bodies of requests are documented with the same.
+COUNTS: Mapping[str, tuple[int, int]] = {
+    "n": (1, MAX_N),
+    "max_tokens": (0, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "top_k": (-1, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+NUMBERS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),  # but not 0
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 10.0),
+}
+MAX_BIAS = 100.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -67,10 +87,10 @@ class SamplingParams:
     thinking_budget: ThinkingBudget | None = None  # tokens of thoughts, after which their closing mark is forced
 
     def __post_init__(self) -> None:
-        _whole("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, (least, most) in COUNTS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                _whole(name, value, least, self.most_logprobs if name.endswith("logprobs") else most)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         self._check_numbers()
@@ -87,20 +107,10 @@ class SamplingParams:
             _refuse("truncation_side", self.truncation_side, '"left" or "right"')
 
     def _check_numbers(self) -> None:
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
+        for name, (least, most) in NUMBERS.items():
+            _number(name, getattr(self, name), least, most)
         if self.top_p == 0.0:
             _refuse("top_p", self.top_p, "above 0 and at most 1")
-        _whole("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                _whole(name, value, 0, self.most_logprobs)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS:
@@ -118,7 +128,7 @@ class SamplingParams:
             _refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias", token_id, 0, 2**31 - 1)
-            _number("logit_bias", bias, -100.0, 100.0)
+            _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
 
     def _check_limits(self) -> None:
         allowed = self.allowed_token_ids
@@ -138,6 +148,9 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0.0
+
+
+_MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> None:

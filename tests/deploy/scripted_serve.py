@@ -112,7 +112,8 @@ def main() -> int:
     server = options.get("server", {})
     server.update({name: tuple(value) for name, value in server.items() if isinstance(value, list)})
     server_config = ServerConfig(**{"port": 0} | server)
-    configure(server_config.log_format, server_config.log_level)
+    with_messages = server_config.log_error_messages
+    configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
     gc.collect()
     return asyncio.run(serve(EngineConfig(), server_config, lambda _: engine(options)))
 

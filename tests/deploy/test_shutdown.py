@@ -95,7 +95,7 @@ def test_a_unix_socket_serves_as_well(tmp_path):
         assert f'"url":"unix:{path}"' in server.process.stdout.readline()
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert read_answer(connection).status == 200
         server.signal(signal.SIGTERM)
         assert server.process.wait(10) == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -7,6 +8,8 @@ import pytest
 
 from tests.deploy.running import RunningServer
 from tests.security.oracle import ADMIN_KEY, CANARIES, KEY, TEXT
+
+NUM_CANARIES = 8 if os.environ.get("MILLRACE_FULL") else 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def server() -> Iterator[RunningServer]:
     """An open server. Greedy streams run on it throughout, and none may notice what the tests do (O5)."""
     with RunningServer(server={"log_format": "json"}) as running:
-        with CanaryStreams(running, num=2) as canaries:
+        with CanaryStreams(running, num=NUM_CANARIES) as canaries:
             yield running
         assert not canaries.complaints
         assert canaries.num_finished > 0

@@ -21,13 +21,13 @@ def with_header(name: str, size: int) -> bytes:
         with_header("X-Long", 1024 * KIB),
         with_header("X-Long", 9 * KIB),
         with_header("x" * 9 * KIB, 1),
-        b"GET /" + b"a" * 9 * KIB + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"a" * 9 * KIB + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /" + b"a" * 1024 * KIB,
-        b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         + b"".join(b"X-%d: %s\r\n" % (i, b"v" * 4000) for i in range(5))
         + b"\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 100_000 + b"\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 101 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 100_000 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 101 + b"\r\n",
         b"A" * 1024 * KIB,
     ],
     ids=["1 MiB", "9 KiB", "name", "target", "endless target", "block", "100,000", "101", "no HTTP"],
@@ -41,7 +41,7 @@ def test_headers_over_the_limits_are_refused_and_the_connection_closes(server, d
 
 def test_an_endless_header_is_cut_off_after_sixteen_kibibytes(server):
     with server.connect() as connection:
-        send(connection, b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        send(connection, b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         line = b"X-A: " + b"v" * 1017 + b"\r\n"  # 1 KiB
         for _ in range(17):
             send(connection, line)
@@ -52,7 +52,7 @@ def test_an_endless_header_is_cut_off_after_sixteen_kibibytes(server):
 def test_headers_within_the_limits_are_served(server):
     for data in (
         with_header("X-Long", 8000),
-        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 90 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 90 + b"\r\n",
     ):
         with server.connect() as connection:
             send(connection, data)

@@ -8,7 +8,7 @@ from tests.security.oracle import check_error
 from tests.security.wire import tell
 
 BODY = b'{"prompt": "a", "max_tokens": 1}'
-HIDDEN = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+HIDDEN = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def request(*headers: bytes, body: bytes = BODY, line: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
@@ -53,7 +53,7 @@ REFUSED = {
     "no name": request(LENGTH, b": b"),
     "odd name": request(LENGTH, b"X(A): b"),
     "name in another script": request(LENGTH, "X-\u00e9: b".encode()),
-    "first header folded": b"POST /v1/completions HTTP/1.1\r\n Host: x\r\n" + LENGTH + b"\r\n\r\n" + BODY,
+    "first header folded": b"POST /v1/completions HTTP/1.1\r\n Host: localhost\r\n" + LENGTH + b"\r\n\r\n" + BODY,
     "chunk size minus": request(b"Transfer-Encoding: chunked", body=b"-1\r\n\r\n0\r\n\r\n"),
     "chunk size plus": request(b"Transfer-Encoding: chunked", body=b"+20\r\n" + BODY + b"\r\n0\r\n\r\n"),
     "chunk size 0x": request(b"Transfer-Encoding: chunked", body=b"0x20\r\n" + BODY + b"\r\n0\r\n\r\n"),

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 
-from tests.deploy.running import head_bytes, read_answer, send
+import pytest
+
+from tests.deploy.running import RunningServer, head_bytes, read_answer, send
+from tests.security.conftest import CanaryStreams
 from tests.security.oracle import TEXT, check_error
 from tests.security.wire import listen
+
+BEGUN = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: "  # well-formed so far: what goes wrong is the time
 
 
 def test_headers_that_trickle_are_given_up(slow_server):
     connections = [slow_server.connect() for _ in range(30)]
     began = time.monotonic()
     try:
+        for connection in connections:
+            send(connection, BEGUN)
         while time.monotonic() - began < 1.5:
             for connection in connections:
-                send(connection, b"G" if time.monotonic() - began < 0.1 else b"X")
+                send(connection, b"X")
             time.sleep(0.2)
         for connection in connections:
             told = listen(connection, 5.0)
-            assert told.is_closed
+            assert told.is_closed and (not told.data or told.status == 408)
         assert slow_server.get("/health").status == 200
     finally:
         for connection in connections:
@@ -69,3 +78,36 @@ def test_connections_over_the_limit_are_turned_away(slow_server):
             connection.close()
     time.sleep(0.2)
     assert slow_server.get("/health").status == 200
+
+
+@pytest.mark.skipif(not os.environ.get("MILLRACE_FULL"), reason="takes 40 s: MILLRACE_FULL=1")
+@pytest.mark.parametrize(
+    ("first", "limit_s"),
+    [
+        (BEGUN, 10.0),
+        (head_bytes("POST", TEXT, {"Content-Type": "application/json", "Content-Length": "1000"}), 30.0),
+    ],
+    ids=["headers", "body"],
+)
+def test_five_hundred_that_send_a_byte_a_second_are_given_up_and_nobody_notices(first, limit_s):
+    """With the limits as they are by default; streams run beside them."""
+    with RunningServer(step_s=0.001) as server, CanaryStreams(server, num=8) as canaries:
+        began, ends = time.monotonic(), []  # before the first of them: connecting takes a while, too
+        connections = [server.connect() for _ in range(500)]
+        try:
+            for connection in connections:
+                send(connection, first)
+            while len(ends) < len(connections) and time.monotonic() - began < limit_s + 20:
+                for connection in connections:
+                    send(connection, b"X")
+                time.sleep(1.0)
+                waiting = [connection for connection in connections if connection not in ends]
+                readable, _, _ = select.select(waiting, [], [], 0)
+                if readable:
+                    assert time.monotonic() - began > limit_s - 1
+                ends += readable
+            assert len(ends) == len(connections) and time.monotonic() - began < limit_s + 15
+        finally:
+            for connection in connections:
+                connection.close()
+    assert not canaries.complaints and canaries.num_finished > 8

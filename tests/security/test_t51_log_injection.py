@@ -27,7 +27,9 @@ def test_the_log_stays_one_json_object_a_line(tmp_path):
             head = head_bytes("GET", "/nope", {"User-Agent": text[:4000], "X-Request-Id": text[:4000]})
             tell(server, head, patience_s=0.2)
             tell(
-                server, f"GET /{text[:4000]} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode(), patience_s=0.2
+                server,
+                f"GET /{text[:4000]} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode(),
+                patience_s=0.2,
             )
         with server.connect() as connection:
             connection.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.deploy.running import RunningServer
 from tests.security.oracle import CHAT, TEXT, refused
 
 
@@ -17,3 +18,19 @@ def test_a_salt_is_1_to_128_plain_characters(server, path, salt):
 @pytest.mark.parametrize("salt", [7, True, ["a"], {"a": 1}])
 def test_a_salt_is_a_string(server, salt):
     refused(server, lambda: server.post(TEXT, {"prompt": "hi", "cache_salt": salt}), 400, param="cache_salt")
+
+
+def test_with_a_salt_per_key_the_holders_of_two_keys_share_nothing():
+    """Salted alike or not at all; each finds what it has asked itself, and another salt of its own finds nothing."""
+    keys = {"api_key": ["key-a", "key-b"], "cache_salt_per_key": True}
+    with RunningServer(server=keys) as server:
+
+        def num_cached(key: str, salt: str | None) -> int:
+            body = {"prompt": "a" * 100, "max_tokens": 1, "cache_salt": salt}
+            answer = server.post(TEXT, body, {"Authorization": f"Bearer {key}"})
+            return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        for salt in (None, "one", "two"):
+            assert num_cached("key-a", salt) == 0
+            assert num_cached("key-b", salt) == 0
+            assert num_cached("key-a", salt) > 0 and num_cached("key-b", salt) > 0

@@ -1,0 +1,350 @@
+"""The shapes of answers, for the OpenAPI document and for tests: which fields there are, always or at times.
+
+Answers are made as plain data, without these: `answers.py` and the handlers make them, and tests hold both to each
+other. A field without a default is in every answer. Names are OpenAI's and vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .errors import CODES, MAX_MESSAGE_CHARS
+
+Count = Annotated[int, Field(ge=0)]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Shape(BaseModel):
+    """An object with these fields and no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+# -- errors
+
+
+class ErrorDetails(Shape):
+    """Of a refusal for want of room."""
+
+    stage: str
+    queue_depth: Count | None
+    estimated_wait_s: Annotated[float, Field(ge=0)]
+
+
+class ErrorInfo(Shape):
+    """What went wrong."""
+
+    message: Annotated[str, Field(min_length=1, max_length=MAX_MESSAGE_CHARS)]
+    type: Annotated[str, Field(json_schema_extra={"enum": sorted({kind for _, kind in CODES.values()})})]
+    param: str | None  # the field to change
+    code: Annotated[str, Field(json_schema_extra={"enum": sorted(CODES)})]
+    details: ErrorDetails | None = None
+
+
+class Error(Shape):
+    """The body of every answer that is an error, and the data of the last event but one of a stream that failed."""
+
+    error: ErrorInfo
+
+
+# -- generation
+
+
+class CachedTokens(Shape):
+    """Of the prompt's tokens."""
+
+    cached_tokens: Count
+
+
+class Usage(Shape):
+    """Tokens of all prompts and all choices."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+    completion_tokens: Count
+    prompt_tokens_details: CachedTokens
+
+
+class TopLogprob(Shape):
+    """A token that was likely."""
+
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, Field(ge=0, le=255)]]
+
+
+class ChatLogprob(TopLogprob):
+    """The token that was chosen, and the likeliest ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Shape):
+    """One entry a token."""
+
+    content: list[ChatLogprob]
+
+
+class CompletionLogprobs(Shape):
+    """Parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Count]
+
+
+class Choice(Shape):
+    """What all choices have."""
+
+    index: Count
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None  # the stop string or token id that ended it
+
+
+class AssistantMessage(Shape):
+    """The answer."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(Choice):
+    """An answer to a chat."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class Delta(Shape):
+    """A piece of an answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Choice):
+    """A piece of one choice."""
+
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class CompletionChoice(Choice):
+    """How a prompt goes on; in a stream, a piece of that."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Generated(Shape):
+    """What all answers and chunks have."""
+
+    id: str
+    created: Count
+    model: str
+
+
+class ChatCompletion(Generated):
+    """The answer to a chat."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None
+
+
+class ChatCompletionChunk(Generated):
+    """The data of an event of a streamed chat. After the last comes the text [DONE]."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class Completion(Generated):
+    """How the prompts go on."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: str | None
+
+
+class CompletionChunk(Generated):
+    """The data of an event of a streamed completion. After the last comes the text [DONE]."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+# -- everything else
+
+
+class Model(Shape):
+    """A name that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: Count
+    permission: list[dict[str, Any]]
+
+
+class Models(Shape):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Shape):
+    """Token ids of a prompt."""
+
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | None
+
+
+class Text(Shape):
+    """What token ids spell."""
+
+    prompt: str
+
+
+class Aborted(Shape):
+    """A request that was ended."""
+
+    id: str
+    aborted: Literal[True]
+
+
+class CacheReset(Shape):
+    """What became free."""
+
+    freed_blocks: Count
+
+
+class Version(Shape):
+    """Of millrace."""
+
+    version: str
+
+
+class Alive(Shape):
+    """The process answers."""
+
+    status: Literal["alive"]
+
+
+class Ready(Shape):
+    """Requests are taken."""
+
+    status: Literal["ready"]
+
+
+class NotReady(Shape):
+    """No request is taken, and why."""
+
+    status: str
+    stage: str | None
+    reason: str | None
+
+
+class ServedModel(Shape):
+    """The model that runs."""
+
+    id: str
+    served_names: list[str]
+    max_model_len: Count
+    vocab_size: Count
+    dtype: str
+    device: str
+    attention_backend: str
+    eos_token_ids: list[Count]
+    has_chat_template: bool
+
+
+class Configuration(Shape):
+    """The settings in effect; keys are hidden."""
+
+    engine: dict[str, Any]
+    server: dict[str, Any]
+
+
+class MemoryRow(Shape):
+    """A use of memory."""
+
+    name: str
+    bytes: Count
+    place: Literal["device", "host"]
+    what: str
+
+
+class CacheSize(Shape):
+    """Of the KV cache."""
+
+    block_size: Count
+    bytes_per_block: Count
+    num_blocks: Count
+    num_tokens: Count
+    num_longest_sequences: Count
+
+
+class Memory(Shape):
+    """Where the memory goes."""
+
+    device: str
+    device_bytes: Count
+    budget_bytes: Count
+    total_bytes: Count
+    host_bytes: Count
+    rows: list[MemoryRow]
+    kv_cache: CacheSize
+
+
+class Blocks(Shape):
+    """Of the KV cache, by state."""
+
+    num_blocks: Count
+    block_size: Count
+    free: Count
+    used: Count
+    shared: Count
+    cached: Count
+    quarantined: Count
+
+
+class ServerInfo(Shape):
+    """What runs here, and with which settings."""
+
+    version: str
+    model: ServedModel
+    config: Configuration
+    memory: Memory | None
+    startup_s: dict[str, float]
+    blocks: Blocks
+
+
+class DocumentInfo(Shape):
+    """What is described."""
+
+    title: str
+    version: str
+    description: str
+
+
+class Document(Shape):
+    """An OpenAPI document."""
+
+    openapi: str
+    info: DocumentInfo
+    paths: dict[str, dict[str, Any]]
+    components: dict[str, dict[str, Any]]

@@ -1,0 +1,61 @@
+"""Schemathesis over the OpenAPI document of a scripted server: every phase, every check, nothing suppressed.
+
+    python -m tests.generators.api --cases 10000 [any option of schemathesis run, as --seed 1]
+
+Runs the server with keys, so that refusals for want of one are among what is checked. Exits with Schemathesis' status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.running import ROOT, RunningServer
+from tests.security.oracle import ADMIN_KEY, KEY
+
+CONTEXT = 64  # short: bodies at the bound of max_tokens are many, and so are searches 64 wide
+OPTIONS = {
+    "server": {"api_key": [KEY], "admin_key": [ADMIN_KEY], "log_format": "json"},
+    "engine": {"max_model_len": CONTEXT, "max_num_seqs": 64},
+    "script": {"eos_probability": 0.2},
+}
+AUTHORIZATION = f"""
+[auth.openapi.key]
+bearer = "{KEY}"
+[auth.openapi.keyHeader]
+api_key = "{KEY}"
+[auth.openapi.adminKey]
+bearer = "{ADMIN_KEY}"
+[auth.openapi.adminKeyHeader]
+api_key = "{ADMIN_KEY}"
+"""
+
+
+def run(cases: int, *more: str, **pipes: Any) -> subprocess.CompletedProcess[str]:
+    """Schemathesis, with so many cases an operation and `more` arguments."""
+    with RunningServer(**OPTIONS) as server, tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "schemathesis.toml"
+        config.write_text(f'hooks = "tests.generators.hooks"\n{AUTHORIZATION}')
+        command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
+        document = Path(folder) / "openapi.json"  # which needs a key itself
+        document.write_bytes(server.get("/openapi.json", {"Authorization": f"Bearer {KEY}"}).body)
+        command += [str(document), "--url", server.url, "--checks", "all", "--max-examples", str(cases)]
+        command += ["--phases", "examples,coverage,fuzzing,stateful", "--no-color", "--request-timeout", "60"]
+        environment = os.environ | {"MILLRACE_TEST_CONTEXT": str(CONTEXT), "PYTHONPATH": str(ROOT)}
+        return subprocess.run([*command, *more], cwd=folder, env=environment, text=True, check=False, **pipes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=200, help="for each operation")
+    options, more = parser.parse_known_args()
+    return run(options.cases, *more).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""B01: Schemathesis over the OpenAPI document, every check on, nothing suppressed.
+
+CI runs a few random cases for each operation; MILLRACE_FULL=1 makes it 200 and adds the phases that enumerate bounds
+and follow links. For 10,000: `python -m tests.generators.api --cases 10000`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.deploy.running import RunningServer
+from tests.generators.api import OPTIONS, run
+from tests.generators.relations import RELATIONS, with_whole_numbers
+from tests.security.oracle import KEY, TEXT, base, check_error
+
+IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
+CASES = 200 if IS_FULL else 5
+PHASES = "examples,coverage,fuzzing,stateful" if IS_FULL else "fuzzing"
+
+pytestmark = [pytest.mark.slow, pytest.mark.security]
+
+
+def test_the_server_does_what_its_document_says():
+    done = run(CASES, "--phases", PHASES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-20_000:]
+
+
+@pytest.fixture(scope="module")
+def keyed_server() -> Iterator[RunningServer]:
+    with RunningServer(**OPTIONS | {"engine": {}}) as running:
+        yield running
+
+
+@pytest.mark.parametrize("relation", RELATIONS, ids=lambda relation: relation.name)
+def test_what_no_schema_can_say_is_refused_by_name(keyed_server, relation):
+    """What the generator leaves out is refused as it should be, so leaving it out hides nothing."""
+    assert not relation.holds(relation.broken, 512)
+    answer = keyed_server.post(TEXT, relation.broken, {"Authorization": f"Bearer {KEY}"})
+    check_error(answer, 400)
+    assert base(answer.error["param"]) == relation.param
+
+
+@pytest.mark.parametrize("prompt", [[97.0], [[97.0]]])
+def test_a_whole_number_with_a_point_is_refused(keyed_server, prompt):
+    body = {"prompt": prompt, "max_tokens": 1}
+    check_error(keyed_server.post(TEXT, body, {"Authorization": f"Bearer {KEY}"}), 400)
+    assert keyed_server.post(TEXT, with_whole_numbers(body), {"Authorization": f"Bearer {KEY}"}).status == 200

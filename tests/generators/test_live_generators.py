@@ -1,0 +1,27 @@
+"""B03 and B06, as many as fit a change; MILLRACE_FULL=1 for the counts that are asked for, commands for more."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tests.deploy.running import RunningServer
+from tests.generators import bodies, http_mutator
+
+IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
+
+pytestmark = [pytest.mark.slow, pytest.mark.security]
+
+
+def test_bodies_with_wrong_fields_are_refused_by_the_right_name():
+    with RunningServer() as server:
+        bodies.run(server, 2_000 if IS_FULL else 300)
+
+
+def test_mutated_http_breaks_nothing():
+    seed = random.randrange(2**32)
+    with RunningServer(server={"log_format": "json"}) as server:
+        http_mutator.run(server, 500, seed)
+        assert "unhandled error" not in server.errors() and "request.failed" not in server.errors()

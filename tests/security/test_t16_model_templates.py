@@ -1,0 +1,67 @@
+"""T16: a hostile chat template that came with a checkpoint, behind the server. (`tests/model/test_chat.py` has forty of
+them, alone.) Its requests are 400 within the budget, streams beside them go on, and nothing inner is told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+import millrace.model.demo as demo
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.server import Server
+from millrace.model.chat import ChatTemplate
+from millrace.model.tokenizer import Tokenizer
+from millrace.stages.encoder import ModelEncoder
+from millrace.stages.testing import ScriptedEngine
+from tests.deploy.running import Answer
+from tests.security.oracle import CHAT, TEXT, check_error
+
+HOSTILE = {
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "invalid_value",
+    "{{ '{0.__class__.__init__.__globals__}'.format_map({'0': 'x'}) }}": "invalid_value",
+    "{% include 'config.json' %}": "invalid_value",
+    "{% for a in range(10 ** 10) %}{% endfor %}": "template_limit",
+    "{{ 'a' * 10 ** 9 }}": "template_limit",
+    "{{ 10 ** (10 ** 10) }}": "template_limit",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.read(Path(next(iter(demo.__path__))) / "weights")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("template", "code"), HOSTILE.items(), ids=lambda value: value[:40])
+def test_a_hostile_template_is_400_and_holds_nobody_up(tokenizer, template, code):
+    async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Answer:
+        began = time.perf_counter()
+        async with session.post(url, json=body) as response:
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            return Answer(response.status, headers, await response.read(), time.perf_counter() - began)
+
+    async def run() -> None:
+        async with Server(ServerConfig(port=0)) as server, ScriptedEngine() as engine:
+            server.attach(engine)
+            tokenize: Any = engine.pipeline.stages["tokenize"]
+            tokenize.encoder = ModelEncoder(tokenizer, ChatTemplate(template, tokenizer), "hostile")
+            async with aiohttp.ClientSession() as session:
+                chat = {"messages": [{"role": "user", "content": "a" * 600}], "max_tokens": 2}  # long: in a thread
+                pending = asyncio.create_task(post(session, server.url + CHAT, chat))
+                while not pending.done():
+                    answer = await post(session, server.url + "/detokenize", {"tokens": [97]})
+                    assert answer.status == 200
+                    await asyncio.sleep(0.01)
+                answer = await pending
+                check_error(answer, 400)
+                assert answer.error["code"] == code and answer.seconds < 20
+                body = {"prompt": "a", "max_tokens": 2}
+                tokenize.encoder = engine.tokenizer
+                assert (await post(session, server.url + TEXT, body)).status == 200
+
+    asyncio.run(run())

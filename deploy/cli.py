@@ -17,6 +17,10 @@ from .settings import Setting, add_flags, build, resolve, show
 
 CAN_NOT_START = 3  # a setting or a checkpoint is wrong; one line on stderr says which
 LOGGING = frozenset({"log_format", "log_level"})
+BATCH = frozenset(
+    {"api_key", "served_model_name", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"}
+    | {"strict_fields", "enable_request_metrics", "max_body_bytes"}
+)
 
 Run = Callable[[argparse.Namespace, EngineConfig, ServerConfig], int]
 
@@ -58,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_complete(commands)
     _add_chat(commands)
+    _add_run_batch(commands)
     _add_collect_env(commands)
     return parser
 
@@ -89,6 +94,22 @@ def _add_chat(commands: Any) -> None:
     _add_client(chat)
 
 
+def _add_run_batch(commands: Any) -> None:
+    batch = commands.add_parser(
+        "run-batch", usage=_usage("run-batch -i IN.jsonl -o OUT.jsonl"), help="answer a file of requests, a line each"
+    )
+    files = batch.add_argument_group("the batch")
+    files.add_argument("-i", "--input-file", required=True, metavar="FILE", help="OpenAI's batch format; - is stdin")
+    text = "answers in the order in which they come, over what was there; - is stdout"
+    files.add_argument("-o", "--output-file", required=True, metavar="FILE", help=text)
+    files.add_argument("--url", help="ask this server instead of loading a model, e.g. http://127.0.0.1:8000")
+    text = "requests under way at once, and so lines in memory (default: 128)"
+    files.add_argument("--max-concurrency", type=int, metavar="N", default=128, help=text)
+    _add_common(batch)
+    batch.add_argument("--model", default=argparse.SUPPRESS, help="folder or Hub id; none: the bundled one")
+    _add_engine_flags(batch, LOGGING | BATCH)
+
+
 def _add_collect_env(commands: Any) -> None:
     text = "print versions and hardware, to paste into a report"
     _add_common(commands.add_parser("collect-env", usage=_usage("collect-env"), help=text))
@@ -105,7 +126,12 @@ def _add_client(command: argparse.ArgumentParser) -> None:
     asking.add_argument("--stats", action="store_true", help="print time to first token and tokens/s to stderr")
     _add_common(command)
     command.add_argument("--model", default=argparse.SUPPRESS, help="folder, Hub id, or name at the server")
-    not_needed = frozenset(name for name in ServerConfig.__dataclass_fields__ if name not in LOGGING | {"api_key"})
+    _add_engine_flags(command, LOGGING | {"api_key"})
+
+
+def _add_engine_flags(command: argparse.ArgumentParser, of_server: frozenset[str]) -> None:
+    """The engine's settings, and these of the server's."""
+    not_needed = frozenset(ServerConfig.__dataclass_fields__) - of_server
     add_flags(command, (EngineConfig, ServerConfig), omit=not_needed | {"model"})
 
 

@@ -1,0 +1,157 @@
+"""The lines of OpenAI's batch format: what one asks, what is answered to it, and reading them without holding them all.
+
+Knows bytes and JSON. Refuses to know who answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import secrets
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import orjson
+
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
+READ_AHEAD = 32  # lines that wait for a request to end
+NOT_IN_A_BATCH = ("stream", "background")  # fields whose answer is no single JSON object
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the input. `data` is None for one that was too long to be kept."""
+
+    number: int  # from 1
+    data: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What one line asks."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+class BadLine(Exception):
+    """A line that asks nothing that could be answered."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+class LineReader:
+    """The lines of `file` that are not blank, read by a thread of its own that is never more than `READ_AHEAD` ahead.
+
+    Several tasks may iterate over it: each line goes to one of them. A line of over `max_bytes` comes without its data,
+    and is never held whole. What reading raises is raised by the iteration, once. Owns and closes the file. The thread
+    outlives an iteration that was broken off, as nothing wakes a read of a terminal; it keeps no process alive.
+    """
+
+    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._loop = asyncio.get_running_loop()
+        self._room = threading.Semaphore(READ_AHEAD)
+        self._queue: asyncio.Queue[Line | OSError | None] = asyncio.Queue()
+        threading.Thread(target=self._read, args=(file,), name="millrace-batch-lines", daemon=True).start()
+
+    async def __aiter__(self) -> AsyncIterator[Line]:
+        while True:
+            line = await self._queue.get()
+            if not isinstance(line, Line):
+                self._queue.put_nowait(None)  # for the others who iterate
+                if line is None:
+                    return
+                raise line
+            self._room.release()
+            yield line
+
+    def _read(self, file: BinaryIO) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            try:
+                with file:
+                    self._read_lines(file)
+            except OSError as error:
+                self._put(error)
+            self._put(None)
+
+    def _read_lines(self, file: BinaryIO) -> None:
+        number = 0
+        while data := file.readline(self._max_bytes + 1):
+            number += 1
+            is_whole = len(data) <= self._max_bytes
+            if not is_whole:
+                _skip_line(file, data)
+            elif not data.strip():
+                continue
+            self._room.acquire()
+            self._put(Line(number, data if is_whole else None))
+
+    def _put(self, line: Line | OSError | None) -> None:
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, line)
+
+
+def _skip_line(file: BinaryIO, data: bytes) -> None:
+    while data and not data.endswith(b"\n"):
+        data = file.readline(65536)
+
+
+def parse(line: Line, max_bytes: int) -> Item:
+    """What the line asks. Raises `BadLine`."""
+    if line.data is None:
+        raise BadLine("line_too_long", f"line {line.number} is longer than {max_bytes} bytes; see --max-body-bytes")
+    try:
+        asked = orjson.loads(line.data.removeprefix(codecs.BOM_UTF8))
+    except orjson.JSONDecodeError as error:
+        raise BadLine("invalid_json_line", f"line {line.number} is no JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise BadLine("invalid_json_line", f"line {line.number} must be a JSON object")
+    return _item(asked, line.number)
+
+
+def _item(asked: dict[str, Any], number: int) -> Item:
+    custom_id, body = asked.get("custom_id"), asked.get("body")
+    if not isinstance(custom_id, str):
+        raise BadLine("invalid_request_line", f"line {number}: custom_id must be a string")
+    if asked.get("method", "POST") != "POST":
+        raise BadLine("invalid_method", f"line {number}: method must be POST", custom_id)
+    if asked.get("url") not in URLS:
+        raise BadLine("invalid_url", f"line {number}: url must be one of {', '.join(URLS)}", custom_id)
+    if not isinstance(body, dict):
+        raise BadLine("invalid_request_line", f"line {number}: body must be a JSON object", custom_id)
+    for name in NOT_IN_A_BATCH:
+        if body.get(name):
+            raise BadLine("invalid_request_line", f"line {number}: body.{name} can not be served in a batch", custom_id)
+    return Item(custom_id, asked["url"], body)
+
+
+def answered(custom_id: str, status: int, request_id: str, body: Any) -> bytes:
+    """The line of a request that got an HTTP answer, whatever its status."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return _line(custom_id, response=response, error=None)
+
+
+def failed(custom_id: str | None, code: str, message: str) -> bytes:
+    """The line of one that got none."""
+    return _line(custom_id, response=None, error={"code": code, "message": message})
+
+
+def _line(custom_id: str | None, **rest: Any) -> bytes:
+    return orjson.dumps({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id} | rest) + b"\n"

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_complete(commands)
     _add_chat(commands)
     _add_run_batch(commands)
+    _add_bench(commands)
     _add_collect_env(commands)
     return parser
 
@@ -110,6 +111,67 @@ def _add_run_batch(commands: Any) -> None:
     _add_engine_flags(batch, LOGGING | BATCH)
 
 
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", usage=_usage("bench latency|throughput|serve"), help="measure how fast it is")
+    kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
+
+    latency = kinds.add_parser("latency", usage=_usage("bench latency"), help="one batch, in this process")
+    load = _add_load(latency, input_len=32, output_len=128)
+    load.add_argument("--batch-size", type=int, metavar="N", default=8, help="prompts at once (default: 8)")
+    load.add_argument("--num-iters", type=int, metavar="N", default=30, help="batches to measure (default: 30)")
+    load.add_argument("--num-iters-warmup", type=int, metavar="N", default=10, help="batches before (default: 10)")
+    latency.set_defaults(dataset_path=None, random_range_ratio=0.0)
+
+    throughput = kinds.add_parser("throughput", usage=_usage("bench throughput"), help="many, in this process")
+    _add_many(_add_load(throughput, input_len=128, output_len=128))
+    for command in (latency, throughput):
+        command.add_argument("--model", default=argparse.SUPPRESS, help="folder or Hub id; none: the bundled one")
+        _add_engine_flags(command, LOGGING)
+
+    serve = kinds.add_parser("serve", usage=_usage("bench serve"), help="a running server, as its clients see it")
+    load = _add_load(serve, input_len=128, output_len=128)
+    _add_many(load)
+    _add_clients(load)
+    serve.add_argument("--model", default=argparse.SUPPRESS, help="name at the server; none: the first it tells")
+    _add_engine_flags(serve, LOGGING | {"api_key"}, of_engine=frozenset({"seed"}))
+
+
+def _add_load(command: argparse.ArgumentParser, *, input_len: int, output_len: int) -> Any:
+    load = command.add_argument_group("load")
+    text = f"tokens of a random prompt (default: {input_len})"
+    load.add_argument("--input-len", "--random-input-len", type=int, metavar="N", default=input_len, help=text)
+    text = f"tokens of an answer (default: {output_len})"
+    load.add_argument("--output-len", "--random-output-len", type=int, metavar="N", default=output_len, help=text)
+    result = command.add_argument_group("result")
+    result.add_argument("--save-result", action="store_true", help="write the figures to a file of JSON, too")
+    result.add_argument("--result-dir", metavar="FOLDER", help="for it (default: this one)")
+    result.add_argument("--result-filename", metavar="FILE", help="its name (default: with the date)")
+    _add_common(command)
+    return load
+
+
+def _add_many(load: Any) -> None:
+    load.add_argument("--num-prompts", type=int, metavar="N", default=1000, help="requests (default: 1000)")
+    text = "lengths vary by this share, up and down (default: 0)"
+    load.add_argument("--random-range-ratio", type=float, metavar="X", default=0.0, help=text)
+    text = 'JSON lines like {"prompt": "...", "output_tokens": 20} instead of random prompts'
+    load.add_argument("--dataset-path", type=Path, metavar="FILE", help=text)
+
+
+def _add_clients(load: Any) -> None:
+    text = "of the server (default: http://127.0.0.1:8000)"
+    load.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000", help=text)
+    text = "/v1/completions (default) or /v1/chat/completions, which needs a dataset"
+    load.add_argument("--endpoint", metavar="PATH", default="/v1/completions", help=text)
+    text = "requests a second, as a Poisson process (default: inf, all at once)"
+    load.add_argument("--request-rate", type=float, metavar="X", default=float("inf"), help=text)
+    load.add_argument("--max-concurrency", type=int, metavar="N", help="requests under way at once (default: no limit)")
+    text = "limits in ms that a good request keeps to, like ttft:500 tpot:50 e2el:5000"
+    load.add_argument("--goodput", nargs="+", metavar="NAME:MS", help=text)
+    text = "answers go on to their full length (default: with random prompts)"
+    load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=text)
+
+
 def _add_collect_env(commands: Any) -> None:
     text = "print versions and hardware, to paste into a report"
     _add_common(commands.add_parser("collect-env", usage=_usage("collect-env"), help=text))
@@ -129,9 +191,14 @@ def _add_client(command: argparse.ArgumentParser) -> None:
     _add_engine_flags(command, LOGGING | {"api_key"})
 
 
-def _add_engine_flags(command: argparse.ArgumentParser, of_server: frozenset[str]) -> None:
+ALL_OF_ENGINE = frozenset(EngineConfig.__dataclass_fields__)
+
+
+def _add_engine_flags(
+    command: argparse.ArgumentParser, of_server: frozenset[str], of_engine: frozenset[str] = ALL_OF_ENGINE
+) -> None:
     """The engine's settings, and these of the server's."""
-    not_needed = frozenset(ServerConfig.__dataclass_fields__) - of_server
+    not_needed = (ALL_OF_ENGINE - of_engine) | (frozenset(ServerConfig.__dataclass_fields__) - of_server)
     add_flags(command, (EngineConfig, ServerConfig), omit=not_needed | {"model"})
 
 

@@ -46,6 +46,7 @@ def run_file(folder: Path, lines: list[str], *arguments: str) -> tuple[int, dict
 # -- what is answered
 
 
+@pytest.mark.slow
 def test_each_kind_of_request_is_answered_as_the_server_answers_it(server: RunningServer, tmp_path, capfd):
     bodies = {
         "/v1/completions": COMPLETION,
@@ -73,6 +74,7 @@ def without_ids(value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_one_line_stays_with_it(server: RunningServer, tmp_path, capfd):
     lines = [line("good"), "no json", "", line("refused", prompt="x", max_tokens=-1), line("elsewhere", "/admin/x")]
     code, answers = run_file(tmp_path, [*lines, line("last")], "--url", server.url + "/v1/")
@@ -283,6 +285,7 @@ def test_a_server_that_is_not_ready_yet_is_asked_again_and_any_answer_is_kept(mo
 # -- at a terminal
 
 
+@pytest.mark.slow
 def test_files_that_can_not_be_had_are_told_before_anything_is_loaded(tmp_path, capfd):
     there = tmp_path / "in.jsonl"
     there.write_text(line("a") + "\n")

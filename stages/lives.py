@@ -78,6 +78,7 @@ class Lives:
                 choice_seed(params.seed or 0, choice),
                 request.priority,
                 request.cache_salt,
+                num_prompt - 1 if choice else request.num_expected_cached,  # the first choice computes it for all
                 request.arrival_s,
             )
             self.sequences[sequence_id] = sequence
@@ -160,6 +161,7 @@ class Lives:
 
     def _return(self, sequence: Sequence) -> None:
         sequence.move(State.PREEMPTED)
+        sequence.num_expected_cached = 0  # what it had may be gone
         self.num_returning += 1
         self._leave(sequence)
 

@@ -86,6 +86,7 @@ class Request:
     arrival_s: float = 0.0  # monotonic
     cache_salt: str = ""  # cached prefixes are found by requests of the same salt only
     parent_id: str | None = None  # of a step of a beam search: the request it is made for, which came in at the door
+    num_expected_cached: int = 0  # tokens of each prompt that are likely in the prefix cache; a guess costs nothing
 
     @property
     def num_sequences(self) -> int:
@@ -104,6 +105,7 @@ class TokenRequest:
     priority: int = 0
     arrival_s: float = 0.0
     cache_salt: str = ""
+    num_expected_cached: int = 0  # as in `Request`
 
 
 # -- steps

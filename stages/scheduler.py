@@ -314,7 +314,7 @@ class Scheduler:
             if is_tight and not self._is_better_than_running(first):  # else it may take what it lacks
                 self.admission_blocked_reason = "swapped" if first.num_swapped else "blocks"
                 break
-            budget -= len(first.token_ids) - first.num_swapped
+            budget -= max(1, len(first.token_ids) - max(first.num_swapped, first.num_expected_cached))
             self.lives.start(self.waiting.pop())
             spare = None if spare is None else spare - need - 1
             first = self.waiting.peek()

@@ -1,7 +1,8 @@
 """Beam searches under way: each step of one is a request of its own, with a prompt for each live beam.
 
-The prefix cache shares what beams have in common, so a step computes at most a block of tokens a beam; without the
-cache it computes them whole. Knows requests and their ends. Refuses to know which beam is better: `beams.py` does.
+The prefix cache shares what beams have in common, and copies the block in which they part, so a step computes one token
+a beam; without the cache it computes them whole. Knows requests and their ends. Refuses to know which beam is better:
+`beams.py` does.
 """
 
 from __future__ import annotations
@@ -118,7 +119,14 @@ class Searches:
         while not search.is_over:
             prompts = tuple(Prompt(token_ids=beam.token_ids) for beam in search.live)
             step_id = f"{request.request_id}/{index}.{search.num_tokens}"
-            step = replace(request, request_id=step_id, prompts=prompts, params=asked, parent_id=request.request_id)
+            step = replace(
+                request,
+                request_id=step_id,
+                prompts=prompts,
+                params=asked,
+                parent_id=request.request_id,
+                num_expected_cached=len(search.live[0].token_ids) - 1 if search.num_tokens else 0,
+            )
             token_ids, logprobs, num_found = await self._compute(step)
             if not search.num_tokens:
                 num_cached = num_found

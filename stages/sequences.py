@@ -52,6 +52,7 @@ class Sequence:
     seed: int
     priority: int
     cache_salt: str = ""
+    num_expected_cached: int = 0  # tokens that are likely found when it starts
     arrival_s: float = 0.0  # monotonic
     state: State = State.WAITING
     slot: int = -1  # while running or preempted

@@ -120,6 +120,7 @@ class Tokenize(Stage[Request, TokenRequest]):
             priority=request.priority,
             cache_salt=request.cache_salt,
             arrival_s=request.arrival_s,
+            num_expected_cached=request.num_expected_cached,
         )
 
 

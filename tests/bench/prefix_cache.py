@@ -165,7 +165,7 @@ def hits_of_a_trace(path: Path, num_blocks: int, num_requests: int) -> dict[str,
             pass
         num_tokens += len(ids)
         num_found += _ask_oracle(oracle, ids, num_blocks)
-    found = books.cache.num_hits / num_tokens
+    found = (books.cache.num_hits - books.cache.num_forked) / num_tokens  # in whole blocks, as the oracle's
     return {
         "requests": num_requests,
         "blocks": num_blocks,

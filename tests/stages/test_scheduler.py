@@ -424,3 +424,19 @@ def test_a_random_life_loses_no_token_and_no_block(seed: int):
     assert bench.allocator.pool.num_free == num_blocks
     for i in set(wanted) - gone:
         assert bench.answers[i] == list(range(wanted[i]))
+
+
+def test_the_choices_of_a_prompt_are_let_in_together_as_the_first_computes_it_for_all():
+    scheduler = Scheduler(Limits(max_num_seqs=16, max_num_batched_tokens=150, max_model_len=200, block_size=4))
+    scheduler.add(request(0, 100, n=8))
+    scheduler.add(request(8, 60))
+    made = scheduler.plan()
+    assert made is not None and made.num_wanted.tolist() == [100] * 8 + [60]
+
+
+def test_beams_that_are_likely_cached_are_let_in_together():
+    scheduler = Scheduler(Limits(max_num_seqs=16, max_num_batched_tokens=150, max_model_len=200, block_size=4))
+    for beam in range(4):
+        scheduler.add(request(beam, 100, num_expected_cached=99))
+    made = scheduler.plan()
+    assert made is not None and len(made.slots) == 4

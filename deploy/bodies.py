@@ -6,6 +6,7 @@ those of `SamplingParams`, which refuses them by name. What depends on the model
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -519,4 +520,6 @@ def renamed(message: str, theirs: str | None, own: str | None) -> str:
     if theirs is None or own is None or theirs == own or not message.startswith(theirs):
         return message
     rest = message[len(theirs) :]
-    return own + (": " + rest.removeprefix(".json").lstrip(" :") if own == "tools" else rest)
+    if theirs == "structured_outputs":  # the other fields that ask for a form have no parts of its names
+        rest = ": " + re.sub(r"^\.(json|regex|choice|grammar)\b", "", rest).lstrip(" :")
+    return own + rest

@@ -49,6 +49,7 @@ CODES: dict[str, tuple[int, str]] = {
     "internal_error": (500, "InternalServerError"),
     "tokenizer_error": (500, "InternalServerError"),
     "detokenizer_error": (500, "InternalServerError"),
+    "grammar_error": (500, "InternalServerError"),
     "deadline_exceeded": (504, "GatewayTimeoutError"),
     "loading": (503, "ServiceUnavailableError"),
     "draining": (503, "ServiceUnavailableError"),

@@ -5,15 +5,18 @@ Only rows that asked are looked at, one by one: few do. Knows ids; refuses to kn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from .messages import Indices, Started
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Longs = NDArray[np.int64]
 
@@ -67,12 +70,11 @@ class TokenLimits:
         for row in np.flatnonzero(self.is_limited[slots]).tolist():
             limit = self._limits[int(slots[row])]
             if limit.allowed is not None:
-                allowed = torch.from_numpy(limit.allowed).to(logits.device)
-                kept = logits[row, allowed]
-                logits[row] = -torch.inf
-                logits[row, allowed] = kept
+                kept = logits[row, limit.allowed]
+                logits[row] = -math.inf
+                logits[row, limit.allowed] = kept
             if forbidden := limit.forbidden():
-                logits[row, forbidden] = -torch.inf
+                logits[row, forbidden] = -math.inf
 
     def note(self, slots: Indices, token_ids: Indices) -> None:
         """Each of `slots` got a token."""

@@ -156,7 +156,7 @@ def test_it_says_what_chat_says(server):
 def test_cached_tokens_are_counted(server):
     asked = ASK | {"input": "the same long prompt, word for word, again and again"}
     told = [server.post(PATH, asked).json["usage"]["input_tokens_details"]["cached_tokens"] for _ in range(2)]
-    assert told[1] > 0 and told[1] % 16 == 0
+    assert told[0] == 0 < told[1]
 
 
 def test_a_stop_string_ends_it(server):

@@ -78,16 +78,16 @@ class Poison:
         self._value = value
         pool = engine.pool
         push, evict, has_host = pool._push, pool._evict, engine.host_tier is not None
-        is_spared = False
+        cache, is_spared = engine.prefix_cache, False
 
         def push_poisoned(blocks: Any) -> None:
-            if not is_spared:
-                self._spoil(blocks)
+            is_lost = [not is_spared or (cache is not None and cache.is_tail(block)) for block in blocks.tolist()]
+            self._spoil(blocks[is_lost])
             push(blocks)
 
         def evict_poisoned(count: int) -> None:
             nonlocal is_spared
-            is_spared = has_host  # what they hold is still to be copied there, before the step that gives them away
+            is_spared = has_host  # whole ones are still to be copied there, before the step that gives them away
             evict(count)
             is_spared = False
 

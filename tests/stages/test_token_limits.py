@@ -24,7 +24,7 @@ V, EOS = 40, 39
 
 
 def make(mode="raw_logprobs") -> Sampler:
-    return Sampler(torch.zeros(4, dtype=torch.int64), V, 64, (EOS,), mode)
+    return Sampler(torch.zeros(4, dtype=torch.int64), V, 64, (EOS,), logprobs_mode=mode)
 
 
 def falling() -> torch.Tensor:

@@ -43,7 +43,7 @@ async def _run(options: argparse.Namespace, config: EngineConfig, api_key: Seque
         client.model = config.model or await client.served_model()
         client.ignores_eos = options.dataset_path is None if options.ignore_eos is None else options.ignore_eos
         asks = await _make_asks(client, options, config.seed)
-        first = await client.ask(asks[0])  # not measured: connections and caches begin with it
+        first = await client.ask(asks[0])  # not measured, as in vLLM's bench; it may leave its prompt's prefix cached
         if first.error is not None:
             raise ConfigError(f"{client.url} does not answer the first request: {first.error}")
         times_s = arrivals(len(asks), options.request_rate, make_rng(config.seed + 1))

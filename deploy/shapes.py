@@ -346,6 +346,8 @@ class ServedModel(Shape):
     attention_backend: str
     eos_token_ids: list[Count]
     has_chat_template: bool
+    tasks: list[str]  # what it can be asked for
+    embeddings: dict[str, Any] | None  # how they are made; null if it makes none
 
 
 class Configuration(Shape):

@@ -174,14 +174,20 @@ class Body(BaseModel):
         return reference
 
 
+# in one, as generators of bodies multiply the branches of all relations
+STREAMS_ONLY: JsonSchemaValue = {
+    "if": has("stream", {"const": True}),
+    "then": {"properties": {"prompt_logprobs": {"type": "null"}}},
+    "else": {"properties": {"stream_options": {"type": "null"}, "return_progress": {"enum": [False, None]}}},
+}
+
+
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
     refuses_unsupported: ClassVar[bool] = True
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
-        only_with("stream_options", {"type": "object"}, {"stream": True}),
-        only_with("return_progress", {"const": True}, {"stream": True}),
-        off_with("stream", {"const": True}, {"prompt_logprobs": None}),
+        STREAMS_ONLY,
         WITH_SEARCH,
         WITHOUT_SEARCH,
     )

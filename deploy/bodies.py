@@ -38,9 +38,9 @@ from ..stages.params import (
     SamplingParams,
 )
 from ..stages.structured import StructuredOutputs
-from . import documented
+from . import documented, documented_forms
 from .beams import WITH_SEARCH, WITHOUT_SEARCH, beam_params, check_beams
-from .documented import has, nullable, only_with
+from .documented import has, nullable, off_with, only_with
 from .errors import ApiError, shorten
 from .prompts import read_prompts
 from .structured import field_of, structured_outputs
@@ -127,7 +127,7 @@ class StreamOptions(BaseModel):
 class Message(BaseModel):
     """One turn of a chat."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=documented_forms.content_or_calls)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None  # of an assistant
@@ -160,6 +160,7 @@ class Body(BaseModel):
     refuses_unsupported: ClassVar[bool] = False  # fields that change answers elsewhere: 400, and not ignored
 
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # what `check` asks of fields together, as a schema says it
+    LEAST_MAX_TOKENS: ClassVar[int] = 1
 
     def check(self) -> None:
         """What no single field can say. `ApiError` names the field to change."""
@@ -168,10 +169,18 @@ class Body(BaseModel):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
-        documented.add_ranges(schema)
+        documented.add_ranges(schema, cls.LEAST_MAX_TOKENS)
         if cls.RELATIONS:
             schema["allOf"] = list(cls.RELATIONS)
         return reference
+
+
+# in one, as generators of bodies multiply the branches of all relations
+STREAMS_ONLY: JsonSchemaValue = {
+    "if": has("stream", {"const": True}),
+    "then": {"properties": {"prompt_logprobs": {"type": "null"}}},
+    "else": {"properties": {"stream_options": {"type": "null"}, "return_progress": {"enum": [False, None]}}},
+}
 
 
 class GenerationBody(Body):
@@ -179,7 +188,7 @@ class GenerationBody(Body):
 
     refuses_unsupported: ClassVar[bool] = True
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
-        only_with("stream_options", {"type": "object"}, {"stream": True}),
+        STREAMS_ONLY,
         WITH_SEARCH,
         WITHOUT_SEARCH,
     )
@@ -216,10 +225,16 @@ class GenerationBody(Body):
     ] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    allowed_token_ids: Annotated[list[int] | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
-    bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        Field(max_length=MAX_ALLOWED_TOKEN_IDS),
+        WithJsonSchema(documented_forms.ALLOWED_TOKEN_IDS),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, Field(max_length=MAX_BAD_WORDS), WithJsonSchema(documented_forms.BAD_WORDS)
+    ] = None
+    truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(documented_forms.TRUNCATE_PROMPT_TOKENS)] = None
+    truncation_side: Annotated[str | None, WithJsonSchema(documented_forms.TRUNCATION_SIDE)] = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
@@ -238,12 +253,13 @@ class GenerationBody(Body):
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
-    response_format: Any = None  # these and their shapes: structured.py
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    # these and their shapes: structured.py
+    response_format: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, WithJsonSchema(documented_forms.STRUCTURED_OUTPUTS)] = None
+    guided_json: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_JSON)] = None
+    guided_regex: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_REGEX)] = None
+    guided_choice: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_CHOICE)] = None
+    guided_grammar: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_GRAMMAR)] = None
 
     def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
         """The sampler's view. `ApiError` names the field that is out of range, or has no meaning in a beam search."""
@@ -426,6 +442,21 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
+
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        *GenerationBody.RELATIONS,
+        off_with("use_beam_search", {"const": True}, {"echo": False}),
+        {
+            "if": {"anyOf": [has("echo", {"const": True}), has("prompt_logprobs", {"type": "integer"})]},
+            "else": {"properties": {"max_tokens": {"minimum": 1}}},
+        },
+        {
+            "if": {"allOf": [has("echo", {"const": True}), has("stream", {"const": True})]}
+            | has("logprobs", {"type": "integer"}),
+            "then": {"properties": {"n": {"maximum": 1}}},
+        },
+    )
+    LEAST_MAX_TOKENS: ClassVar[int] = 0
 
     prompt: Annotated[Any, WithJsonSchema(documented.PROMPT)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -80,14 +80,22 @@ NOT_EMPTY: Schema = {"type": "string", "minLength": 1, LIMITS: {"maxLength": "mo
 TOKEN_ID: Schema = {"type": "integer", "minimum": 0, LIMITS: {"maximum": "last_token_id"}}
 TOKEN_IDS: Schema = {"type": "array", "items": TOKEN_ID}
 TOKENS_OF_A_PROMPT: Schema = TOKEN_IDS | {"minItems": 1, LIMITS: {"maxItems": "longest_prompt"}}
-PROMPT: Schema = {
-    "anyOf": [
-        NOT_EMPTY,
-        array(NOT_EMPTY, MAX_PROMPTS, least=1),
-        TOKENS_OF_A_PROMPT,
-        array(TOKENS_OF_A_PROMPT, MAX_PROMPTS, least=1),
-    ]
-}
+
+
+def prompts(most: int) -> Schema:
+    """One, or at most so many, in any of the four forms."""
+    return {
+        "anyOf": [
+            NOT_EMPTY,
+            array(NOT_EMPTY, most, least=1),
+            TOKENS_OF_A_PROMPT,
+            array(TOKENS_OF_A_PROMPT, most, least=1),
+        ]
+    }
+
+
+PROMPT = prompts(MAX_PROMPTS)
+ONLY_TOKENS: Schema = {"anyOf": [TOKENS_OF_A_PROMPT, array(TOKENS_OF_A_PROMPT, MAX_PROMPTS, least=1)]}
 MODEL: Schema = {"type": ["string", "null"], LIMITS: {"enum": "model_names"}}
 STOP_STRING: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 STOP: Schema = {"anyOf": [STOP_STRING, array(STOP_STRING, MAX_STOPS), {"type": "null"}]}
@@ -121,16 +129,16 @@ def scalars(names: frozenset[str], most_chars: int) -> Schema:
 # -- ranges
 
 
-def add_ranges(schema: Schema) -> None:
+def add_ranges(schema: Schema, least_max_tokens: int = 1) -> None:
     """Puts the sampler's ranges on the fields of a body."""
     for name, (least, most) in {**COUNTS, **NUMBERS}.items():
         for form in _forms(schema["properties"].get(name, {})):
             if form.get("type") in ("integer", "number"):
                 form.update({"minimum": least, "maximum": most})
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         for form in _forms(schema["properties"].get(name, {})):
             if form.get("type") == "integer":
-                form.update({"minimum": 1, LIMITS: {"maximum": "longest_prompt"}})
+                form.update({"minimum": least_max_tokens, LIMITS: {"maximum": "longest_prompt"}})
     for form in _forms(schema["properties"].get("min_tokens", {})):
         if form.get("type") == "integer":
             form[LIMITS] = {"maximum": "longest_prompt"}
@@ -147,6 +155,9 @@ def _forms(schema: Schema) -> list[Schema]:
 # -- fields that need one another
 
 
+NOT_NULL: Schema = {"not": {"type": "null"}}
+
+
 def has(name: str, schema: Schema) -> Schema:
     """Bodies whose field is there and so."""
     return {"properties": {name: schema}, "required": [name]}
@@ -156,6 +167,11 @@ def only_with(name: str, schema: Schema, needed: Mapping[str, Any]) -> Schema:
     """Bodies whose field `name` is so have to have the others of these values."""
     then = {"properties": {other: {"const": value} for other, value in needed.items()}, "required": [*needed]}
     return {"if": has(name, schema), "then": then}
+
+
+def needs(name: str, value: Any, *others: str) -> Schema:
+    """Bodies whose field `name` has that value have to have the others, and not as null."""
+    return {"if": has(name, {"const": value}), "then": {"allOf": [has(other, NOT_NULL) for other in others]}}
 
 
 def off_with(name: str, schema: Schema, off: Mapping[str, Any]) -> Schema:

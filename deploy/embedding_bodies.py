@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
 
 from ..stages.embedding import Pairs, pooled_request
 from ..stages.errors import Refused
 from ..stages.messages import Request
 from ..stages.pooling import MAX_INPUTS, MAX_PAIRS, PoolingParams
 from ..stages.tasks import Task
-from .bodies import Body
+from . import documented_forms
+from .bodies import Body, ModelName
+from .documented import NOT_EMPTY, NOT_NULL, has
 from .errors import ApiError
 from .prompts import read_prompts
 
@@ -27,7 +30,12 @@ def _texts(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PAIRS), BeforeValidator(_texts)]
+Texts = Annotated[
+    list[Text],
+    Field(min_length=1, max_length=MAX_PAIRS),
+    BeforeValidator(_texts),
+    WithJsonSchema(documented_forms.TEXTS),
+]
 
 
 class PooledBody(Body):
@@ -37,11 +45,11 @@ class PooledBody(Body):
     # what intake and the pairs call a field -> what this endpoint calls it
     NAMES: ClassVar[dict[str, str]] = {}
 
-    model: str | None = None
+    model: ModelName = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
-    truncate_prompt_tokens: Any = None
+    truncate_prompt_tokens: Annotated[Any, WithJsonSchema(documented_forms.ONLY_NULL)] = None
 
     def check(self) -> None:
         """What this server has, and not here."""
@@ -68,7 +76,7 @@ class EmbeddingBody(PooledBody):
 
     NAMES: ClassVar[dict[str, str]] = {"prompt": "input"}
 
-    input: Any
+    input: Annotated[Any, WithJsonSchema(documented_forms.INPUT)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     normalize: bool | None = None  # to length 1, which is the default
@@ -94,8 +102,23 @@ class PairsBody(PooledBody):
         return self.pairs().request(answer_id, tasks, priority=self.priority)
 
 
+def _pair_of(*names: str) -> JsonSchemaValue:
+    return {"allOf": [has(name, NOT_NULL) for name in names]}
+
+
 class ScoreBody(PairsBody):
     """`POST /score`: one query for all documents, or one each. The two go by several names."""
+
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        {
+            "anyOf": [
+                _pair_of("queries", "documents")
+                | {"properties": {"text_1": {"type": "null"}, "text_2": {"type": "null"}}},
+                _pair_of("text_1", "text_2")
+                | {"properties": {"queries": {"type": "null"}, "documents": {"type": "null"}}},
+            ]
+        },
+    )
 
     NAMES: ClassVar[dict[str, str]] = {"prompt": "documents"}
 
@@ -128,7 +151,7 @@ class RerankBody(PairsBody):
 
     NAMES: ClassVar[dict[str, str]] = {"prompt": "documents"}
 
-    query: Text
+    query: Annotated[Text, WithJsonSchema(NOT_EMPTY)]
     documents: Texts
     top_n: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None  # 0 or none: all
     return_documents: bool = True

@@ -97,7 +97,9 @@ class Embeddings:
         answer_id = self.service.open(prefix, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
         try:
-            outbox = await self.service.require_engine().submit(replace(asked, request_id=answer_id), wait=True)
+            salt = self.service.cache_salt(asked.cache_salt, request[OWNER])
+            asked = replace(asked, request_id=answer_id, cache_salt=salt)
+            outbox = await self.service.require_engine().submit(asked, wait=True)
             return outbox, await read_vectors(outbox)
         except Exception as error:
             cause = "error"

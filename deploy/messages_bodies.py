@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from ..stages.params import MAX_STOPS
+from . import documented_forms
 from .adapters import Chat, extensions, refuse, renamed
-from .bodies import Body
+from .bodies import Body, ModelName
+from .documented import STOP_STRING, array, needs, nullable
 from .errors import ApiError, shorten
 from .validation import read_body
 
@@ -48,7 +50,7 @@ class Metadata(BaseModel):
 class Thinking(BaseModel):
     """Whether to think before speaking, and for how long."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=needs("type", "enabled", "budget_tokens"))
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -57,7 +59,7 @@ class Thinking(BaseModel):
 class ToolChoice(BaseModel):
     """Which tools to use."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=needs("type", "tool", "name"))
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -85,10 +87,10 @@ class OutputConfig(BaseModel):
 class CountTokensBody(Body):
     """`POST /v1/messages/count_tokens`."""
 
-    model: str | None = None
-    messages: Any
-    system: Any = None
-    tools: list[dict[str, Any]] | None = None
+    model: ModelName = None
+    messages: Annotated[Any, WithJsonSchema(documented_forms.ANTHROPIC_MESSAGES)]
+    system: Annotated[Any, WithJsonSchema(documented_forms.ANTHROPIC_SYSTEM)] = None
+    tools: Annotated[list[dict[str, Any]] | None, WithJsonSchema(documented_forms.ANTHROPIC_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -140,7 +142,9 @@ class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
 
     max_tokens: int
-    stop_sequences: Annotated[list[str] | None, Field(max_length=MAX_STOPS)] = None
+    stop_sequences: Annotated[
+        list[str] | None, Field(max_length=MAX_STOPS), WithJsonSchema(nullable(array(STOP_STRING, MAX_STOPS)))
+    ] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

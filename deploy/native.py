@@ -14,9 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
 from ..stages.params import SamplingParams
+from . import documented
 from .answers import Answer, Choice, completion_logprobs
 from .bodies import CompletionBody
+from .documented import only_with
 from .errors import ApiError
 
 if TYPE_CHECKING:
@@ -24,11 +30,27 @@ if TYPE_CHECKING:
     from ..stages.outputs import Delta
 
 PLAIN = SamplingParams()
+BESIDE = ("model", "stream", "stream_options", "priority", "cache_salt", "request_id", "user", "timeout_s")
 NOT_RENDERED = frozenset({"bad_words_token_ids", "extra_args", "truncate_prompt_tokens", "truncation_side"})
 
 
 class GenerateBody(CompletionBody):
     """`POST /generate`, once `flatten` has brought it into the shape of completions."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """As it was before: token ids in the place of prompts, and the fields of sampling together."""
+        reference = super().__get_pydantic_json_schema__(core_schema, handler)
+        schema = handler.resolve_ref_schema(reference)
+        fields = schema["properties"]
+        beside = {name: fields[name] for name in BESIDE}
+        inner = {name: fields[name] for name in fields if name not in (*BESIDE, "prompt")}
+        sampling = {"type": ["object", "null"], "properties": inner}
+        tokens = {"token_ids": documented.ONLY_TOKENS, "sampling_params": sampling}
+        schema.update({"properties": tokens | beside, "required": ["token_ids"]})
+        sampling["allOf"] = schema["allOf"]
+        schema["allOf"] = [only_with("stream_options", {"type": "object"}, {"stream": True})]
+        return reference
 
     def prompts(self) -> tuple[Prompt, ...]:
         try:

@@ -73,7 +73,7 @@ def _operation(operation: Operation, config: ServerConfig) -> dict[str, Any]:
         "operationId": operation.name,
         "summary": operation.summary,
         "tags": [operation.group],
-        "parameters": [_path_parameter(name, what) for name, what in operation.parameters.items()] + [_REQUEST_ID],
+        "parameters": _parameters(operation),
         "responses": _responses(operation, has_keys),
         "security": SECURITY[operation.access] if has_keys or operation.access == "admin" else [],
     }
@@ -94,6 +94,12 @@ _REQUEST_ID: Schema = {
 }
 
 
+def _parameters(operation: Operation) -> list[Schema]:
+    in_path = [_path_parameter(name, what) for name, what in operation.parameters.items()]
+    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    return [*in_path, *in_query, _REQUEST_ID]
+
+
 def _path_parameter(name: str, what: str) -> Schema:
     schema = {"type": "string", "minLength": 1}
     return {"name": name, "in": "path", "required": True, "description": what, "schema": schema}
@@ -101,41 +107,49 @@ def _path_parameter(name: str, what: str) -> Schema:
 
 def _responses(operation: Operation, has_keys: bool) -> dict[str, Any]:
     responses = {
-        str(status): _response(HTTPStatus(status).phrase, contents) for status, contents in operation.answers.items()
+        str(status): _response(HTTPStatus(status).phrase, contents, operation)
+        for status, contents in operation.answers.items()
     }
     if operation.links:
         responses["200"]["links"] = {name: dict(link) for name, link in operation.links.items()}
     if operation.body is not None:
         responses["200"]["headers"] |= _IGNORED_FIELDS
     for status, codes in operation.codes_by_status(has_keys).items():
-        error = _response("One of: " + ", ".join(codes), (Content(shapes.Error),))
+        error = _response("One of: " + ", ".join(codes), (Content(operation.error),), operation)
         if status in (429, 503):
             error["headers"] |= _RETRY_AFTER
         if str(status) in responses:
             error["content"]["application/json"]["schema"] = {
-                "anyOf": [responses[str(status)]["content"]["application/json"]["schema"], _ref(shapes.Error)]
+                "anyOf": [responses[str(status)]["content"]["application/json"]["schema"], _ref(operation.error)]
             }
         responses[str(status)] = error
     return responses
 
 
-def _response(description: str, contents: Iterable[Content]) -> dict[str, Any]:
+def _response(description: str, contents: Iterable[Content], operation: Operation) -> dict[str, Any]:
     return {
         "description": description,
         "headers": dict(_ALWAYS),
-        "content": {content.content_type: {"schema": _content(content)} for content in contents},
+        "content": {content.content_type: {"schema": _content(content, operation)} for content in contents},
     }
 
 
-def _content(content: Content) -> Schema:
+def _content(content: Content, operation: Operation) -> Schema:
     if content.shape is not None:
         return _ref(content.shape)
     if content.event is None:
         return {"type": "string"}
     data = {
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [_ref(content.event), _ref(shapes.Error)]},
+        "contentSchema": {"anyOf": [_ref(content.event), _ref(operation.error)]},
     }
+    if content.is_named:
+        return {
+            "type": "object",
+            "description": "One server-sent event; its name is the type of its data",
+            "properties": {"event": {"type": "string"}, "data": {"type": "string"} | data},
+            "required": ["event", "data"],
+        }
     data = {"type": "string", "if": {"const": "[DONE]"}, "else": data}
     return {
         "type": "object",
@@ -160,6 +174,7 @@ _RETRY_AFTER: Schema = {
 def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str, Schema]:
     models: dict[type[BaseModel], None] = {shapes.Error: None}
     for operation in operations:
+        models[operation.error] = None
         contents = [content for answer in operation.answers.values() for content in answer]
         found = [operation.body, *(content.shape for content in contents), *(content.event for content in contents)]
         models |= dict.fromkeys(model for model in found if model is not None)

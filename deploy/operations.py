@@ -6,15 +6,22 @@ The OpenAPI document is made from it, and a test holds it to the routes of the s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from . import shapes
+from . import api_shapes, shapes
 from .bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .documented import Schema
+from .embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
 from .errors import CODES
+from .messages_bodies import CountTokensBody, MessagesBody
+from .messages_events import MESSAGES_PATH
 from .metrics import CONTENT_TYPE
+from .native import GenerateBody
+from .responses_bodies import ResponsesBody
+from .responses_routes import MAX_ITEMS_LISTED
 
 Access = Literal["open", "key", "admin"]
 
@@ -45,9 +52,20 @@ WITH_CHAT = ("empty_prompt", "template_limit", "tokenizer_error", "unsupported_c
 GENERATING = (
     *WITH_CHAT,
     "context_length_exceeded",
+    "deadline_exceeded",
     "detokenizer_error",
     "rate_limit_exceeded",
     "unsupported_parameter",
+    "unsupported_task",
+)
+POOLING = (
+    "cancelled",
+    "context_length_exceeded",
+    "empty_prompt",
+    "rate_limit_exceeded",
+    "tokenizer_error",
+    "unsupported_parameter",
+    "unsupported_task",
 )
 
 
@@ -58,6 +76,7 @@ class Content:
     shape: type[BaseModel] | None = None  # None: text
     content_type: str = "application/json"
     event: type[BaseModel] | None = None
+    is_named: bool = False  # events have names, and none says [DONE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +92,9 @@ class Operation:
     body: type[Body] | None = None
     access: Access = "key"
     errors: tuple[str, ...] = ()
+    error: type[BaseModel] = shapes.Error
     parameters: Mapping[str, str] = field(default_factory=dict)  # of the path -> what it is
+    query: Mapping[str, Schema] = field(default_factory=dict)  # name -> its schema
     links: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # OpenAPI links of its 200
 
     def codes_by_status(self, has_keys: bool) -> dict[int, list[str]]:
@@ -97,9 +118,226 @@ def _json_or_events(shape: type[BaseModel], event: type[BaseModel]) -> dict[int,
     return {200: (Content(shape), Content(content_type="text/event-stream", event=event))}
 
 
+def _json_or_named_events(shape: type[BaseModel], event: type[BaseModel]) -> dict[int, tuple[Content, ...]]:
+    return {200: (Content(shape), Content(content_type="text/event-stream", event=event, is_named=True))}
+
+
 READY: dict[int, tuple[Content, ...]] = {200: (Content(shapes.Ready),), 503: (Content(shapes.NotReady),)}
 
 ABORT = {"abort": {"operationId": "abortRequest", "parameters": {"id": "$response.header.X-Request-Id"}}}
+
+STORED = {"id": "the id of the response"}
+
+
+def _again(operation: Operation, **paths: str) -> tuple[Operation, ...]:
+    """The same operation under more paths, each with a name of its own."""
+    return tuple(replace(operation, name=name, path=path) for name, path in paths.items())
+
+
+SCORE = Operation(
+    method="POST",
+    path="/score",
+    name="score",
+    group="numbers",
+    summary="How well texts go together: one query with all documents, or one with one",
+    body=ScoreBody,
+    answers=_json(api_shapes.Scores),
+    errors=(*WITH_ENGINE, *WITH_MODEL, *POOLING),
+)
+RERANK = Operation(
+    method="POST",
+    path="/rerank",
+    name="rerank",
+    group="numbers",
+    summary="The documents that answer a query best, best first",
+    body=RerankBody,
+    answers=_json(api_shapes.Ranks),
+    errors=(*WITH_ENGINE, *WITH_MODEL, *POOLING),
+)
+GENERATE = Operation(
+    method="POST",
+    path="/generate",
+    name="generate",
+    group="tokens",
+    summary="How token ids go on, in token ids, whole or as a stream",
+    body=GenerateBody,
+    answers=_json_or_events(api_shapes.GeneratedTokens, api_shapes.GeneratedTokensChunk),
+    errors=(*WITH_ENGINE, *WITH_MODEL, *GENERATING),
+)
+NUMBERS = (
+    Operation(
+        method="POST",
+        path="/v1/embeddings",
+        name="createEmbeddings",
+        group="numbers",
+        summary="A vector for each text",
+        body=EmbeddingBody,
+        answers=_json(api_shapes.Embeddings),
+        errors=(*WITH_ENGINE, *WITH_MODEL, *POOLING),
+    ),
+    SCORE,
+    *_again(SCORE, scoreV1="/v1/score"),
+    RERANK,
+    *_again(RERANK, rerankV1="/v1/rerank", rerankV2="/v2/rerank"),
+)
+TOKENS = (
+    GENERATE,
+    *_again(GENERATE, inferenceGenerate="/inference/v1/generate"),
+    Operation(
+        method="POST",
+        path="/v1/chat/completions/render",
+        name="renderChatCompletion",
+        group="tokens",
+        summary="The body for /generate that a chat stands for, with nothing computed",
+        body=ChatBody,
+        answers=_json(api_shapes.RenderedPrompt),
+        errors=(*WITH_ENGINE, *WITH_MODEL, *GENERATING),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/completions/render",
+        name="renderCompletion",
+        group="tokens",
+        summary="The bodies for /generate that the prompts stand for, with nothing computed",
+        body=CompletionBody,
+        answers=_json(api_shapes.RenderedPrompts),
+        errors=(*WITH_ENGINE, *WITH_MODEL, *GENERATING),
+    ),
+)
+RESPONSES = (
+    Operation(
+        method="POST",
+        path="/v1/responses",
+        name="createResponse",
+        group="responses",
+        summary="A response, whole, as a stream or in the background",
+        body=ResponsesBody,
+        answers=_json_or_named_events(api_shapes.Response, api_shapes.ResponseEvent),
+        errors=(*WITH_ENGINE, *WITH_MODEL, *GENERATING, "response_not_found"),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses",
+        name="responsesSocket",
+        group="sockets",
+        summary="A WebSocket on which responses are asked for, one after the other; 426 without an upgrade",
+        answers={101: ()},
+        errors=(*WITH_ENGINE, "upgrade_required"),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses/{id}",
+        name="getResponse",
+        group="responses",
+        summary="A response that is kept, or the events that it is made by",
+        parameters=STORED,
+        query={
+            "stream": {
+                "type": "string",
+                "enum": ["true", "false"],
+                "description": "events; of one made with background and stream",
+            },
+            "starting_after": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": 2**31 - 1,
+                "description": "the sequence number of the last event that is known",
+            },
+        },
+        answers=_json_or_named_events(api_shapes.Response, api_shapes.ResponseEvent),
+        errors=(*WITH_ENGINE, "response_not_found", "invalid_value"),
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/responses/{id}",
+        name="deleteResponse",
+        group="responses",
+        summary="Keep a response no longer; one that is being made ends",
+        parameters=STORED,
+        answers=_json(api_shapes.DeletedResponse),
+        errors=("response_not_found",),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses/{id}/cancel",
+        name="cancelResponse",
+        group="responses",
+        summary="End a response that is made in the background",
+        parameters=STORED,
+        answers=_json(api_shapes.Response),
+        errors=("response_not_found", "invalid_value"),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/responses/{id}/input_items",
+        name="listInputItems",
+        group="responses",
+        summary="What a response answered, with all that it went on from",
+        parameters=STORED,
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS_LISTED, "default": 20},
+            "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+            "after": {"type": "string", "description": "the id of the last item that is known"},
+        },
+        answers=_json(api_shapes.InputItems),
+        errors=(*WITH_ENGINE, "response_not_found", "invalid_value"),
+    ),
+)
+MESSAGES = (
+    Operation(
+        method="POST",
+        path=MESSAGES_PATH,
+        name="createMessage",
+        group="messages",
+        summary="A message of Anthropic's API, whole or as a stream",
+        body=MessagesBody,
+        answers=_json_or_named_events(api_shapes.AnthropicMessage, api_shapes.MessageEvent),
+        error=api_shapes.MessagesError,
+        errors=(*WITH_ENGINE, *WITH_MODEL, *GENERATING),
+    ),
+    Operation(
+        method="POST",
+        path=f"{MESSAGES_PATH}/count_tokens",
+        name="countMessageTokens",
+        group="messages",
+        summary="How many tokens the prompt of a message has",
+        body=CountTokensBody,
+        answers=_json(api_shapes.NumInputTokens),
+        error=api_shapes.MessagesError,
+        errors=(*WITH_ENGINE, *WITH_MODEL, *WITH_CHAT, "context_length_exceeded", "unsupported_parameter"),
+    ),
+)
+PAGES = (
+    Operation(
+        method="GET",
+        path="/v1/stream",
+        name="streamSocket",
+        group="sockets",
+        summary="A WebSocket with any number of streams at a time; 426 without an upgrade",
+        answers={101: ()},
+        errors=(*WITH_ENGINE, "upgrade_required"),
+    ),
+    Operation(
+        method="GET",
+        path="/stream-demo",
+        name="streamDemo",
+        group="server",
+        summary="A page that shows several answers over one WebSocket",
+        access="open",
+        answers={200: (Content(content_type="text/html; charset=utf-8"),)},
+    ),
+    Operation(
+        method="GET",
+        path="/static/{name}",
+        name="staticFile",
+        group="server",
+        summary="A file of that page",
+        access="open",
+        parameters={"name": "its name"},
+        answers={200: (Content(content_type="text/*"),)},
+        errors=("not_found",),
+    ),
+)
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
@@ -253,4 +491,9 @@ OPERATIONS: tuple[Operation, ...] = (
         answers=_json(shapes.CacheReset),
         errors=WITH_ENGINE,
     ),
+    *NUMBERS,
+    *TOKENS,
+    *RESPONSES,
+    *MESSAGES,
+    *PAGES,
 )

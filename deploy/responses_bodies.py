@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError
 
 from ..stages.params import MAX_LOGPROBS
+from . import documented_forms
 from .adapters import Chat, extensions, refuse, renamed
-from .bodies import Body
+from .bodies import Body, ModelName
+from .documented import has, needs, nullable
 from .errors import ApiError, shorten
 from .validation import read_body
 
@@ -63,10 +66,22 @@ def _metadata(pairs: dict[str, str]) -> dict[str, str]:
     return pairs
 
 
+METADATA = nullable(
+    {
+        "type": "object",
+        "maxProperties": MAX_METADATA,
+        "propertyNames": {"maxLength": MAX_METADATA_KEY},
+        "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+    }
+)
+
+
 class TextFormat(BaseModel):
     """The form that the text must have."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(
+        strict=True, extra="ignore", json_schema_extra=needs("type", "json_schema", "name", "schema")
+    )
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -96,8 +111,12 @@ class ReasoningConfig(BaseModel):
 class ResponsesBody(Body):
     """`POST /v1/responses`."""
 
-    input: Any
-    model: str | None = None
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        {"if": has("background", {"const": True}), "then": {"properties": {"store": {"enum": [True, None]}}}},
+    )
+
+    input: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_INPUT)]
+    model: ModelName = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -105,12 +124,15 @@ class ResponsesBody(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[Includable] | None = None
     text: TextConfig | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[dict[str, Any]] | None, WithJsonSchema(documented_forms.RESPONSE_TOOLS)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_metadata)] | None = None
+    metadata: Annotated[
+        Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_metadata)] | None,
+        WithJsonSchema(METADATA),
+    ] = None
     user: Annotated[str | None, Field(max_length=512)] = None
     safety_identifier: Annotated[str | None, Field(max_length=512)] = None
     prompt_cache_key: Annotated[str | None, Field(max_length=512)] = None

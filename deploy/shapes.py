@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from .errors import CODES, MAX_MESSAGE_CHARS
 
 Count = Annotated[int, Field(ge=0)]
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 
 class Shape(BaseModel):
@@ -26,11 +26,11 @@ class Shape(BaseModel):
 
 
 class ErrorDetails(Shape):
-    """Of a refusal for want of room."""
+    """Of a refusal for want of room, or of a deadline that passed: where that was."""
 
     stage: str
-    queue_depth: Count | None
-    estimated_wait_s: Annotated[float, Field(ge=0)]
+    queue_depth: Count | None = None
+    estimated_wait_s: Annotated[float, Field(ge=0)] | None = None
 
 
 class ErrorInfo(Shape):
@@ -58,6 +58,12 @@ class CachedTokens(Shape):
     cached_tokens: Count
 
 
+class ThoughtTokens(Shape):
+    """Of the answers' tokens."""
+
+    reasoning_tokens: Count
+
+
 class Usage(Shape):
     """Tokens of all prompts and all choices."""
 
@@ -65,6 +71,30 @@ class Usage(Shape):
     total_tokens: Count
     completion_tokens: Count
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ThoughtTokens | None = None  # of a model that marks its thoughts
+
+
+class PromptLogprob(Shape):
+    """Of a token of the prompt."""
+
+    logprob: float
+    rank: Count
+    decoded_token: str
+
+
+# the first token's are null, as nothing comes before it; then token id -> the token's own, and the likeliest ones
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+RequestMetrics = dict[str, float | int | None]  # times in seconds, and counts
+
+
+class Progress(Shape):
+    """How far a prompt has come, in tokens."""
+
+    total: Count
+    cached: Count
+    cache: Count
+    processed: Count
+    time_ms: Annotated[float, Field(ge=0)]
 
 
 class TopLogprob(Shape):
@@ -91,8 +121,8 @@ class CompletionLogprobs(Shape):
     """Parallel lists, one entry a token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null for the first token of a prompt that is echoed
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[Count]
 
 
@@ -102,13 +132,32 @@ class Choice(Shape):
     index: Count
     finish_reason: FinishReason | None
     stop_reason: str | int | None  # the stop string or token id that ended it
+    token_ids: list[Count] | None = None  # with return_token_ids
+
+
+class CalledFunction(Shape):
+    """What is called, and with what: JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Shape):
+    """A call for the client to carry out."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class AssistantMessage(Shape):
-    """The answer."""
+    """The answer. Without words beside calls or thoughts, its content is null."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the same, by its other name
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Choice):
@@ -118,11 +167,30 @@ class ChatChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
+class FunctionDelta(Shape):
+    """The name, once, or a piece of the arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Shape):
+    """The beginning of a call, or a piece of its arguments."""
+
+    index: Count
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(Shape):
     """A piece of an answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(Choice):
@@ -137,6 +205,8 @@ class CompletionChoice(Choice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[Count] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Generated(Shape):
@@ -145,6 +215,7 @@ class Generated(Shape):
     id: str
     created: Count
     model: str
+    metrics: RequestMetrics | None = None  # with return_metrics, or where the server always tells them
 
 
 class ChatCompletion(Generated):
@@ -154,6 +225,8 @@ class ChatCompletion(Generated):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None
+    prompt_token_ids: list[Count] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatCompletionChunk(Generated):
@@ -162,6 +235,8 @@ class ChatCompletionChunk(Generated):
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[Count] | None = None
+    prompt_progress: Progress | None = None
 
 
 class Completion(Generated):
@@ -179,6 +254,7 @@ class CompletionChunk(Generated):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    prompt_progress: Progress | None = None
 
 
 # -- everything else
@@ -270,6 +346,8 @@ class ServedModel(Shape):
     attention_backend: str
     eos_token_ids: list[Count]
     has_chat_template: bool
+    tasks: list[str]  # what it can be asked for
+    embeddings: dict[str, Any] | None  # how they are made; null if it makes none
 
 
 class Configuration(Shape):

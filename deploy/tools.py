@@ -163,7 +163,7 @@ def _not_too_many(value: Any) -> Any:
     return value
 
 
-Tools = Annotated[list[Tool], BeforeValidator(_not_too_many)]
+Tools = Annotated[list[Tool], BeforeValidator(_not_too_many), Field(json_schema_extra={"maxItems": MAX_TOOLS})]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_tool_choice)]
 
 

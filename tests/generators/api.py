@@ -20,10 +20,27 @@ from tests.security.oracle import ADMIN_KEY, KEY
 
 CONTEXT = 64  # short: bodies at the bound of max_tokens are many, and so are searches 64 wide
 OPTIONS = {
-    "server": {"api_key": [KEY], "admin_key": [ADMIN_KEY], "log_format": "json"},
+    "server": {
+        "api_key": [KEY],
+        "admin_key": [ADMIN_KEY],
+        "log_format": "json",
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "qwen3",
+    },
     "engine": {"max_model_len": CONTEXT, "max_num_seqs": 64},
     "script": {"eos_probability": 0.2},
 }
+# HTTP alone opens no WebSocket: their operations answer 426 to it, however well asked. And how a response was made, in
+# the background or with events, decides what can be asked of it: that is 400.
+EXPECTED = """[[operations]]
+include-operation-id = ["streamSocket", "responsesSocket"]
+checks.positive_data_acceptance.expected-statuses = ["101", "426", "401"]
+
+[[operations]]
+include-operation-id = ["cancelResponse", "getResponse", "listInputItems"]
+checks.positive_data_acceptance.expected-statuses = ["200", "400", "401", "404"]
+"""
 AUTHORIZATION = f"""
 [auth.openapi.key]
 bearer = "{KEY}"
@@ -33,7 +50,7 @@ api_key = "{KEY}"
 bearer = "{ADMIN_KEY}"
 [auth.openapi.adminKeyHeader]
 api_key = "{ADMIN_KEY}"
-"""
+{EXPECTED}"""
 
 
 def run(cases: int, *more: str, **pipes: Any) -> subprocess.CompletedProcess[str]:

@@ -28,6 +28,16 @@ class Relation:
     param: str | None
     holds: Callable[[Body, int], bool]
     broken: Body
+    path: str = "/v1/completions"
+
+
+def flat(body: Body) -> Body:
+    """With sampling_params beside the rest, and token ids or inputs as the prompt that they are."""
+    rest = {name: value for name, value in body.items() if name != "sampling_params"}
+    made = {**(body.get("sampling_params") or {}), **rest}
+    if "token_ids" in made:
+        made["prompt"] = made["token_ids"]
+    return made
 
 
 def prompts(body: Body) -> list[Any]:
@@ -43,16 +53,24 @@ def num_tokens(prompt: Any) -> int:
 
 
 def num_chat_tokens(body: Body) -> int:
-    """Each message in two special tokens, and one that begins the answer."""
-    return 1 + sum(2 + num_tokens(_text(message["content"])) for message in body.get("messages") or ())
+    """At most: each message in two special tokens, and one that begins the answer. All texts count, wherever."""
+    told = [body.get(name) for name in ("instructions", "system", "messages", "input", "queries", "query", "tools")]
+    return (
+        1 + sum(map(_most_tokens, told)) + _most_tokens([body.get(name) for name in ("documents", "text_1", "text_2")])
+    )
 
 
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+def _most_tokens(value: Any) -> int:
+    if isinstance(value, str):
+        return num_tokens(value) + 3
+    if isinstance(value, Mapping):
+        is_turn = not {"role", "type"}.isdisjoint(value)
+        return 4 * is_turn + sum(_most_tokens(part) for name, part in value.items() if name not in ("role", "type"))
+    return sum(map(_most_tokens, value)) if isinstance(value, list) else 0
 
 
 def max_tokens(body: Body) -> int | None:
-    newer, older = body.get("max_completion_tokens"), body.get("max_tokens")
+    newer, older = body.get("max_completion_tokens", body.get("max_output_tokens")), body.get("max_tokens")
     given = older if newer is None else newer
     return DEFAULT_MAX_TOKENS if given is None and "prompt" in body else given
 
@@ -65,12 +83,35 @@ def fits(body: Body, context: int) -> bool:
 
 def is_wide_enough(body: Body, _context: int) -> bool:
     n, best_of = body.get("n") or 1, body.get("best_of")
-    return best_of is None or (best_of >= n if body.get("use_beam_search") else best_of == n)
+    may_rank = body.get("use_beam_search") or ("prompt" in body and not body.get("stream"))
+    return best_of is None or best_of == n or bool(best_of > n and may_rank)
 
 
 def is_short_enough(body: Body, _context: int) -> bool:
     longest = max_tokens(body)
     return longest is None or (body.get("min_tokens") or 0) <= longest
+
+
+def streams_what_it_can(body: Body, _context: int) -> bool:
+    """Where the fields that disagree may be in different objects."""
+    asks = body.get("use_beam_search") or body.get("prompt_logprobs") is not None
+    return bool(body.get("stream") or not body.get("return_progress")) and not (body.get("stream") and asks)
+
+
+def has_as_many(body: Body, _context: int) -> bool:
+    """Queries and documents, by either name."""
+    for query, document in (("queries", "documents"), ("text_1", "text_2")):
+        queries, documents = (body.get(name) for name in (query, document))
+        many = [len(texts) if isinstance(texts, list) else 1 for texts in (queries, documents)]
+        if queries is not None and documents is not None and many[0] not in (1, many[1]):
+            return False
+    return True
+
+
+def thinks_less_than_it_may(body: Body, _context: int) -> bool:
+    thinking = body.get("thinking") if isinstance(body.get("thinking"), Mapping) else {}
+    budget = thinking.get("budget_tokens")
+    return budget is None or "max_tokens" not in body or budget < body["max_tokens"]
 
 
 def has_short_numbers(value: Any, _context: int = 0) -> bool:
@@ -84,6 +125,7 @@ def has_short_numbers(value: Any, _context: int = 0) -> bool:
 
 
 PROMPT = {"prompt": "a"}
+HI = [{"role": "user", "content": "hi"}]
 RELATIONS = (
     Relation("prompt and answer fit the context", "prompt", fits, {"prompt": "aa", "max_tokens": 511}),
     Relation(
@@ -92,8 +134,28 @@ RELATIONS = (
         lambda body, _: max(1, len(prompts(body))) * (body.get("n") or 1) <= MAX_SEQUENCES,
         {"prompt": ["a"] * 5, "n": 128, "max_tokens": 1},
     ),
-    Relation("best_of is n, or at least n in a search", "best_of", is_wide_enough, PROMPT | {"n": 2, "best_of": 3}),
+    Relation("best_of is n, or at least n in a search", "best_of", is_wide_enough, PROMPT | {"n": 3, "best_of": 2}),
     Relation("numbers are of 20 digits at most", None, has_short_numbers, PROMPT | {"unknown": 10**20}),
+    Relation(
+        "a stream is of no search and tells no prompt_logprobs",
+        "prompt_logprobs",
+        streams_what_it_can,
+        PROMPT | {"stream": True, "prompt_logprobs": 1},
+    ),
+    Relation(
+        "one query, or as many as documents", "queries", has_as_many, {"queries": ["a"] * 2, "documents": "a"}, "/score"
+    ),
+    Relation(
+        "thoughts are fewer than max_tokens",
+        None,
+        thinks_less_than_it_may,
+        {
+            "max_tokens": 2,
+            "thinking": {"type": "enabled", "budget_tokens": 2},
+            "messages": [{"role": "user", "content": ""}],
+        },
+        "/v1/messages",
+    ),
     Relation("min_tokens is at most max_tokens", "min_tokens", is_short_enough, PROMPT | {"min_tokens": 17}),
 )
 

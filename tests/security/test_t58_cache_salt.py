@@ -34,3 +34,20 @@ def test_with_a_salt_per_key_the_holders_of_two_keys_share_nothing():
             assert num_cached("key-a", salt) == 0
             assert num_cached("key-b", salt) == 0
             assert num_cached("key-a", salt) > 0 and num_cached("key-b", salt) > 0
+
+
+def test_with_a_salt_per_key_what_is_embedded_for_one_key_is_not_cached_for_another():
+    bodies = {
+        "/v1/embeddings": {"input": "a" * 100},
+        "/score": {"queries": "b" * 100, "documents": ["c" * 100]},
+        "/rerank": {"query": "d" * 100, "documents": ["e" * 100]},
+    }
+    with RunningServer(server={"api_key": ["key-a", "key-b"], "cache_salt_per_key": True}) as server:
+
+        def is_cached(key: str, path: str) -> bool:
+            answer = server.post(path, bodies[path], {"Authorization": f"Bearer {key}"})
+            return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+        for path in bodies:
+            found = [is_cached(key, path) for key in ("key-a", "key-b", "key-a", "key-b")]
+            assert found == [False, False, True, True], path

@@ -87,16 +87,16 @@ class RequestLimits:
         limit = self.max_model_len
         if pooling is not None:
             if num_prompt > limit:
-                raise _too_long(f"the prompt has {num_prompt} tokens and the model reads {limit}: shorten it")
+                raise self._too_long(f"and the prompt has {num_prompt}: shorten it")
             return params
         if num_prompt >= limit:
-            raise _too_long(f"the prompt has {num_prompt} tokens and the context holds {limit}, the answer included")
+            raise self._too_long(f"answer included, and the prompt has {num_prompt}: shorten it")
         if params.max_tokens is None:
             return replace(params, max_tokens=limit - num_prompt)
         if num_prompt + params.max_tokens > limit:
-            raise _too_long(
-                f"the prompt has {num_prompt} tokens and max_tokens = {params.max_tokens} asks for as many more, but "
-                f"the context holds {limit} in all: shorten the prompt, or ask for at most {limit - num_prompt}"
+            raise self._too_long(
+                f"but the prompt has {num_prompt} and max_tokens = {params.max_tokens} asks for as many more: "
+                f"shorten the prompt, or ask for at most {limit - num_prompt}"
             )
         return params
 
@@ -132,10 +132,14 @@ class RequestLimits:
         if prompt.chat is not None and not prompt.chat.messages:
             raise Refused("messages is empty: send at least one message", code="empty_prompt", param="messages")
         if num_chars > MAX_CHARS_PER_TOKEN * self.max_model_len:
-            raise _too_long(
-                f"the prompt has {num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each of the "
-                f"{self.max_model_len} tokens of context: shorten it"
+            raise self._too_long(
+                f"and the prompt has {num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each: shorten it"
             )
+
+    def _too_long(self, problem: str) -> Refused:
+        """Begins with OpenAI's words: programs look for them, and then shorten what they ask."""
+        message = f"this model's maximum context length is {self.max_model_len} tokens, {problem}"
+        return Refused(message, code="context_length_exceeded", param="prompt")
 
     def _check_token_ids(self, token_ids: Ints, request: Request) -> None:
         if not len(token_ids):
@@ -186,10 +190,6 @@ def _chars(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(_chars(part) for part in value.values())
     return sum(_chars(part) for part in value) if isinstance(value, (list, tuple)) else 0
-
-
-def _too_long(message: str) -> Refused:
-    return Refused(message, code="context_length_exceeded", param="prompt")
 
 
 def _short(value: Any) -> str:

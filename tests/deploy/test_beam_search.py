@@ -53,7 +53,7 @@ def test_each_prompt_has_a_search_of_its_own(server: RunningServer):
         ({"stream": True}, "stream", "knows its best answer only at its end"),
         ({"temperature": 0.7}, "temperature", "takes the likeliest answers"),
         ({"n": 65}, "n", "1 to 64 wide"),
-        ({"max_tokens": 2000}, None, "the context holds 512"),
+        ({"max_tokens": 2000}, None, "context length is 512 tokens"),
     ],
 )
 def test_what_can_not_be_is_400_and_says_why(server: RunningServer, path, fields, param, says):

@@ -71,7 +71,7 @@ def test_what_is_wrong_with_an_input_is_said_by_its_name(server: RunningServer):
         ({"input": {"text": "a"}}, "input", "input must be a text"),
         ({"input": [1.5]}, "input", "input mixes forms"),
         ({"input": [1, 999]}, "input", "input holds token id 999: ids go from 0 to 259"),
-        ({"input": "x" * 513}, "input", "513 tokens and the model reads 512"),
+        ({"input": "x" * 513}, "input", "length is 512 tokens, and the prompt has 513"),
         ({"input": ["x"] * 2049}, "input", "2049 prompts: at most 2048"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "must be 'float' or 'base64'"),
         ({"input": "x", "dimensions": 4}, "dimensions", "have 8 numbers and were not trained to be cut"),

@@ -73,6 +73,7 @@ def test_errors_have_the_clients_own_classes(client: openai.OpenAI, server: Runn
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(prompt="a" * 600, model="scripted")
     assert long.value.code == "context_length_exceeded"
+    assert "this model's maximum context length is 512 tokens" in long.value.message  # what programs look for
 
 
 def test_a_wrong_key_and_a_full_house_have_their_classes():

@@ -96,7 +96,7 @@ def test_an_encoder_scores_by_cosine_and_generates_nothing(tmp_path: Path):
         assert [output.score for output in llm.score(TEXTS[2], TEXTS)] == pytest.approx(cosines, abs=TOLERANCE)
         with pytest.raises(Refused, match="does not generate text; it embeds texts"):
             llm.generate("x", SamplingParams(max_tokens=3), use_tqdm=False)
-        with pytest.raises(Refused, match="129 tokens and the model reads 128"):
+        with pytest.raises(Refused, match="length is 128 tokens, and the prompt has 129"):
             llm.embed([[7] * 129], use_tqdm=False)
         assert llm.embed([[7] * 128], use_tqdm=False)[0].num_prompt_tokens == 128
 

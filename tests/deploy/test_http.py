@@ -309,7 +309,9 @@ def test_server_info_counts_the_blocks_that_are_cached(server: RunningServer):
     before = server.get("/server_info").json["blocks"]
     server.post(TEXT, {"prompt": "counted" + "." * 64, "max_tokens": 1, "cache_salt": "counted"})
     after = server.get("/server_info").json["blocks"]
-    assert (after["cached"] - before["cached"], before["free"] - after["free"]) == (4, 4)
+    grown = after["cached"] - before["cached"]
+    assert grown == before["free"] - after["free"]
+    assert grown in (4, 5)  # four full ones, and the rest of the prompt unless an older rest had to go for it
 
 
 def test_a_connection_is_used_again(server: RunningServer):

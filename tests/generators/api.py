@@ -1,4 +1,8 @@
-"""Schemathesis over the OpenAPI document of a scripted server: every phase, every check, nothing suppressed.
+"""Schemathesis over the OpenAPI document of a scripted server: every phase and every check.
+
+No check is switched off. Three things are said to it that the document alone can not say: bodies are made acceptable
+where only a compiler or the model can judge them (`tamed.py`), pairs of fields that no schema describes are kept apart
+(`relations.py`), and five operations may answer what `EXPECTED` lists.
 
     python -m tests.generators.api --cases 10000 [any option of schemathesis run, as --seed 1]
 

@@ -1,4 +1,4 @@
-"""B01: Schemathesis over the OpenAPI document, every check on, nothing suppressed.
+"""B01: Schemathesis over the OpenAPI document, every check on; `api.py` says what it is told besides.
 
 CI runs two random cases for each operation; MILLRACE_FULL=1 makes it 200 and adds the phases that enumerate bounds
 and follow links. For 10,000: `python -m tests.generators.api --cases 10000`.

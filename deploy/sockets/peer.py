@@ -16,7 +16,7 @@ from ..connections import LINGER_S, Connection
 from ..errors import ApiError
 from ..streams import bound_buffers
 from .envelopes import error_members
-from .frames import FrameGuard
+from .frames import PROTOCOL_ERROR, FrameGuard
 
 PROTOCOL = "millrace.v1"  # the subprotocol of a browser that sends its key as another; nobody else need name one
 MAX_IN_A_ROW = 16  # messages received before others have a turn; each costs tens of microseconds
@@ -81,7 +81,9 @@ class Peer:
             await self.end(UNSUPPORTED_DATA, error)
         if message.type is WSMsgType.CLOSE:
             self.has_left = message.data == NORMAL
-            await self.response.close(code=message.data or NORMAL, drain=False)  # its own code, as it expects
+            code = message.data or NORMAL
+            code = code if _may_be_sent(code) else PROTOCOL_ERROR
+            await self.response.close(code=code, drain=False)  # its own code, as it expects
         return None
 
     async def send(self, message: bytes) -> None:
@@ -140,6 +142,11 @@ class Peer:
             self._abort()
             return
         self._timer = self._loop.call_later(self._patience_s / 8, self._watch)
+
+
+def _may_be_sent(code: int) -> bool:
+    """Whether a peer may close with that code (RFC 6455, 7.4): others are reserved, or are none."""
+    return code in range(3000, 5000) or (code in range(1000, 1015) and code not in (1004, 1005, 1006))
 
 
 def _check_handshake(request: web.Request) -> None:

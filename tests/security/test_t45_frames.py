@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import zlib
 
 import pytest
 
 from tests.deploy.running import RunningServer
-from tests.security.frames import BINARY, CONTINUATION, PING, PONG, TEXT, frame, memory_mib, say, upgraded
+from tests.security.frames import BINARY, CLOSE, CONTINUATION, PING, PONG, TEXT, frame, memory_mib, say, upgraded
 from tests.security.oracle import ATTEMPTS, LAG_MS
 
 MIB = 2**20
@@ -111,3 +112,13 @@ def test_no_extension_is_negotiated(server: RunningServer):
         connection.sendall(head_bytes("GET", "/v1/stream", UPGRADE | offer))
         head = connection.recv(4096)
     assert head.startswith(b"HTTP/1.1 101 ") and b"extensions" not in head.lower()
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [(1000, 1000), (3999, 3999), (4999, 4999), (1005, 1002), (1015, 1002), (5000, 1002), (51578, 1002)],
+)
+def test_a_close_code_is_sent_back_if_it_may_be_sent_at_all(server: RunningServer, sent: int, answered: int):
+    with upgraded(server) as raw:
+        raw.send(frame(CLOSE, struct.pack("!H", sent)))
+        assert raw.listen(2.0).close_code == answered

@@ -70,7 +70,7 @@ class LineReader:
         self._loop = asyncio.get_running_loop()
         self._room = threading.Semaphore(READ_AHEAD)
         self._queue: asyncio.Queue[Line | OSError | None] = asyncio.Queue()
-        threading.Thread(target=self._read, args=(file,), name="millrace-batch-lines", daemon=True).start()
+        threading.Thread(target=self._read, args=(file,), name="run-batch-lines", daemon=True).start()
 
     async def __aiter__(self) -> AsyncIterator[Line]:
         while True:

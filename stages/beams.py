@@ -66,6 +66,8 @@ def refuse_sampling(params: SamplingParams) -> None:
             shown = "" if name in ("logit_bias", "structured_outputs") else f" = {value}"
             message = f"{name}{shown}: a beam search takes the likeliest answers as the model has them; leave it out"
             raise Refused(message, param=name)
+    if params.max_tokens == 0:
+        raise Refused("max_tokens = 0: a beam search looks for answers of at least 1 token", param="max_tokens")
 
 
 NO_SAMPLING: dict[str, Any] = {

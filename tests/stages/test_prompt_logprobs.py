@@ -135,7 +135,7 @@ async def test_a_prompt_that_is_scored_finds_no_cached_prefix_and_leaves_one(env
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
         check_scripted(prompt, second.prompt_logprobs)
         plain = await ask(engine, prompt, max_tokens=1, prompt_logprobs=None)
-        assert plain.num_cached_tokens == 68 and plain.prompt_logprobs is None
+        assert plain.num_cached_tokens == 69 and plain.prompt_logprobs is None
 
 
 @sim_test(seeds=1)
@@ -144,7 +144,7 @@ async def test_of_several_choices_one_computes_the_prompt_and_the_others_share_i
     async with scripted_engine(env=env, block_size=4) as engine:
         outbox = await engine.submit(many([prompt, prompt[:40]], n=3, max_tokens=2))
         _ = [deltas async for deltas in outbox]
-        assert [choice.begun.num_cached for choice in outbox.choices[:3]] == [0, 68, 68]
+        assert [choice.begun.num_cached for choice in outbox.choices[:3]] == [0, 69, 69]
         for index, one in enumerate((prompt, prompt[:40])):
             check_scripted(one, outbox.prompt_logprobs(index))
             assert outbox.prompt_token_ids(index).tolist() == one

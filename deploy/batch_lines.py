@@ -61,8 +61,9 @@ class LineReader:
     """The lines of `file` that are not blank, read by a thread of its own that is never more than `READ_AHEAD` ahead.
 
     Several tasks may iterate over it: each line goes to one of them. A line of over `max_bytes` comes without its data,
-    and is never held whole. What reading raises is raised by the iteration, once. Owns and closes the file. The thread
-    outlives an iteration that was broken off, as nothing wakes a read of a terminal; it keeps no process alive.
+    and is never held whole. What reading raises is raised by the iteration, once. Owns and closes the file. `close` is
+    for who does not iterate to the end: the thread ends with the line it is at. Nothing wakes a read of a terminal, so
+    there it waits for that line; it keeps no process alive.
     """
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
@@ -70,7 +71,8 @@ class LineReader:
         self._loop = asyncio.get_running_loop()
         self._room = threading.Semaphore(READ_AHEAD)
         self._queue: asyncio.Queue[Line | OSError | None] = asyncio.Queue()
-        threading.Thread(target=self._read, args=(file,), name="run-batch-lines", daemon=True).start()
+        self._is_closed = False
+        threading.Thread(target=self._read, args=(file,), name="millrace-batch-lines", daemon=True).start()
 
     async def __aiter__(self) -> AsyncIterator[Line]:
         while True:
@@ -83,6 +85,11 @@ class LineReader:
             self._room.release()
             yield line
 
+    def close(self) -> None:
+        """No more lines are wanted. Idempotent."""
+        self._is_closed = True
+        self._room.release()
+
     def _read(self, file: BinaryIO) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             try:
@@ -94,7 +101,7 @@ class LineReader:
 
     def _read_lines(self, file: BinaryIO) -> None:
         number = 0
-        while data := file.readline(self._max_bytes + 1):
+        while not self._is_closed and (data := file.readline(self._max_bytes + 1)):
             number += 1
             is_whole = len(data) <= self._max_bytes
             if not is_whole:

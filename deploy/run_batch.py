@@ -87,10 +87,14 @@ class Batch:
         self._bar = tqdm(desc="answers", unit="request", file=sys.stderr, mininterval=every_s, dynamic_ncols=True)
 
     async def run(self, lines: LineReader, window: int) -> None:
-        """Answers them all, `window` at a time. An `ExceptionGroup` of `OSError` if a file fails."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(window):
-                group.create_task(self._work(lines))
+        """Answers them all, `window` at a time, and closes the reader. An `ExceptionGroup` of `OSError` if a file
+        fails."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(window):
+                    group.create_task(self._work(lines))
+        finally:
+            lines.close()
 
     def report(self) -> None:
         """The last words on stderr."""

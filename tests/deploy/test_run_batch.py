@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -165,9 +166,12 @@ def test_the_file_is_read_no_further_than_the_window_needs():
         batch = run_batch.Batch(session, url, io.BytesIO(), MIB)
         running = asyncio.create_task(batch.run(LineReader(Endless(), MIB), 5))
         await asyncio.sleep(0.2)
+        assert 5 <= taken <= 5 + READ_AHEAD + 1
+        (reading,) = [thread for thread in threading.enumerate() if thread.name == "millrace-batch-lines"]
         running.cancel()
         await asyncio.wait([running])
-        assert 5 <= taken <= 5 + READ_AHEAD + 1
+        reading.join(5.0)
+        assert not reading.is_alive() and taken <= 5 + READ_AHEAD + 2
 
     with_fake_server(hold, check)
 

@@ -55,6 +55,11 @@ class Tracer:
                     ring.write_names([name], self._names[name])
             return self._names[name]
 
+    @property
+    def has_ring(self) -> bool:
+        """Whether this thread has written before. It can then write anywhere, even where it holds locks of a tracer."""
+        return self._here.ring is not None
+
     def names(self) -> list[str]:
         """All names so far: `names()[source]`."""
         return list(self._names)

@@ -17,10 +17,12 @@ from .exit import Exit
 from .graph import Edge
 from .log import get_logger
 from .stage import Context, Crash, Stage
-from .trace import EventKind
+from .trace import Emit, EventKind
 
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; one more and the stage counts as broken
 RESTART_WINDOW_S = 10.0
+
+STAGE_BATCH = int(EventKind.STAGE_BATCH)  # a member of an enum takes longer to find
 
 log = get_logger("millrace.runtime")
 
@@ -122,6 +124,7 @@ class StageRunner:
         self._idle_since_s = context.env.now()
         # looked up once, as a step passes here eight times
         self._now = context.env.now
+        self._emit: Emit | None = None
         self._ports = tuple(self.inputs.items())
         self._wants = stage.wants if type(stage).wants is not Stage.wants else None
         self._injects_faults = context.env.injects_faults
@@ -231,11 +234,12 @@ class StageRunner:
         busy = ended - began - out.blocked_s
         self.times.busy += busy
         if tracer.enabled:
-            times_us = (int(waited * 1e6), int(busy * 1e6), int(out.blocked_s * 1e6))
+            wait_us, busy_us, blocked_us = int(waited * 1e6), int(busy * 1e6), int(out.blocked_s * 1e6)
             step = getattr(batch[0], "step", 0) if batch else 0
-            tracer.emit(EventKind.STAGE_BATCH, self._context.source, step, len(batch), *times_us)
+            emit = self._emit = self._emit or tracer.bind()
+            emit(STAGE_BATCH, self._context.source, step, len(batch), wait_us, busy_us, blocked_us)
             if names_requests:
-                self._trace_requests(batch, times_us)
+                self._trace_requests(batch, (wait_us, busy_us, blocked_us))
 
     def _trace_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
         """That live requests were in the batch."""

@@ -19,6 +19,8 @@ from .kv_trace import KVTrace
 from .messages import PlanReport, StepGrant, StepPlan
 from .prefix import PrefixCache
 
+STEP_GRANTED = int(EventKind.STEP_GRANTED)
+
 
 class Allocate(Stage[StepPlan, StepGrant]):
     """Answers each plan with a report to schedule and, unless nothing can run, a grant to execute."""
@@ -82,7 +84,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
             if not grant.is_decode:
                 num_tokens, num_decodes = int(grant.num_tokens.sum()), int(np.count_nonzero(grant.num_tokens == 1))
             counts = (num_rows, num_tokens, num_decodes, report.num_free)
-            tracer.emit(EventKind.STEP_GRANTED, source, grant.step, *counts)
+            tracer.bind()(STEP_GRANTED, source, grant.step, *counts)
             self._trace_rows(grant)
         for slot in (*plan.preempted, *report.preempted):
             num_tokens = report.swapped.get(slot, 0)

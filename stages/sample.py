@@ -19,6 +19,8 @@ from .device import SAMPLE, Choose, Device, fail
 from .messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
 from .progress import PromptWatch
 
+STEP_DONE = int(EventKind.STEP_DONE)
+
 
 class Sample(Stage[StepLogits, StepTokens]):
     """Every `StepLogits` becomes exactly one `StepDone` or `StepVoid` on `feedback`, in order, whatever fails: the step
@@ -97,7 +99,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         tracer, source, now_s = self._context.tracer, self._context.source, self._context.env.now()
         if tracer.enabled:
             num_finished, step_us = int(np.count_nonzero(done.is_finished)), int((now_s - self._began_s) * 1e6)
-            tracer.emit(EventKind.STEP_DONE, source, done.step, len(done.slots), num_finished, step_us)
+            tracer.bind()(STEP_DONE, source, done.step, len(done.slots), num_finished, step_us)
         self._began_s = now_s
 
     def _trace_void(self, grant: StepGrant, error: BaseException | None) -> None:

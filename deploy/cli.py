@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_run_batch(commands)
     _add_bench(commands)
+    _add_replay(commands)
     _add_collect_env(commands)
     return parser
 
@@ -170,6 +171,16 @@ def _add_clients(load: Any) -> None:
     load.add_argument("--goodput", nargs="+", metavar="NAME:MS", help=text)
     text = "answers go on to their full length (default: with random prompts)"
     load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=text)
+
+
+def _add_replay(commands: Any) -> None:
+    text = "run a recording again and compare each decision"
+    replay = commands.add_parser("replay", usage=_usage("replay FILE"), help=text)
+    replay.add_argument("recording", type=Path, metavar="FILE", help="made by millrace serve --record FILE")
+    replay.add_argument("--repeat", type=int, metavar="N", default=1, help="run it so many times (default: 1)")
+    text = "package.module:Class of the policy it was made with, if that is none of ours"
+    replay.add_argument("--policy", metavar="TEXT", help=text)
+    _add_common(replay)
 
 
 def _add_collect_env(commands: Any) -> None:

@@ -70,6 +70,10 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_unread_tokens": "tokens of an answer whose client does not read, before it is parked",
         "max_parked_s": "seconds that a client may leave a parked answer unread",
     },
+    "recording": {
+        "record": "file for all that schedule and allocate are told and decide; see millrace replay and simulate",
+        "record_token_ids": "record prompts and answers as they are, not only what is alike in them",
+    },
 }
 
 SERVER_HELP: dict[str, dict[str, str]] = {

@@ -14,6 +14,7 @@ import gc
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.env import Env, LiveEnv
@@ -29,7 +30,7 @@ from .detokenize import Answer, Detokenize
 from .device import Device
 from .embedding import Pairs, as_texts, pooled_request, read_vectors
 from .encode import Encode
-from .errors import Overloaded, Refused, TimedOut
+from .errors import ConfigError, Overloaded, Refused, TimedOut
 from .execute import Execute
 from .grammar_gate import GrammarGate
 from .grammars import Grammars
@@ -54,6 +55,8 @@ from .policy import make_policy
 from .pooling import Floats, PoolingParams
 from .prefix import PrefixCache
 from .processors import LogitsProcessor
+from .recorder import Recorder
+from .recording import RecordedEngine
 from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits, Scheduler
@@ -102,6 +105,7 @@ class Engine:
         self._info: ModelInfo | None = None
         self._request_numbers = itertools.count()
         self._edits: list[Callable[[Pipeline], object]] = []
+        self._recorder: Recorder | None = None
 
     # -- stages of your own
 
@@ -152,6 +156,8 @@ class Engine:
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
                 edit(self._parts.pipeline)
+            if self.config.record is not None and isinstance(self._parts, EngineParts):
+                self._recorder = self._parts.record(Path(self.config.record), self.config, self._env)
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()
@@ -202,6 +208,8 @@ class Engine:
             await parts.pipeline.stop()
             if isinstance(parts, EngineParts):
                 await parts.gate.aclose()
+        if self._recorder is not None:
+            await self._recorder.aclose()
         if self._owns_env:
             await self._env.aclose()
         if parts is not None:
@@ -498,7 +506,7 @@ class Engine:
         """Forgets every cached prefix, so that nothing is found that was computed before. Returns the blocks freed."""
         if not self.has_core:
             return 0
-        return self._core().allocate.allocator.reset_prefix_cache()
+        return self._core().allocate.reset_prefix_cache()
 
     @property
     def has_core(self) -> bool:
@@ -546,10 +554,10 @@ class EngineParts:
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
         self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
         cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
-        host = HostTier(info.num_host_blocks, info.block_size, info.rates) if info.num_host_blocks else None
+        host = HostTier(info.num_host_blocks, info.block_size) if info.num_host_blocks else None
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
         self.allocate = Allocate(*sizes, cache, host)
-        execute, sample = Execute(loaded.runner, device), Sample(loaded.sampler, device)
+        execute, sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
         self.detokenize = Detokenize(
             loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
         )
@@ -582,6 +590,19 @@ class EngineParts:
             self.searches.request_ended,
             self.gate.request_ended,
         ]
+
+    def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
+        """Records from now on, which is before the pipeline starts. The caller closes the recorder when it has stopped.
+        Raises `ConfigError` for a file that can not be made."""
+        engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
+        recorder = Recorder(path, engine, with_token_ids=config.record_token_ids)
+        try:
+            recorder.open(env)
+        except OSError as error:
+            reason = f"{error.strerror}: must name a file in a folder that is there"
+            raise ConfigError(f"record = {path}: {reason}") from None
+        self.schedule.call_log = self.allocate.call_log = recorder
+        return recorder
 
     def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
         """(where a request is, whether any of it has been served yet)."""

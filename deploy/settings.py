@@ -176,6 +176,14 @@ def build(kind: type[Any], settings: Mapping[str, Setting]) -> Any:
     return kind(**{field.name: settings[field.name].value for field in dataclasses.fields(kind)})
 
 
+def parse(kind: Kind, name: str, text: str) -> Any:
+    """A value of the field `name`, from text. `ConfigError` says what it must be; "none" is no value."""
+    hint, default = _fields(kind)[name]
+    if text.lower() == "none" and default is None:
+        return None
+    return _from_text(name, hint, text)
+
+
 def show(settings: Mapping[str, Setting]) -> str:
     """One line a setting, as YAML that can be read back, with the source as its comment. Keys are not shown."""
     lines = []

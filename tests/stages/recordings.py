@@ -51,10 +51,10 @@ def record(
     seed: int = 0,
     config: EngineConfig = TIGHT,
     look: Callable[[ScriptedPipeline], object] | None = None,
-    **options: Any,
+    device_s: tuple[float, float] = (0.001, 0.02),
 ) -> ScriptedPipeline:
     """A recording of a simulated run; the pipeline as it was left. `look` is called after each
-    call of schedule and allocate."""
+    call of schedule and allocate; each phase of a step takes `device_s`, from and to."""
 
     async def live(env: SimEnv) -> ScriptedPipeline:
         parts = scripted_pipeline(config, env=env)
@@ -73,7 +73,7 @@ def record(
         await recorder.aclose()
         return parts
 
-    return run(live, seed=seed, worker_delay_s={"device": (0.001, 0.02)}, max_callbacks=10**8, **options).value
+    return run(live, seed=seed, worker_delay_s={"device": device_s}, max_callbacks=10**8).value
 
 
 async def _ask(parts: ScriptedPipeline, request: Request, share: float, leaves_after: int | None, env: SimEnv) -> None:

@@ -147,7 +147,7 @@ class Engine:
         if self._logits_processor is not None:
             loaded.sampler.use(self._logits_processor)
         with phases("pipeline"):
-            secret = self._env.random("prefix.secret").randbytes(16)
+            secret = self._env.secret("prefix.secret", 16)
             if loaded.info.num_blocks:
                 self._parts = EngineParts(self.config, loaded, self._make_device(loaded), secret)
             else:

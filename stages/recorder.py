@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -70,7 +71,7 @@ class Recorder:
         """Makes the file and writes the first line. Raises OSError where it can not."""
         self._env, self._worker = env, env.worker("recorder")
         self.path, self._file = _create(self.path)
-        veil = None if self._with_token_ids else Veil(env.random("recorder.veil").randbytes(32))
+        veil = None if self._with_token_ids else Veil(env.secret("recorder.veil", 32))
         self._encoder = _Encoder(env.now(), veil, has_cache=self._engine.enable_prefix_caching)
         header = {
             "millrace_recording": VERSION,
@@ -102,7 +103,8 @@ class Recorder:
         except OSError as error:
             log.error("recording.stopped", path=str(self.path), reason=str(error))
         await worker.aclose()
-        file.close()
+        with suppress(OSError):  # what could not be written a moment ago
+            file.close()
         log.info("recording.closed", path=str(self.path), num_calls=self.num_calls)
 
     # -- what the stages tell, as a `CallLog`

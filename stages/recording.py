@@ -295,8 +295,8 @@ def read_engine(values: Any) -> RecordedEngine:
     given = Given("engine", values if isinstance(values, dict) else {})
     ageing = given.values.get("priority_ageing_s")
     engine = RecordedEngine(
-        num_blocks=given.whole("num_blocks", 1, 2**26),
-        num_host_blocks=given.whole("num_host_blocks", 0, 2**26),
+        num_blocks=given.whole("num_blocks", 1, 2**24),
+        num_host_blocks=given.whole("num_host_blocks", 0, 2**24),
         block_size=given.whole("block_size", 1, 2**12),
         max_model_len=given.whole("max_model_len", 2, 2**24),
         max_num_seqs=given.whole("max_num_seqs", 1, 2**16),

@@ -61,6 +61,10 @@ class EngineConfig:
     max_unread_tokens: int = 256  # of an answer whose client does not read, before it is parked
     max_parked_s: float = 30.0  # that a client may leave a parked answer unread, before the request ends
 
+    # what is kept of it
+    record: str | None = None  # file for a recording of all that schedule and allocate are told and decide
+    record_token_ids: bool = False  # with prompts and answers as they are; else only what is alike in them can be seen
+
     def __post_init__(self) -> None:
         _power_of_two("block_size", self.block_size)
         for name in (

@@ -15,6 +15,7 @@ from typing import Any
 from .channel import Bell, Channel, ChannelOverrun
 from .exit import Exit
 from .graph import Edge
+from .histogram import STAGE_BOUNDS_US, Histogram
 from .log import get_logger
 from .stage import Context, Crash, Stage
 from .trace import EventKind
@@ -106,6 +107,8 @@ class StageRunner:
         self.outputs = dict(outputs)
         self.exit = exit
         self.times = StageTimes()
+        self.wait_us = Histogram(STAGE_BOUNDS_US)  # of each batch: how long its oldest item had waited
+        self.service_us = Histogram(STAGE_BOUNDS_US)  # of each batch, without the wait for room behind
         self.num_restarts = 0
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
@@ -227,8 +230,11 @@ class StageRunner:
         ended = self._idle_since_s = self.last_progress_s = now()
         busy = ended - began - out.blocked_s
         self.times.busy += busy
+        wait_us, service_us = int(waited * 1e6), int(busy * 1e6)
+        self.wait_us.observe(wait_us)
+        self.service_us.observe(service_us)
         if tracer.enabled:
-            times_us = (int(waited * 1e6), int(busy * 1e6), int(out.blocked_s * 1e6))
+            times_us = (wait_us, service_us, int(out.blocked_s * 1e6))
             tracer.emit(EventKind.STAGE_BATCH, self._context.source, 0, len(batch), *times_us)
 
     def _fault(self, name: str) -> None:

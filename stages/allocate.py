@@ -10,12 +10,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..runtime.histogram import Histogram
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind, StepRows
 from .allocator import Allocator
 from .host import HostTier
 from .messages import PlanReport, StepGrant, StepPlan
 from .prefix import PrefixCache
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets
 
 
 class Allocate(Stage[StepPlan, StepGrant]):
@@ -35,6 +38,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
         host: HostTier | None = None,
     ) -> None:
         self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host)
+        self.step_tokens = Histogram(STEP_TOKENS)  # computed in each step that has rows
         self._block_size = block_size
         self._batch: Sequence[StepPlan] = ()  # in hand, or last
         self._answered = 0  # plans of it
@@ -53,6 +57,8 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self._batch, self._answered = batch, 0
         for plan in batch:
             grant, report = self.allocator.serve(plan)
+            if grant is not None and len(grant.slots):
+                self.step_tokens.observe(grant.num_computed)
             self._trace(plan, grant, report)
             out.send(report, port="report")  # first: schedule must have it before the step can be done
             if grant is not None:
@@ -72,10 +78,10 @@ class Allocate(Stage[StepPlan, StepGrant]):
         if not tracer.enabled:
             return
         if grant is not None:
-            num_rows = num_tokens = num_decodes = len(grant.slots)
+            num_rows = num_decodes = len(grant.slots)
             if not grant.is_decode:
-                num_tokens, num_decodes = int(grant.num_tokens.sum()), int(np.count_nonzero(grant.num_tokens == 1))
-            counts = (num_rows, num_tokens, num_decodes, report.num_free)
+                num_decodes = int(np.count_nonzero(grant.num_tokens == 1))
+            counts = (num_rows, grant.num_computed, num_decodes, report.num_free)
             tracer.emit(EventKind.STEP_GRANTED, source, grant.step, *counts)
             self._trace_rows(grant)
         for slot in (*plan.preempted, *report.preempted):

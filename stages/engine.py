@@ -17,10 +17,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.env import Env, LiveEnv
+from ..runtime.histogram import Histogram
 from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
 from ..runtime.trace import Tracer
+from .admission import Admission
 from .allocate import Allocate
 from .beams import BeamParams
 from .blocks import BlockPool, BlockTables
@@ -483,6 +485,21 @@ class Engine:
     def prefix_cache(self) -> PrefixCache | None:
         """What is known of earlier prompts and answers, to look at; None if it is switched off."""
         return self._core().allocate.allocator.cache
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """Tokens computed in a step, of all steps so far."""
+        return self._core().allocate.step_tokens
+
+    @property
+    def token_gaps_us(self) -> Histogram:
+        """Microseconds between two tokens of an answer, of all answers so far."""
+        return self._core().detokenize.gaps.histogram
+
+    @property
+    def admission(self) -> Admission:
+        """The counts at the door, to look at."""
+        return self._require_parts().intake.admission
 
     @property
     def grammars(self) -> Grammars:

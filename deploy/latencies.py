@@ -59,8 +59,7 @@ class Latencies:
 
     def request_started(self, request_id: str) -> None:
         """The first token has arrived. A beam search has no such moment: its answers come together."""
-        exit_ = self._engine.pipeline.exit
-        outbox = None if exit_ is None else exit_.live.get(request_id)
+        outbox = self._engine.exit.live.get(request_id)
         if outbox is not None and outbox.request.pooling is None and outbox.times.first_token_s is not None:
             self._first_token.observe(_us(outbox.times.arrival_s, outbox.times.first_token_s))
 

@@ -15,7 +15,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..stages.blocks import BlockPool
-from ..stages.outbox import Outboxes, RequestOutbox
 from .errors import CODES
 from .latencies import Latencies
 from .metric_families import counter, gauge
@@ -24,6 +23,7 @@ from .pipeline_metrics import channels, stages
 if TYPE_CHECKING:
     from ..stages.engine import Engine
     from ..stages.host import HostTier
+    from ..stages.outbox import RequestOutbox
     from .service import Service
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -49,10 +49,8 @@ class Metrics:
     def watch(self, engine: Engine) -> None:
         """From now on the engine's requests are counted."""
         self._engine, self._latencies = engine, Latencies(engine)
-        exit_ = engine.pipeline.exit
-        assert isinstance(exit_, Outboxes)
-        exit_.on_end.append(self._request_ended)
-        exit_.on_start.append(self._latencies.request_started)
+        engine.exit.on_end.append(self._request_ended)
+        engine.exit.on_start.append(self._latencies.request_started)
 
     def count_rejection(self, code: str) -> None:
         """A request was answered with an error."""
@@ -61,6 +59,13 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition."""
         return generate_latest(self._registry)
+
+    def num_tokens(self, engine: Engine) -> tuple[int, int]:
+        """Tokens so far: of prompts, and generated. Those of requests under way are among them."""
+        assert engine.pipeline.exit is not None
+        live = [outbox for outbox in engine.pipeline.exit.live.values() if outbox.request.parent_id is None]
+        num_prompt = self._num_prompt + sum(outbox.num_prompt_tokens for outbox in live)
+        return num_prompt, self._num_generated + sum(outbox.num_generated_tokens for outbox in live)
 
     def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         if outbox.request.parent_id is not None:
@@ -86,6 +91,8 @@ class Metrics:
         names = self._service.model_names
         labels = {"model_name": names[0] if names else "", "engine": "0"}
         yield from self._rejections()
+        yield from self._service.oversight.meter.collect()
+        yield counter("millrace:stalls", "Times that something stood still.", self._service.oversight.num_stalls, {})
         if self._engine is None:
             return
         if self._engine.has_core:
@@ -117,10 +124,7 @@ class Metrics:
             yield _blocks("millrace:host_kv_blocks", "KV blocks on the host, by state.", host, labels)
 
     def _counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
-        assert engine.pipeline.exit is not None
-        live = [outbox for outbox in engine.pipeline.exit.live.values() if outbox.request.parent_id is None]
-        num_prompt = self._num_prompt + sum(outbox.num_prompt_tokens for outbox in live)
-        num_generated = self._num_generated + sum(outbox.num_generated_tokens for outbox in live)
+        num_prompt, num_generated = self.num_tokens(engine)
         yield counter("vllm:prompt_tokens", "Prompt tokens taken in.", num_prompt, labels)
         yield counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
         success = CounterMetricFamily(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.env import Env, LiveEnv
 from ..runtime.histogram import Histogram
+from ..runtime.inject import Fault, parse_fault
 from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
@@ -31,7 +32,7 @@ from .detokenize import Answer, Detokenize
 from .device import Device
 from .embedding import Pairs, as_texts, pooled_request, read_vectors
 from .encode import Encode
-from .errors import Overloaded, Refused, TimedOut
+from .errors import ConfigError, Overloaded, Refused, TimedOut
 from .execute import Execute
 from .grammar_gate import GrammarGate
 from .grammars import Grammars
@@ -154,9 +155,11 @@ class Engine:
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
                 edit(self._parts.pipeline)
+            faults = self._faults(self._parts.pipeline)
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()
+        self._parts.pipeline.inject(faults)
         self._health = Health("ready")
         seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
         info = loaded.info
@@ -170,6 +173,16 @@ class Engine:
             num_host_blocks=info.num_host_blocks,
             **seconds,
         )
+
+    def _faults(self, pipeline: Pipeline) -> list[Fault]:
+        """Those that the configuration asks for. `ConfigError` if there is no such stage."""
+        faults = [parse_fault(text) for text in self.config.inject]
+        for fault in faults:
+            if fault.stage not in pipeline.stages:
+                stages = ", ".join(pipeline.stages)
+                raise ConfigError(f"inject: there is no stage {fault.stage}; there are {stages}")
+            log.warning("fault.injected", stage=fault.stage, kind=fault.kind, rate=fault.rate, delay_s=fault.delay_s)
+        return faults
 
     async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
@@ -460,6 +473,11 @@ class Engine:
     def pipeline(self) -> Pipeline:
         """The stages and the channels between them, running."""
         return self._require_parts().pipeline
+
+    @property
+    def exit(self) -> Outboxes:
+        """Where requests end, to be told of them."""
+        return self._require_parts().exit
 
     @property
     def scheduler(self) -> Scheduler:

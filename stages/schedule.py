@@ -97,6 +97,5 @@ class Schedule(Stage[TokenRequest, StepPlan]):
             self._context.tracer.emit(EventKind.STEP_PLANNED, self._context.source, plan.step, *counts)
 
     @property
-    def is_waiting_for_a_step(self) -> bool:
-        """Whether there is work that should be moving."""
+    def has_work(self) -> bool:
         return not self.scheduler.is_idle

@@ -123,6 +123,7 @@ class Channel(Generic[T]):
         self._bell = Bell()
         self._wakes: Callable[[], bool] = _always
         self._high_water = 0
+        self._recent_high_water = 0  # as `take_high_water` says
         self._num_sent = 0
         self._seconds_full = 0.0
         self._seconds_empty = 0.0
@@ -199,8 +200,10 @@ class Channel(Generic[T]):
         self._items.append(item)
         self._num_sent += 1
         depth = len(self._items)
-        if depth > self._high_water:
-            self._high_water = depth
+        if depth > self._recent_high_water:
+            self._recent_high_water = depth
+            if depth > self._high_water:
+                self._high_water = depth
         if depth == 1 or depth == self.capacity:
             self._note_time(depth)
         if self._wakes is _always or self._wakes():
@@ -269,6 +272,11 @@ class Channel(Generic[T]):
                 promise.set_exception(ChannelClosed(f"channel {self.name} was closed while a sender waited for room"))
         self._senders.clear()
         self._bell.ring()
+
+    def take_high_water(self) -> int:
+        """The most that were queued at once since the last time this was asked."""
+        highest, self._recent_high_water = self._recent_high_water, len(self._items)
+        return highest
 
     def _check_open(self) -> None:
         if self.is_closed:

@@ -19,6 +19,7 @@ from .log import get_logger
 from .runner import Output, StageRunner
 from .stage import Context, Stage
 from .trace import Tracer
+from .watch import Watch
 
 State = Literal["new", "loading", "ready", "draining", "stalled", "dead", "stopped"]
 
@@ -85,6 +86,7 @@ class Pipeline(Graph):
         self.on_crash: list[OnCrash] = []  # called when a stage has crashed, before anything is mended
         self.lane_reader: str | None = None  # the stage that reads the control lane
         self.entry_capacity = OPEN_END_CAPACITY  # requests that have come in and were not looked at
+        self.watch: Watch | None = None  # there once it has started
         self._owns_env = True
         self._health = Health("new")
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -148,6 +150,9 @@ class Pipeline(Graph):
         except BaseException:
             await self.stop()
             raise
+        self.watch = Watch(self.tracer, self.channels, self.env.now)
+        if self.env.is_live:
+            self.watch.start()
         self._health = Health("ready")
 
     async def stop(self) -> None:
@@ -155,6 +160,8 @@ class Pipeline(Graph):
         if self._health.state in ("new", "stopped"):
             self._health = Health("stopped")
             return
+        if self.watch is not None:
+            self.watch.stop()
         self._end_all("abort", None)
         self._health = Health("stopped")
         for channel in self.channels.values():

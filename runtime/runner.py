@@ -128,6 +128,7 @@ class StageRunner:
         self._items_in_hand: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._is_stopping = False
         self._is_broken = False
+        self._names_requests = False  # whether items of the last batch are of one request each
         self._num_carried = 0  # batches, or items at once, that `handle` has now
         self._oldest_since_s = 0.0  # when the oldest item of the last batch came
         self._idle_since_s = context.env.now()
@@ -199,11 +200,13 @@ class StageRunner:
         return True
 
     def _still_wanted(self, batch: list[Any]) -> list[Any]:
-        is_live = self._context.is_live
+        is_live, self._names_requests = self._context.is_live, False
         for item in batch:
             request_id = getattr(item, "request_id", None)
-            if request_id is not None and not is_live(request_id):
-                break
+            if request_id is not None:
+                self._names_requests = True
+                if not is_live(request_id):
+                    break
         else:
             return batch
         kept = [item for item in batch if self._is_wanted(item)]
@@ -218,7 +221,7 @@ class StageRunner:
 
     async def _carry(self, batch: list[Any]) -> None:
         now, tracer = self._now, self._context.tracer
-        began = now()
+        began, names_requests = now(), self._names_requests
         waited = max(0.0, began - self._oldest_since_s)
         if not self._num_carried:
             self.times.idle += began - self._idle_since_s
@@ -250,7 +253,19 @@ class StageRunner:
         self.service_us.observe(service_us)
         if tracer.enabled:
             times_us = (wait_us, service_us, int(out.blocked_s * 1e6))
-            tracer.emit(EventKind.STAGE_BATCH, self._context.source, 0, len(batch), *times_us)
+            step = getattr(batch[0], "step", 0) if batch else 0
+            tracer.emit(EventKind.STAGE_BATCH, self._context.source, step, len(batch), *times_us)
+            if names_requests:
+                self._trace_requests(batch, times_us)
+
+    def _trace_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
+        """That live requests were in the batch."""
+        assert self.exit is not None
+        context = self._context
+        for request_id in dict.fromkeys(getattr(item, "request_id", None) for item in batch):
+            number = None if request_id is None else self.exit.number_of(request_id)
+            if number is not None:
+                context.tracer.emit(EventKind.REQUEST_STAGE, context.source, 0, number, *times_us)
 
     def _fault(self, name: str) -> None:
         if self._context.env.fault(name):
@@ -357,7 +372,9 @@ class StageRunner:
         if isinstance(error, ChannelOverrun) or self.stage.on_crash is Crash.ESCALATE or not self._may_restart():
             self._give_up(error)
             return
-        self._context.tracer.emit(EventKind.STAGE_RESTART, self._context.source, 0, self.num_restarts)
+        tracer = self._context.tracer
+        error_name = tracer.source(type(error).__name__)
+        tracer.emit(EventKind.STAGE_RESTART, self._context.source, 0, self.num_restarts, error_name)
         if self.stage.on_crash is Crash.RECOVER:
             await self._recover(batch, out, error)
         else:

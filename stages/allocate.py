@@ -12,9 +12,11 @@ import numpy as np
 
 from ..runtime.histogram import Histogram
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from ..runtime.trace import EventKind, StepRows
+from ..runtime.trace import EventKind
+from ..runtime.trace_rows import StepRows
 from .allocator import Allocator
 from .host import HostTier
+from .kv_trace import KVTrace
 from .messages import PlanReport, StepGrant, StepPlan
 from .prefix import PrefixCache
 
@@ -45,6 +47,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self._context: Context | None = None
         self._recompute = self._swap = 0  # how a sequence is preempted, as names in the trace
         self._rows: StepRows | None = None
+        self._kv: KVTrace | None = None
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who runs there, for the trace
 
     async def setup(self, context: Context) -> None:
@@ -52,6 +55,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self._recompute, self._swap = context.tracer.source("recompute"), context.tracer.source("swap")
         if self._rows is None:
             self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids))
+            self._kv = KVTrace(context, self.allocator)
 
     async def handle(self, batch: Sequence[StepPlan], out: Outlet[Any]) -> None:
         self._batch, self._answered = batch, 0
@@ -70,10 +74,12 @@ class Allocate(Stage[StepPlan, StepGrant]):
         if self._batch is not batch:
             return await self.handle(batch, out)  # the crash came before any of it was touched
         for plan in batch[self._answered :]:
-            out.send(self.allocator.reset(plan), port="report")
+            report = self.allocator.reset(plan)
+            self._trace(plan, None, report)
+            out.send(report, port="report")
 
     def _trace(self, plan: StepPlan, grant: StepGrant | None, report: PlanReport) -> None:
-        assert self._context is not None
+        assert self._context is not None and self._kv is not None
         tracer, source = self._context.tracer, self._context.source
         if not tracer.enabled:
             return
@@ -88,6 +94,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
             num_tokens = report.swapped.get(slot, 0)
             how, num_blocks = self._swap if num_tokens else self._recompute, -(-num_tokens // self._block_size)
             tracer.emit(EventKind.PREEMPTED, source, plan.step, slot, how, num_blocks, num_tokens)
+        self._kv.served(plan, grant, report)
 
     def _trace_rows(self, grant: StepGrant) -> None:
         assert self._rows is not None

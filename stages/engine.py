@@ -22,7 +22,7 @@ from ..runtime.inject import Fault, parse_fault
 from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
-from ..runtime.trace import Tracer
+from ..runtime.trace import EventKind, Tracer
 from .admission import Admission
 from .beams import BeamParams
 from .blocks import BlockPool, BlockTables
@@ -35,7 +35,7 @@ from .grammars import Grammars
 from .host import HostTier
 from .limits import as_token_ids
 from .messages import ChatPrompt, Ints, Prompt, Request
-from .outbox import RequestOutbox
+from .outbox import Outboxes, RequestOutbox
 from .outputs import (
     EmbeddingRequestOutput,
     ModelInfo,
@@ -373,24 +373,38 @@ class Engine:
         try:
             async with asyncio.timeout(deadline_s):
                 await gate.admit(self._env, request.request_id, structured)
+        except Overloaded as error:
+            self._trace_shed(error, "grammar")
+            raise
         except TimeoutError:
             message = "the time limit of the request passed while its grammar was looked at"
             raise TimedOut(message, stage="intake", has_begun=False) from None
         left_s = None if deadline_s is None else max(deadline_s - (self._env.now() - began_s), 0.0)
+        looked_s = self._env.now() - began_s
         try:
-            return await self._enter(request, wait, left_s)
+            outbox = await self._enter(request, wait, left_s)
         except BaseException:
             gate.leave(request.request_id)
             raise
+        tracer, first = self.pipeline.tracer, outbox.request.first_sequence_id
+        tracer.emit(EventKind.REQUEST_GRAMMAR, tracer.source("grammar"), 0, first, int(looked_s * 1e6))
+        return outbox
 
     async def _enter(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
         try:
             return await self.pipeline.submit(request, deadline_s=deadline_s, wait=wait)  # type: ignore[return-value]
         except Busy as error:
             waiting = self._require_parts().intake.admission.num_waiting
-            raise Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0) from None
+            overloaded = Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0)
+            self._trace_shed(overloaded, "door")
+            raise overloaded from None
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
+
+    def _trace_shed(self, error: Overloaded, reason: str) -> None:
+        tracer = self.pipeline.tracer
+        counts = (int(error.estimated_wait_s * 1000), error.queue_depth, tracer.source(reason))
+        tracer.emit(EventKind.REQUEST_SHED, tracer.source("door"), 0, *counts)
 
     async def render(self, request: Request) -> tuple[list[Ints], SamplingParams]:
         """What a request comes to before anything is computed: its prompts as token ids, and its params with all that a

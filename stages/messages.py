@@ -239,6 +239,10 @@ class StepLogits:
     grant: StepGrant
     logits: asyncio.Future[Any]
 
+    @property
+    def step(self) -> int:
+        return self.grant.step
+
 
 @message
 class StepDone:
@@ -337,6 +341,7 @@ class StepTokens:
     prompt_logprobs: Sequence[PromptLogprobs] = ()  # of prompts that the step computed a part of
     progress: Sequence[PromptProgress] = ()  # of those who want to be told
     began_s: float = 0.0  # when the device could begin with the step, if somebody started in it
+    grammar_us: int = 0  # that choosing waited for grammars' masks
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,10 @@ class Outboxes(Exit["RequestOutbox"]):
         choices = (self._choices.get(int(sequence_id)) for sequence_id in sequence_ids)
         return tuple(dict.fromkeys(choice.outbox.request_id for choice in choices if choice is not None))
 
+    def number_of(self, request_id: str) -> int | None:
+        outbox = self.live.get(request_id)
+        return None if outbox is None else outbox.request.first_sequence_id
+
     def _trace_accepted(self, request: Request) -> None:
         if self._context is not None and self._context.tracer.enabled:
             tracer, source, first = self._context.tracer, self._context.source, request.first_sequence_id
@@ -238,7 +242,11 @@ class Outboxes(Exit["RequestOutbox"]):
 
     def _start(self, outbox: RequestOutbox) -> None:
         outbox.has_started = True
-        outbox.times.first_token_s = self._now_s()
+        outbox.times.first_token_s = now_s = self._now_s()
+        if self._context is not None and self._context.tracer.enabled:
+            tracer, first = self._context.tracer, outbox.request.first_sequence_id
+            waited_us = int((now_s - outbox.times.arrival_s) * 1e6)
+            tracer.emit(EventKind.FIRST_TOKEN, self._context.source, 0, first, waited_us)
         for callback in self.on_start:
             callback(outbox.request.parent_id or outbox.request_id)
 

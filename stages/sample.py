@@ -46,7 +46,7 @@ class Sample(Stage[StepLogits, StepTokens]):
 
     async def setup(self, context: Context) -> None:
         self._context = context
-        self.device.join(context.env, SAMPLE)
+        self.device.join(context, SAMPLE)
 
     async def handle(self, batch: Sequence[StepLogits], out: Outlet[StepTokens]) -> None:
         assert self._context is not None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ..runtime.histogram import Histogram
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
 from ..runtime.trace_rows import StepRows
@@ -21,6 +22,7 @@ from .prefix import PrefixCache
 
 if TYPE_CHECKING:
     from .recording import CallLog
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets
 
 
 class Allocate(Stage[StepPlan, StepGrant]):
@@ -44,6 +46,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
     ) -> None:
         self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host)
         self.call_log: CallLog | None = None
+        self.step_tokens = Histogram(STEP_TOKENS)  # computed in each step that has rows
         self._block_size = block_size
         self._batch: Sequence[StepPlan | Rates] = ()  # in hand, or last
         self._answered = 0  # messages of it
@@ -67,15 +70,20 @@ class Allocate(Stage[StepPlan, StepGrant]):
             if isinstance(message, Rates):
                 self.allocator.use_rates(message)
             else:
-                grant, report = self.allocator.serve(message)
-                self._trace(message, grant, report)
-                out.send(report, port="report")  # first: schedule must have it before the step can be done
-                if grant is not None:
-                    out.send(grant)
-                answers.append((grant, report))
+                answers.append(self._answer(message, out))
             self._answered += 1
         if self.call_log is not None:
             self.call_log.allocate(batch, answers)
+
+    def _answer(self, plan: StepPlan, out: Outlet[Any]) -> tuple[StepGrant | None, PlanReport]:
+        grant, report = self.allocator.serve(plan)
+        if grant is not None and len(grant.slots):
+            self.step_tokens.observe(grant.num_computed)
+        self._trace(plan, grant, report)
+        out.send(report, port="report")  # first: schedule must have it before the step can be done
+        if grant is not None:
+            out.send(grant)
+        return grant, report
 
     async def recover(self, batch: Sequence[StepPlan | Rates], error: BaseException, out: Outlet[Any]) -> None:
         """Starts with clean books and says so: schedule then computes everything anew."""
@@ -102,10 +110,10 @@ class Allocate(Stage[StepPlan, StepGrant]):
         if not tracer.enabled:
             return
         if grant is not None:
-            num_rows = num_tokens = num_decodes = len(grant.slots)
+            num_rows = num_decodes = len(grant.slots)
             if not grant.is_decode:
-                num_tokens, num_decodes = int(grant.num_tokens.sum()), int(np.count_nonzero(grant.num_tokens == 1))
-            counts = (num_rows, num_tokens, num_decodes, report.num_free)
+                num_decodes = int(np.count_nonzero(grant.num_tokens == 1))
+            counts = (num_rows, grant.num_computed, num_decodes, report.num_free)
             tracer.emit(EventKind.STEP_GRANTED, source, grant.step, *counts)
             self._trace_rows(grant)
         for slot in (*plan.preempted, *report.preempted):

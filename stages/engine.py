@@ -18,22 +18,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.env import Env, LiveEnv
+from ..runtime.histogram import Histogram
+from ..runtime.inject import Fault, parse_fault
 from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
 from ..runtime.trace import EventKind, Tracer
+from .admission import Admission
 from .beams import BeamParams
 from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
 from .device import Device
 from .embedding import Pairs, as_texts, pooled_request, read_vectors
-from .errors import Overloaded, Refused, TimedOut
+from .errors import ConfigError, Overloaded, Refused, TimedOut
 from .grammar_gate import GrammarGate
 from .grammars import Grammars
 from .host import HostTier
 from .limits import as_token_ids
 from .messages import ChatPrompt, Ints, Prompt, Request
-from .outbox import RequestOutbox
+from .outbox import Outboxes, RequestOutbox
 from .outputs import (
     EmbeddingRequestOutput,
     ModelInfo,
@@ -145,9 +148,11 @@ class Engine:
                 edit(self._parts.pipeline)
             if self.config.record is not None and isinstance(self._parts, EngineParts):
                 self._recorder = self._parts.record(Path(self.config.record), self.config, self._env)
+            faults = self._faults(self._parts.pipeline)
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()
+        self._parts.pipeline.inject(faults)
         self._health = Health("ready")
         seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
         info = loaded.info
@@ -161,6 +166,16 @@ class Engine:
             num_host_blocks=info.num_host_blocks,
             **seconds,
         )
+
+    def _faults(self, pipeline: Pipeline) -> list[Fault]:
+        """Those that the configuration asks for. `ConfigError` if there is no such stage."""
+        faults = [parse_fault(text) for text in self.config.inject]
+        for fault in faults:
+            if fault.stage not in pipeline.stages:
+                stages = ", ".join(pipeline.stages)
+                raise ConfigError(f"inject: there is no stage {fault.stage}; there are {stages}")
+            log.warning("fault.injected", stage=fault.stage, kind=fault.kind, rate=fault.rate, delay_s=fault.delay_s)
+        return faults
 
     async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
@@ -469,6 +484,11 @@ class Engine:
         return self._require_parts().pipeline
 
     @property
+    def exit(self) -> Outboxes:
+        """Where requests end, to be told of them."""
+        return self._require_parts().exit
+
+    @property
     def scheduler(self) -> Scheduler:
         """The books of schedule, to look at."""
         return self._core().schedule.scheduler
@@ -492,6 +512,21 @@ class Engine:
     def prefix_cache(self) -> PrefixCache | None:
         """What is known of earlier prompts and answers, to look at; None if it is switched off."""
         return self._core().allocate.allocator.cache
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """Tokens computed in a step, of all steps so far."""
+        return self._core().allocate.step_tokens
+
+    @property
+    def token_gaps_us(self) -> Histogram:
+        """Microseconds between two tokens of an answer, of all answers so far."""
+        return self._core().detokenize.gaps.histogram
+
+    @property
+    def admission(self) -> Admission:
+        """The counts at the door, to look at."""
+        return self._require_parts().intake.admission
 
     @property
     def grammars(self) -> Grammars:

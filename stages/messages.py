@@ -239,6 +239,11 @@ class StepGrant:
     def num_sampled(self) -> int:
         return int(np.count_nonzero(self.is_sampled))
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens of all rows."""
+        return len(self.slots) if self.is_decode else int(self.num_tokens.sum())
+
 
 @message
 class StepLogits:

@@ -120,6 +120,5 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self._trace.planned(plan)
 
     @property
-    def is_waiting_for_a_step(self) -> bool:
-        """Whether there is work that should be moving."""
+    def has_work(self) -> bool:
         return not self.scheduler.is_idle

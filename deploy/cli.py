@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(show(settings))
             return 0
+        options.sources = {name: setting.source for name, setting in settings.items()}
         run: Run = import_module(f".{options.command.replace('-', '_')}", __package__).run
         return run(options, engine_config, server_config)
     except ConfigError as error:

@@ -90,7 +90,7 @@ class Server:
         """Closes every connection and stops listening. Idempotent."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
-            await self._sockets.close()
+            await asyncio.gather(self._sockets.close(), self._routes.feed.close())
             await runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.config.uds is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         self.live: dict[str, Live] = {}
+        self.sources: Mapping[str, str] = {}  # setting -> where its value came from; none where code has made them
         self._emptied = asyncio.Event()
 
     def attach(self, engine: Engine) -> None:

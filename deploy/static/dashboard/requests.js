@@ -43,8 +43,8 @@ export function View({ app }) {
     <div class="list" ref=${box} onScroll=${look} tabindex="0" role="region" aria-label="Live requests">
       ${total === 0 && html`<p class="missing">Nothing is under way.</p>`}
       <table aria-rowcount=${total + 1} hidden=${total === 0}>
-        <thead><tr aria-rowindex="1"><th scope="col">request</th><th scope="col">state</th><th scope="col" class="num">age</th><th scope="col" class="num">prompt</th>
-          <th scope="col" class="num">answer</th><th scope="col" class="num only-wide">first token</th><th scope="col" class="num">blocks</th>
+        <thead><tr aria-rowindex="1"><th scope="col">request</th><th scope="col">state</th><th scope="col" class="num">age</th><th scope="col" class="num only-wide">prompt</th>
+          <th scope="col" class="num">answer</th><th scope="col" class="num only-wide">first token</th><th scope="col" class="num only-wide">blocks</th>
           <th scope="col" class="num only-wide">priority</th><th scope="col" class="num only-wide">preempted</th>${canCancel && html`<th scope="col"><span class="unseen">cancel</span></th>`}</tr></thead>
         <tbody>
           ${offset > 0 && html`<tr class="spacer" aria-hidden="true" key="above" style=${{ height: `${offset * ROW}px` }}></tr>`}
@@ -68,10 +68,10 @@ function Row({ row, index, app, canCancel }) {
     <th scope="row"><a href=${`#/waterfall/${encodeURIComponent(row.id)}`} title=${row.id}>${shortId(row.id)}</a></th>
     <td><span class=${`badge ${TONES[row.state] ?? ""}`}>${row.state}</span><span class="note only-wide"> ${row.stage}</span></td>
     <td class="num">${seconds(age)}</td>
-    <td class="num" data-figure="num_prompt_tokens">${count(row.num_prompt_tokens)}${row.num_cached_tokens > 0 && html`<small title="of them found in the cache"> −${count(row.num_cached_tokens)}</small>`}</td>
+    <td class="num only-wide" data-figure="num_prompt_tokens">${count(row.num_prompt_tokens)}${row.num_cached_tokens > 0 && html`<small title="of them found in the cache"> −${count(row.num_cached_tokens)}</small>`}</td>
     <td class="num"><span class="progress" style=${{ "background-size": `${100 * share}% 2px` }}>${count(row.num_generated_tokens)}${row.max_tokens && html`<small> / ${count(row.max_tokens)}</small>`}</span></td>
     <td class="num only-wide">${seconds(row.ttft_s)}</td>
-    <td class="num">${count(row.num_blocks)}</td>
+    <td class="num only-wide">${count(row.num_blocks)}</td>
     <td class="num only-wide">${row.priority}</td>
     <td class="num only-wide">${count(row.num_preempted)}</td>
     ${canCancel && html`<td class="num"><button class="quiet danger" aria-label=${`Cancel ${row.id}`} onClick=${() => app.feed.cancel(row.id)}>Cancel</button></td>`}

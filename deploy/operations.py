@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from . import api_shapes, shapes
-from .bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .bodies import Body, ChatBody, CompletionBody
 from .documented import Schema
 from .embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
 from .errors import CODES
@@ -22,6 +22,7 @@ from .metrics import CONTENT_TYPE
 from .native import GenerateBody
 from .responses_bodies import ResponsesBody
 from .responses_routes import MAX_ITEMS_LISTED
+from .token_bodies import DetokenizeBody, TokenizeBody
 
 Access = Literal["open", "key", "admin"]
 

@@ -13,7 +13,6 @@ from aiohttp import web
 
 from ..runtime.log import get_logger
 from ..stages.messages import ChatPrompt
-from .bodies import DetokenizeBody, TokenizeBody
 from .connections import error_response
 from .dashboard.feed import Feed
 from .embeddings import Embeddings
@@ -30,6 +29,7 @@ from .responses import Responses
 from .responses_routes import ResponsesRoutes
 from .service import Service
 from .sockets.hub import Hub
+from .token_bodies import DetokenizeBody, TokenizeBody
 from .validation import read_body
 
 log = get_logger("millrace.deploy")

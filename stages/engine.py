@@ -21,26 +21,19 @@ from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
 from ..runtime.trace import Tracer
-from .allocate import Allocate
 from .beams import BeamParams
 from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
-from .detokenize import Answer, Detokenize
 from .device import Device
 from .embedding import Pairs, as_texts, pooled_request, read_vectors
-from .encode import Encode
 from .errors import Overloaded, Refused, TimedOut
-from .execute import Execute
 from .grammar_gate import GrammarGate
 from .grammars import Grammars
 from .host import HostTier
-from .intake import Intake
-from .limits import RequestLimits, as_token_ids
+from .limits import as_token_ids
 from .messages import ChatPrompt, Ints, Prompt, Request
-from .outbox import Outboxes, RequestOutbox
+from .outbox import RequestOutbox
 from .outputs import (
-    CompletionOutput,
-    Delta,
     EmbeddingRequestOutput,
     ModelInfo,
     OutputKind,
@@ -48,19 +41,14 @@ from .outputs import (
     ScoringRequestOutput,
 )
 from .params import SamplingParams
+from .parts import EncoderParts, EngineParts
 from .phases import Phases
-from .pipeline import build_encoder_pipeline, build_pipeline
-from .policy import make_policy
 from .pooling import Floats, PoolingParams
 from .prefix import PrefixCache
 from .processors import LogitsProcessor
-from .sample import Sample
-from .schedule import Schedule
-from .scheduler import Limits, Scheduler
-from .searches import Searches
-from .sequences import State
+from .reading import read_outputs
+from .scheduler import Scheduler
 from .tasks import check_task, task_of
-from .tokenize import Tokenize
 
 if TYPE_CHECKING:
     from ..model.tokenizer import Tokenizer
@@ -517,95 +505,6 @@ class Engine:
         return parts
 
 
-class EncoderParts:
-    """The stages of an engine whose model reads and generates nothing, joined."""
-
-    def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
-        info = loaded.info
-        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
-        self.loaded = loaded
-        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
-        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.encode = Encode(loaded.runner, config.max_num_batched_tokens, config.max_num_seqs)
-        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
-        self.pipeline = build_encoder_pipeline(self.intake, self.tokenize, self.encode, self.exit)
-        self.exit.lane = self.pipeline.lane
-        self.exit.on_start.append(self.intake.request_started)
-        self.exit.on_end.append(self.intake.request_ended)
-
-
-class EngineParts:
-    """The stages of one engine, joined: an engine's own, and what tests look into."""
-
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
-        info = loaded.info
-        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
-        self.loaded = loaded
-        self.gate = GrammarGate(loaded.grammars, config.max_waiting_requests)
-        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
-        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
-        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
-        host = HostTier(info.num_host_blocks, info.block_size, info.rates) if info.num_host_blocks else None
-        sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
-        self.allocate = Allocate(*sizes, cache, host)
-        execute, sample = Execute(loaded.runner, device), Sample(loaded.sampler, device)
-        self.detokenize = Detokenize(
-            loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
-        )
-        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s, config.max_queue_s)
-        self.pipeline = build_pipeline(
-            self.intake,
-            self.tokenize,
-            self.schedule,
-            self.allocate,
-            execute,
-            sample,
-            self.detokenize,
-            self.exit,
-            steps_in_flight=config.steps_in_flight,
-        )
-        self.exit.lane = self.pipeline.lane
-        self.exit.on_start.append(self.intake.request_started)
-        self.exit.locate = self._stage_of
-        self.searches = Searches(
-            self.pipeline,
-            self.exit,
-            loaded.encoder,
-            limits,
-            info.eos_token_ids,
-            lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
-        )
-        self.exit.on_end += [
-            self.intake.request_ended,
-            self.detokenize.request_ended,
-            self.searches.request_ended,
-            self.gate.request_ended,
-        ]
-
-    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
-        """(where a request is, whether any of it has been served yet)."""
-        first, sequences = outbox.request.first_sequence_id, self.schedule.scheduler.sequences
-        known = [sequences[i] for i in range(first, first + outbox.request.num_sequences) if i in sequences]
-        if outbox.request_id in self.searches:
-            return "execute", True
-        if not known:
-            return ("detokenize", True) if outbox.has_started else ("tokenize", False)
-        is_waiting = all(sequence.state is State.WAITING for sequence in known)
-        return "schedule" if is_waiting else "execute", outbox.has_started or not is_waiting
-
-
-def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        block_size=info.block_size,
-        steps_in_flight=config.steps_in_flight,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-    )
-
-
 def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel | LoadedEncoder, Phases]:
     """In a thread: importing torch alone takes longer than a loop may stand still."""
     began = env.now()
@@ -631,64 +530,3 @@ def _as_prompt(prompt: PromptLike) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     return Prompt(token_ids=as_token_ids(prompt))
-
-
-# -- outputs
-
-
-async def read_outputs(outbox: RequestOutbox, kind: OutputKind = "delta") -> AsyncIterator[RequestOutput]:
-    """An outbox, read as `RequestOutput`s of a kind."""
-    request = outbox.request
-    choices = [_empty(index, request.params) for index in range(request.num_sequences)]
-    async for deltas in outbox:
-        for delta in deltas:
-            _add(choices[delta.index], delta)
-        if kind == "delta":
-            yield _output(outbox, [_part(delta, request.params) for delta in deltas], choices)
-        elif kind == "cumulative":
-            yield _output(outbox, [_copy(choice) for choice in choices], choices)
-    if kind == "final":
-        yield _output(outbox, choices, choices)
-
-
-def _empty(index: int, params: SamplingParams) -> CompletionOutput:
-    return CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-
-
-def _add(choice: CompletionOutput, delta: Delta) -> None:
-    choice.text += delta.text
-    choice.token_ids += delta.token_ids
-    if choice.logprobs is not None:
-        choice.logprobs += delta.logprobs
-    choice.finish_reason, choice.stop_reason, choice.score = delta.finish_reason, delta.stop_reason, delta.score
-
-
-def _part(delta: Delta, params: SamplingParams) -> CompletionOutput:
-    part = _empty(delta.index, params)
-    _add(part, delta)
-    return part
-
-
-def _copy(choice: CompletionOutput) -> CompletionOutput:
-    logprobs = None if choice.logprobs is None else list(choice.logprobs)
-    return replace(choice, token_ids=list(choice.token_ids), logprobs=logprobs)
-
-
-def _output(
-    outbox: RequestOutbox, outputs: list[CompletionOutput], choices: Sequence[CompletionOutput]
-) -> RequestOutput:
-    prompt = outbox.request.prompts[0]
-    is_finished = all(choice.finish_reason is not None for choice in choices)
-    token_ids = outbox.prompt_token_ids(0) if is_finished else prompt.token_ids
-    return RequestOutput(
-        request_id=outbox.request_id,
-        prompt=prompt.text,
-        prompt_token_ids=None if token_ids is None else token_ids.tolist(),
-        outputs=outputs,
-        finished=is_finished,
-        num_prompt_tokens=outbox.num_prompt_tokens,
-        num_generated_tokens=outbox.num_generated_tokens,
-        num_cached_tokens=outbox.num_cached_tokens,
-        prompt_logprobs=outbox.prompt_logprobs(0) if is_finished else None,
-        metrics=outbox.metrics() if is_finished else None,
-    )

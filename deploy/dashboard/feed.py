@@ -15,33 +15,23 @@ up nobody; one that subscribes to nothing costs nothing. `now_s` is the engine's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import orjson
 from aiohttp import web
 
 from ...runtime.log import get_logger
-from ...runtime.pipeline import NotServing
 from ..errors import ApiError, not_serving, unforeseen
 from ..keys import Keys
 from ..middleware import REQUEST_ID
 from ..service import Service
-from ..sockets.envelopes import error_members, parse
-from ..sockets.peer import GOING_AWAY, INTERNAL_ERROR, INVALID_PAYLOAD, TRY_AGAIN_LATER, Peer
-from . import snapshots
-from .block_map import BlockMap
-from .messages import Cancel, Hello, Subscribe, Topics, Window, read_message
-from .patch import merge_patch
+from ..sockets.peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
 from .trace_log import TraceLog
+from .viewer import INTERVAL_S, Viewer
 
 if TYPE_CHECKING:
     from ...stages.engine import Engine
 
-INTERVAL_S = 0.25
-MAX_MESSAGE_BYTES = 16 * 1024
 MAX_VIEWERS = 64
-POLICY_VIOLATION = 1008
 
 log = get_logger("millrace.deploy")
 
@@ -94,189 +84,3 @@ class Feed:
             self._read_s = now_s
             self._log.refresh()
         return self._log
-
-
-class Viewer:
-    """One socket: who it is, what it wants, and what it knows."""
-
-    def __init__(self, feed: Feed, peer: Peer) -> None:
-        self.peer = peer
-        self._feed = feed
-        self._service = feed.service
-        self._is_admin = False
-        self._topics = Topics()
-        self._wants_something = asyncio.Event()
-        self._known: dict[str, Any] = {}  # topic -> what it was told last
-        self._numbers: dict[str, int] = {}  # topic that only grows -> how much of it was told
-        self._blocks = BlockMap()
-
-    async def run(self) -> None:
-        """Serves the viewer until it is gone."""
-        if not await self._greet():
-            return
-        pushing = asyncio.get_running_loop().create_task(self._push())
-        try:
-            while (data := await self.peer.receive()) is not None:
-                if not await self._take(data):
-                    return
-        finally:
-            pushing.cancel()
-
-    # -- what it says
-
-    async def _greet(self) -> bool:
-        """Waits for the hello and looks at its keys. Nothing of the server is told before."""
-        config = self._service.config
-        try:
-            async with asyncio.timeout(config.header_timeout_s):
-                data = await self.peer.receive()
-        except TimeoutError:
-            message = f"the hello did not arrive within {config.header_timeout_s:g} s"
-            await self.peer.end(POLICY_VIOLATION, ApiError("request_timeout", message))
-            return False
-        if data is None:
-            return False
-        try:
-            hello = self._read(data)
-            if not isinstance(hello, Hello):
-                raise ApiError("invalid_value", "type: the first message is hello", param="type")
-            self._check_keys(hello)
-        except ApiError as error:
-            await self.peer.end(POLICY_VIOLATION, error)
-            return False
-        await self.peer.send(orjson.dumps(self._introduction()))
-        return True
-
-    def _check_keys(self, hello: Hello) -> None:
-        feed = self._feed
-        if feed.keys and feed.keys.holder(hello.key or "") is None:
-            wrong = "is wrong" if hello.key else "is needed"
-            raise ApiError("invalid_api_key", f"the API key {wrong}: the hello brings it as key")
-        if hello.admin_key:
-            if not feed.admin_keys or feed.admin_keys.holder(hello.admin_key) is None:
-                raise ApiError("invalid_api_key", "the admin key is wrong")
-            self._is_admin = True
-
-    def _introduction(self) -> dict[str, Any]:
-        return {
-            "type": "hello",
-            "version": self._feed.version,
-            "models": list(self._service.model_names),
-            "interval_s": INTERVAL_S,
-            "has_admin_key": bool(self._feed.admin_keys),
-            "can_cancel": self._is_admin,
-        }
-
-    async def _take(self, data: bytes) -> bool:
-        """One message. False if it is the last that is read."""
-        try:
-            message = self._read(data)
-        except ApiError as error:
-            if error.code == "invalid_json":
-                await self.peer.end(INVALID_PAYLOAD, error)
-                return False
-            await self._tell(error)
-            return True
-        try:
-            if isinstance(message, Subscribe):
-                self._subscribe(message.topics)
-            elif isinstance(message, Cancel):
-                self._cancel(message.id)
-        except ApiError as error:
-            await self._tell(error)
-        return True
-
-    def _read(self, data: bytes) -> Any:
-        return read_message(parse(data, MAX_MESSAGE_BYTES), self._service.config.strict_fields)
-
-    async def _tell(self, error: ApiError) -> None:
-        await self.peer.send(b'{"type":"error",%b}' % error_members(error))
-
-    def _subscribe(self, topics: Topics) -> None:
-        for name in Topics.model_fields:
-            if getattr(topics, name) is None or getattr(topics, name) != getattr(self._topics, name):
-                self._known.pop(name, None)
-                self._numbers.pop(name, None)
-        if topics.blocks is None:
-            self._blocks = BlockMap()
-        self._topics = topics
-        if any(getattr(topics, name) is not None for name in Topics.model_fields):
-            self._wants_something.set()
-        else:
-            self._wants_something.clear()
-
-    def _cancel(self, request_id: str) -> None:
-        if not self._is_admin:
-            raise ApiError("invalid_api_key", "to cancel a request takes the admin key: the hello brings it")
-        engine = self._service.engine
-        if engine is None or not engine.abort(request_id, "cancel"):
-            raise ApiError("request_not_found", f"no request {request_id} is under way", param="id")
-        log.info("request.aborted", request_id=request_id, cause="cancel")
-
-    # -- what it is told
-
-    async def _push(self) -> None:
-        try:
-            while True:
-                await self._wants_something.wait()
-                await self.peer.send(orjson.dumps(self.update()))
-                await asyncio.sleep(INTERVAL_S)
-        except ConnectionError:
-            pass  # gone, or about to be told why it ends
-        except Exception as error:
-            log.error("dashboard.failed", error=type(error).__name__, exc_info=error)
-            await self.peer.end(INTERNAL_ERROR, ApiError("internal_error", "internal error"))
-
-    def update(self) -> dict[str, Any]:
-        """What is new in the topics that it wants."""
-        update: dict[str, Any] = {"type": "update", "now_s": None, "full": {}, "patch": {}}
-        health, engine = self._service.health, self._service.engine
-        try:
-            if engine is None:
-                raise NotServing(health)
-            update["now_s"] = round(engine.pipeline.env.now(), 4)
-            for name, read in self._readers(engine).items():
-                if getattr(self._topics, name) is not None:
-                    read(name, update)
-        except NotServing:
-            update["full"]["overview"] = {"health": {"state": health.state, "reason": health.reason}}
-            self._known.clear()
-        return update
-
-    def _readers(self, engine: Engine) -> dict[str, Callable[[str, dict[str, Any]], None]]:
-        """topic -> what puts its news into an update."""
-        service, window = self._service, self._topics.requests or Window()
-        trees: dict[str, Callable[[], Any]] = {
-            "overview": lambda: snapshots.overview(engine, service.health),
-            "pipeline": lambda: snapshots.pipeline(engine),
-            "requests": lambda: snapshots.requests(
-                engine, window.offset, window.limit, newest_first=window.newest_first
-            ),
-            "config": lambda: {"rows": snapshots.configuration(engine, service)},
-        }
-
-        def tree(name: str, update: dict[str, Any]) -> None:
-            data = trees[name]()
-            if name not in self._known:
-                update["full"][name] = data
-            elif news := merge_patch(self._known[name], data):
-                update["patch"][name] = news
-            self._known[name] = data
-
-        def grown(name: str, update: dict[str, Any]) -> None:
-            trace = self._feed.trace_log(engine)
-            since = trace.steps_since if name == "steps" else trace.incidents_since
-            is_new = name not in self._numbers
-            rows, self._numbers[name] = since(self._numbers.get(name, 0))
-            if is_new or rows:
-                rows = [tuple(row) for row in rows] if name == "steps" else rows  # orjson knows no named tuples
-                update["full" if is_new else "patch"][name] = {"rows": rows, "num_skipped": trace.num_skipped}
-
-        def blocks(name: str, update: dict[str, Any]) -> None:
-            if engine.has_core and (news := self._blocks.next(engine)):
-                update["full" if "cells" in news else "patch"][name] = news
-
-        return dict.fromkeys(trees, tree) | {"steps": grown, "incidents": grown, "blocks": blocks}
-
-
-__all__ = ["Feed", "Viewer"]

@@ -101,7 +101,7 @@ function Theme() {
     localStorage.setItem("millrace.theme", theme);
     redraw();
   }, [theme]);
-  return html`<label class="theme"><span>Theme</span> <select value=${theme} onChange=${(event) => setTheme(event.target.value)}>
+  return html`<label class="theme"><span>Theme</span> <select aria-label="Theme" value=${theme} onChange=${(event) => setTheme(event.target.value)}>
     ${["auto", "light", "dark"].map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`;
 }
 

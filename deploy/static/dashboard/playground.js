@@ -16,10 +16,11 @@ export function View({ app }) {
   const [prompt, setPrompt] = useState("Once upon a time");
   const [maxTokens, setMaxTokens] = useState(120);
   const [temperature, setTemperature] = useState(0.8);
+  const [priority, setPriority] = useState(0);
   const isRunning = run.controller !== null;
   const send = (event) => {
     event.preventDefault();
-    ask(app, { prompt, max_tokens: Number(maxTokens), temperature: Number(temperature) });
+    ask(app, { prompt, max_tokens: Number(maxTokens), temperature: Number(temperature), priority: Number(priority) });
   };
   const now = run.endedMs ?? performance.now();
   const first = run.ticks[0];
@@ -28,6 +29,7 @@ export function View({ app }) {
       <textarea aria-label="Prompt" value=${prompt} onInput=${(event) => setPrompt(event.target.value)} required></textarea>
       <div class="bar"><label>Tokens <input type="number" min="1" value=${maxTokens} onInput=${(event) => setMaxTokens(event.target.value)} /></label>
         <label>Temperature <input type="number" min="0" max="2" step="0.1" value=${temperature} onInput=${(event) => setTemperature(event.target.value)} /></label>
+        <label>Priority <input type="number" value=${priority} onInput=${(event) => setPriority(event.target.value)} /></label>
         ${isRunning ? html`<button type="button" onClick=${() => run.controller.abort()}>Stop</button>` : html`<button>Send</button>`}</div></form>
       ${run.error && html`<p class="told" role="alert">${run.error}</p>`}
       <div class="answer" aria-live="off" data-figure="answer">${run.text || html`<span class="note">${isRunning ? "Waiting for the first token…" : "The answer appears here. It is not kept."}</span>`}</div>

@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_run_batch(commands)
     _add_bench(commands)
+    _add_top(commands)
     _add_collect_env(commands)
     return parser
 
@@ -171,6 +172,15 @@ def _add_clients(load: Any) -> None:
     load.add_argument("--goodput", nargs="+", metavar="NAME:MS", help=text)
     text = "answers go on to their full length (default: with random prompts)"
     load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=text)
+
+
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser("top", usage=_usage("top"), help="what a running server does, live, in this terminal")
+    default = "http://127.0.0.1:8000"
+    top.add_argument("--url", metavar="URL", default=default, help=f"of the server (default: {default})")
+    top.add_argument("--once", action="store_true", help="print it once, and leave")
+    _add_common(top)
+    _add_engine_flags(top, LOGGING | {"api_key"}, of_engine=frozenset())
 
 
 def _add_collect_env(commands: Any) -> None:

@@ -78,6 +78,7 @@ class Server:
         self.service.attach(engine)
         self.metrics.watch(engine)
         self._sockets.watch(engine)
+        self._routes.feed.watch(engine)
 
     async def drain(self) -> bool:
         """Takes nothing new and waits for what is under way, up to `shutdown_timeout_s`; aborts the rest. False if

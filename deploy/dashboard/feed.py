@@ -15,7 +15,8 @@ up nobody; one that subscribes to nothing costs nothing. `now_s` is the engine's
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -25,13 +26,16 @@ from ..keys import Keys
 from ..middleware import REQUEST_ID
 from ..service import Service
 from ..sockets.peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
+from . import snapshots
 from .trace_log import TraceLog
 from .viewer import INTERVAL_S, Viewer
 
 if TYPE_CHECKING:
     from ...stages.engine import Engine
+    from ...stages.outbox import RequestOutbox
 
 MAX_VIEWERS = 64
+MAX_RECENT = 60
 
 log = get_logger("millrace.deploy")
 
@@ -47,6 +51,16 @@ class Feed:
         self._viewers: set[Viewer] = set()
         self._log: TraceLog | None = None
         self._read_s = float("-inf")  # when the log was refreshed
+        self.recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT)  # requests that have ended, the newest last
+
+    def watch(self, engine: Engine) -> None:
+        """From now on the last requests that ended can be found."""
+        assert engine.pipeline.exit is not None
+        engine.pipeline.exit.on_end.append(self._request_ended)
+
+    def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        if outbox.request.parent_id is None:
+            self.recent.append(snapshots.ended_request(outbox, cause))
 
     async def socket(self, request: web.Request) -> web.StreamResponse:
         """`GET /dashboard/feed`. It answers whatever state the engine is in."""

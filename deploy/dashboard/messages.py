@@ -56,6 +56,8 @@ class Topics(Body):
     steps: Nothing | None = None
     blocks: Nothing | None = None
     requests: Window | None = None
+    request: Of | None = None
+    recent: Nothing | None = None
     incidents: Nothing | None = None
     config: Nothing | None = None
 

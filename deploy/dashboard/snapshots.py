@@ -117,6 +117,20 @@ def request_row(engine: Engine, outbox: RequestOutbox) -> dict[str, Any]:
     }
 
 
+def ended_request(outbox: RequestOutbox, cause: str) -> dict[str, Any]:
+    """One that has just ended: what a list of them shows."""
+    times = outbox.times
+    return {
+        "id": outbox.request_id,
+        "cause": cause,
+        "arrival_s": round(times.arrival_s, 3),
+        "ttft_s": None if times.first_token_s is None else round(times.first_token_s - times.arrival_s, 6),
+        "took_s": None if times.last_token_s is None else round(times.last_token_s - times.arrival_s, 6),
+        "num_prompt_tokens": outbox.num_prompt_tokens,
+        "num_generated_tokens": outbox.num_generated_tokens,
+    }
+
+
 def owners(engine: Engine) -> dict[int, str]:
     """slot -> id of the request that runs there."""
     scheduler = engine.scheduler

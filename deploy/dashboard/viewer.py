@@ -21,6 +21,7 @@ from . import snapshots
 from .block_map import BlockMap
 from .messages import Cancel, Hello, Subscribe, Topics, Window, read_message
 from .patch import merge_patch
+from .timeline import Timeline
 
 if TYPE_CHECKING:
     from ...stages.engine import Engine
@@ -45,6 +46,7 @@ class Viewer:
         self._known: dict[str, Any] = {}  # topic -> what it was told last
         self._numbers: dict[str, int] = {}  # topic that only grows -> how much of it was told
         self._blocks = BlockMap()
+        self._timeline: Timeline | None = None  # of the request that it looks at
 
     async def run(self) -> None:
         """Serves the viewer until it is gone."""
@@ -135,6 +137,8 @@ class Viewer:
                 self._numbers.pop(name, None)
         if topics.blocks is None:
             self._blocks = BlockMap()
+        if topics.request != self._topics.request:
+            self._timeline = None
         self._topics = topics
         if any(getattr(topics, name) is not None for name in Topics.model_fields):
             self._wants_something.set()
@@ -188,6 +192,8 @@ class Viewer:
             "requests": lambda: snapshots.requests(
                 engine, window.offset, window.limit, newest_first=window.newest_first
             ),
+            "request": lambda: self._look_at(engine),
+            "recent": lambda: {"rows": list(self._feed.recent)},
             "config": lambda: {"rows": snapshots.configuration(engine, service)},
         }
 
@@ -213,3 +219,12 @@ class Viewer:
                 update["full" if "cells" in news else "patch"][name] = news
 
         return dict.fromkeys(trees, tree) | {"steps": grown, "incidents": grown, "blocks": blocks}
+
+    def _look_at(self, engine: Engine) -> dict[str, Any]:
+        """The request that it wants to see; only its id if the trace knows nothing of it any more."""
+        assert self._topics.request is not None
+        request_id = self._topics.request.id
+        if self._timeline is None:
+            self._timeline = Timeline(engine.pipeline.tracer, request_id)
+        self._timeline.refresh()
+        return self._timeline.tell() or {"id": request_id}

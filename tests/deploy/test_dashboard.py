@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -27,7 +28,7 @@ NUM_REQUESTS, NUM_BLOCKS = 2_000, 100_000
 WATCH = "addEventListener('securitypolicyviolation', (e) => (globalThis.violations ??= []).push(e.blockedURI));"
 SHARED_FIGURES = """() => [...document.querySelectorAll('[data-stage], [data-edge]')].map((row) => [
   row.dataset.stage ?? row.dataset.edge,
-  Object.fromEntries([...row.querySelectorAll('[data-value]')].map((cell) => [cell.dataset.figure, +cell.dataset.value])),
+  Object.fromEntries([...row.querySelectorAll('[data-value]')].map(({ dataset: d }) => [d.figure, +d.value])),
 ])"""
 
 
@@ -45,10 +46,8 @@ class Load:
                 body = {"prompt": f"Tell me story {i} " + "of the mill " * (i % 7), "max_tokens": 400, "temperature": 0}
                 await socket.send_json({"type": "create", "id": f"r{i}", "endpoint": "completions", "body": body})
             while not self._stop.is_set():
-                try:
+                with contextlib.suppress(TimeoutError):
                     await socket.receive(timeout=0.1)
-                except TimeoutError:
-                    pass
 
     def __enter__(self) -> Load:
         self._thread.start()

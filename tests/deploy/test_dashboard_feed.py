@@ -8,6 +8,7 @@ import time
 from base64 import b64decode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -24,7 +25,7 @@ from millrace.runtime.trace import EventKind, Tracer
 from millrace.stages.testing import SMALL
 from tests.deploy.sockets import ENDLESS, Serving, on_loop, serving, until
 
-EVERYTHING = {name: {} for name in Topics.model_fields if name != "request"}
+EVERYTHING: dict[str, Any] = {name: {} for name in Topics.model_fields if name != "request"}
 
 
 class Looking:
@@ -46,7 +47,7 @@ class Looking:
             assert message["type"] != "error", message
         self.data.update(message["full"])
         for topic, patch in message["patch"].items():
-            if topic in ("overview", "pipeline", "requests", "config"):
+            if topic not in ("steps", "incidents", "blocks"):
                 self.data[topic] = apply(self.data[topic], patch)
         return message
 
@@ -335,6 +336,32 @@ async def test_the_block_map_follows_the_pool_by_changes():
             await asyncio.sleep(0.005)
         assert num_patches > 5
         await asyncio.gather(*asking)
+
+
+@on_loop
+async def test_a_request_is_told_from_its_arrival_to_its_end_without_holes():
+    async with serving(step_s=0.005, script=ENDLESS) as running, looking(running) as viewer:
+        await viewer.hear()
+        body = {"prompt": "x" * 300, "max_tokens": 12, "temperature": 0}
+        url, headers = f"{running.server.url}/v1/completions", {"X-Request-Id": "mine"}
+        async with running.http.post(url, json=body, headers=headers) as answer:
+            assert (await answer.json())["usage"]["completion_tokens"] == 12
+        await viewer.say("subscribe", topics={"request": {"id": "cmpl-mine"}, "recent": {}})
+        await viewer.update()
+        told = viewer.data["request"]
+        (sequence,) = told["sequences"]
+        pieces = sequence["pieces"]
+        assert [kind for kind, *_ in pieces if kind != "gap"] == ["wait", "prefill", "decode", "after"]
+        assert pieces[0][1] == 0 and pieces[-1][2] == told["ended_us"]
+        assert all(before[2] == after[1] for before, after in pairwise(pieces))
+        assert sum(tokens for kind, _, _, tokens in pieces if kind == "prefill") == 300
+        assert len(sequence["ticks_us"]) == told["num_generated_tokens"] == 12
+        assert sequence["ticks_us"] == sorted(sequence["ticks_us"])
+        (recent,) = viewer.data["recent"]["rows"]
+        assert (recent["id"], recent["cause"], recent["num_generated_tokens"]) == ("cmpl-mine", "finish", 12)
+        await viewer.say("subscribe", topics={"request": {"id": "cmpl-other"}})
+        while (await viewer.update())["full"].get("request") != {"id": "cmpl-other"}:
+            pass
 
 
 async def complete(running: Serving, prompt: str, max_tokens: int) -> Any:

@@ -43,7 +43,7 @@ export function View({ app }) {
       </dl>
       <${Ticks} ticks=${run.ticks} spanMs=${run.id ? now - run.begunMs : 0} />
     <//></div>
-    ${run.id && html`<${Card} title="Where the time went" note="As the server's trace has it."><${Explained} explained=${app.feed.data.request} id=${run.id} /><//>`}`;
+    ${run.id && html`<${Card} title="Where the time went" note="As the server's trace has it."><${Explained} explained=${app.feed.data.request} id=${run.id} nowS=${app.feed.nowS()} /><//>`}`;
 }
 
 function Ticks({ ticks, spanMs }) {

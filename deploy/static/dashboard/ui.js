@@ -1,6 +1,6 @@
 // The small parts that all views are made of.
 
-import { html, useEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
 
 export const Card = ({ title, note, children, className = "" }) => html`
   <section class=${`card ${className}`}>
@@ -49,7 +49,7 @@ export const colour = (name) => getComputedStyle(document.documentElement).getPr
 // A canvas of CSS size `width` x `height` that `draw(context)` fills; drawn again with each render.
 export function Canvas({ width, height, draw, ...others }) {
   const ref = useRef(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const canvas = ref.current;
     const scale = window.devicePixelRatio || 1;
     if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {

@@ -163,11 +163,12 @@ def merged(target: Any, patch: Any) -> Any:
 def draw(readings: Readings) -> RenderableType:
     """All of it."""
     from rich.console import Group
+    from rich.markup import escape
 
     overview = readings.data.get("overview", {"health": {"state": "unknown", "reason": None}})
     parts: list[RenderableType] = [_headline(readings, overview)]
     if (bottleneck := overview.get("bottleneck")) is not None:
-        parts.append(bottleneck["sentence"])
+        parts.append(escape(bottleneck["sentence"]))
     if readings.has_pipeline:
         parts += ["", _stages(readings), ""]
     if readings.steps:
@@ -178,9 +179,12 @@ def draw(readings: Readings) -> RenderableType:
 
 
 def _headline(readings: Readings, overview: Mapping[str, Any]) -> str:
+    from rich.markup import escape
+
     health = overview["health"]
     tone = "green" if health["state"] == "ready" else "red"
-    words = [f"[bold {tone}]{health['state']}[/]" + (f" {health['reason']}" if health.get("reason") else "")]
+    reason = f" {escape(health['reason'])}" if health.get("reason") else ""
+    words = [f"[bold {tone}]{health['state']}[/]{reason}"]
     if "num_running" in overview:
         blocks = overview["blocks"]
         words += [
@@ -233,13 +237,15 @@ def _strip(readings: Readings) -> str:
 
 
 def _requests(readings: Readings) -> Table:
+    from rich.markup import escape
+
     table = _table("request", "state", ">age", ">prompt", ">answer", ">blocks", ">preempted")
     listed = readings.data["requests"]
     for row in listed["rows"]:
         age_s = max(0.0, readings.now_s - row["arrival_s"])
         cached = f" (-{row['num_cached_tokens']})" if row["num_cached_tokens"] else ""
         counts = (f"{age_s:.1f} s", f"{row['num_prompt_tokens']}{cached}", str(row["num_generated_tokens"]))
-        table.add_row(row["id"], row["state"], *counts, str(row["num_blocks"]), str(row["num_preempted"]))
+        table.add_row(escape(row["id"]), row["state"], *counts, str(row["num_blocks"]), str(row["num_preempted"]))
     if listed["num_live"] > len(listed["rows"]):
         table.caption = f"and {listed['num_live'] - len(listed['rows']):,} more"
     return table

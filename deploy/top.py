@@ -136,7 +136,8 @@ class Readings:
         if not self._history:
             return 0.0
         since_us = 1e6 * (self._history[-1][0] - WINDOW_S)
-        return sum(getattr(row, field) for row in self.steps if row.ended_us >= since_us) / WINDOW_S
+        total: int = sum(getattr(row, field) for row in self.steps if row.ended_us >= since_us)
+        return total / WINDOW_S
 
     @property
     def now_s(self) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from ..runtime.log import get_logger
+from .errors import ApiError
 from .routes import answer, expect
 from .service import Service
 
@@ -31,10 +32,23 @@ class Admin:
         """All routes; none without an admin key, so that they answer as any path that is not there."""
         if not self.service.config.admin_key:
             return []
-        return [web.post("/admin/cache/reset", self.reset_cache, expect_handler=expect)]
+        return [
+            web.post("/admin/cache/reset", self.reset_cache, expect_handler=expect),
+            web.post("/admin/flight", self.record_flight, expect_handler=expect),
+        ]
 
     async def reset_cache(self, request: web.Request) -> web.Response:
         """Forgets every cached prefix. Requests under way keep their blocks and go on."""
         freed = self.service.require_engine().reset_prefix_cache()
         log.info("cache.reset", freed_blocks=freed)
         return answer({"freed_blocks": freed})
+
+    async def record_flight(self, request: web.Request) -> web.Response:
+        """Writes a flight file, as a stall or a crash would."""
+        oversight = self.service.oversight
+        if oversight.recorder is None:
+            message = "there is no folder for flight files: start the server with --flight-recorder-dir"
+            raise ApiError("no_flight_recorder", message)
+        self.service.require_some_engine()
+        written = oversight.record("asked")
+        return answer({"file": None if written is None else str(await written)})

@@ -47,7 +47,7 @@ WITH_BODY = (
     "unknown_parameter",
     "unsupported_media_type",
 )
-WITH_ENGINE = ("dead", "draining", "loading")
+WITH_ENGINE = ("dead", "draining", "loading", "stalled")
 WITH_MODEL = ("model_not_found",)
 WITH_CHAT = ("empty_prompt", "template_limit", "tokenizer_error", "unsupported_content_type")
 GENERATING = (
@@ -479,6 +479,15 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         method="GET",
+        path="/load",
+        name="load",
+        group="server",
+        summary="How much is under way and waits, for a load balancer",
+        answers=_json(shapes.Load),
+        errors=WITH_ENGINE,
+    ),
+    Operation(
+        method="GET",
         path="/metrics",
         name="metrics",
         group="server",
@@ -510,6 +519,16 @@ OPERATIONS: tuple[Operation, ...] = (
         access="admin",
         answers=_json(shapes.CacheReset),
         errors=WITH_ENGINE,
+    ),
+    Operation(
+        method="POST",
+        path="/admin/flight",
+        name="recordFlight",
+        group="admin",
+        summary="Write the last seconds of the trace, stacks and queues to a file at the server",
+        access="admin",
+        answers=_json(shapes.FlightFile),
+        errors=(*WITH_ENGINE, "no_flight_recorder"),
     ),
     *NUMBERS,
     *TOKENS,

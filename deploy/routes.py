@@ -18,7 +18,7 @@ from .dashboard.feed import Feed
 from .embeddings import Embeddings
 from .errors import ApiError, shorten
 from .generation import Generation
-from .information import server_info
+from .information import load, server_info
 from .messages_api import MessagesRoutes
 from .messages_events import MESSAGES_PATH
 from .metrics import CONTENT_TYPE, Metrics
@@ -66,6 +66,7 @@ class Routes:
             web.get("/health/ready", self.ready),
             web.get("/version", self.version),
             web.get("/server_info", self.server_info),
+            web.get("/load", self.load),
             web.get("/metrics", self.metrics),
             web.get("/v1/models", self.models),
             web.get("/v1/models/{id:.+}", self.model),
@@ -124,6 +125,10 @@ class Routes:
         """The model, the settings, the memory table and how long the start took."""
         engine = self.service.require_engine()
         return answer(server_info(engine, self.service.config, self.service.model_names, package_version()))
+
+    async def load(self, request: web.Request) -> web.Response:
+        """How much is under way."""
+        return answer(load(self.service.require_engine(), len(self.service.live)))
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""

@@ -21,6 +21,7 @@ from .gate import Gate, guard
 from .keys import Keys
 from .metrics import Metrics
 from .middleware import NO_KEYS, add_headers, check_keys, identify
+from .request_log import RequestLog
 from .routes import Routes, package_version
 from .service import Service
 from .tls import tls_context
@@ -43,9 +44,9 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.service = Service(config)
-        self.metrics = Metrics(self.service)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # long bodies and prompts
+        self.service = Service(config, self._threads)
+        self.metrics = Metrics(self.service)
         self._routes = Routes(self.service, self.metrics, self._threads)
         self._sockets = self._routes.sockets
         self._runner: _Runner | None = None
@@ -79,6 +80,9 @@ class Server:
         self.metrics.watch(engine)
         self._sockets.watch(engine)
         self._routes.feed.watch(engine)
+        self.service.oversight.watch(engine, self.metrics)
+        if self.config.log_requests:
+            RequestLog(self.config.log_prompts).watch(engine.exit)
 
     async def drain(self) -> bool:
         """Takes nothing new and waits for what is under way, up to `shutdown_timeout_s`; aborts the rest. False if
@@ -89,6 +93,7 @@ class Server:
 
     async def stop(self) -> None:
         """Closes every connection and stops listening. Idempotent."""
+        self.service.oversight.stop()
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await asyncio.gather(self._sockets.close(), self._routes.feed.close())

@@ -70,6 +70,9 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_unread_tokens": "tokens of an answer whose client does not read, before it is parked",
         "max_parked_s": "seconds that a client may leave a parked answer unread",
     },
+    "rehearsal": {
+        "inject": "a fault on purpose, stage=NAME,delay=200ms|error|freeze[,rate=0.01]; may be repeated",
+    },
 }
 
 SERVER_HELP: dict[str, dict[str, str]] = {
@@ -126,6 +129,14 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "log_format": "of the lines on stderr",
         "log_level": "least severity that is logged",
         "log_error_messages": "log what exceptions say, not only where they come from; it may quote prompts",
+        "log_requests": "log when a request begins and how it ends",
+        "log_prompts": "characters of each prompt to log with that; 0: none",
+        "stats_interval_s": "seconds between two lines on what runs, while something does; 0: none",
+    },
+    "trouble": {
+        "stall_timeout_s": "seconds without progress, while there is work, before /health says stalled",
+        "flight_recorder_dir": "folder for files on what led to a stall or a crash; none: nothing is written",
+        "flight_recorder_s": "seconds of the trace in each of them",
     },
 }
 

@@ -17,22 +17,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.env import Env, LiveEnv
+from ..runtime.histogram import Histogram
+from ..runtime.inject import Fault, parse_fault
 from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
-from ..runtime.trace import Tracer
+from ..runtime.trace import EventKind, Tracer
+from .admission import Admission
 from .beams import BeamParams
 from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
 from .device import Device
 from .embedding import Pairs, as_texts, pooled_request, read_vectors
-from .errors import Overloaded, Refused, TimedOut
+from .errors import ConfigError, Overloaded, Refused, TimedOut
 from .grammar_gate import GrammarGate
 from .grammars import Grammars
 from .host import HostTier
 from .limits import as_token_ids
 from .messages import ChatPrompt, Ints, Prompt, Request
-from .outbox import RequestOutbox
+from .outbox import Outboxes, RequestOutbox
 from .outputs import (
     EmbeddingRequestOutput,
     ModelInfo,
@@ -140,9 +143,11 @@ class Engine:
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
                 edit(self._parts.pipeline)
+            faults = self._faults(self._parts.pipeline)
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()
+        self._parts.pipeline.inject(faults)
         self._health = Health("ready")
         seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
         info = loaded.info
@@ -156,6 +161,16 @@ class Engine:
             num_host_blocks=info.num_host_blocks,
             **seconds,
         )
+
+    def _faults(self, pipeline: Pipeline) -> list[Fault]:
+        """Those that the configuration asks for. `ConfigError` if there is no such stage."""
+        faults = [parse_fault(text) for text in self.config.inject]
+        for fault in faults:
+            if fault.stage not in pipeline.stages:
+                stages = ", ".join(pipeline.stages)
+                raise ConfigError(f"inject: there is no stage {fault.stage}; there are {stages}")
+            log.warning("fault.injected", stage=fault.stage, kind=fault.kind, rate=fault.rate, delay_s=fault.delay_s)
+        return faults
 
     async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
@@ -358,24 +373,38 @@ class Engine:
         try:
             async with asyncio.timeout(deadline_s):
                 await gate.admit(self._env, request.request_id, structured)
+        except Overloaded as error:
+            self._trace_shed(error, "grammar")
+            raise
         except TimeoutError:
             message = "the time limit of the request passed while its grammar was looked at"
             raise TimedOut(message, stage="intake", has_begun=False) from None
         left_s = None if deadline_s is None else max(deadline_s - (self._env.now() - began_s), 0.0)
+        looked_s = self._env.now() - began_s
         try:
-            return await self._enter(request, wait, left_s)
+            outbox = await self._enter(request, wait, left_s)
         except BaseException:
             gate.leave(request.request_id)
             raise
+        tracer, first = self.pipeline.tracer, outbox.request.first_sequence_id
+        tracer.emit(EventKind.REQUEST_GRAMMAR, tracer.source("grammar"), 0, first, int(looked_s * 1e6))
+        return outbox
 
     async def _enter(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
         try:
             return await self.pipeline.submit(request, deadline_s=deadline_s, wait=wait)  # type: ignore[return-value]
         except Busy as error:
             waiting = self._require_parts().intake.admission.num_waiting
-            raise Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0) from None
+            overloaded = Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0)
+            self._trace_shed(overloaded, "door")
+            raise overloaded from None
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
+
+    def _trace_shed(self, error: Overloaded, reason: str) -> None:
+        tracer = self.pipeline.tracer
+        counts = (int(error.estimated_wait_s * 1000), error.queue_depth, tracer.source(reason))
+        tracer.emit(EventKind.REQUEST_SHED, tracer.source("door"), 0, *counts)
 
     async def render(self, request: Request) -> tuple[list[Ints], SamplingParams]:
         """What a request comes to before anything is computed: its prompts as token ids, and its params with all that a
@@ -448,6 +477,11 @@ class Engine:
         return self._require_parts().pipeline
 
     @property
+    def exit(self) -> Outboxes:
+        """Where requests end, to be told of them."""
+        return self._require_parts().exit
+
+    @property
     def scheduler(self) -> Scheduler:
         """The books of schedule, to look at."""
         return self._core().schedule.scheduler
@@ -471,6 +505,21 @@ class Engine:
     def prefix_cache(self) -> PrefixCache | None:
         """What is known of earlier prompts and answers, to look at; None if it is switched off."""
         return self._core().allocate.allocator.cache
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """Tokens computed in a step, of all steps so far."""
+        return self._core().allocate.step_tokens
+
+    @property
+    def token_gaps_us(self) -> Histogram:
+        """Microseconds between two tokens of an answer, of all answers so far."""
+        return self._core().detokenize.gaps.histogram
+
+    @property
+    def admission(self) -> Admission:
+        """The counts at the door, to look at."""
+        return self._require_parts().intake.admission
 
     @property
     def grammars(self) -> Grammars:

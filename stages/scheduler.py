@@ -102,6 +102,16 @@ class Scheduler:
         return len(self.waiting) + self.lives.num_returning - self.num_swapped
 
     @property
+    def waiting_for(self) -> str:
+        """What the first in line lacks: "slots", "blocks", or "swapped" if it waits for blocks to come back from the
+        host; "step" if it is only not its turn; "" when nobody waits."""
+        if self.lives.num_returning:
+            return "blocks"
+        if not len(self.waiting):
+            return ""
+        return self.admission_blocked_reason or ("step" if self.slots.num_free else "slots")
+
+    @property
     def num_swapped(self) -> int:
         """Sequences that wait to come back from the host."""
         return self.lives.num_swapped

@@ -23,6 +23,7 @@ from aiohttp import web
 from ...runtime.log import get_logger
 from ..errors import ApiError, not_serving, unforeseen
 from ..keys import Keys
+from ..metrics import Metrics
 from ..middleware import REQUEST_ID
 from ..service import Service
 from ..sockets.peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
@@ -43,8 +44,9 @@ log = get_logger("millrace.deploy")
 class Feed:
     """The viewers of one server, on its loop."""
 
-    def __init__(self, service: Service, version: str) -> None:
+    def __init__(self, service: Service, metrics: Metrics, version: str) -> None:
         self.service = service
+        self.metrics = metrics
         self.version = version
         self.keys = Keys(service.config.api_key)
         self.admin_keys = Keys(service.config.admin_key, "admin key")

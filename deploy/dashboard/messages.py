@@ -59,6 +59,8 @@ class Topics(Body):
     request: Of | None = None
     recent: Nothing | None = None
     incidents: Nothing | None = None
+    latency: Nothing | None = None
+    loop: Nothing | None = None
     config: Nothing | None = None
 
 

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...runtime.flight import task_stacks
 from ..information import HIDDEN
 from ..settings import ENGINE_HELP, SECRET, SERVER_HELP
 
 if TYPE_CHECKING:
+    from ...runtime.histogram import Histogram
     from ...runtime.pipeline import Health
     from ...stages.engine import Engine
     from ...stages.outbox import RequestOutbox
     from ...stages.sequences import Sequence
+    from ..latencies import Latencies
+    from ..oversight import Oversight
     from ..service import Service
 
 MAX_ROWS = 200  # of the list of requests, in one update
@@ -129,6 +133,29 @@ def ended_request(outbox: RequestOutbox, cause: str) -> dict[str, Any]:
         "num_prompt_tokens": outbox.num_prompt_tokens,
         "num_generated_tokens": outbox.num_generated_tokens,
     }
+
+
+def latency(latencies: Latencies) -> dict[str, Any]:
+    """How long clients wait: exact counts by bucket, as `/metrics` has them; sums in microseconds."""
+    return {name: _histogram(times) for name, times in latencies.times_us().items()}
+
+
+def loop_health(engine: Engine, oversight: Oversight) -> dict[str, Any]:
+    """What stands still, where each stage's task waits, and how late the loop and collections of garbage were."""
+    stall, runners = oversight.stall, engine.pipeline.runners
+    return {
+        "stall": None
+        if stall is None
+        else {"name": stall.name, "reason": stall.reason, "num_waiting": stall.num_waiting},
+        "num_stalls": oversight.num_stalls,
+        "stacks": {told["task"]: told["stack"] for told in task_stacks(engine.pipeline) if told["task"] in runners},
+        "lag": _histogram(oversight.meter.lag_us),
+        "pause": _histogram(oversight.meter.pause_us),
+    }
+
+
+def _histogram(of: Histogram) -> dict[str, Any]:
+    return {"bounds_us": of.bounds, "counts": list(of.counts), "total_us": of.total}
 
 
 def owners(engine: Engine) -> dict[int, str]:

@@ -18,16 +18,17 @@ from ...runtime.trace import EventKind, Reader, Records, Tracer, as_dicts, in_or
 MAX_BEHIND = 8_192  # records of a ring that are read at once; older ones are skipped
 MAX_STEPS, MAX_INCIDENTS = 600, 200  # kept
 MAX_FOLLOWED = 4_096  # sequences whose progress is known
-MIN_GC_PAUSE_US = 5_000  # shorter ones are daily life
+MIN_PAUSE_US = 50_000  # shorter ones are daily life
 
 OF_STEPS = (
     *(EventKind.STEP_PLANNED, EventKind.STEP_GRANTED, EventKind.STEP_DONE, EventKind.STEP_VOID, EventKind.PREEMPTED),
     *(EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE),
     *(EventKind.REQUEST_ACCEPTED, EventKind.REQUEST_FINISHED),
 )
+PAUSES = (EventKind.LOOP_LAG, EventKind.GC_PAUSE)
 INCIDENTS = (
     *(EventKind.STAGE_RESTART, EventKind.STALL, EventKind.STEP_VOID, EventKind.REQUEST_SHED, EventKind.PARKED),
-    *(EventKind.PREEMPTED, EventKind.LOOP_LAG, EventKind.GC_PAUSE),
+    *(EventKind.PREEMPTED, *PAUSES),
 )
 
 
@@ -200,7 +201,7 @@ class TraceLog:
 
     def _note_incidents(self, records: Records) -> None:
         is_one = np.isin(records["kind"], INCIDENTS)
-        is_one &= (records["kind"] != EventKind.GC_PAUSE) | (records["a"] >= MIN_GC_PAUSE_US)
+        is_one &= ~np.isin(records["kind"], PAUSES) | (records["a"] >= MIN_PAUSE_US)
         if not is_one.any():
             return
         found = list(as_dicts(records[is_one][-MAX_INCIDENTS:], self._readers[0].names()))

@@ -194,6 +194,8 @@ class Viewer:
             ),
             "request": lambda: self._look_at(engine),
             "recent": lambda: {"rows": list(self._feed.recent)},
+            "latency": lambda: {} if (times := self._feed.metrics.latencies) is None else snapshots.latency(times),
+            "loop": lambda: snapshots.loop_health(engine, service.oversight),
             "config": lambda: {"rows": snapshots.configuration(engine, service)},
         }
 

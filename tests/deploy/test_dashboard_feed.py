@@ -357,6 +357,8 @@ async def test_a_request_is_told_from_its_arrival_to_its_end_without_holes():
         assert sum(tokens for kind, _, _, tokens in pieces if kind == "prefill") == 300
         assert len(sequence["ticks_us"]) == told["num_generated_tokens"] == 12
         assert sequence["ticks_us"] == sorted(sequence["ticks_us"])
+        stages = {stage: service_us for stage, _, _, service_us, _ in told["stages"]}
+        assert {"intake", "tokenize"} <= set(stages) and sum(stages.values()) < pieces[0][2]
         (recent,) = viewer.data["recent"]["rows"]
         assert (recent["id"], recent["cause"], recent["num_generated_tokens"]) == ("cmpl-mine", "finish", 12)
         await viewer.say("subscribe", topics={"request": {"id": "cmpl-other"}})

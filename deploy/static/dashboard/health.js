@@ -6,7 +6,7 @@ import { Card, Figure, Missing, Wide } from "./ui.js";
 
 export const title = "Health";
 export const about = "Whether everything moves, and what held it up lately.";
-export const topics = () => ({ incidents: {} });
+export const topics = () => ({ incidents: {}, loop: {} });
 
 // Kind of event -> what it means to an operator, from its fields.
 const WORDS = {
@@ -22,20 +22,22 @@ const WORDS = {
 const GRAVE = new Set(["STALL", "STAGE_RESTART", "STEP_VOID"]);
 
 export function View({ app }) {
-  const { overview, pipeline, incidents } = app.feed.data;
+  const { overview, pipeline, incidents, loop } = app.feed.data;
   if (!overview) return html`<${Missing}>Waiting for the server.<//>`;
   const { state, stage, reason } = overview.health;
   const tone = state === "ready" ? "good" : state === "dead" || state === "stalled" ? "bad" : "warn";
   const rows = [...(incidents?.rows ?? [])].reverse();
-  const lags = rows.filter((row) => row.kind === "LOOP_LAG").map((row) => row.lag_us);
   return html`
     <p class="sentence"><span class=${`dot ${tone === "warn" ? "warn" : tone}`}></span>${
       state === "ready" ? "Everything moves: requests are taken." : `Not ready (${state})${stage ? ` at ${stage}` : ""}${reason ? `: ${reason}` : ""}.`}</p>
-    ${overview.stalls && html`<${Stalls} stalls=${overview.stalls} />`}
+    ${loop?.stall && html`<p class="told" role="alert">${loop.stall.reason}; ${count(loop.stall.num_waiting)} wait there.</p>`}
     <div class="columns">
       ${pipeline && html`<${Card} title="Stages" note="A stage with nothing to do shows no sign of life, and is well."><${Signs} app=${app} pipeline=${pipeline} /><//>`}
       <${Card} title="The event loop" note="How late a timer was, and pauses for garbage collection.">
-        ${lags.length ? html`<dl class="figures"><${Figure} name="latest lag" value=${seconds(lags[0] / 1e6)} /><${Figure} name="worst of the last" value=${seconds(Math.max(...lags) / 1e6)} /></dl>` : html`<p class="note">No lag was recorded by this server.</p>`}
+        ${loop ? html`<dl class="figures">
+          <${Figure} name="stalls so far" value=${count(loop.num_stalls)} tone=${loop.num_stalls ? "bad" : ""} id="num_stalls" />
+          ${["lag", "pause"].map((kind) => html`<${Spread} name=${kind === "lag" ? "timers late" : "collections"} of=${loop[kind]} />`)}</dl>
+          <details open=${Boolean(loop.stall)}><summary>Where each stage waits now</summary><pre tabindex="0">${stacks(loop)}</pre></details>` : html`<p class="note">Waiting for the first reading.</p>`}
       <//>
     </div>
     <${Card} title="Lately" note="What the trace holds of stalls, restarts, void steps, preemptions, parked readers and pauses; newest first.">
@@ -43,8 +45,20 @@ export function View({ app }) {
     <//>`;
 }
 
-const Stalls = ({ stalls }) => html`<${Card} title="Stalls" note="Where each task and thread stood.">${stalls.map(
-  (stall, i) => html`<details key=${i} open=${i === 0}><summary>${stall.stage}: ${stall.reason}</summary><pre>${stall.stack}</pre></details>`)}<//>`;
+// Of a histogram: how often, and the bound of its highest buckets.
+function Spread({ name, of }) {
+  const total = of.counts.reduce((sum, n) => sum + n, 0);
+  const last = of.counts.findLastIndex((n) => n > 0);
+  let left = Math.ceil(0.99 * total);
+  const p99 = of.counts.findIndex((n) => (left -= n) <= 0);
+  const bound = (i) => (i < 0 || !total ? "–" : i < of.bounds_us.length ? seconds(of.bounds_us[i] / 1e6) : `over ${seconds(of.bounds_us.at(-1) / 1e6)}`);
+  return html`<${Figure} name=${`${name}, mean`} value=${total ? seconds(of.total_us / 1e6 / total) : "–"} />
+    <${Figure} name=${`${name}, 99 of 100`} value=${bound(p99)} /><${Figure} name=${`${name}, worst`} value=${bound(last)} unit="at most" />`;
+}
+
+const stacks = (loop) => Object.entries(loop.stacks).map(([task, stack]) => `${task}${task === loop.stall?.name ? "  ← stands still" : ""}\n${stack.map((place) => `    ${short(place)}`).join("\n")}`).join("\n");
+
+const short = (place) => place.replace(/^.*[/\\](?=[^/\\]+[/\\][^/\\]+:\d+ )/, "");
 
 function Signs({ app, pipeline }) {
   const now = app.feed.nowS();

@@ -2,22 +2,29 @@
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, percent, seconds } from "./format.js";
+import { LATENCY_S } from "./store.js";
 import { Canvas, Card, Choice, colour, Figure, Missing, useWidth, Wide } from "./ui.js";
 
 export const title = "Latency";
 export const about = "How long requests wait, and how evenly their tokens come. The figures are those of /metrics.";
-export const topics = () => ({});
+export const topics = () => ({ latency: {} });
 
-const COLUMN_S = 2; // seconds in one column of the heat map
+const NAMES = {
+  time_to_first_token: ["Time to first token", "From a request's arrival to its first token."],
+  inter_token_latency: ["Between tokens", "From each token of an answer to the next."],
+  request_queue_time: ["In the queue", "From a request's arrival until the device began with it."],
+  e2e_request_latency: ["Altogether", "From a request's arrival to its end."],
+};
 
 export function View({ app }) {
   const latency = app.feed.data.latency;
   const [span, setSpan] = useState("all");
   if (!latency) return html`<${Missing}>Latencies are not recorded by this server.<//>`;
   const names = Object.keys(latency);
+  if (!names.length) return html`<${Missing}>Nothing is measured yet.<//>`;
   return html`
     <div class="bar"><${Choice} label="Show" name="span" value=${span} onchange=${setSpan} options=${[["all", "Since the start"], ["seen", "Since this page opened"]]} /></div>
-    ${names.map((name) => html`<${OfOne} key=${name} one=${latency[name]} readings=${app.history.latencies} name=${name} span=${span} />`)}`;
+    <div class="columns">${names.map((name) => html`<${OfOne} key=${name} one=${{ ...latency[name], title: (NAMES[name] ?? [name])[0], help: (NAMES[name] ?? [])[1] }} readings=${app.history.latencies} name=${name} span=${span} />`)}</div>`;
 }
 
 function OfOne({ one, readings, name, span }) {
@@ -97,6 +104,6 @@ function Heat({ one, readings, name }) {
       }
     });
   };
-  return html`<div ref=${ref}><p class="note">By time, newest at the right, ${COLUMN_S} seconds a column; up is slower (to ${last < one.bounds_us.length ? seconds(one.bounds_us[last] / 1e6) : "more"}).</p>
+  return html`<div ref=${ref}><p class="note">By time, newest at the right, ${LATENCY_S} seconds a column; up is slower (to ${last < one.bounds_us.length ? seconds(one.bounds_us[last] / 1e6) : "more"}).</p>
     <${Canvas} width=${width} height=${rows * cell} draw=${draw} role="img" aria-label=${`${one.title} by time`} /></div>`;
 }

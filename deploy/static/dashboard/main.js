@@ -29,7 +29,7 @@ const app = { feed, history, view: "pipeline", arg: null, state: {}, redraw };
 let isDue = false;
 
 function changed() {
-  if (feed.data.pipeline) history.note(feed.updateS, feed.data.pipeline, feed.data.latency);
+  if (feed.data.pipeline) history.note(feed.updateS, feed.data.pipeline, app.view === "latency" ? feed.data.latency : null);
   redraw();
 }
 

@@ -1,6 +1,8 @@
 // What the views need beyond the server's words: shares over the last seconds, the steps that came, the map of blocks.
 
 export const WINDOW_S = 5;
+export const LATENCY_S = 2; // between two readings of the latencies
+const KEPT_LATENCIES = 400;
 const KEPT_STEPS = 1200;
 const KEPT_INCIDENTS = 200;
 
@@ -49,13 +51,19 @@ export class History {
   // Readings of the counters of the pipeline, so that shares of the last seconds can be told.
   constructor() {
     this.readings = [];
+    this.latencies = [];
   }
 
   note(nowS, pipeline, latency) {
+    const lastLatency = this.latencies.at(-1);
+    if (latency && nowS && (!lastLatency || nowS - lastLatency.nowS >= LATENCY_S)) {
+      if (lastLatency && nowS - lastLatency.nowS > 5 * LATENCY_S) this.latencies = []; // nobody looked
+      this.latencies = [...this.latencies, { nowS, latency }].slice(-KEPT_LATENCIES);
+    }
     const last = this.readings.at(-1);
     if (nowS === null || nowS === undefined || (last && nowS <= last.nowS)) return;
     if (last && nowS - last.nowS > 3 * WINDOW_S) this.readings = []; // the page was away
-    this.readings.push({ nowS, pipeline, latency });
+    this.readings.push({ nowS, pipeline });
     while (this.readings.length > 2 && this.readings[1].nowS < nowS - WINDOW_S) this.readings.shift();
   }
 

@@ -10,7 +10,7 @@ export const topics = ({ arg }) => ({ recent: {}, requests: { offset: 0, limit: 
 
 // Kind -> what it is called, and what it means.
 const KINDS = {
-  wait: ["waiting", "in the queue, until the device began with it"],
+  wait: ["waiting", "from its arrival until the device began with it"],
   prefill: ["prefill", "its prompt is computed"],
   decode: ["decode", "it gets a token a step"],
   gap: ["left out", "steps that ran without it"],
@@ -47,11 +47,11 @@ export function Explained({ explained, id, nowS }) {
   const span = isOver ? explained.ended_us : Math.max(last, nowUs);
   return html`<div class="waterfall">
     ${explained.causes && html`<ul class="causes">${explained.causes.map((cause) => html`<li>${cause}</li>`)}</ul>`}
-    ${explained.sequences.map((sequence, i) => html`<${Sequence} key=${sequence.sequence_id} sequence=${sequence} span=${span} name=${explained.sequences.length > 1 ? `choice ${i + 1}` : null} isOver=${isOver} cause=${explained.cause} />`)}
+    ${explained.sequences.map((sequence, i) => html`<${Sequence} key=${sequence.sequence_id} sequence=${sequence} stages=${i === 0 ? explained.stages : []} span=${span} name=${explained.sequences.length > 1 ? `choice ${i + 1}` : null} isOver=${isOver} cause=${explained.cause} />`)}
   </div>`;
 }
 
-function Sequence({ sequence, span, name, isOver, cause }) {
+function Sequence({ sequence, stages, span, name, isOver, cause }) {
   const pieces = sequence.pieces.map(([kind, begin, end, tokens]) => ({ kind, begin, end: end ?? span, tokens }));
   const kinds = Object.keys(KINDS).filter((kind) => pieces.some((piece) => piece.kind === kind));
   const sum = (kind) => pieces.filter((piece) => piece.kind === kind).reduce((total, { begin, end }) => total + end - begin, 0);
@@ -68,7 +68,8 @@ function Sequence({ sequence, span, name, isOver, cause }) {
       <${Figure} name="found in the cache" value=${count(sequence.num_cached_tokens)} unit="tokens" />
       ${isOver && html`<${Figure} name="ended by" value=${cause} tone=${cause === "finish" ? "good" : "warn"} />`}
     </dl>
-    <div class="rows">${kinds.map((kind) => html`<div class="row" key=${kind}>
+    <div class="rows">${[...new Set(stages.map(([stage]) => stage))].map((stage) => html`<${Stage} key=${stage} name=${stage} batches=${stages.filter((batch) => batch[0] === stage)} span=${span} />`)}
+    ${kinds.map((kind) => html`<div class="row" key=${kind}>
       <span title=${KINDS[kind][1]}>${KINDS[kind][0]}</span>
       <span class="track" role="img" aria-label=${`${KINDS[kind][0]}: ${seconds(sum(kind) / 1e6)}`}>${pieces.filter((piece) => piece.kind === kind).map(({ begin, end, tokens }) => html`<span class=${`piece ${kind}`} title=${`${seconds(begin / 1e6)} to ${seconds(end / 1e6)}${tokens ? `, ${tokens} tokens` : ""}`}
         style=${{ left: `${(100 * begin) / span}%`, width: `${(100 * (end - begin)) / span}%` }}></span>`)}</span>
@@ -78,6 +79,15 @@ function Sequence({ sequence, span, name, isOver, cause }) {
     </div>
     <p class="story">${story(kinds, sum, span, isOver)}</p>
   </section>`;
+}
+
+// A stage through which the request went as a message of its own: waiting for it, in it, and waiting for room behind it.
+function Stage({ name, batches, span }) {
+  const inside = batches.reduce((sum, [, , , service]) => sum + service, 0);
+  const at = (from, width, kind, words) => width > 0 && html`<span class=${`piece ${kind}`} title=${`${words} ${seconds(width / 1e6)}`} style=${{ left: `${(100 * from) / span}%`, width: `${(100 * width) / span}%` }}></span>`;
+  return html`<div class="row"><span>${name}</span><span class="track" role="img" aria-label=${`in ${name}: ${seconds(inside / 1e6)}`}>${batches.map(([, begin, wait, service, blocked]) => [
+    at(begin, wait, "wait", "waited for it"), at(begin + wait, service, "service", "in it"), at(begin + wait + service, blocked, "blocked", "waited for room behind it")])}</span>
+    <span class="took" data-stage-service=${name} data-value=${inside}>${seconds(inside / 1e6)}</span></div>`;
 }
 
 // Which parts of the time matter, in words.

@@ -48,7 +48,7 @@ class Routes:
         self._responses = Responses(self._generation, threads)
         self._messages = MessagesRoutes(self._generation, threads)
         self.sockets = Hub(self._generation, self._responses, metrics, threads)
-        self.feed = Feed(service, metrics, package_version())
+        self.feed = Feed(service, metrics, threads, package_version())
 
     @property
     def public(self) -> frozenset[Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -28,6 +29,7 @@ from ..middleware import REQUEST_ID
 from ..service import Service
 from ..sockets.peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
 from . import snapshots
+from .derived import NowAndThen
 from .trace_log import TraceLog
 from .viewer import INTERVAL_S, Viewer
 
@@ -44,9 +46,11 @@ log = get_logger("millrace.deploy")
 class Feed:
     """The viewers of one server, on its loop."""
 
-    def __init__(self, service: Service, metrics: Metrics, version: str) -> None:
+    def __init__(self, service: Service, metrics: Metrics, threads: Executor, version: str) -> None:
         self.service = service
         self.metrics = metrics
+        self.threads = threads
+        self.bottleneck: NowAndThen[dict[str, Any]] = NowAndThen(threads)
         self.version = version
         self.keys = Keys(service.config.api_key)
         self.admin_keys = Keys(service.config.admin_key, "admin key")

@@ -97,6 +97,16 @@ class Timeline:
         if self._first is not None and len(records):
             self._take(records)
 
+    @property
+    def sequence_id(self) -> int | None:
+        """Of its first sequence; None if it was not found."""
+        return self._first
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._ended_us is not None
+
     def tell(self) -> dict[str, Any] | None:
         """Plain data; None if the rings know nothing of it. `stages` has (stage, begin of its wait, wait, service, wait
         for room behind it) of each batch that it was an item of."""

@@ -13,16 +13,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...runtime.trace import EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time
+from ...runtime.trace import RECORD_DTYPE, EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time
 
 MAX_BEHIND = 8_192  # records of a ring that are read at once; older ones are skipped
 MAX_STEPS, MAX_INCIDENTS = 600, 200  # kept
 MAX_FOLLOWED = 4_096  # sequences whose progress is known
+WINDOW_NS = 6_000_000_000  # of records that are kept for whoever thinks about them
+MAX_OLDER = 4_096  # records kept for longer, of the kinds that say how things have been since
 MIN_PAUSE_US = 50_000  # shorter ones are daily life
 
 OF_STEPS = (
     *(EventKind.STEP_PLANNED, EventKind.STEP_GRANTED, EventKind.STEP_DONE, EventKind.STEP_VOID, EventKind.PREEMPTED),
     *(EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE),
+    *(EventKind.REQUEST_ACCEPTED, EventKind.REQUEST_FINISHED),
+)
+OLDER = (
+    *(EventKind.WAITING_FOR, EventKind.PARKED, EventKind.UNPARKED),
     *(EventKind.REQUEST_ACCEPTED, EventKind.REQUEST_FINISHED),
 )
 PAUSES = (EventKind.LOOP_LAG, EventKind.GC_PAUSE)
@@ -161,6 +167,8 @@ class TraceLog:
         self.incidents: deque[dict[str, Any]] = deque(maxlen=MAX_INCIDENTS)
         self.num_steps = self.num_incidents = 0  # ever
         self.num_skipped = 0  # records that were not read
+        self._window: deque[Records] = deque()  # the last seconds, in order
+        self._older: Records = np.empty(0, RECORD_DTYPE)  # of kind OLDER, from before them
         self._tracer = tracer
         self._readers: list[Reader] = []
         self._cursors: list[int] = []
@@ -176,10 +184,16 @@ class TraceLog:
         records = in_order_of_time(parts) if len(parts) > 1 else parts[0] if parts else None
         if records is None or not len(records):
             return
+        self._keep(records)
         rows = self._fold.take(records)
         self.steps.extend(rows)
         self.num_steps += len(rows)
         self._note_incidents(records)
+
+    def window(self) -> tuple[list[Records], list[str]]:
+        """The records of the last seconds, with those from before that say how things have been since; and the names
+        that they mean. Do not change them."""
+        return [self._older, *self._window], self._readers[0].names() if self._readers else []
 
     def steps_since(self, number: int) -> tuple[list[StepRow], int]:
         """Those after the `number` first ones, as far as they are kept, and how many there have been."""
@@ -198,6 +212,13 @@ class TraceLog:
             self.num_skipped += skipped
             self._fold = StepFold()  # what it knows of rows ends at the gap
         return records
+
+    def _keep(self, records: Records) -> None:
+        self._window.append(records)
+        since_ns = int(records["time_ns"][-1]) - WINDOW_NS
+        while int(self._window[0]["time_ns"][-1]) < since_ns:
+            left = self._window.popleft()
+            self._older = np.concatenate([self._older, left[np.isin(left["kind"], OLDER)]])[-MAX_OLDER:]
 
     def _note_incidents(self, records: Records) -> None:
         is_one = np.isin(records["kind"], INCIDENTS)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -19,6 +21,7 @@ from ..sockets.frames import POLICY_VIOLATION
 from ..sockets.peer import INTERNAL_ERROR, INVALID_PAYLOAD, Peer
 from . import snapshots
 from .block_map import BlockMap
+from .derived import NowAndThen, explain, find_bottleneck
 from .messages import Cancel, Hello, Subscribe, Topics, Window, read_message
 from .patch import merge_patch
 from .timeline import Timeline
@@ -47,6 +50,8 @@ class Viewer:
         self._numbers: dict[str, int] = {}  # topic that only grows -> how much of it was told
         self._blocks = BlockMap()
         self._timeline: Timeline | None = None  # of the request that it looks at
+        self._explained: NowAndThen[dict[str, Any]] = NowAndThen(feed.threads)
+        self._is_explained = False  # for good
 
     async def run(self) -> None:
         """Serves the viewer until it is gone."""
@@ -138,7 +143,8 @@ class Viewer:
         if topics.blocks is None:
             self._blocks = BlockMap()
         if topics.request != self._topics.request:
-            self._timeline = None
+            self._timeline, self._is_explained = None, False
+            self._explained = NowAndThen(self._feed.threads)
         self._topics = topics
         if any(getattr(topics, name) is not None for name in Topics.model_fields):
             self._wants_something.set()
@@ -159,6 +165,7 @@ class Viewer:
         try:
             while True:
                 await self._wants_something.wait()
+                await self._think()
                 await self.peer.send(orjson.dumps(self.update()))
                 await asyncio.sleep(INTERVAL_S)
         except ConnectionError:
@@ -166,6 +173,22 @@ class Viewer:
         except Exception as error:
             log.error("dashboard.failed", error=type(error).__name__, exc_info=error)
             await self.peer.end(INTERNAL_ERROR, ApiError("internal_error", "internal error"))
+
+    async def _think(self) -> None:
+        """Has thought of what takes a while, where it is wanted and due."""
+        engine, feed = self._service.engine, self._feed
+        with suppress(NotServing):
+            if engine is None or not engine.has_core:
+                return
+            tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
+            if self._topics.overview is not None:
+                parts, names = feed.trace_log(engine).window()
+                await feed.bottleneck.refresh(partial(find_bottleneck, parts, names, now_ns))
+            timeline = self._timeline
+            if timeline is not None and timeline.sequence_id is not None and not self._is_explained:
+                is_over = timeline.is_over
+                is_new = await self._explained.refresh(partial(explain, tracer, timeline.sequence_id, now_ns))
+                self._is_explained = is_over and is_new  # what is over need be explained once only
 
     def update(self) -> dict[str, Any]:
         """What is new in the topics that it wants."""
@@ -187,7 +210,7 @@ class Viewer:
         """topic -> what puts its news into an update."""
         service, window = self._service, self._topics.requests or Window()
         trees: dict[str, Callable[[], Any]] = {
-            "overview": lambda: snapshots.overview(engine, service.health),
+            "overview": lambda: snapshots.overview(engine, service.health) | {"bottleneck": self._feed.bottleneck.value},
             "pipeline": lambda: snapshots.pipeline(engine),
             "requests": lambda: snapshots.requests(
                 engine, window.offset, window.limit, newest_first=window.newest_first
@@ -229,4 +252,5 @@ class Viewer:
         if self._timeline is None:
             self._timeline = Timeline(engine.pipeline.tracer, request_id)
         self._timeline.refresh()
-        return self._timeline.tell() or {"id": request_id}
+        told = self._timeline.tell() or {"id": request_id}
+        return told | {"explained": self._explained.value}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,10 +43,12 @@ class BlockMap:
         self._cells: Cells | None = None
         self._owners: dict[int, str] | None = None
 
-    def next(self, engine: Engine) -> dict[str, Any]:
+    def next(self, engine: Engine, may_see: Callable[[str], bool] = lambda request_id: True) -> dict[str, Any]:
         """`cells` of all blocks, or `at` the ones that changed and what they are now `to`: little-endian u16, u32 and
-        u16 in base64. `owners` (slot -> request id) if they changed."""
-        cells, who = block_cells(engine), owners(engine)
+        u16 in base64. `owners` (slot -> request id, of requests that the viewer
+        `may_see`) if they changed."""
+        cells = block_cells(engine)
+        who = {slot: request_id for slot, request_id in owners(engine).items() if may_see(request_id)}
         news: dict[str, Any] = {}
         changed = None if self._cells is None else np.flatnonzero(cells != self._cells)
         if changed is None or 3 * len(changed) > len(cells):

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from ...runtime.trace import Records, Tracer, in_order_of_time
-from ...stages.bottleneck import bottleneck
+from ...stages.bottleneck import judge, load_of
 from ...stages.causes import causes, in_words
 from ...stages.trace_view import TraceView
 from ...stages.waterfall import Bar, Waterfall, waterfall
@@ -21,6 +21,7 @@ from ...stages.waterfall import Bar, Waterfall, waterfall
 MIN_S = 1.0  # between two thoughts
 SHARE = 0.05  # of the time, at most
 WINDOW_S = 5.0  # of the trace, in which a bottleneck is looked for
+SHARES = ("busy", "blocked", "waiting_for")
 MAX_PIECES = 300  # of a row, so that a long answer is no longer to send than a short one
 
 T = TypeVar("T")
@@ -51,9 +52,11 @@ class NowAndThen(Generic[T]):
 
 
 def find_bottleneck(parts: list[Records], names: list[str], now_ns: int) -> dict[str, Any]:
-    """The one sentence, of the records of the last WINDOW_S."""
-    found = bottleneck(TraceView(in_order_of_time(parts), names), now_ns, WINDOW_S)
-    return asdict(found)
+    """The one sentence, and the shares of time that it is made of, of the records of the last WINDOW_S. As
+    `/v1/stages` tells them."""
+    load = load_of(TraceView(in_order_of_time(parts), names), now_ns, WINDOW_S)
+    shares = {name: {part: round(value, 4) for part, value in getattr(load, name).items()} for name in SHARES}
+    return asdict(judge(load)) | shares
 
 
 def explain(tracer: Tracer, sequence_id: int, now_ns: int) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ class Feed:
         self._viewers: set[Viewer] = set()
         self._log: TraceLog | None = None
         self._read_s = float("-inf")  # when the log was refreshed
-        self.recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT)  # requests that have ended, the newest last
+        self.recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)  # (owner, request) that have ended
 
     def watch(self, engine: Engine) -> None:
         """From now on the last requests that ended can be found."""
@@ -66,7 +66,8 @@ class Feed:
 
     def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         if outbox.request.parent_id is None:
-            self.recent.append(snapshots.ended_request(outbox, cause))
+            live = self.service.live.get(outbox.request_id)
+            self.recent.append(("" if live is None else live.owner, snapshots.ended_request(outbox, cause)))
 
     async def socket(self, request: web.Request) -> web.StreamResponse:
         """`GET /dashboard/feed`. It answers whatever state the engine is in."""

@@ -7,7 +7,7 @@ differences. Times are in seconds, moments on the engine's clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +87,15 @@ def pipeline(engine: Engine) -> dict[str, Any]:
     return {"stages": stages, "edges": channels}
 
 
-def requests(engine: Engine, offset: int, limit: int, *, newest_first: bool = False) -> dict[str, Any]:
-    """Of the live requests those at [offset, offset + limit), in the order in which they came. No text of theirs."""
+def requests(
+    engine: Engine, offset: int, limit: int, *, newest_first: bool = False, only: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Of the live requests, or of those with the ids in `only`, the ones at [offset, offset + limit), in the order in
+    which they came. No text of theirs."""
     assert engine.pipeline.exit is not None
     live = engine.pipeline.exit.live
+    if only is not None:
+        live = {request_id: outbox for request_id, outbox in live.items() if request_id in only}
     outboxes = reversed(live.values()) if newest_first else iter(live.values())
     rows = islice(outboxes, offset, offset + min(limit, MAX_ROWS))
     return {"num_live": len(live), "offset": offset, "rows": [request_row(engine, outbox) for outbox in rows]}

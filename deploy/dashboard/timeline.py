@@ -76,7 +76,6 @@ class Timeline:
         self._first: int | None = None  # its first sequence id
         self._arrival_us = 0
         self._rows: dict[int, list[Row]] = {}  # by sequence id
-        self._stages: list[tuple[str, int, int, int, int]] = []  # as in `tell`
         self._steps = Steps()
         self._ended_us: int | None = None
         self._cause = ""
@@ -108,8 +107,7 @@ class Timeline:
         return self._ended_us is not None
 
     def tell(self) -> dict[str, Any] | None:
-        """Plain data; None if the rings know nothing of it. `stages` has (stage, begin of its wait, wait, service, wait
-        for room behind it) of each batch that it was an item of."""
+        """Plain data; None if the rings know nothing of it."""
         if self._first is None:
             return None
         sequences = []
@@ -125,7 +123,6 @@ class Timeline:
             "cause": self._cause or None,
             "num_prompt_tokens": self._num_prompt,
             "num_generated_tokens": self._num_generated,
-            "stages": self._stages,
             "sequences": sequences,
         }
 
@@ -157,11 +154,7 @@ class Timeline:
         own = np.isin(records["kind"], ROWS) & (records["a"] >= ids[0]) & (records["a"] <= ids[-1])
         for _, kind, _, step, sequence_id, _, start, num_tokens in records[own].tolist():
             self._rows[sequence_id].append(Row(step, kind, start, num_tokens))
-        staged = records[(records["kind"] == EventKind.REQUEST_STAGE) & (records["a"] == self._first)]
         names = self._readers[0].names()
-        for time_ns, _, source, _, _, wait_us, service_us, blocked_us in staged.tolist():
-            begin_us = time_ns // 1000 - self._arrival_us - service_us - blocked_us - wait_us
-            self._stages.append((names[source], max(0, begin_us), wait_us, service_us, blocked_us))
         over = records[(records["kind"] == EventKind.REQUEST_FINISHED) & (records["a"] == self._first)]
         if len(over) and self._ended_us is None:
             self._ended_us = int(over["time_ns"][0]) // 1000 - self._arrival_us

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...runtime.trace import RECORD_DTYPE, EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time
+from ...runtime.trace import EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time
+from ...runtime.trace_format import RECORD_DTYPE
 
 MAX_BEHIND = 8_192  # records of a ring that are read at once; older ones are skipped
 MAX_STEPS, MAX_INCIDENTS = 600, 200  # kept

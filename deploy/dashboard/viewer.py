@@ -43,7 +43,8 @@ class Viewer:
         self.peer = peer
         self._feed = feed
         self._service = feed.service
-        self._is_admin = False
+        self._owner = ""  # of its API key
+        self._is_admin = False  # may see whatever anybody asks, and cancel it
         self._topics = Topics()
         self._wants_something = asyncio.Event()
         self._known: dict[str, Any] = {}  # topic -> what it was told last
@@ -92,9 +93,12 @@ class Viewer:
 
     def _check_keys(self, hello: Hello) -> None:
         feed = self._feed
-        if feed.keys and feed.keys.holder(hello.key or "") is None:
-            wrong = "is wrong" if hello.key else "is needed"
-            raise ApiError("invalid_api_key", f"the API key {wrong}: the hello brings it as key")
+        if feed.keys:
+            owner = feed.keys.holder(hello.key or "")
+            if owner is None:
+                wrong = "is wrong" if hello.key else "is needed"
+                raise ApiError("invalid_api_key", f"the API key {wrong}: the hello brings it as key")
+            self._owner = owner
         if hello.admin_key:
             if not feed.admin_keys or feed.admin_keys.holder(hello.admin_key) is None:
                 raise ApiError("invalid_api_key", "the admin key is wrong")
@@ -210,13 +214,15 @@ class Viewer:
         """topic -> what puts its news into an update."""
         service, window = self._service, self._topics.requests or Window()
         trees: dict[str, Callable[[], Any]] = {
-            "overview": lambda: snapshots.overview(engine, service.health) | {"bottleneck": self._feed.bottleneck.value},
+            "overview": lambda: (
+                snapshots.overview(engine, service.health) | {"bottleneck": self._feed.bottleneck.value}
+            ),
             "pipeline": lambda: snapshots.pipeline(engine),
             "requests": lambda: snapshots.requests(
-                engine, window.offset, window.limit, newest_first=window.newest_first
+                engine, window.offset, window.limit, newest_first=window.newest_first, only=self._own_requests()
             ),
             "request": lambda: self._look_at(engine),
-            "recent": lambda: {"rows": list(self._feed.recent)},
+            "recent": lambda: {"rows": [told for owner, told in self._feed.recent if self._sees(owner)]},
             "latency": lambda: {} if (times := self._feed.metrics.latencies) is None else snapshots.latency(times),
             "loop": lambda: snapshots.loop_health(engine, service.oversight),
             "config": lambda: {"rows": snapshots.configuration(engine, service)},
@@ -240,7 +246,7 @@ class Viewer:
                 update["full" if is_new else "patch"][name] = {"rows": rows, "num_skipped": trace.num_skipped}
 
         def blocks(name: str, update: dict[str, Any]) -> None:
-            if engine.has_core and (news := self._blocks.next(engine)):
+            if engine.has_core and (news := self._blocks.next(engine, self._may_see)):
                 update["full" if "cells" in news else "patch"][name] = news
 
         return dict.fromkeys(trees, tree) | {"steps": grown, "incidents": grown, "blocks": blocks}
@@ -249,8 +255,30 @@ class Viewer:
         """The request that it wants to see; only its id if the trace knows nothing of it any more."""
         assert self._topics.request is not None
         request_id = self._topics.request.id
+        if not self._may_see(request_id):
+            return {"id": request_id}
         if self._timeline is None:
             self._timeline = Timeline(engine.pipeline.tracer, request_id)
         self._timeline.refresh()
         told = self._timeline.tell() or {"id": request_id}
-        return told | {"explained": self._explained.value}
+        return told if self._explained.value is None else told | {"explained": self._explained.value}
+
+    # -- what it may see: the requests of its own API key, or those of all with the admin key or where there are no keys
+
+    def _sees(self, owner: str) -> bool:
+        return self._is_admin or owner == self._owner
+
+    def _own_requests(self) -> frozenset[str] | None:
+        """Ids of the live requests that it may see; None: of all."""
+        if self._is_admin or not self._feed.keys:
+            return None
+        live = self._service.live
+        return frozenset(request_id for request_id, one in live.items() if one.owner == self._owner)
+
+    def _may_see(self, request_id: str) -> bool:
+        if self._is_admin or not self._feed.keys:
+            return True
+        live = self._service.live.get(request_id)
+        if live is not None:
+            return live.owner == self._owner
+        return any(owner == self._owner and told["id"] == request_id for owner, told in self._feed.recent)

@@ -357,8 +357,13 @@ async def test_a_request_is_told_from_its_arrival_to_its_end_without_holes():
         assert sum(tokens for kind, _, _, tokens in pieces if kind == "prefill") == 300
         assert len(sequence["ticks_us"]) == told["num_generated_tokens"] == 12
         assert sequence["ticks_us"] == sorted(sequence["ticks_us"])
-        stages = {stage: service_us for stage, _, _, service_us, _ in told["stages"]}
-        assert {"intake", "tokenize"} <= set(stages) and sum(stages.values()) < pieces[0][2]
+        while not (viewer.data["request"].get("explained")):
+            await viewer.update()
+        explained = viewer.data["request"]["explained"]
+        assert {"intake", "tokenize", "execute"} <= {row["stage"] for row in explained["rows"]}
+        assert sum(row["total_us"] for row in explained["rows"]) == pytest.approx(told["ended_us"], abs=2_000)
+        assert sum(cause["share"] for cause in explained["causes"]) == pytest.approx(1.0, abs=0.001)
+        assert "prompt took" in explained["sentence"]
         (recent,) = viewer.data["recent"]["rows"]
         assert (recent["id"], recent["cause"], recent["num_generated_tokens"]) == ("cmpl-mine", "finish", 12)
         await viewer.say("subscribe", topics={"request": {"id": "cmpl-other"}})

@@ -12,7 +12,7 @@ export const topics = () => ({});
 export function View({ app }) {
   const { pipeline, overview } = app.feed.data;
   if (!pipeline) return html`<${Missing}>${overview?.health.reason ?? "Waiting for the first reading."}<//>`;
-  const shares = app.history.stageShares();
+  const shares = sharesOf(overview?.bottleneck, pipeline) ?? app.history.stageShares();
   const rates = app.history.edgeRates();
   return html`
     <${Bottleneck} bottleneck=${overview?.bottleneck} />
@@ -26,9 +26,19 @@ export function View({ app }) {
     </div>`;
 }
 
+// As /v1/stages has them; null before the server has thought of them.
+function sharesOf(bottleneck, pipeline) {
+  if (!bottleneck) return null;
+  return Object.fromEntries(Object.keys(pipeline.stages).map((name) => {
+    const busy = bottleneck.busy[name] ?? 0;
+    const blocked = Math.min(bottleneck.blocked[name] ?? 0, 1 - busy);
+    return [name, { busy, blocked, idle: 1 - busy - blocked }];
+  }));
+}
+
 function Bottleneck({ bottleneck }) {
-  if (!bottleneck) return html`<p class="sentence unknown">Which stage is the limit is not recorded by this server.</p>`;
-  return html`<p class="sentence" data-figure="bottleneck"><span class=${`dot ${bottleneck.stage ? "warn" : "good"}`}></span>${bottleneck.sentence}</p>`;
+  if (!bottleneck) return html`<p class="sentence unknown">What limits it is told after a moment.</p>`;
+  return html`<p class="sentence" data-figure="bottleneck"><span class=${`dot ${bottleneck.stage && bottleneck.situation !== "execute" ? "warn" : "good"}`}></span>${bottleneck.sentence}</p>`;
 }
 
 // -- the drawing

@@ -2,7 +2,7 @@
 
 import { html } from "../vendor/htm-preact.standalone.module.js";
 import { count, percent, seconds, shortId } from "./format.js";
-import { Canvas, Card, colour, Figure, Missing, useWidth, Wide } from "./ui.js";
+import { Canvas, Card, colour, Figure, Legend, Missing, useWidth, Wide } from "./ui.js";
 
 export const title = "Waterfall";
 export const about = "Where one request's time went, from its arrival to its end, token by token.";
@@ -46,12 +46,13 @@ export function Explained({ explained, id, nowS }) {
   const last = Math.max(...explained.sequences.flatMap(({ pieces }) => pieces.map(([, begin, end]) => end ?? begin)), 1);
   const span = isOver ? explained.ended_us : Math.max(last, nowUs);
   return html`<div class="waterfall">
-    ${explained.causes && html`<ul class="causes">${explained.causes.map((cause) => html`<li>${cause}</li>`)}</ul>`}
-    ${explained.sequences.map((sequence, i) => html`<${Sequence} key=${sequence.sequence_id} sequence=${sequence} stages=${i === 0 ? explained.stages : []} span=${span} name=${explained.sequences.length > 1 ? `choice ${i + 1}` : null} isOver=${isOver} cause=${explained.cause} />`)}
+    ${explained.explained && html`<p class="sentence">${explained.explained.sentence}</p>`}
+    ${explained.sequences.map((sequence, i) => html`<${Sequence} key=${sequence.sequence_id} sequence=${sequence} span=${span} name=${explained.sequences.length > 1 ? `choice ${i + 1}` : null} isOver=${isOver} cause=${explained.cause} isExplained=${Boolean(explained.explained)} />`)}
+    ${explained.explained && html`<${Inside} explained=${explained.explained} />`}
   </div>`;
 }
 
-function Sequence({ sequence, stages, span, name, isOver, cause }) {
+function Sequence({ sequence, span, name, isOver, cause, isExplained }) {
   const pieces = sequence.pieces.map(([kind, begin, end, tokens]) => ({ kind, begin, end: end ?? span, tokens }));
   const kinds = Object.keys(KINDS).filter((kind) => pieces.some((piece) => piece.kind === kind));
   const sum = (kind) => pieces.filter((piece) => piece.kind === kind).reduce((total, { begin, end }) => total + end - begin, 0);
@@ -68,8 +69,7 @@ function Sequence({ sequence, stages, span, name, isOver, cause }) {
       <${Figure} name="found in the cache" value=${count(sequence.num_cached_tokens)} unit="tokens" />
       ${isOver && html`<${Figure} name="ended by" value=${cause} tone=${cause === "finish" ? "good" : "warn"} />`}
     </dl>
-    <div class="rows">${[...new Set(stages.map(([stage]) => stage))].map((stage) => html`<${Stage} key=${stage} name=${stage} batches=${stages.filter((batch) => batch[0] === stage)} span=${span} />`)}
-    ${kinds.map((kind) => html`<div class="row" key=${kind}>
+    <div class="rows">${kinds.map((kind) => html`<div class="row" key=${kind}>
       <span title=${KINDS[kind][1]}>${KINDS[kind][0]}</span>
       <span class="track" role="img" aria-label=${`${KINDS[kind][0]}: ${seconds(sum(kind) / 1e6)}`}>${pieces.filter((piece) => piece.kind === kind).map(({ begin, end, tokens }) => html`<span class=${`piece ${kind}`} title=${`${seconds(begin / 1e6)} to ${seconds(end / 1e6)}${tokens ? `, ${tokens} tokens` : ""}`}
         style=${{ left: `${(100 * begin) / span}%`, width: `${(100 * (end - begin)) / span}%` }}></span>`)}</span>
@@ -77,17 +77,32 @@ function Sequence({ sequence, stages, span, name, isOver, cause }) {
       <div class="row"><span>tokens</span><${Ticks} ticks=${ticks} span=${span} /><span class="took">${count(ticks.length)}</span></div>
       <div class="row scale"><span></span><span class="ends"><span>0</span><span>${seconds(span / 2e6)}</span><span>${seconds(span / 1e6)}</span></span><span></span></div>
     </div>
-    <p class="story">${story(kinds, sum, span, isOver)}</p>
+    ${!isExplained && html`<p class="story">${story(kinds, sum, span, isOver)}</p>`}
   </section>`;
 }
 
-// A stage through which the request went as a message of its own: waiting for it, in it, and waiting for room behind it.
-function Stage({ name, batches, span }) {
-  const inside = batches.reduce((sum, [, , , service]) => sum + service, 0);
-  const at = (from, width, kind, words) => width > 0 && html`<span class=${`piece ${kind}`} title=${`${words} ${seconds(width / 1e6)}`} style=${{ left: `${(100 * from) / span}%`, width: `${(100 * width) / span}%` }}></span>`;
-  return html`<div class="row"><span>${name}</span><span class="track" role="img" aria-label=${`in ${name}: ${seconds(inside / 1e6)}`}>${batches.map(([, begin, wait, service, blocked]) => [
-    at(begin, wait, "wait", "waited for it"), at(begin + wait, service, "service", "in it"), at(begin + wait + service, blocked, "blocked", "waited for room behind it")])}</span>
-    <span class="took" data-stage-service=${name} data-value=${inside}>${seconds(inside / 1e6)}</span></div>`;
+const KIND_WORDS = { service: "in it", wait: "waiting for it", blocked: "waiting for room behind it", preempted: "preempted", client: "its client did not read" };
+
+// Where it was at each moment: bars that follow each other without a hole, and the causes that they add up to.
+function Inside({ explained }) {
+  const stages = [...new Set(explained.rows.map(({ stage, kind }) => (kind === "preempted" || kind === "client" ? KIND_WORDS[kind] : stage)))];
+  const ofStage = (name) => explained.rows.filter(({ stage, kind }) => name === (kind === "preempted" || kind === "client" ? KIND_WORDS[kind] : stage));
+  return html`<section class="inside"><h3>Stage by stage</h3>
+    <div class="rows">${stages.map((name) => html`<${Stage} key=${name} name=${name} rows=${ofStage(name)} span=${explained.total_us} />`)}</div>
+    <${Legend} entries=${[["decode", "in a stage"], ["wait", "waiting for it"], ["blocked", "waiting for room behind it"]]} />
+    <h3>Why</h3>
+    <table><tbody>${explained.causes.filter(({ share }) => share >= 0.001).map(({ name, us, share, sentence }) => html`<tr key=${name}><th scope="row">${name}</th><td class="free">${sentence}</td><td class="num only-wide">${seconds(us / 1e6)}</td><td class="num">${percent(share)}</td></tr>`)}</tbody></table>
+  </section>`;
+}
+
+function Stage({ name, rows, span }) {
+  const total = (kind) => rows.filter((row) => row.kind === kind).reduce((sum, row) => sum + row.total_us, 0);
+  const words = rows.map(({ kind, total_us: us }) => `${KIND_WORDS[kind]} ${seconds(us / 1e6)}`).join(", ");
+  const shown = total("service") || rows[0].total_us;
+  return html`<div class="row"><span>${name}</span>
+    <span class="track" role="img" aria-label=${`${name}: ${words}`} title=${words}>${rows.map(({ kind, pieces }) => pieces.map(([begin, end, filled]) => html`<span class=${`piece ${kind}`}
+      style=${{ left: `${(100 * begin) / span}%`, width: `${(100 * (end - begin)) / span}%`, opacity: Math.max(0.25, Math.min(1, filled / (end - begin || 1))) }}></span>`))}</span>
+    <span class="took" data-service=${name} data-value=${total("service")}>${seconds(shown / 1e6)}</span></div>`;
 }
 
 // Which parts of the time matter, in words.

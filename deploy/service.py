@@ -20,6 +20,8 @@ from .speech import Speech, check_parsers
 if TYPE_CHECKING:
     from ..stages.engine import Engine
 
+MAX_ENDED = 1_000  # requests whose owners are remembered, for whoever asks where their time went
+
 log = get_logger("millrace.deploy")
 
 
@@ -46,6 +48,7 @@ class Service:
         self.is_draining = False
         self.live: dict[str, Live] = {}
         self.sources: Mapping[str, str] = {}  # setting -> where its value came from; none where code has made them
+        self.ended: dict[str, Live] = {}  # the last MAX_ENDED, by answer id
         self._emptied = asyncio.Event()
 
     def attach(self, engine: Engine) -> None:
@@ -112,7 +115,12 @@ class Service:
         assert self.engine is not None
         if self.engine.abort(answer_id, cause):
             log.info("request.aborted", request_id=answer_id, cause=cause)
-        self.live.pop(answer_id, None)
+        live = self.live.pop(answer_id, None)
+        if live is not None:
+            self.ended.pop(answer_id, None)
+            self.ended[answer_id] = live
+            if len(self.ended) > MAX_ENDED:
+                del self.ended[next(iter(self.ended))]
         if not self.live:
             self._emptied.set()
 

@@ -30,6 +30,7 @@ class Load:
     window_s: float
     busy: dict[str, float]  # by stage: its time in batches; of execute and sample, the device's
     blocked: dict[str, float]  # by stage
+    full: dict[str, float]  # by edge: its senders had to wait, or would have had to
     waiting_for: dict[str, float]  # by what the first in line lacked
     prefill: float  # the device's time in steps that computed prompts, for the most part
     grammar: float  # the device's time waiting for masks, of its time in steps
@@ -119,6 +120,8 @@ def judge(load: Load) -> Bottleneck:
 def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW_S) -> Load:
     """What the records say of the last `window_s` seconds before `now_ns`."""
     end_ns = view.end_ns if now_ns is None else now_ns
+    if len(view.records) and view.begin_ns > end_ns - window_s * 1e9:
+        window_s = max(end_ns - view.begin_ns, 1) / 1e9  # that is all there is
     begin_ns = end_ns - round(window_s * 1e9)
     executed, sampled = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_EXECUTED, EventKind.STEP_SAMPLED))
     planned, granted = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_PLANNED, EventKind.STEP_GRANTED))
@@ -133,6 +136,7 @@ def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW
         window_s=window_s,
         busy={name: min(1.0, share) for name, share in busy.items()},
         blocked=blocked,
+        full=_full_shares(view, begin_ns, window_s),
         waiting_for=_waiting_shares(view, begin_ns, end_ns),
         prefill=prefill_s / window_s,
         grammar=_sum_s(sampled["c"]) / in_steps_s if in_steps_s else 0.0,
@@ -156,6 +160,12 @@ def _shares(view: TraceView, begin_ns: int, window_s: float) -> tuple[dict[str, 
         busy[view.names[source]] = _sum_s(of_stage["c"]) / window_s
         blocked[view.names[source]] = min(1.0, _sum_s(of_stage["d"]) / window_s)
     return busy, blocked
+
+
+def _full_shares(view: TraceView, begin_ns: int, window_s: float) -> dict[str, float]:
+    told = _since(view.of(EventKind.EDGE_DEPTH), begin_ns)
+    sources = np.unique(told["source"]).tolist()
+    return {view.names[source]: min(1.0, _sum_s(told["d"][told["source"] == source]) / window_s) for source in sources}
 
 
 def _waiting_shares(view: TraceView, begin_ns: int, end_ns: int) -> dict[str, float]:

@@ -66,6 +66,17 @@ class TraceView:
         first, end = np.searchsorted(places, [sequence_id, sequence_id + 1])
         return rows[first:end]
 
+    def num_prompt_tokens(self, sequence_id: int) -> int:
+        """Of a sequence's prompt; 0 if the trace does not know. The choices of a prompt follow it in their ids."""
+        told = self.of(EventKind.REQUEST_TOKENIZED)
+        before = told[told["a"] <= sequence_id]
+        return int(before["b"][np.argmax(before["a"])]) if len(before) else 0
+
+    @property
+    def begin_ns(self) -> int:
+        """Of the first record."""
+        return int(self.records["time_ns"][0]) if len(self.records) else 0
+
     @property
     def end_ns(self) -> int:
         """Of the last record."""

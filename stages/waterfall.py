@@ -156,12 +156,15 @@ def _steps(view: TraceView, sequence_ids: range, end_ns: int) -> list[StepPart]:
     place = int(np.searchsorted(granted["time_ns"], end_ns, "right")) - 1
     last_step = int(granted["step"][place]) if place >= 0 else -1
     for sequence_id in sequence_ids:
-        rows = view.rows_of(sequence_id)
+        rows, num_prompt = view.rows_of(sequence_id), view.num_prompt_tokens(sequence_id)
         for row, next_step in zip(rows, [*rows["step"][1:].tolist(), last_step + 1], strict=bool(len(rows))):
             step = int(row["step"])
             if row["kind"] == EventKind.ROW_EXTEND:
                 prompts[step] = prompts.get(step, 0) + int(row["d"])
             elif row["kind"] == EventKind.ROW_DECODE:
+                if int(row["c"]) < num_prompt:  # the rest of a prompt may be one token
+                    prompts[step] = prompts.get(step, 0) + 1
+                    step += 1
                 for later in range(step, min(next_step, last_step + 1)):
                     decodes[later] = decodes.get(later, 0) + 1
     steps = sorted({*prompts, *decodes} - view.void_steps)

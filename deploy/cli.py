@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_batch(commands)
     _add_bench(commands)
     _add_top(commands)
+    _add_trace(commands)
     _add_collect_env(commands)
     return parser
 
@@ -181,6 +182,18 @@ def _add_top(commands: Any) -> None:
     top.add_argument("--once", action="store_true", help="print it once, and leave")
     _add_common(top)
     _add_engine_flags(top, LOGGING | {"api_key"}, of_engine=frozenset())
+
+
+def _add_trace(commands: Any) -> None:
+    text = "fetch the last seconds of a server's trace, for ui.perfetto.dev"
+    trace = commands.add_parser("trace", usage=_usage("trace -o FILE.json"), help=text)
+    what = trace.add_argument_group("the trace")
+    what.add_argument("-o", "--output-file", required=True, metavar="FILE", help="where it goes; - is stdout")
+    text = "of the server (default: http://127.0.0.1:8000)"
+    what.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help=text)
+    what.add_argument("--seconds", type=float, metavar="X", default=30.0, help="how far back it goes (default: 30)")
+    _add_common(trace)
+    _add_engine_flags(trace, LOGGING | {"admin_key"}, of_engine=frozenset())
 
 
 def _add_collect_env(commands: Any) -> None:

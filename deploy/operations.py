@@ -549,6 +549,17 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=WITH_ENGINE,
     ),
     Operation(
+        method="GET",
+        path="/admin/trace",
+        name="trace",
+        group="admin",
+        summary="The last seconds of the trace, to be opened at ui.perfetto.dev",
+        access="admin",
+        query={"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 3600, "default": 30}},
+        answers=_json(shapes.TraceEvents),
+        errors=(*WITH_ENGINE, "invalid_value"),
+    ),
+    Operation(
         method="POST",
         path="/admin/flight",
         name="recordFlight",

@@ -112,7 +112,7 @@ class Server:
 
     def _make_app(self) -> web.Application:
         routes = self._routes
-        admin = Admin(self.service)
+        admin = Admin(self.service, self._threads)
         docs = Docs(self.service, self._threads, package_version())
         open_paths = frozenset(route.path for route in routes.table() if route.handler in routes.public)
         others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(

@@ -314,6 +314,13 @@ class FlightFile(Shape):
     file: str | None
 
 
+class TraceEvents(Shape):
+    """Chrome's trace-event format."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: Literal["ms"]
+
+
 class Load(Shape):
     """What is under way, in sequences; shares are of 1, times in seconds."""
 

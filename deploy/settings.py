@@ -70,6 +70,13 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_unread_tokens": "tokens of an answer whose client does not read, before it is parked",
         "max_parked_s": "seconds that a client may leave a parked answer unread",
     },
+    "recording": {
+        "record": "file for all that schedule and allocate are told and decide; see millrace replay and simulate",
+        "record_token_ids": "record prompts and answers as they are, not only what is alike in them",
+    },
+    "rehearsal": {
+        "inject": "a fault on purpose, stage=NAME,delay=200ms|error|freeze[,rate=0.01]; may be repeated",
+    },
 }
 
 SERVER_HELP: dict[str, dict[str, str]] = {
@@ -126,6 +133,14 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "log_format": "of the lines on stderr",
         "log_level": "least severity that is logged",
         "log_error_messages": "log what exceptions say, not only where they come from; it may quote prompts",
+        "log_requests": "log when a request begins and how it ends",
+        "log_prompts": "characters of each prompt to log with that; 0: none",
+        "stats_interval_s": "seconds between two lines on what runs, while something does; 0: none",
+    },
+    "trouble": {
+        "stall_timeout_s": "seconds without progress, while there is work, before /health says stalled",
+        "flight_recorder_dir": "folder for files on what led to a stall or a crash; none: nothing is written",
+        "flight_recorder_s": "seconds of the trace in each of them",
     },
 }
 
@@ -170,6 +185,14 @@ def resolve(
 def build(kind: type[Any], settings: Mapping[str, Setting]) -> Any:
     """The configuration of that kind. `ConfigError` if values do not go together."""
     return kind(**{field.name: settings[field.name].value for field in dataclasses.fields(kind)})
+
+
+def parse(kind: Kind, name: str, text: str) -> Any:
+    """A value of the field `name`, from text. `ConfigError` says what it must be; "none" is no value."""
+    hint, default = _fields(kind)[name]
+    if text.lower() == "none" and default is None:
+        return None
+    return _from_text(name, hint, text)
 
 
 def show(settings: Mapping[str, Setting]) -> str:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -242,6 +243,10 @@ class Channel(Generic[T]):
         if self._senders:
             self._pass_room_on()
         return items
+
+    def peek(self, most: int) -> list[T]:
+        """The first so many items that are queued; they stay."""
+        return list(islice(self._items.copy(), most))
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self._iterate()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from .channel import Bell, Channel, ChannelOverrun
 from .exit import Exit
 from .graph import Edge
+from .histogram import STAGE_BOUNDS_US, Histogram
+from .inject import Faults
 from .log import get_logger
 from .stage import Context, Crash, Stage
 from .trace import Emit, EventKind
@@ -101,6 +103,7 @@ class StageRunner:
         exit: Exit[Any] | None,
         context: Context,
         on_broken: Callable[[str, BaseException], None],
+        on_crash: Callable[[str, BaseException, Sequence[Any]], None],
     ) -> None:
         self.name = name
         self.stage = stage
@@ -108,16 +111,25 @@ class StageRunner:
         self.outputs = dict(outputs)
         self.exit = exit
         self.times = StageTimes()
+        self.wait_us = Histogram(STAGE_BOUNDS_US)  # of each batch: how long its oldest item had waited
+        self.service_us = Histogram(STAGE_BOUNDS_US)  # of each batch, without the wait for room behind
         self.num_restarts = 0
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
         self.last_progress_s = context.env.now()
+        self.busy_since_s = 0.0  # when `handle` last got something, having had nothing
+        self.unwanted_ports: set[str] = set()  # that nothing was received from, the last time that it was looked
+        self.blocked_on: Channel[Any] | None = None  # that has no room for what is to be sent now
+        self.blocked_since_s = 0.0
         self._context = context
         self._on_broken = on_broken
+        self._on_crash = on_crash
+        self.faults: Faults | None = None  # on purpose
         self._bell = Bell()
         self._recent_restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._items_in_hand: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._is_stopping = False
+        self._is_broken = False
         self._names_requests = False  # whether items of the last batch are of one request each
         self._num_carried = 0  # batches, or items at once, that `handle` has now
         self._oldest_since_s = 0.0  # when the oldest item of the last batch came
@@ -143,7 +155,7 @@ class StageRunner:
         at_once, bell = self.stage.concurrency, self._bell
         self._idle_since_s = self._now()
         try:
-            while not self._has_ended():
+            while not (self._is_broken or self._has_ended()):
                 if not bell.heard():
                     await bell.next_ring()
                 elif (batch := self._receive()) is not None:
@@ -167,8 +179,11 @@ class StageRunner:
     def _receive(self) -> list[Any] | None:
         """What is waiting at the ports the stage wants, in their order; None if there is nothing to do."""
         batch: list[Any] = []
+        self.unwanted_ports.clear()
         for port, channel in self._ports:
-            if (self._wants is None or self._wants(port)) and (items := channel.recv_all()):
+            if self._wants is not None and not self._wants(port):
+                self.unwanted_ports.add(port)
+            elif items := channel.recv_all():
                 if not batch or channel.waiting_since < self._oldest_since_s:
                     self._oldest_since_s = channel.waiting_since
                 batch += items
@@ -213,12 +228,15 @@ class StageRunner:
         waited = max(0.0, began - self._oldest_since_s)
         if not self._num_carried:
             self.times.idle += began - self._idle_since_s
+            self.busy_since_s = began
         out = CollectingOutlet(self)
         self._num_carried += 1
         try:
             try:
                 if self._injects_faults:
                     self._fault(self._before)
+                if self.faults is not None:
+                    await self.faults.strike()
                 await self.stage.handle(batch, out)
                 if self._injects_faults:
                     self._fault(self._after)
@@ -233,13 +251,16 @@ class StageRunner:
         ended = self._idle_since_s = self.last_progress_s = now()
         busy = ended - began - out.blocked_s
         self.times.busy += busy
+        wait_us, service_us = int(waited * 1e6), int(busy * 1e6)
+        self.wait_us.observe(wait_us)
+        self.service_us.observe(service_us)
         if tracer.enabled:
-            wait_us, busy_us, blocked_us = int(waited * 1e6), int(busy * 1e6), int(out.blocked_s * 1e6)
+            blocked_us = int(out.blocked_s * 1e6)
             step = getattr(batch[0], "step", 0) if batch else 0
             emit = self._emit = self._emit or tracer.bind()
-            emit(STAGE_BATCH, self._context.source, step, len(batch), wait_us, busy_us, blocked_us)
+            emit(STAGE_BATCH, self._context.source, step, len(batch), wait_us, service_us, blocked_us)
             if names_requests:
-                self._trace_requests(batch, (wait_us, busy_us, blocked_us))
+                self._trace_requests(batch, (wait_us, service_us, blocked_us))
 
     def _trace_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
         """That live requests were in the batch."""
@@ -326,8 +347,12 @@ class StageRunner:
     async def _wait_and_send(self, output: Output, item: Any) -> float:
         if output.edge is not None and output.edge.when_full == "never":
             raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, yet it never may be")
-        began = self._now()
-        await output.channel.send(item)
+        began = self.blocked_since_s = self._now()
+        self.blocked_on = output.channel
+        try:
+            await output.channel.send(item)
+        finally:
+            self.blocked_on = None
         waited = self._now() - began
         self.times.blocked += waited
         return waited
@@ -342,14 +367,14 @@ class StageRunner:
     # -- after a crash
 
     async def _pick_up(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
-        log.error("stage.crashed", stage=self.name, error=type(error).__name__, num_items=len(batch), exc_info=error)
+        self._on_crash(self.name, error, batch)
         if self.stage.on_crash is Crash.FAIL and not isinstance(error, ChannelOverrun):
             out.discard()
             for item in batch:
                 self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
             return
         if isinstance(error, ChannelOverrun) or self.stage.on_crash is Crash.ESCALATE or not self._may_restart():
-            self._on_broken(self.name, error)
+            self._give_up(error)
             return
         tracer = self._context.tracer
         error_name = tracer.source(type(error).__name__)
@@ -372,7 +397,12 @@ class StageRunner:
         except BaseException as second:
             if not self._is_crash(second):
                 raise
-            self._on_broken(self.name, second)
+            self._give_up(second)
+
+    def _give_up(self, error: BaseException) -> None:
+        """It takes nothing more: what made it crash may still be there, and would for ever."""
+        self._is_broken = True
+        self._on_broken(self.name, error)
 
     async def _isolate(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
         """Restarts the stage and tries each item alone once more. What left the stage before can not be taken back,
@@ -391,6 +421,8 @@ class StageRunner:
     async def _retry_alone(self, item: Any, out: CollectingOutlet) -> None:
         alone = CollectingOutlet(self)
         try:
+            if self.faults is not None:
+                await self.faults.strike()
             await self.stage.handle([item], alone)
         except BaseException as error:
             if not self._is_crash(error):

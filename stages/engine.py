@@ -14,33 +14,30 @@ import gc
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.env import Env, LiveEnv
+from ..runtime.histogram import Histogram
+from ..runtime.inject import Fault, parse_fault
 from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
 from ..runtime.trace import EventKind, Tracer
-from .allocate import Allocate
+from .admission import Admission
 from .beams import BeamParams
 from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
-from .detokenize import Answer, Detokenize
 from .device import Device
 from .embedding import Pairs, as_texts, pooled_request, read_vectors
-from .encode import Encode
-from .errors import Overloaded, Refused, TimedOut
-from .execute import Execute
+from .errors import ConfigError, Overloaded, Refused, TimedOut
 from .grammar_gate import GrammarGate
 from .grammars import Grammars
 from .host import HostTier
-from .intake import Intake
-from .limits import RequestLimits, as_token_ids
+from .limits import as_token_ids
 from .messages import ChatPrompt, Ints, Prompt, Request
 from .outbox import Outboxes, RequestOutbox
 from .outputs import (
-    CompletionOutput,
-    Delta,
     EmbeddingRequestOutput,
     ModelInfo,
     OutputKind,
@@ -48,19 +45,15 @@ from .outputs import (
     ScoringRequestOutput,
 )
 from .params import SamplingParams
+from .parts import EncoderParts, EngineParts
 from .phases import Phases
-from .pipeline import build_encoder_pipeline, build_pipeline
-from .policy import make_policy
 from .pooling import Floats, PoolingParams
 from .prefix import PrefixCache
 from .processors import LogitsProcessor
-from .sample import Sample
-from .schedule import Schedule
-from .scheduler import Limits, Scheduler
-from .searches import Searches
-from .sequences import State
+from .reading import read_outputs
+from .recorder import Recorder
+from .scheduler import Scheduler
 from .tasks import check_task, task_of
-from .tokenize import Tokenize
 
 if TYPE_CHECKING:
     from ..model.tokenizer import Tokenizer
@@ -102,6 +95,7 @@ class Engine:
         self._info: ModelInfo | None = None
         self._request_numbers = itertools.count()
         self._edits: list[Callable[[Pipeline], object]] = []
+        self._recorder: Recorder | None = None
 
     # -- stages of your own
 
@@ -143,7 +137,7 @@ class Engine:
         if self._logits_processor is not None:
             loaded.sampler.use(self._logits_processor)
         with phases("pipeline"):
-            secret = self._env.random("prefix.secret").randbytes(16)
+            secret = self._env.secret("prefix.secret", 16)
             if loaded.info.num_blocks:
                 self._parts = EngineParts(self.config, loaded, self._make_device(loaded), secret)
             else:
@@ -152,9 +146,13 @@ class Engine:
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
                 edit(self._parts.pipeline)
+            if self.config.record is not None and isinstance(self._parts, EngineParts):
+                self._recorder = self._parts.record(Path(self.config.record), self.config, self._env)
+            faults = self._faults(self._parts.pipeline)
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()
+        self._parts.pipeline.inject(faults)
         self._health = Health("ready")
         seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
         info = loaded.info
@@ -168,6 +166,16 @@ class Engine:
             num_host_blocks=info.num_host_blocks,
             **seconds,
         )
+
+    def _faults(self, pipeline: Pipeline) -> list[Fault]:
+        """Those that the configuration asks for. `ConfigError` if there is no such stage."""
+        faults = [parse_fault(text) for text in self.config.inject]
+        for fault in faults:
+            if fault.stage not in pipeline.stages:
+                stages = ", ".join(pipeline.stages)
+                raise ConfigError(f"inject: there is no stage {fault.stage}; there are {stages}")
+            log.warning("fault.injected", stage=fault.stage, kind=fault.kind, rate=fault.rate, delay_s=fault.delay_s)
+        return faults
 
     async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
@@ -202,6 +210,8 @@ class Engine:
             await parts.pipeline.stop()
             if isinstance(parts, EngineParts):
                 await parts.gate.aclose()
+        if self._recorder is not None:
+            await self._recorder.aclose()
         if self._owns_env:
             await self._env.aclose()
         if parts is not None:
@@ -474,6 +484,11 @@ class Engine:
         return self._require_parts().pipeline
 
     @property
+    def exit(self) -> Outboxes:
+        """Where requests end, to be told of them."""
+        return self._require_parts().exit
+
+    @property
     def scheduler(self) -> Scheduler:
         """The books of schedule, to look at."""
         return self._core().schedule.scheduler
@@ -499,6 +514,21 @@ class Engine:
         return self._core().allocate.allocator.cache
 
     @property
+    def step_tokens(self) -> Histogram:
+        """Tokens computed in a step, of all steps so far."""
+        return self._core().allocate.step_tokens
+
+    @property
+    def token_gaps_us(self) -> Histogram:
+        """Microseconds between two tokens of an answer, of all answers so far."""
+        return self._core().detokenize.gaps.histogram
+
+    @property
+    def admission(self) -> Admission:
+        """The counts at the door, to look at."""
+        return self._require_parts().intake.admission
+
+    @property
     def grammars(self) -> Grammars:
         """The books of the compiled grammars, to look at."""
         return self._core().loaded.grammars
@@ -512,7 +542,7 @@ class Engine:
         """Forgets every cached prefix, so that nothing is found that was computed before. Returns the blocks freed."""
         if not self.has_core:
             return 0
-        return self._core().allocate.allocator.reset_prefix_cache()
+        return self._core().allocate.reset_prefix_cache()
 
     @property
     def has_core(self) -> bool:
@@ -529,95 +559,6 @@ class Engine:
         if not isinstance(parts, EngineParts):
             raise AttributeError("a model that generates nothing has no scheduler, no blocks and no prefix cache")
         return parts
-
-
-class EncoderParts:
-    """The stages of an engine whose model reads and generates nothing, joined."""
-
-    def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
-        info = loaded.info
-        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
-        self.loaded = loaded
-        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
-        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.encode = Encode(loaded.runner, config.max_num_batched_tokens, config.max_num_seqs)
-        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
-        self.pipeline = build_encoder_pipeline(self.intake, self.tokenize, self.encode, self.exit)
-        self.exit.lane = self.pipeline.lane
-        self.exit.on_start.append(self.intake.request_started)
-        self.exit.on_end.append(self.intake.request_ended)
-
-
-class EngineParts:
-    """The stages of one engine, joined: an engine's own, and what tests look into."""
-
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
-        info = loaded.info
-        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
-        self.loaded = loaded
-        self.gate = GrammarGate(loaded.grammars, config.max_waiting_requests)
-        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
-        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
-        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
-        host = HostTier(info.num_host_blocks, info.block_size, info.rates) if info.num_host_blocks else None
-        sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
-        self.allocate = Allocate(*sizes, cache, host)
-        execute, sample = Execute(loaded.runner, device), Sample(loaded.sampler, device)
-        self.detokenize = Detokenize(
-            loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
-        )
-        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s, config.max_queue_s)
-        self.pipeline = build_pipeline(
-            self.intake,
-            self.tokenize,
-            self.schedule,
-            self.allocate,
-            execute,
-            sample,
-            self.detokenize,
-            self.exit,
-            steps_in_flight=config.steps_in_flight,
-        )
-        self.exit.lane = self.pipeline.lane
-        self.exit.on_start.append(self.intake.request_started)
-        self.exit.locate = self._stage_of
-        self.searches = Searches(
-            self.pipeline,
-            self.exit,
-            loaded.encoder,
-            limits,
-            info.eos_token_ids,
-            lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
-        )
-        self.exit.on_end += [
-            self.intake.request_ended,
-            self.detokenize.request_ended,
-            self.searches.request_ended,
-            self.gate.request_ended,
-        ]
-
-    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
-        """(where a request is, whether any of it has been served yet)."""
-        first, sequences = outbox.request.first_sequence_id, self.schedule.scheduler.sequences
-        known = [sequences[i] for i in range(first, first + outbox.request.num_sequences) if i in sequences]
-        if outbox.request_id in self.searches:
-            return "execute", True
-        if not known:
-            return ("detokenize", True) if outbox.has_started else ("tokenize", False)
-        is_waiting = all(sequence.state is State.WAITING for sequence in known)
-        return "schedule" if is_waiting else "execute", outbox.has_started or not is_waiting
-
-
-def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        block_size=info.block_size,
-        steps_in_flight=config.steps_in_flight,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-    )
 
 
 def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel | LoadedEncoder, Phases]:
@@ -645,64 +586,3 @@ def _as_prompt(prompt: PromptLike) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     return Prompt(token_ids=as_token_ids(prompt))
-
-
-# -- outputs
-
-
-async def read_outputs(outbox: RequestOutbox, kind: OutputKind = "delta") -> AsyncIterator[RequestOutput]:
-    """An outbox, read as `RequestOutput`s of a kind."""
-    request = outbox.request
-    choices = [_empty(index, request.params) for index in range(request.num_sequences)]
-    async for deltas in outbox:
-        for delta in deltas:
-            _add(choices[delta.index], delta)
-        if kind == "delta":
-            yield _output(outbox, [_part(delta, request.params) for delta in deltas], choices)
-        elif kind == "cumulative":
-            yield _output(outbox, [_copy(choice) for choice in choices], choices)
-    if kind == "final":
-        yield _output(outbox, choices, choices)
-
-
-def _empty(index: int, params: SamplingParams) -> CompletionOutput:
-    return CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-
-
-def _add(choice: CompletionOutput, delta: Delta) -> None:
-    choice.text += delta.text
-    choice.token_ids += delta.token_ids
-    if choice.logprobs is not None:
-        choice.logprobs += delta.logprobs
-    choice.finish_reason, choice.stop_reason, choice.score = delta.finish_reason, delta.stop_reason, delta.score
-
-
-def _part(delta: Delta, params: SamplingParams) -> CompletionOutput:
-    part = _empty(delta.index, params)
-    _add(part, delta)
-    return part
-
-
-def _copy(choice: CompletionOutput) -> CompletionOutput:
-    logprobs = None if choice.logprobs is None else list(choice.logprobs)
-    return replace(choice, token_ids=list(choice.token_ids), logprobs=logprobs)
-
-
-def _output(
-    outbox: RequestOutbox, outputs: list[CompletionOutput], choices: Sequence[CompletionOutput]
-) -> RequestOutput:
-    prompt = outbox.request.prompts[0]
-    is_finished = all(choice.finish_reason is not None for choice in choices)
-    token_ids = outbox.prompt_token_ids(0) if is_finished else prompt.token_ids
-    return RequestOutput(
-        request_id=outbox.request_id,
-        prompt=prompt.text,
-        prompt_token_ids=None if token_ids is None else token_ids.tolist(),
-        outputs=outputs,
-        finished=is_finished,
-        num_prompt_tokens=outbox.num_prompt_tokens,
-        num_generated_tokens=outbox.num_generated_tokens,
-        num_cached_tokens=outbox.num_cached_tokens,
-        prompt_logprobs=outbox.prompt_logprobs(0) if is_finished else None,
-        metrics=outbox.metrics() if is_finished else None,
-    )

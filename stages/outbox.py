@@ -68,6 +68,7 @@ class Outboxes(Exit["RequestOutbox"]):
         self.max_unread_tokens = max_unread_tokens
         self.stall_s = stall_s
         self.lane = ControlLane("nobody reads")  # the pipeline's own takes its place before the start
+        self.on_open: list[Callable[[RequestOutbox], None]] = []  # called with each request that comes in
         self.on_start: list[Callable[[str], None]] = []  # called with the id of a request at its first token
         self.on_end.append(self._let_go)
         self._choices: dict[int, Choice] = {}  # by sequence id: those that have not finished
@@ -91,6 +92,8 @@ class Outboxes(Exit["RequestOutbox"]):
         outbox = super().open(request, deadline_s)
         self._trace_accepted(outbox.request)
         self._choices.update((choice.sequence_id, choice) for choice in outbox.choices)
+        for callback in self.on_open:
+            callback(outbox)
         if self.max_queue_s is not None and request.parent_id is None:
             loop = asyncio.get_running_loop()
             outbox.queue_timer = loop.call_later(self.max_queue_s, self._end_if_queued, outbox)

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.testing import sim_test
-from millrace.runtime.trace import request_names
+from millrace.runtime.trace import in_order_of_time, request_names
 from millrace.stages import SamplingParams, stage
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
 from millrace.stages.trace_view import TraceView
@@ -153,6 +153,14 @@ async def test_time_in_which_nobody_reads_is_the_clients(env: SimEnv):
 async def test_the_bars_of_many_requests_fill_the_time_that_their_clients_measured(env: SimEnv):
     """1,000 with MILLRACE_FULL=1. Some are preempted, wait for slots, have several choices, or are cancelled."""
     measured: dict[str, float] = {}
+    parts, cursor = [], 0  # of the trace, as the ring holds less than all of it
+
+    def collect(engine: ScriptedEngine) -> None:
+        nonlocal cursor
+        (reader,) = engine.pipeline.tracer.readers()
+        records, cursor, num_lost = reader.read_since(cursor)
+        parts.append(records)
+        assert not num_lost
 
     async def ask(engine: ScriptedEngine, number: int) -> None:
         await env.sleep(env.random("arrivals").uniform(0, NUM_REQUESTS / 700))
@@ -164,13 +172,16 @@ async def test_the_bars_of_many_requests_fill_the_time_that_their_clients_measur
                 break  # its client goes away
         await reader.aclose()
         measured[name] = env.now() - began_s
+        collect(engine)
 
     sizes = {"num_gpu_blocks": 34, "max_num_seqs": 8, "num_cpu_blocks": 30, "block_size": 8, "max_model_len": 256}
     async with scripted_engine(
         script=NEVER_ENDS, env=env, max_admitted_requests=2000, max_waiting_requests=2000, **sizes
     ) as engine:
         await asyncio.gather(*(ask(engine, number) for number in range(NUM_REQUESTS)))
-        falls, num_preemptions = waterfalls(view_of(engine)), engine.scheduler.num_preemptions
+        collect(engine)
+        view = TraceView(in_order_of_time(parts), engine.pipeline.tracer.names())
+        falls, num_preemptions = waterfalls(view), engine.scheduler.num_preemptions
     assert len(falls) == len(measured) == NUM_REQUESTS
     for name, fall in falls.items():
         check_without_holes(fall)

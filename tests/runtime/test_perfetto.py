@@ -89,7 +89,7 @@ def test_spans_of_a_request_lie_within_it_in_order_and_leave_no_gap_once_it_is_i
     for request in requests:
         ends = [request.begin_ns, *(moment for span in request.spans for moment in (span.begin_ns, span.end_ns))]
         assert ends == sorted(ends) and ends[-1] <= request.end_ns
-        assert [span.name for span in request.spans][-3:] == ["schedule", "prefill", "decode"]
+        assert [span.name for span in request.spans][-3:] == ["queue", "prefill", "decode"]
         line, prefill, decode = request.spans[-3:]
         assert (line.end_ns, prefill.end_ns, decode.end_ns) == (prefill.begin_ns, decode.begin_ns, request.end_ns)
     done = requests[1]

@@ -25,6 +25,11 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
+    @property
+    def holders(self) -> frozenset[str]:
+        """What `check` calls those who bring one of these."""
+        return frozenset(digest.hex()[:16] for digest in self._digests)
+
     def check(self, request: web.BaseRequest) -> str:
         """The holder of the request's key, as an opaque word ("" without keys). `ApiError` 401 if it brings none, a
         wrong one, or two."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from . import api_shapes, shapes
+from . import api_shapes, inside_shapes, shapes
 from .bodies import Body, ChatBody, CompletionBody
 from .documented import Schema
 from .embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
@@ -372,6 +372,34 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters={"id": "the id of its answer, or its X-Request-Id"},
         answers=_json(shapes.Aborted),
         errors=("request_not_found",),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/requests",
+        name="listRequests",
+        group="server",
+        summary="The requests under way, oldest first: those of the API key, or with the admin key all; no text",
+        answers=_json(inside_shapes.Requests),
+        errors=WITH_ENGINE,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/requests/{id}/explain",
+        name="explainRequest",
+        group="server",
+        summary="Where the time of a request went, under way or just ended: its waterfall, and the causes in words",
+        parameters={"id": "the id of its answer, or its X-Request-Id"},
+        answers=_json(inside_shapes.Explanation),
+        errors=(*WITH_ENGINE, "request_not_found"),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/stages",
+        name="stages",
+        group="server",
+        summary="Each stage's time idle, busy and blocked, how full each edge is, and what limits the pipeline",
+        answers=_json(inside_shapes.Stages),
+        errors=WITH_ENGINE,
     ),
     Operation(
         method="GET",

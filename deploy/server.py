@@ -18,6 +18,7 @@ from .config import ServerConfig
 from .connections import LINGER_S, MAX_HEADER_LINE, MAX_HEADERS, Listener
 from .docs import Docs
 from .gate import Gate, guard
+from .inside import Inside
 from .keys import Keys
 from .metrics import Metrics
 from .middleware import NO_KEYS, add_headers, check_keys, identify
@@ -124,12 +125,14 @@ class Server:
         others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(
             admin.handlers, Keys(self.config.admin_key, "admin key")
         )
+        inside = Inside(self.service, self._threads)
+        others |= dict.fromkeys(inside.handlers, inside.keys)
         gate = Gate.of(self.config)
         middlewares = [identify(self.metrics), guard(gate), check_keys(Keys(self.config.api_key), others, open_paths)]
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service, gate))
         app.on_shutdown.append(routes.stop)
-        table = routes.table() + admin.table() + docs.table()
+        table = routes.table() + inside.table() + admin.table() + docs.table()
         app.add_routes(table)
         if root := self.config.root_path:  # a proxy may take it off, or not
             app.add_routes([web.RouteDef(one.method, root + one.path, one.handler, one.kwargs) for one in table])

@@ -19,6 +19,8 @@ from .speech import Speech, check_parsers
 if TYPE_CHECKING:
     from ..stages.engine import Engine
 
+MAX_ENDED = 1_000  # requests whose owners are remembered, for whoever asks where their time went
+
 log = get_logger("millrace.deploy")
 
 
@@ -44,6 +46,7 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         self.live: dict[str, Live] = {}
+        self.ended: dict[str, Live] = {}  # the last MAX_ENDED, by answer id
         self._emptied = asyncio.Event()
 
     def attach(self, engine: Engine) -> None:
@@ -110,7 +113,12 @@ class Service:
         assert self.engine is not None
         if self.engine.abort(answer_id, cause):
             log.info("request.aborted", request_id=answer_id, cause=cause)
-        self.live.pop(answer_id, None)
+        live = self.live.pop(answer_id, None)
+        if live is not None:
+            self.ended.pop(answer_id, None)
+            self.ended[answer_id] = live
+            if len(self.ended) > MAX_ENDED:
+                del self.ended[next(iter(self.ended))]
         if not self.live:
             self._emptied.set()
 

@@ -101,7 +101,7 @@ def test_a_stage_that_freezes_is_named_and_a_flight_file_says_what_led_to_it(tmp
             lines = await flight_file(tmp_path, "stall", logs)
             kinds = Counter(line["type"] for line in lines)
             assert (lines[0]["reason"], lines[0]["name"]) == ("stall", "detokenize")
-            assert kinds["stage"] == 8 and kinds["edge"] == 10 and kinds["request"] == 1
+            assert kinds["stage"] == 8 and kinds["edge"] == 11 and kinds["request"] == 1
             assert kinds["thread"] >= 2 and kinds["task"] >= 9 and kinds["event"] >= 5
             stacks = {line["task"]: line["stack"] for line in lines if line["type"] == "task"}
             assert any("inject.py" in place for place in stacks["detokenize"])

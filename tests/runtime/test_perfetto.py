@@ -63,7 +63,7 @@ def test_the_document_is_well_formed_with_a_track_a_stage_and_one_a_request(run:
     assert causes["request 0"] == "finish" and causes["request 2"] == "cancel" and causes["request 50"] == "under way"
     assert {event["name"] for event in events if event["ph"] == "C"} >= {"sequences", "tokens of a step"}
     num_steps = len(run[0][run[0]["kind"] == EventKind.STEP_DONE])
-    assert len([event for event in events if event["ph"] == "s"]) >= 0.9 * num_steps > 10
+    assert len([event for event in events if event["ph"] == "s"]) >= 0.5 * num_steps > 5
 
 
 def test_each_batch_is_a_slice_as_long_as_it_took(run: tuple[Records, list[str]]):

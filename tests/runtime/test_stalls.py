@@ -23,7 +23,12 @@ STAGES = ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "de
 EDGES = (
     *("intake.in", "intake.out->tokenize.in", "tokenize.out->schedule.in", "schedule.out->allocate.in"),
     *("allocate.report->schedule.report", "allocate.out->execute.in", "execute.out->sample.in"),
-    *("sample.feedback->schedule.feedback", "sample.out->detokenize.in", "detokenize.out->exit.in"),
+    *(
+        "execute.rates->allocate.rates",
+        "sample.feedback->schedule.feedback",
+        "sample.out->detokenize.in",
+        "detokenize.out->exit.in",
+    ),
 )
 
 
@@ -67,6 +72,8 @@ def freeze_edge(name: str) -> Callable[[Pipeline], None]:
 
     def freeze(pipeline: Pipeline) -> None:
         pipeline.channels[name].recv_all = list  # type: ignore[method-assign]
+        if name.startswith("execute.rates"):  # all that goes there has passed with the first step
+            pipeline.channels[name].try_send(object())
 
     return freeze
 

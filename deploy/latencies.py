@@ -87,6 +87,13 @@ class Latencies:
                 self._sizes["request_params_max_tokens"].observe(request.params.max_tokens)
             self._num_choices.observe(request.params.n)
 
+    def times_us(self) -> dict[str, Histogram]:
+        """Those that say how long a client waits, by name."""
+        waits = {"time_to_first_token": self._first_token}
+        if self._engine.has_core:
+            waits["inter_token_latency"] = self._engine.token_gaps_us
+        return waits | {name: self._times[name] for name in ("request_queue_time", "e2e_request_latency")}
+
     def collect(self, labels: Mapping[str, str]) -> Iterator[Metric]:
         """All of them as Prometheus has them."""
         text = "From a request's arrival to its first token."

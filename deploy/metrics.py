@@ -54,6 +54,11 @@ class Metrics:
         engine.exit.on_end.append(self._request_ended)
         engine.exit.on_start.append(self._latencies.request_started)
 
+    @property
+    def latencies(self) -> Latencies | None:
+        """The histograms of its requests; None before there is an engine."""
+        return self._latencies
+
     def count_rejection(self, code: str) -> None:
         """A request was answered with an error."""
         self._rejected[code if code in CODES else "other"] += 1

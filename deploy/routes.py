@@ -14,6 +14,7 @@ from aiohttp import web
 from ..runtime.log import get_logger
 from ..stages.messages import ChatPrompt
 from .connections import error_response
+from .dashboard.feed import Feed
 from .embeddings import Embeddings
 from .errors import ApiError, shorten
 from .generation import Generation
@@ -47,11 +48,13 @@ class Routes:
         self._responses = Responses(self._generation, threads)
         self._messages = MessagesRoutes(self._generation, threads)
         self.sockets = Hub(self._generation, self._responses, metrics, threads)
+        self.feed = Feed(service, metrics, threads, package_version())
 
     @property
     def public(self) -> frozenset[Any]:
         """Handlers that ask for no key."""
-        return frozenset({self.live, self.ready, self._pages.stream_demo, self._pages.file})
+        pages = self._pages
+        return frozenset({self.live, self.ready, pages.stream_demo, pages.dashboard, self.feed.socket, pages.file})
 
     def table(self) -> list[web.RouteDef]:
         """All routes."""
@@ -85,7 +88,9 @@ class Routes:
             web.post(f"{MESSAGES_PATH}/count_tokens", messages.count_tokens, expect_handler=expect),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.get("/stream-demo", self._pages.stream_demo),
-            web.get("/static/{name}", self._pages.file),
+            web.get("/dashboard", self._pages.dashboard),
+            web.get("/dashboard/feed", self.feed.socket, allow_head=False),
+            web.get("/static/{name:.+}", self._pages.file),
             web.post("/v1/chat/completions/render", generation.render_chat, expect_handler=expect),
             web.post("/v1/completions/render", generation.render_completions, expect_handler=expect),
             web.post("/generate", generation.generate, expect_handler=expect),

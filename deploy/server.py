@@ -84,6 +84,7 @@ class Server:
         self.service.attach(engine)
         self.metrics.watch(engine)
         self._sockets.watch(engine)
+        self._routes.feed.watch(engine)
         self.service.oversight.watch(engine, self.metrics)
         if self.telemetry is not None:
             self.telemetry.watch(engine, self.service.model_names[0])
@@ -104,7 +105,7 @@ class Server:
             await self.telemetry.stop()
         if self._runner is not None:
             runner, self._runner = self._runner, None
-            await self._sockets.close()
+            await asyncio.gather(self._sockets.close(), self._routes.feed.close())
             await runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.config.uds is not None:

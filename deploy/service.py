@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,6 +47,7 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         self.live: dict[str, Live] = {}
+        self.sources: Mapping[str, str] = {}  # setting -> where its value came from; none where code has made them
         self.ended: dict[str, Live] = {}  # the last MAX_ENDED, by answer id
         self._emptied = asyncio.Event()
 

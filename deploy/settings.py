@@ -70,12 +70,12 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_unread_tokens": "tokens of an answer whose client does not read, before it is parked",
         "max_parked_s": "seconds that a client may leave a parked answer unread",
     },
-    "rehearsal": {
-        "inject": "a fault on purpose, stage=NAME,delay=200ms|error|freeze[,rate=0.01]; may be repeated",
-    },
     "recording": {
         "record": "file for all that schedule and allocate are told and decide; see millrace replay and simulate",
         "record_token_ids": "record prompts and answers as they are, not only what is alike in them",
+    },
+    "rehearsal": {
+        "inject": "a fault on purpose, stage=NAME,delay=200ms|error|freeze[,rate=0.01]; may be repeated",
     },
 }
 
@@ -136,7 +136,6 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "log_requests": "log when a request begins and how it ends",
         "log_prompts": "characters of each prompt to log with that; 0: none",
         "stats_interval_s": "seconds between two lines on what runs, while something does; 0: none",
-        "otlp_traces_endpoint": "tell an OpenTelemetry collector of each request, http://127.0.0.1:4318/v1/traces",
     },
     "trouble": {
         "stall_timeout_s": "seconds without progress, while there is work, before /health says stalled",

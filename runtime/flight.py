@@ -89,7 +89,7 @@ def _state(pipeline: Pipeline | None) -> Iterator[Line]:
         yield from _stages(pipeline)
         yield from _edges(pipeline)
         yield from _requests(pipeline)
-        yield from _tasks(pipeline)
+        yield from task_stacks(pipeline)
 
 
 def _stages(pipeline: Pipeline) -> Iterator[Line]:
@@ -144,8 +144,8 @@ def _threads() -> Iterator[Line]:
         yield {"type": "thread", "thread": names.get(ident, str(ident)), "stack": _stack(frame)}
 
 
-def _tasks(pipeline: Pipeline) -> Iterator[Line]:
-    """Of the pipeline's loop, whatever thread asks."""
+def task_stacks(pipeline: Pipeline) -> Iterator[Line]:
+    """Where each task of the pipeline's loop waits, whatever thread asks."""
     tasks: Iterable[asyncio.Task[Any]] = () if pipeline.loop is None else asyncio.all_tasks(pipeline.loop)
     for task in sorted(tasks, key=asyncio.Task.get_name)[:MAX_TASKS]:
         yield {"type": "task", "task": task.get_name(), "stack": _awaited(task)}

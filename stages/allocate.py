@@ -22,7 +22,6 @@ from .prefix import PrefixCache
 
 if TYPE_CHECKING:
     from .recording import CallLog
-
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets
 
 
@@ -71,17 +70,20 @@ class Allocate(Stage[StepPlan, StepGrant]):
             if isinstance(message, Rates):
                 self.allocator.use_rates(message)
             else:
-                grant, report = self.allocator.serve(message)
-                if grant is not None and len(grant.slots):
-                    self.step_tokens.observe(grant.num_computed)
-                self._trace(message, grant, report)
-                out.send(report, port="report")  # first: schedule must have it before the step can be done
-                if grant is not None:
-                    out.send(grant)
-                answers.append((grant, report))
+                answers.append(self._answer(message, out))
             self._answered += 1
         if self.call_log is not None:
             self.call_log.allocate(batch, answers)
+
+    def _answer(self, plan: StepPlan, out: Outlet[Any]) -> tuple[StepGrant | None, PlanReport]:
+        grant, report = self.allocator.serve(plan)
+        if grant is not None and len(grant.slots):
+            self.step_tokens.observe(grant.num_computed)
+        self._trace(plan, grant, report)
+        out.send(report, port="report")  # first: schedule must have it before the step can be done
+        if grant is not None:
+            out.send(grant)
+        return grant, report
 
     async def recover(self, batch: Sequence[StepPlan | Rates], error: BaseException, out: Outlet[Any]) -> None:
         """Starts with clean books and says so: schedule then computes everything anew."""

@@ -146,9 +146,9 @@ class Engine:
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
                 edit(self._parts.pipeline)
-            faults = self._faults(self._parts.pipeline)
             if self.config.record is not None and isinstance(self._parts, EngineParts):
                 self._recorder = self._parts.record(Path(self.config.record), self.config, self._env)
+            faults = self._faults(self._parts.pipeline)
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()

@@ -278,7 +278,6 @@ class Viewer:
     def _may_see(self, request_id: str) -> bool:
         if self._is_admin or not self._feed.keys:
             return True
-        live = self._service.live.get(request_id)
-        if live is not None:
-            return live.owner == self._owner
-        return any(owner == self._owner and told["id"] == request_id for owner, told in self._feed.recent)
+        service = self._service
+        live = service.live.get(request_id) or service.ended.get(request_id)
+        return live is not None and live.owner == self._owner

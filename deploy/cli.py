@@ -65,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_run_batch(commands)
     _add_bench(commands)
+    _add_replay(commands)
+    _add_simulate(commands)
     _add_top(commands)
     _add_trace(commands)
     _add_collect_env(commands)
@@ -173,6 +175,39 @@ def _add_clients(load: Any) -> None:
     load.add_argument("--goodput", nargs="+", metavar="NAME:MS", help=text)
     text = "answers go on to their full length (default: with random prompts)"
     load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=text)
+
+
+def _add_replay(commands: Any) -> None:
+    text = "run a recording again and compare each decision"
+    replay = commands.add_parser("replay", usage=_usage("replay FILE"), help=text)
+    replay.add_argument("recording", type=Path, metavar="FILE", help="made by millrace serve --record FILE")
+    replay.add_argument("--repeat", type=int, metavar="N", default=1, help="run it so many times (default: 1)")
+    text = "package.module:Class of the policy it was made with, if that is none of ours"
+    replay.add_argument("--policy", metavar="TEXT", help=text)
+    _add_common(replay)
+
+
+def _add_simulate(commands: Any) -> None:
+    text = "what a trace would have come to with other settings, without the device"
+    simulate = commands.add_parser("simulate", usage=_usage("simulate --trace FILE --cost-model FILE"), help=text)
+    files = "a recording, or a trace like Azure's (CSV) or Mooncake's (JSON lines)"
+    simulate.add_argument("--trace", type=Path, required=True, metavar="FILE", help=files)
+    text = "a cost model, a recording to fit one to, or fit-from-recording: to the trace, which then is one"
+    simulate.add_argument("--cost-model", required=True, metavar="FILE", help=text)
+    text = "setting of the engine, in place of that of the recording; may be repeated"
+    simulate.add_argument("--set", action="append", metavar="NAME=VALUE", help=text)
+    text = "settings to try one after another; may be repeated, and then all go with all"
+    simulate.add_argument("--sweep", action="append", metavar="NAME=A,B,C", help=text)
+    simulate.add_argument("--max-requests", type=int, metavar="N", help="the first so many of the trace")
+    text = "arrivals so many times as far apart (default: 1)"
+    simulate.add_argument("--scale-times", type=float, metavar="X", default=1.0, help=text)
+    text = "prompts and answers so many times as long (default: 1)"
+    simulate.add_argument("--scale-lengths", type=float, metavar="X", default=1.0, help=text)
+    simulate.add_argument("--save-cost-model", type=Path, metavar="FILE", help="write the cost model, as JSON")
+    simulate.add_argument("--save-result", type=Path, metavar="FILE", help="write the figures, as JSON")
+    text = "draw them, as PNG, SVG or PDF; needs pip install 'millrace[plots]'"
+    simulate.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    _add_common(simulate)
 
 
 def _add_top(commands: Any) -> None:

@@ -70,6 +70,10 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "max_unread_tokens": "tokens of an answer whose client does not read, before it is parked",
         "max_parked_s": "seconds that a client may leave a parked answer unread",
     },
+    "recording": {
+        "record": "file for all that schedule and allocate are told and decide; see millrace replay and simulate",
+        "record_token_ids": "record prompts and answers as they are, not only what is alike in them",
+    },
     "rehearsal": {
         "inject": "a fault on purpose, stage=NAME,delay=200ms|error|freeze[,rate=0.01]; may be repeated",
     },
@@ -181,6 +185,14 @@ def resolve(
 def build(kind: type[Any], settings: Mapping[str, Setting]) -> Any:
     """The configuration of that kind. `ConfigError` if values do not go together."""
     return kind(**{field.name: settings[field.name].value for field in dataclasses.fields(kind)})
+
+
+def parse(kind: Kind, name: str, text: str) -> Any:
+    """A value of the field `name`, from text. `ConfigError` says what it must be; "none" is no value."""
+    hint, default = _fields(kind)[name]
+    if text.lower() == "none" and default is None:
+        return None
+    return _from_text(name, hint, text)
 
 
 def show(settings: Mapping[str, Setting]) -> str:

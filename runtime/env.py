@@ -87,6 +87,10 @@ class Env(ABC):
         """The stream of random numbers called `name`: the same object each time, and for one seed the same numbers in
         every process, whatever other streams there are. Give each user its own name."""
 
+    def secret(self, name: str, num_bytes: int) -> bytes:
+        """Bytes that nobody outside the process can know; in simulation those of the stream `name`."""
+        return self.random(name).randbytes(num_bytes)
+
     async def sleep(self, delay_s: float) -> None:
         """Waits `delay_s` seconds of this env's clock."""
         await asyncio.sleep(delay_s)
@@ -151,6 +155,9 @@ class LiveEnv(Env):
         if name not in self._streams:
             self._streams[name] = seeded_stream(self.seed, name)
         return self._streams[name]
+
+    def secret(self, name: str, num_bytes: int) -> bytes:
+        return os.urandom(num_bytes)  # a seed may be known: it is a setting, and 0 unless somebody says
 
     async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         if self._pool is None:

@@ -6,7 +6,7 @@ The thinking is in `allocator.py`, the books in `blocks.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -17,16 +17,21 @@ from ..runtime.trace_rows import StepRows
 from .allocator import Allocator
 from .host import HostTier
 from .kv_trace import KVTrace
-from .messages import PlanReport, StepGrant, StepPlan
+from .messages import PlanReport, Rates, StepGrant, StepPlan
 from .prefix import PrefixCache
 
+if TYPE_CHECKING:
+    from .recording import CallLog
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets
 
 
 class Allocate(Stage[StepPlan, StepGrant]):
-    """Answers each plan with a report to schedule and, unless nothing can run, a grant to execute."""
+    """Answers each plan with a report to schedule and, unless nothing can run, a grant to execute.
 
-    inputs: ClassVar = {"in": StepPlan}
+    A `call_log` is told of each call, and what came of it.
+    """
+
+    inputs: ClassVar = {"rates": Rates, "in": StepPlan}
     outputs: ClassVar = {"out": StepGrant, "report": PlanReport}
     on_crash: ClassVar = Crash.RECOVER
 
@@ -40,10 +45,11 @@ class Allocate(Stage[StepPlan, StepGrant]):
         host: HostTier | None = None,
     ) -> None:
         self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host)
+        self.call_log: CallLog | None = None
         self.step_tokens = Histogram(STEP_TOKENS)  # computed in each step that has rows
         self._block_size = block_size
-        self._batch: Sequence[StepPlan] = ()  # in hand, or last
-        self._answered = 0  # plans of it
+        self._batch: Sequence[StepPlan | Rates] = ()  # in hand, or last
+        self._answered = 0  # messages of it
         self._context: Context | None = None
         self._recompute = self._swap = 0  # how a sequence is preempted, as names in the trace
         self._rows: StepRows | None = None
@@ -57,26 +63,46 @@ class Allocate(Stage[StepPlan, StepGrant]):
             self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids))
             self._kv = KVTrace(context, self.allocator)
 
-    async def handle(self, batch: Sequence[StepPlan], out: Outlet[Any]) -> None:
+    async def handle(self, batch: Sequence[StepPlan | Rates], out: Outlet[Any]) -> None:
         self._batch, self._answered = batch, 0
-        for plan in batch:
-            grant, report = self.allocator.serve(plan)
-            if grant is not None and len(grant.slots):
-                self.step_tokens.observe(grant.num_computed)
-            self._trace(plan, grant, report)
-            out.send(report, port="report")  # first: schedule must have it before the step can be done
-            if grant is not None:
-                out.send(grant)
+        answers: list[tuple[StepGrant | None, PlanReport]] = []
+        for message in batch:
+            if isinstance(message, Rates):
+                self.allocator.use_rates(message)
+            else:
+                answers.append(self._answer(message, out))
             self._answered += 1
+        if self.call_log is not None:
+            self.call_log.allocate(batch, answers)
 
-    async def recover(self, batch: Sequence[StepPlan], error: BaseException, out: Outlet[Any]) -> None:
+    def _answer(self, plan: StepPlan, out: Outlet[Any]) -> tuple[StepGrant | None, PlanReport]:
+        grant, report = self.allocator.serve(plan)
+        if grant is not None and len(grant.slots):
+            self.step_tokens.observe(grant.num_computed)
+        self._trace(plan, grant, report)
+        out.send(report, port="report")  # first: schedule must have it before the step can be done
+        if grant is not None:
+            out.send(grant)
+        return grant, report
+
+    async def recover(self, batch: Sequence[StepPlan | Rates], error: BaseException, out: Outlet[Any]) -> None:
         """Starts with clean books and says so: schedule then computes everything anew."""
         if self._batch is not batch:
             return await self.handle(batch, out)  # the crash came before any of it was touched
-        for plan in batch[self._answered :]:
-            report = self.allocator.reset(plan)
-            self._trace(plan, None, report)
-            out.send(report, port="report")
+        if self.call_log is not None:
+            self.call_log.crash("allocate")
+        for message in batch[self._answered :]:
+            if not isinstance(message, Rates):
+                report = self.allocator.reset(message)
+                self._trace(message, None, report)
+                out.send(report, port="report")
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets what the cache knows. Returns the blocks that frees. Sequences that run keep theirs."""
+        num_freed = self.allocator.reset_prefix_cache()
+        if self.call_log is not None:
+            self.call_log.reset_prefix_cache(num_freed)
+        return num_freed
 
     def _trace(self, plan: StepPlan, grant: StepGrant | None, report: PlanReport) -> None:
         assert self._context is not None and self._kv is not None

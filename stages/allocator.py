@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .blocks import BlockPool, BlockTables
 from .holdings import Holdings
 from .host import HostTier
-from .messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, StepGrant, StepPlan
+from .messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan
 from .prefix import PrefixCache
 from .pressure import Pressure
 
@@ -76,6 +77,11 @@ class Allocator:
         return self._holdings.tables
 
     @property
+    def sequence_ids(self) -> NDArray[np.int64]:
+        """[S] whose blocks a slot holds, or held last; -1 for nobody's yet."""
+        return self._holdings.sequence_ids
+
+    @property
     def host(self) -> HostTier | None:
         """What is swapped out; None if nothing ever is."""
         return self._holdings.host
@@ -85,6 +91,11 @@ class Allocator:
         """What is known of earlier sequences; None if it is off."""
         sharing = self._holdings.sharing
         return None if sharing is None else sharing.cache
+
+    def use_rates(self, rates: Rates) -> None:
+        """From now on swapping is weighed against computing again with these."""
+        if self.host is not None:
+            self.host.rates = rates
 
     def reset_prefix_cache(self) -> int:
         """Forgets what the cache knows. Returns the blocks that frees. Sequences that run keep theirs."""

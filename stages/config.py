@@ -62,6 +62,10 @@ class EngineConfig:
     max_unread_tokens: int = 256  # of an answer whose client does not read, before it is parked
     max_parked_s: float = 30.0  # that a client may leave a parked answer unread, before the request ends
 
+    # what is kept of it
+    record: str | None = None  # file for a recording of all that schedule and allocate are told and decide
+    record_token_ids: bool = False  # with prompts and answers as they are; else only what is alike in them can be seen
+
     # rehearsals
     inject: tuple[str, ...] = ()  # faults on purpose, as `runtime/inject.py` has them
 

@@ -14,6 +14,7 @@ import gc
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.env import Env, LiveEnv
@@ -50,6 +51,7 @@ from .pooling import Floats, PoolingParams
 from .prefix import PrefixCache
 from .processors import LogitsProcessor
 from .reading import read_outputs
+from .recorder import Recorder
 from .scheduler import Scheduler
 from .tasks import check_task, task_of
 
@@ -93,6 +95,7 @@ class Engine:
         self._info: ModelInfo | None = None
         self._request_numbers = itertools.count()
         self._edits: list[Callable[[Pipeline], object]] = []
+        self._recorder: Recorder | None = None
 
     # -- stages of your own
 
@@ -134,7 +137,7 @@ class Engine:
         if self._logits_processor is not None:
             loaded.sampler.use(self._logits_processor)
         with phases("pipeline"):
-            secret = self._env.random("prefix.secret").randbytes(16)
+            secret = self._env.secret("prefix.secret", 16)
             if loaded.info.num_blocks:
                 self._parts = EngineParts(self.config, loaded, self._make_device(loaded), secret)
             else:
@@ -143,6 +146,8 @@ class Engine:
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
                 edit(self._parts.pipeline)
+            if self.config.record is not None and isinstance(self._parts, EngineParts):
+                self._recorder = self._parts.record(Path(self.config.record), self.config, self._env)
             faults = self._faults(self._parts.pipeline)
             await self._parts.pipeline.start()
         with phases("warm_up"):
@@ -205,6 +210,8 @@ class Engine:
             await parts.pipeline.stop()
             if isinstance(parts, EngineParts):
                 await parts.gate.aclose()
+        if self._recorder is not None:
+            await self._recorder.aclose()
         if self._owns_env:
             await self._env.aclose()
         if parts is not None:
@@ -535,7 +542,7 @@ class Engine:
         """Forgets every cached prefix, so that nothing is found that was computed before. Returns the blocks freed."""
         if not self.has_core:
             return 0
-        return self._core().allocate.allocator.reset_prefix_cache()
+        return self._core().allocate.reset_prefix_cache()
 
     @property
     def has_core(self) -> bool:

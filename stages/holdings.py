@@ -53,7 +53,7 @@ class Holdings:
         self.completed_step = -1
         self.last_step = np.full(num_slots, -1, np.int64)  # [S] the last step that may touch the slot's blocks
         self.started: dict[int, Started] = {}  # by slot: not yet told to the device
-        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who started there last
+        self.sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who started there last
         self._must_compute = np.zeros(num_slots, np.bool_)  # [S] whether it may begin with nothing that is known
         # of the plan in hand:
         self.begun: dict[int, Beginning] = {}  # by slot
@@ -84,7 +84,7 @@ class Holdings:
             self.preempt(slot, plan.step)
         for started in plan.started:
             self.started[started.slot] = started
-            self._sequence_ids[started.slot] = started.sequence_id
+            self.sequence_ids[started.slot] = started.sequence_id
             self._must_compute[started.slot] = started.pooling is not None and started.pooling.needs_every_position
             if self.sharing is not None:
                 self.sharing.start(started)
@@ -103,7 +103,7 @@ class Holdings:
         num_tokens = int(self.tables.num_tokens[slot])
         may_return = num_tokens and slot not in self.started and not self._must_compute[slot]
         if self.host is not None and may_return:
-            kept = self.host.swap_out(int(self._sequence_ids[slot]), num_tokens)
+            kept = self.host.swap_out(int(self.sequence_ids[slot]), num_tokens)
             if kept is not None:
                 blocks = self.tables.blocks[slot, : len(kept)].copy()
                 self.copies.append(BlockCopy(Direction.OUT, blocks, kept))
@@ -167,7 +167,7 @@ class Holdings:
         num_found = (len(shared) + len(places)) * self.pool.block_size + num_forked
         if num_swapped > num_found:
             assert self.host is not None
-            sequence_id = int(self._sequence_ids[slot])
+            sequence_id = int(self.sequence_ids[slot])
             own = self.host.blocks(sequence_id)
             if self.sharing is not None and self.host.is_stale(sequence_id):
                 self.sharing.cut(slot)
@@ -193,7 +193,7 @@ class Holdings:
             self.pool.give_back(np.array([beginning.source], np.int32), -1, self.completed_step)
 
     def _num_swapped(self, slot: int) -> int:
-        return 0 if self.host is None else self.host.num_tokens(int(self._sequence_ids[slot]))
+        return 0 if self.host is None else self.host.num_tokens(int(self.sequence_ids[slot]))
 
     # -- granting
 
@@ -240,7 +240,7 @@ class Holdings:
                 self.copies.append(BlockCopy(Direction.IN, beginning.on_host, blocks))
             if not beginning.is_swapped:
                 self.host.pool.give_back(beginning.on_host, step, self.completed_step)
-            self.host.release(int(self._sequence_ids[slot]), step, self.completed_step)
+            self.host.release(int(self.sequence_ids[slot]), step, self.completed_step)
 
     def fork(self, step: int) -> None:
         """Those that begin in `step` within a block that goes on differently get their own copy of it. The other one

@@ -10,19 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .blocks import BlockPool
-from .messages import NO_INTS, Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """How fast the machine is, as measured at start-up."""
-
-    copy_s: float  # to copy one block, one way
-    compute_s: float  # to compute one token of a prompt
-
-    def favour_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether copying the blocks out and in takes no longer than computing what they hold again."""
-        return 2 * num_blocks * self.copy_s <= num_tokens * self.compute_s
+from .messages import NO_INTS, Ints, Rates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +64,10 @@ class HostTier:
         blocks = self.pool.take(num_blocks)
         self._swapped[sequence_id] = _Swapped(num_tokens, blocks)
         return blocks
+
+    def sequence_ids(self) -> list[int]:
+        """Sequences that have blocks here, in order."""
+        return sorted(self._swapped)
 
     def num_tokens(self, sequence_id: int) -> int:
         """Tokens of the sequence that are here, 0 if none."""

@@ -12,6 +12,7 @@ Who says what to whom:
     PlanReport   allocate -> schedule
     StepGrant    allocate -> execute
     StepLogits   execute  -> sample
+    Rates        execute  -> allocate
     StepDone, StepVoid   sample -> schedule
     StepTokens   sample   -> detokenize, with what became of pooled sequences, as Pooled
     StepText     detokenize -> exit
@@ -115,6 +116,19 @@ class TokenRequest:
 
 
 # -- steps
+
+
+@message
+class Rates:
+    """How fast the machine is, as execute's device was measured. Allocate weighs with it whether to swap, and reads no
+    clock of its own."""
+
+    copy_s: float  # to copy one block, one way
+    compute_s: float  # to compute one token of a prompt
+
+    def favour_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether copying the blocks out and in takes no longer than computing what they hold again."""
+        return 2 * num_blocks * self.copy_s <= num_tokens * self.compute_s
 
 
 @message

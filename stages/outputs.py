@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..model.pooling import PoolingConfig
-from .host import Rates
 from .memory import MemoryTable
-from .messages import FinishReason, PromptLogprobs, TokenLogprobs
+from .messages import FinishReason, PromptLogprobs, Rates, TokenLogprobs
 from .params import SamplingParams
 from .pooling import Floats
 from .tasks import Task

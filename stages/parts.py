@@ -5,13 +5,16 @@ Knows who needs what of whom. Starts and stops nothing.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..runtime.env import Env
 from .allocate import Allocate
 from .config import EngineConfig
 from .detokenize import Answer, Detokenize
 from .device import Device
 from .encode import Encode
+from .errors import ConfigError
 from .execute import Execute
 from .grammar_gate import GrammarGate
 from .host import HostTier
@@ -22,6 +25,8 @@ from .outputs import ModelInfo
 from .pipeline import build_encoder_pipeline, build_pipeline
 from .policy import make_policy
 from .prefix import PrefixCache
+from .recorder import Recorder
+from .recording import RecordedEngine
 from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits
@@ -63,10 +68,10 @@ class EngineParts:
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
         self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
         cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
-        host = HostTier(info.num_host_blocks, info.block_size, info.rates) if info.num_host_blocks else None
+        host = HostTier(info.num_host_blocks, info.block_size) if info.num_host_blocks else None
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
         self.allocate = Allocate(*sizes, cache, host)
-        execute, sample = Execute(loaded.runner, device), Sample(loaded.sampler, device)
+        execute, sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
         self.detokenize = Detokenize(
             loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
         )
@@ -99,6 +104,19 @@ class EngineParts:
             self.searches.request_ended,
             self.gate.request_ended,
         ]
+
+    def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
+        """Records from now on, which is before the pipeline starts. The caller closes the recorder when it has stopped.
+        Raises `ConfigError` for a file that can not be made."""
+        engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
+        recorder = Recorder(path, engine, with_token_ids=config.record_token_ids)
+        try:
+            recorder.open(env)
+        except OSError as error:
+            reason = f"{error.strerror}: must name a file in a folder that is there"
+            raise ConfigError(f"record = {path}: {reason}") from None
+        self.schedule.call_log = self.allocate.call_log = recorder
+        return recorder
 
     def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
         """(where a request is, whether any of it has been served yet)."""

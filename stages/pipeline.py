@@ -56,6 +56,7 @@ def build_pipeline(
     connect("allocate.report", "schedule.report", capacity=k, when_full="never", credits=1, reason="its report")
     connect("allocate", "execute", capacity=k, when_full="never", credits=k, reason="K steps in flight")
     connect("execute", "sample", capacity=k, when_full="never", credits=k, reason="K steps in flight")
+    connect("execute.rates", "allocate.rates", capacity=k, when_full="never", credits=1, reason="told once, at first")
     connect(
         "sample.feedback", "schedule.feedback", capacity=2 * k, when_full="never", credits=k, reason="K outcomes, slack"
     )

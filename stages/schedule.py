@@ -5,8 +5,8 @@ The thinking is in `scheduler.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
@@ -15,6 +15,9 @@ from .messages import PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
 from .policy import Policy
 from .scheduler import Limits, Scheduler
 
+if TYPE_CHECKING:
+    from .recording import CallLog
+
 
 class Schedule(Stage[TokenRequest, StepPlan]):
     """Plans steps from what it is told. Reports are taken before feedback, as a step is granted before it is done, and
@@ -22,6 +25,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     The control lane names sequences that are over (cancelled, past their deadline, stopped by a stop string); they run
     on for at most K + 1 steps, and nobody sees what they make. And those whose clients stall, or read again.
+
+    A `call_log` is told of each call, and what came of it.
     """
 
     inputs: ClassVar = {"report": PlanReport, "feedback": StepDone | StepVoid, "in": TokenRequest}
@@ -33,6 +38,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self.scheduler = Scheduler(limits, policy)
         self.max_waiting = max_waiting  # prompts; more stay in the channel, and hold their senders back
         self.last_step_s = 0.0  # when a step was last planned or done
+        self.call_log: CallLog | None = None
         self._batch: Sequence[Any] = ()
         self._taken = 0  # messages of it
         self._context: Context | None = None
@@ -52,22 +58,29 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
         self._batch, self._taken = batch, 0
-        self._take(batch, out)
-        self._take_lane()
+        failed = self._take(batch, out)
+        causes = self._take_lane()
+        plans = []
         while (plan := self.scheduler.plan()) is not None:
             self._send(plan, out)
+            plans.append(plan)
+        if self.call_log is not None:
+            self.call_log.schedule(batch, causes, plans, failed)
         assert self._trace is not None
         self._trace.line()
 
     async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[StepPlan]) -> None:
         """Goes on with the messages it had not taken, and computes anew all that runs."""
         rest = batch[self._taken :] if self._batch is batch else batch
+        if self.call_log is not None:
+            self.call_log.crash("schedule")
         self.scheduler.rebuild()
         await self.handle(rest, out)
 
-    def _take_lane(self) -> None:
+    def _take_lane(self) -> Mapping[int, str]:
         assert self._context is not None and self._trace is not None
-        for sequence_id, cause in self._context.lane.take().items():
+        causes = self._context.lane.take()
+        for sequence_id, cause in causes.items():
             match cause:
                 case "park":
                     self._trace.parked(sequence_id, EventKind.PARKED)
@@ -77,10 +90,13 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                     self.scheduler.unpark(sequence_id)
                 case _:
                     self.scheduler.end(sequence_id)
+        return causes
 
-    def _take(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
+    def _take(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> list[int]:
+        """Returns the sequences that are given up."""
         scheduler, trace = self.scheduler, self._trace
         assert trace is not None
+        failed: list[int] = []
         for message in batch:
             self._taken += 1
             match message:
@@ -94,6 +110,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                 case StepVoid():
                     for sequence, error in scheduler.on_void(message):
                         out.fail(sequence.request_id, error)
+                        failed.append(sequence.sequence_id)
+        return failed
 
     def _send(self, plan: StepPlan, out: Outlet[StepPlan]) -> None:
         assert self._context is not None and self._trace is not None

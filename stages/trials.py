@@ -14,8 +14,7 @@ from ..model.cache import KVCache
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from .config import EngineConfig
-from .host import Rates
-from .messages import BlockCopy, Direction, Started, StepGrant
+from .messages import BlockCopy, Direction, Rates, Started, StepGrant
 from .params import SamplingParams
 from .pooler import Pooler
 from .runner import ModelRunner

@@ -241,7 +241,7 @@ async def run_alone(env: Env, runner: Scripted, generations: Sequence[int]) -> l
     pipeline = Pipeline()
     pipeline.add(Execute(runner, Device()))
     pipeline.entry = Port("execute", "in")
-    pipeline.open_ports = {Port("execute", "out")}
+    pipeline.open_ports = {Port("execute", "out"), Port("execute", "rates")}
     pipeline.use(env)
     async with pipeline:
         for step, generation in enumerate(generations, 5):

@@ -11,8 +11,8 @@ import pytest
 from millrace.stages.allocator import Allocator
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
-from millrace.stages.host import HostTier, Rates
-from millrace.stages.messages import Direction, StepPlan
+from millrace.stages.host import HostTier
+from millrace.stages.messages import Direction, Rates, StepPlan
 from millrace.stages.params import SamplingParams
 from millrace.stages.sizing import num_host_blocks
 from tests.stages.plans import plan

@@ -71,7 +71,7 @@ def make(model: Scripted, env: Env, capacity: int = 2) -> Pipeline:
     pipeline.add(Sample(model, device))
     pipeline.connect("execute", "sample", capacity=capacity, reason="steps in flight")
     pipeline.entry = Port("execute", "in")
-    pipeline.open_ports = {Port("sample", "out"), Port("sample", "feedback")}
+    pipeline.open_ports = {Port("execute", "rates"), Port("sample", "out"), Port("sample", "feedback")}
     pipeline.use(env)
     return pipeline
 

@@ -1,0 +1,72 @@
+"""An env whose time is set by whoever drives it: for stages that are called one after another, without an event loop.
+
+`simloop.py` has the one for whole pipelines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
+
+from .env import Env, SideThread, Worker, seeded_stream
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class VirtualEnv(Env):
+    """Time stands still until somebody sets `time_s`. There are no threads, no faults and no waiting."""
+
+    injects_faults = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self.time_s = 0.0
+        self.seed = seed
+        self._streams: dict[str, random.Random] = {}
+
+    def now(self) -> float:
+        return self.time_s
+
+    def now_ns(self) -> int:
+        return round(self.time_s * 1e9)
+
+    def wall_time(self) -> float:
+        return self.time_s
+
+    def random(self, name: str) -> random.Random:
+        if name not in self._streams:
+            self._streams[name] = seeded_stream(self.seed, name)
+        return self._streams[name]
+
+    async def sleep(self, delay_s: float) -> NoReturn:
+        raise RuntimeError("nobody may wait where time is set from outside: run such a stage in simloop's SimEnv")
+
+    async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        return fn(*args)
+
+    def worker(self, name: str, threads: int = 1) -> Worker:
+        raise RuntimeError(f"worker {name!r}: there are no threads where time is set from outside")
+
+    def side_thread(self, name: str) -> SideThread:
+        raise RuntimeError(f"side thread {name!r}: there are no threads where time is set from outside")
+
+    async def aclose(self) -> None:
+        pass
+
+    def fault(self, name: str, probability: float | None = None) -> bool:
+        return False
+
+    def note(self, *fields: object) -> None:
+        pass
+
+
+def run_at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing, as a stage's `handle` whose work is plain code."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        value: T = done.value
+        return value
+    coroutine.close()
+    raise RuntimeError(f"{coroutine!r} waits for something: it can not be run without an event loop")

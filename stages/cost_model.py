@@ -1,0 +1,195 @@
+"""How long a step takes, from what is in it: fitted to the steps of a recording, and used in place of a device.
+
+Plain numbers: what a step costs in any case, and what each token, row and copied block adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from .messages import Indices, Ints
+from .recorded import AllocateCall, Recording, RecordingError, ScheduleCall
+from .recording import Fields, Given, RecordedEngine, Wrong, read_engine
+from .replay import Replay
+
+VERSION = 1
+LEAST_STEPS = 30  # a fit of fewer would say little
+
+
+@dataclass(frozen=True, slots=True)
+class StepContents:
+    """What a step has to do, as far as it costs time."""
+
+    num_prefill: int = 0  # tokens of prompts
+    num_pairs: float = 0.0  # of such a token and one before it, or itself
+    num_decode: int = 0  # rows of one token
+    num_context: int = 0  # tokens that those attend to
+    num_copied: int = 0  # blocks
+
+    @classmethod
+    def of(cls, starts: Ints | Indices, num_tokens: Ints, num_copied: int = 0) -> StepContents:
+        """Of rows that compute `num_tokens` tokens each from `starts` on, [R] both."""
+        is_prefill = num_tokens > 1
+        tokens, before = num_tokens[is_prefill].astype(np.float64), starts[is_prefill]
+        decoding = starts[~is_prefill]
+        return cls(
+            int(tokens.sum()),
+            float((tokens * (before + (tokens + 1) / 2)).sum()),
+            len(decoding),
+            int(decoding.sum()) + len(decoding),
+            num_copied,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds of a step. All are at least 0."""
+
+    step_s: float  # of any
+    prefill_token_s: float = 0.0  # more for each of its contents, as in `StepContents`
+    prefill_pair_s: float = 0.0
+    decode_row_s: float = 0.0
+    decode_context_s: float = 0.0
+    copied_block_s: float = 0.0
+    front_s: float = 0.0  # from a request's arrival to schedule
+
+    def seconds(self, contents: StepContents) -> float:
+        """How long such a step takes."""
+        return (
+            self.step_s
+            + self.prefill_token_s * contents.num_prefill
+            + self.prefill_pair_s * contents.num_pairs
+            + self.decode_row_s * contents.num_decode
+            + self.decode_context_s * contents.num_context
+            + self.copied_block_s * contents.num_copied
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A cost model, and what it was fitted to."""
+
+    model: CostModel
+    engine: RecordedEngine
+    num_steps: int = 0
+    mean_error: float = 0.0  # of a step's predicted time, as a share of it
+    total_error: float = 0.0  # of the predicted time of all, as a share of it; with its sign
+
+    def save(self, path: Path) -> None:
+        """Writes it as JSON."""
+        told = {"millrace_cost_model": VERSION, "seconds": asdict(self.model), "engine": self.engine.to_fields()}
+        told |= {"num_steps": self.num_steps, "mean_error": self.mean_error, "total_error": self.total_error}
+        path.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Fitted:
+        """From such a file, or from a recording. Raises `RecordingError` for anything else."""
+        try:
+            told: Any = orjson.loads(path.read_bytes())
+        except OSError as error:
+            raise RecordingError(f"{path}: {error.strerror}: must name a cost model or a recording") from None
+        except orjson.JSONDecodeError:
+            return fit(Recording(path))  # of many lines, if it is one
+        if not isinstance(told, dict) or told.get("millrace_cost_model") != VERSION:
+            return fit(Recording(path))
+        try:
+            return cls(_read_model(told.get("seconds")), read_engine(told.get("engine")))
+        except Wrong as error:
+            raise RecordingError(f"{path}: {error}") from None
+
+
+def fit(recording: Recording) -> Fitted:
+    """The model that fits the steps of a recording best: least squares, each step weighed by its time, nothing below 0.
+
+    Steps that began with the device idle are counted from their grant to their outcome, the others from the outcome of
+    the one before: so what the host adds is in them, as it is when it serves. Raises `RecordingError` for a recording
+    with too few steps.
+    """
+    samples, front_s = step_times(recording)
+    if len(samples) < LEAST_STEPS:
+        raise RecordingError(
+            f"{recording.path}: {len(samples)} steps: a cost model needs at least {LEAST_STEPS}; record for longer"
+        )
+    model = replace(fit_steps(samples), front_s=front_s)
+    seconds = np.array([took for _, took in samples])
+    predicted = np.array([model.seconds(contents) for contents, _ in samples])
+    mean_error = float((np.abs(predicted - seconds) / np.maximum(seconds, 1e-9)).mean())
+    return Fitted(model, recording.engine, len(samples), mean_error, float(predicted.sum() / seconds.sum() - 1))
+
+
+def fit_steps(samples: Sequence[tuple[StepContents, float]]) -> CostModel:
+    """The same for steps of which is known what was in them and how many seconds they took."""
+    seconds = np.array([took for _, took in samples])
+    columns = np.array([_column(contents) for contents, _ in samples])  # [N, C]
+    weights = 1.0 / np.sqrt(np.maximum(seconds, np.median(seconds) / 4))
+    found = _least_squares(columns * weights[:, None], seconds * weights)
+    found *= seconds.sum() / max(float((columns @ found).sum()), 1e-12)  # what is left over adds up to nothing
+    names = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s", "copied_block_s")
+    return CostModel(**dict(zip(names, found.tolist(), strict=True)))
+
+
+def step_times(recording: Recording) -> tuple[list[tuple[StepContents, float]], float]:
+    """What was in each step of a recording that ran, and how long it took; and what requests took to reach schedule, at
+    the median. The first step after the prefix cache was reset, as after a warm-up, counts like any other."""
+    samples: list[tuple[StepContents, float]] = []
+    fronts: list[float] = []
+    granted: dict[int, tuple[float, StepContents]] = {}
+    done_s = 0.0
+    for call, decisions in Replay(recording).calls():
+        if isinstance(call, AllocateCall):
+            for decision in decisions:
+                if decision.kind == "grant" and decision.replayed is not None:
+                    granted[decision.replayed["step"]] = call.time_s, _contents(decision.replayed)
+        elif isinstance(call, ScheduleCall):
+            for message in call.taken:
+                if hasattr(message, "arrival_s"):
+                    fronts.append(call.time_s - (message.arrival_s - recording.began_s))
+                elif hasattr(message, "is_finished") and message.step in granted:
+                    granted_s, contents = granted.pop(message.step)
+                    samples.append((contents, call.time_s - max(granted_s, done_s)))
+                    done_s = call.time_s
+    return samples, max(0.0, float(np.median(fronts))) if fronts else 0.0
+
+
+def _contents(grant: Fields) -> StepContents:
+    starts = np.array(grant["starts_less_step"], np.int64) + grant["step"]
+    num_copied = sum(len(sources) for _, sources, _ in grant["copies"])
+    return StepContents.of(starts, np.array(grant["num_tokens"], np.int32), num_copied)
+
+
+def _column(contents: StepContents) -> list[float]:
+    return [
+        1.0,
+        float(contents.num_prefill),
+        contents.num_pairs,
+        float(contents.num_decode),
+        float(contents.num_context),
+        float(contents.num_copied),
+    ]
+
+
+def _least_squares(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients of at least 0: the one that would fall furthest below is left out, until none does."""
+    scale = np.maximum(np.abs(columns).max(axis=0), 1e-30)
+    kept = [i for i in range(columns.shape[1]) if columns[:, i].any()]
+    found = np.zeros(columns.shape[1])
+    while kept:
+        some, *_ = np.linalg.lstsq(columns[:, kept] / scale[kept], wanted, rcond=None)
+        if some.min() >= 0:
+            found[kept] = some / scale[kept]
+            break
+        del kept[int(some.argmin())]
+    return found
+
+
+def _read_model(values: Any) -> CostModel:
+    given = Given("seconds", values if isinstance(values, dict) else {})
+    names: Sequence[str] = CostModel.__slots__
+    return CostModel(**{name: given.number(name) for name in names})

@@ -1,0 +1,98 @@
+"""Who holds which block, at one moment: of an engine that runs, or of a recording that is run again up to there.
+
+Plain data, made by looking at the books of schedule and allocate; equal moments are equal values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .allocator import Allocator
+from .blocks import BlockPool, BlockState
+from .scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """One sequence that is not over."""
+
+    sequence_id: int
+    request_id: str
+    state: str  # waiting, running, preempted, swapped, parked
+    is_parked: bool  # its client does not read, whatever the state
+    num_prompt: int  # tokens
+    num_known: int  # tokens of prompt and answer
+    num_preempted: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One slot that has blocks. Its sequence may be over for schedule already, while allocate was not told yet."""
+
+    slot: int
+    sequence_id: int
+    num_tokens: int  # with a place in the blocks
+    blocks: tuple[int, ...]  # in token order; others may hold them, too
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """The blocks of one memory."""
+
+    block_states: bytes  # [N] a BlockState each
+    num_tables: bytes  # [N] of holders, 255 for more
+
+    @classmethod
+    def of(cls, pool: BlockPool) -> PoolState:
+        """As it is now."""
+        return cls(pool.state.tobytes(), np.minimum(pool.num_tables, 255).astype(np.uint8).tobytes())
+
+    def count(self, state: BlockState) -> int:
+        """Blocks in that state."""
+        return self.block_states.count(int(state))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """All memory, and all who want some."""
+
+    last_granted: int  # step
+    completed_step: int
+    device: PoolState
+    host: PoolState | None  # None: nothing is ever swapped
+    holders: tuple[Holder, ...]  # by slot
+    swapped: tuple[tuple[int, tuple[int, ...]], ...]  # (sequence, its blocks on the host)
+    sequences: tuple[SequenceState, ...]  # by id
+    admission_blocked_reason: str  # what the first in line lacks: blocks, swapped, or ""
+
+    def holders_of(self, block: int) -> list[Holder]:
+        """Who holds a block of the device."""
+        return [holder for holder in self.holders if block in holder.blocks]
+
+
+def memory_state(scheduler: Scheduler, allocator: Allocator) -> MemoryState:
+    """The memory as it is now. Between two calls of the stages: in the middle of one the books do not agree."""
+    tables, host, table = allocator.tables, allocator.host, scheduler.slots
+    holders = []
+    for slot in np.flatnonzero(tables.room).tolist():
+        held = tables.blocks[slot, : int(tables.room[slot]) // tables.block_size]
+        sequence_id = int(allocator.sequence_ids[slot])
+        holders.append(Holder(slot, sequence_id, int(tables.num_tokens[slot]), tuple(held.tolist())))
+    sequences = []
+    for sequence_id, sequence in sorted(scheduler.sequences.items()):
+        num_known = int(table.num_known[sequence.slot]) if sequence.slot >= 0 else len(sequence.token_ids)
+        told = (sequence.request_id, sequence.state.value, sequence.is_parked, sequence.num_prompt)
+        sequences.append(SequenceState(sequence_id, *told, num_known, sequence.num_preempted, sequence.priority))
+    return MemoryState(
+        last_granted=scheduler.last_granted,
+        completed_step=scheduler.completed_step,
+        device=PoolState.of(allocator.pool),
+        host=None if host is None else PoolState.of(host.pool),
+        holders=tuple(holders),
+        swapped=() if host is None else tuple((key, tuple(host.blocks(key).tolist())) for key in host.sequence_ids()),
+        sequences=tuple(sequences),
+        admission_blocked_reason=scheduler.admission_blocked_reason,
+    )

@@ -1,0 +1,112 @@
+"""A device that takes as long for each step as a cost model says, and answers as long as was asked.
+
+Part of the simulation. What it makes of a step is known as soon as the step is granted, and told when it is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost_model import CostModel, StepContents
+from .messages import Bools, Indices, StepDone, StepGrant
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A step on the device."""
+
+    end_s: float
+    done: StepDone
+    is_steady: bool  # the same rows as in the step before, of which none began or ended
+
+
+@dataclass(slots=True, eq=False)
+class _Steady:
+    """Rows that go on decoding, step after step: what changes from one to the next are a few numbers."""
+
+    slots: Indices  # [R]
+    sequence_ids: NDArray[np.int64]
+    places: Indices  # of the next tokens
+    token_ids: Indices
+    is_finished: Bools  # all false
+    num_context: int
+    num_left: int  # steps before any row ends
+
+
+class ModelledDevice:
+    """Runs granted steps one behind the other."""
+
+    def __init__(self, model: CostModel, num_slots: int) -> None:
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self.flights: deque[Flight] = deque()  # not done yet, in order
+        self._model = model
+        self._free_at_s = 0.0
+        self._steady: _Steady | None = None
+        self._zeros = np.zeros(num_slots, np.intp)  # the ids of all tokens
+        self._sequence_id = np.full(num_slots, -1, np.int64)  # [S] all, by slot
+        self._num_generated = np.zeros(num_slots, np.intp)
+        self._num_wanted = np.zeros(num_slots, np.intp)  # tokens of the answer
+        self._is_over = np.ones(num_slots, np.bool_)
+
+    def launch(self, grant: StepGrant, now_s: float) -> None:
+        """Queues a step."""
+        steady = self._steady
+        if steady is not None and grant.slots is steady.slots and grant.is_decode and not grant.copies:
+            contents = StepContents(num_decode=len(grant.slots), num_context=steady.num_context)
+            done, is_steady = self._go_on(grant.step, steady), True
+        else:
+            self._settle()
+            num_copied = sum(len(copy.sources) for copy in grant.copies)
+            contents = StepContents.of(grant.starts, grant.num_tokens, num_copied)
+            done, is_steady = self._sample(grant), False
+            if grant.is_decode and len(done.slots) == len(grant.slots) and not done.is_finished.any():
+                self._steady = self._steady_of(grant, done, contents)
+        took_s = self._model.seconds(contents)
+        self._free_at_s = max(now_s, self._free_at_s) + took_s
+        self.flights.append(Flight(self._free_at_s, done, is_steady))
+        self.num_steps += 1
+        self.busy_s += took_s
+
+    def _sample(self, grant: StepGrant) -> StepDone:
+        """One token for each sampled row whose answer goes on."""
+        for started in grant.started:
+            slot, num_wanted = started.slot, started.params.max_tokens
+            assert num_wanted is not None
+            self._sequence_id[slot], self._num_wanted[slot] = started.sequence_id, num_wanted
+            self._num_generated[slot] = len(started.token_ids) - started.num_prompt
+            self._is_over[slot] = False
+        rows = grant.slots[grant.is_sampled]
+        rows = rows[~self._is_over[rows]]
+        places = self._num_generated[rows]
+        self._num_generated[rows] = places + 1
+        is_finished = places + 1 >= self._num_wanted[rows]
+        self._is_over[rows] = is_finished
+        return StepDone(grant.step, rows, self._sequence_id[rows], places, self._zeros[: len(rows)], is_finished)
+
+    def _steady_of(self, grant: StepGrant, done: StepDone, contents: StepContents) -> _Steady | None:
+        num_left = int((self._num_wanted[done.slots] - self._num_generated[done.slots]).min()) - 1
+        if num_left < 1:
+            return None
+        context = contents.num_context + len(done.slots)
+        columns = (grant.slots, done.sequence_ids, done.places + 1, done.token_ids, done.is_finished)
+        return _Steady(*columns, context, num_left)
+
+    def _go_on(self, step: int, steady: _Steady) -> StepDone:
+        columns = (steady.slots, steady.sequence_ids, steady.places, steady.token_ids, steady.is_finished)
+        steady.places = steady.places + 1
+        steady.num_context += len(steady.slots)
+        steady.num_left -= 1
+        if not steady.num_left:
+            self._settle()
+        return StepDone(step, *columns)
+
+    def _settle(self) -> None:
+        """Rows come or go: writes down how far they have come."""
+        if self._steady is not None:
+            self._num_generated[self._steady.slots] = self._steady.places
+            self._steady = None

@@ -1,0 +1,210 @@
+"""Reads a recording line by line, trusting none of it: see `recording.py` for what is in one.
+
+A file that no engine wrote is refused with its line and the reason. Nothing in it is ever run or imported; sizes are
+bounded before anything of that size is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from .messages import Rates, StepDone, StepVoid, TokenRequest
+from .recording import VERSION, Fields, Given, RecordedEngine, Unchanged, Wrong, read_add, read_done, read_engine
+from .recording import read_void as _read_void
+
+MAX_LINE_BYTES = 64 * 2**20
+MAX_ITEMS = 65_536  # of a list in a line
+END_CAUSES = 512  # characters
+
+
+class RecordingError(ValueError):
+    """A recording that can not be read, or not be run. Names file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTaken:
+    """Schedule took allocate's report of a step; what it says follows from the plan."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduleCall:
+    """One `handle` of schedule: what it was given, and what it decided, as plain values."""
+
+    line: int
+    time_s: float  # since the recording began
+    taken: Sequence[TokenRequest | StepDone | StepVoid | ReportTaken]
+    lane: Sequence[tuple[int, str]]  # (sequence, cause), in order
+    plans: Sequence[Fields]
+    failed: Sequence[int]  # sequences given up
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllocateCall:
+    """One `handle` of allocate."""
+
+    line: int
+    time_s: float
+    rates: Sequence[Rates]
+    reports: Sequence[Fields]
+    grants: Sequence[Fields | None]  # one for each report; None: nothing went on
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheReset:
+    """Somebody reset the prefix cache."""
+
+    line: int
+    time_s: float
+    num_freed: int  # blocks
+
+
+Call = ScheduleCall | AllocateCall | CacheReset
+
+
+class Recording:
+    """A recording in a file. Reading it again begins anew; the first line is read at once.
+
+    Raises `RecordingError` for a file that is none. Of a recording that was cut off, as when its engine was killed, the
+    last line is left out; `end` says how it ended once it was read to its end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.end: str | None = None  # "closed", why it stopped early, or None: not read yet, or cut off
+        try:
+            with path.open("rb") as file:
+                header = self._parse(1, file.readline(MAX_LINE_BYTES + 1))
+        except OSError as error:
+            raise RecordingError(f"{path}: {error.strerror}: must name a recording") from None
+        if not isinstance(header, dict) or header.get("millrace_recording") != VERSION:
+            version = header.get("millrace_recording") if isinstance(header, dict) else None
+            what = "this is no recording" if version is None else f"a recording of format {version!r:.40}"
+            raise RecordingError(f"{path}:1: {what}: `millrace serve --record FILE` makes one of format {VERSION}")
+        try:
+            self.engine: RecordedEngine = read_engine(header.get("engine"))
+            given = Given("header", header)
+            self.began_s = given.number("began_s", -1e12)
+            self.began_wall_s = given.number("began_wall_s")
+        except Wrong as error:
+            raise RecordingError(f"{path}:1: {error}") from None
+
+    def __iter__(self) -> Iterator[Call]:
+        """The calls, in order."""
+        self.end = None
+        unchanged = Unchanged()
+        time_s = 0.0
+        with self.path.open("rb") as file:
+            file.readline(MAX_LINE_BYTES + 1)
+            for number, values in self._lines(file):
+                try:
+                    given = Given("line", values)
+                    if "end" in values:
+                        self.end = given.text("end", END_CAUSES)
+                        return
+                    time_s = given.number("t", time_s)
+                    call = self._call(number, time_s, values, unchanged)
+                except Wrong as error:
+                    raise RecordingError(f"{self.path}:{number}: {error}") from None
+                yield call
+
+    def _lines(self, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
+        number = 1
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
+                return  # cut off
+            values = self._parse(number, line)
+            if not isinstance(values, dict):
+                raise RecordingError(f"{self.path}:{number}: must be a JSON object")
+            yield number, values
+
+    def _parse(self, number: int, line: bytes) -> Any:
+        if len(line) > MAX_LINE_BYTES:
+            raise RecordingError(f"{self.path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        try:
+            return orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise RecordingError(f"{self.path}:{number}: this is no JSON: {error}") from None
+
+    # -- a line
+
+    def _call(self, number: int, time_s: float, values: dict[str, Any], unchanged: Unchanged) -> Call:
+        if "schedule" in values:
+            return self._schedule(number, time_s, _object(values, "schedule"), unchanged)
+        if "allocate" in values:
+            return self._allocate(number, time_s, _object(values, "allocate"), unchanged)
+        if "reset_prefix_cache" in values:
+            return CacheReset(number, time_s, Given("line", values).whole("reset_prefix_cache"))
+        raise Wrong("must say schedule, allocate, reset_prefix_cache or end")
+
+    def _schedule(self, number: int, time_s: float, told: dict[str, Any], unchanged: Unchanged) -> ScheduleCall:
+        taken = [self._taken(item, unchanged) for item in _objects(told, "in")]
+        plans = [unchanged.put_back("plan", plan) for plan in _objects(told, "plans")]
+        failed = Given("schedule", {"failed": [], **told}).wholes("failed", 2**53)
+        return ScheduleCall(number, time_s, taken, _lane(told), plans, failed)
+
+    def _taken(self, item: dict[str, Any], unchanged: Unchanged) -> TokenRequest | StepDone | StepVoid | ReportTaken:
+        if "add" in item:
+            return read_add(_object(item, "add"), self.engine)
+        if "done" in item:
+            return read_done(unchanged.put_back("done", _object(item, "done")), self.engine)
+        if "void" in item:
+            return _read_void(_object(item, "void"))
+        if "report" in item:
+            return ReportTaken(Given("in", item).whole("report"))
+        raise Wrong("schedule.in: each must be one of add, done, void and report")
+
+    def _allocate(self, number: int, time_s: float, told: dict[str, Any], unchanged: Unchanged) -> AllocateCall:
+        reports, grants = [], []
+        for answer in _objects(told, "answers"):
+            reports.append(unchanged.put_back("report", _object(answer, "report")))
+            grants.append(unchanged.put_back("grant", _object(answer, "grant")) if "grant" in answer else None)
+        return AllocateCall(number, time_s, _rates(told), reports, grants)
+
+
+def _rates(told: dict[str, Any]) -> list[Rates]:
+    made = []
+    for pair in _list(told, "rates"):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise Wrong("allocate.rates: each must be [copy_s, compute_s]")
+        given = Given("rates", dict(zip(("copy_s", "compute_s"), pair, strict=True)))
+        made.append(Rates(given.number("copy_s"), given.number("compute_s")))
+    return made
+
+
+def _lane(told: dict[str, Any]) -> list[tuple[int, str]]:
+    causes = []
+    for pair in _list(told, "lane"):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise Wrong("schedule.lane: each must be [sequence, cause]")
+        given = Given("lane", dict(zip(("sequence_id", "cause"), pair, strict=True)))
+        causes.append((given.whole("sequence_id", 0, 2**53), given.text("cause")))
+    return causes
+
+
+def _object(values: dict[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name)
+    if not isinstance(found, dict):
+        raise Wrong(f"{name} must be an object")
+    return found
+
+
+def _objects(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    found = _list(values, name)
+    if any(not isinstance(each, dict) for each in found):
+        raise Wrong(f"{name} must be a list of objects")
+    return found
+
+
+def _list(values: dict[str, Any], name: str) -> list[Any]:
+    found = values.get(name, [])
+    if not isinstance(found, list) or len(found) > MAX_ITEMS:
+        raise Wrong(f"{name} must be a list of at most {MAX_ITEMS}")
+    return found

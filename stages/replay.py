@@ -1,0 +1,272 @@
+"""Runs a recording again: the real schedule and allocate stages, call by call, under virtual time.
+
+Each call is given what it was given then, and what it decides is compared with what it decided then. Both read no clock
+and draw no dice, so all is the same, unless code or settings are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from ..runtime.channel import ControlLane
+from ..runtime.stage import Context
+from ..runtime.trace import Tracer
+from ..runtime.virtual import VirtualEnv, run_at_once
+from .allocate import Allocate
+from .errors import ConfigError
+from .host import HostTier
+from .messages import PlanReport, Rates, StepGrant, StepPlan
+from .policy import BUILT_IN, AgeingPriority, Policy
+from .prefix import PrefixCache
+from .recorded import AllocateCall, CacheReset, Call, Recording, RecordingError, ReportTaken, ScheduleCall
+from .recording import Fields, RecordedEngine, grant_fields, plan_fields, report_fields, shown
+from .schedule import Schedule
+from .scheduler import Limits
+
+STAGES_REFUSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first decision that is not as it was."""
+
+    line: int
+    time_s: float
+    decision: str  # "plan", "report", "grant", "failed" or "blocks freed"
+    step: int | None
+    field: str
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        where = f"line {self.line}, {self.time_s:.6f} s" + ("" if self.step is None else f", step {self.step}")
+        then, now = _narrow(self.recorded, self.replayed)
+        return f"{where}: {self.decision}.{self.field} was {then} and is {now}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a stage decided in a call: as it was recorded, and as it is now."""
+
+    kind: str
+    recorded: Any
+    replayed: Any
+
+
+class Core:
+    """The two stages that decide, as an engine has them, driven call by call."""
+
+    def __init__(self, engine: RecordedEngine, policy: Policy | None = None) -> None:
+        limits = Limits(
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_model_len=engine.max_model_len,
+            block_size=engine.block_size,
+            steps_in_flight=engine.steps_in_flight,
+            enable_chunked_prefill=engine.enable_chunked_prefill,
+        )
+        cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching else None
+        host = HostTier(engine.num_host_blocks, engine.block_size) if engine.num_host_blocks else None
+        sizes = (engine.num_blocks, engine.block_size, engine.max_num_seqs, engine.max_model_len)
+        self.env = VirtualEnv()
+        self.lane = ControlLane("control")
+        self.schedule = Schedule(limits, engine.max_waiting, policy or built_in_policy(engine))
+        self.allocate = Allocate(*sizes, cache, host)
+        self.schedule.call_log = self.allocate.call_log = self._heard = _Heard()
+        for stage in (self.schedule, self.allocate):
+            run_at_once(stage.setup(self.context()))
+
+    def context(self) -> Context:
+        """For a stage that runs here. Nothing is traced."""
+        tracer = Tracer(self.env)
+        tracer.enabled = False
+        return Context(self.env, tracer, 0, self.lane, lambda request_id: True, _escalate)
+
+    def run_schedule(self, batch: Sequence[Any]) -> tuple[Sequence[StepPlan], Sequence[int]]:
+        """One `handle` of schedule. The plans that it made, and the sequences that it gave up."""
+        run_at_once(self.schedule.handle(batch, DEAF))
+        return self._heard.plans, self._heard.failed
+
+    def run_allocate(self, batch: Sequence[StepPlan | Rates]) -> Sequence[tuple[StepGrant | None, PlanReport]]:
+        """One `handle` of allocate. A report for each plan, and a grant for each that was not void."""
+        run_at_once(self.allocate.handle(batch, DEAF))
+        return self._heard.answers
+
+
+class Replay:
+    """A recording that is run again. `calls` runs it; `core` is where it has come to, `difference` the first one.
+
+    `policy` takes the place of the recorded one, which is only found by itself where it is one of ours: a file never
+    names what is imported. Raises `RecordingError` for what the stages can not take.
+    """
+
+    def __init__(self, recording: Recording, policy: Policy | None = None) -> None:
+        self.recording = recording
+        self.core = Core(recording.engine, policy)
+        self.difference: Difference | None = None
+        self.time_s = 0.0
+        self.num_calls = self.num_decisions = 0
+        self._hash = hashlib.sha256()
+        self._plans: deque[StepPlan] = deque()  # on their way to allocate
+        self._reports: deque[PlanReport] = deque()  # on their way to schedule
+
+    @property
+    def decision_hash(self) -> str:
+        """SHA-256 over all decisions so far, in order: the same for the same decisions, on any machine."""
+        return self._hash.hexdigest()
+
+    def run(self) -> Replay:
+        """Runs it to its end, or to the first difference."""
+        for _ in self.calls():
+            pass
+        return self
+
+    def calls(self) -> Iterator[tuple[Call, Sequence[Decision]]]:
+        """Runs it, call by call; stops after the first one that decides differently."""
+        for call in self.recording:
+            self.time_s = self.core.env.time_s = call.time_s
+            try:
+                decisions = self._run(call)
+            except STAGES_REFUSE as error:
+                raise RecordingError(
+                    f"{self.recording.path}:{call.line}: no engine was ever told this ({type(error).__name__}: {error})"
+                ) from error
+            self.num_calls += 1
+            for decision in decisions:
+                self._compare(call, decision)
+            yield call, decisions
+            if self.difference is not None:
+                return
+
+    def _run(self, call: Call) -> list[Decision]:
+        match call:
+            case ScheduleCall():
+                return self._schedule(call)
+            case AllocateCall():
+                return self._allocate(call)
+            case CacheReset():
+                return [Decision("blocks freed", call.num_freed, self.core.allocate.reset_prefix_cache())]
+
+    def _schedule(self, call: ScheduleCall) -> list[Decision]:
+        batch = [self._take_report(each) if isinstance(each, ReportTaken) else each for each in call.taken]
+        for sequence_id, cause in call.lane:
+            self.core.lane.post(sequence_id, cause)
+        plans, failed = self.core.run_schedule(batch)
+        self._plans += plans
+        made = [plan_fields(plan) for plan in plans]
+        decisions = [Decision("plan", *pair) for pair in _pairs(call.plans, made)]
+        if call.failed or failed:
+            decisions.append(Decision("failed", call.failed, list(failed)))
+        return decisions
+
+    def _take_report(self, told: ReportTaken) -> PlanReport:
+        report = self._reports.popleft()
+        assert report.step == told.step, f"a report of step {told.step} is taken, and that of {report.step} is next"
+        return report
+
+    def _allocate(self, call: AllocateCall) -> list[Decision]:
+        plans = [self._plans.popleft() for _ in call.reports]
+        answers = self.core.run_allocate([*call.rates, *plans])
+        decisions = []
+        for told, told_grant, (grant, report) in zip(call.reports, call.grants, answers, strict=True):
+            self._reports.append(report)
+            decisions.append(Decision("report", told, report_fields(report)))
+            decisions.append(Decision("grant", told_grant, None if grant is None else grant_fields(grant)))
+        return decisions
+
+    def _compare(self, call: Call, decision: Decision) -> None:
+        self._hash.update(orjson.dumps([decision.kind, decision.replayed]))
+        self.num_decisions += 1
+        if self.difference is None and decision.recorded != decision.replayed:
+            self.difference = _difference(call, decision)
+
+
+def built_in_policy(engine: RecordedEngine) -> Policy:
+    """The policy that a recording names, if it is one of ours. Raises `ConfigError` for others."""
+    if engine.priority_ageing_s is not None and engine.scheduler == "priority":
+        return AgeingPriority(engine.priority_ageing_s)
+    if engine.scheduler not in BUILT_IN:
+        raise ConfigError(
+            f"scheduler = {shown(engine.scheduler)} was used, which is not one of ours: say --scheduler, as nothing is "
+            "imported because a recording names it"
+        )
+    return BUILT_IN[engine.scheduler]()
+
+
+class _Heard:
+    """What the stages say of their last call."""
+
+    plans: Sequence[StepPlan] = ()
+    failed: Sequence[int] = ()
+    answers: Sequence[tuple[StepGrant | None, PlanReport]] = ()
+
+    def schedule(
+        self, batch: Sequence[Any], causes: Mapping[int, str], plans: Sequence[StepPlan], failed: Sequence[int]
+    ) -> None:
+        self.plans, self.failed = plans, failed
+
+    def allocate(
+        self, batch: Sequence[StepPlan | Rates], answers: Sequence[tuple[StepGrant | None, PlanReport]]
+    ) -> None:
+        self.answers = answers
+
+    def reset_prefix_cache(self, num_freed: int) -> None:
+        pass
+
+    def crash(self, stage: str) -> None:
+        raise AssertionError(f"{stage} says that it crashed, and nobody called recover")
+
+
+class _Deaf:
+    """An outlet for a stage whose call log is listened to instead."""
+
+    def send(self, item: Any, port: str = "out") -> None:
+        pass
+
+    async def flush(self) -> None:
+        pass
+
+    def fail(self, item: Any, error: BaseException) -> None:
+        pass
+
+    def reply(self, item: Any) -> None:
+        pass
+
+
+DEAF = _Deaf()
+
+
+def _escalate(error: BaseException) -> None:
+    raise error
+
+
+def _pairs(recorded: Sequence[Fields], replayed: Sequence[Fields]) -> Iterator[tuple[Fields | None, Fields | None]]:
+    """Decisions side by side; None where one has more than the other."""
+    for i in range(max(len(recorded), len(replayed))):
+        yield recorded[i] if i < len(recorded) else None, replayed[i] if i < len(replayed) else None
+
+
+def _difference(call: Call, decision: Decision) -> Difference:
+    then, now = decision.recorded, decision.replayed
+    where = (call.line, call.time_s, decision.kind)
+    if not isinstance(then, dict) or not isinstance(now, dict):
+        step = next((each["step"] for each in (now, then) if isinstance(each, dict)), None)
+        return Difference(*where, step, "number" if isinstance(now, int) else "all", then, now)
+    name = next(name for name in [*now, *then] if name not in then or name not in now or then[name] != now[name])
+    return Difference(*where, now["step"], name, then.get(name), now.get(name))
+
+
+def _narrow(then: Any, now: Any) -> tuple[str, str]:
+    """Both, for people: of lists only the first row that differs."""
+    if isinstance(then, list) and isinstance(now, list):
+        row = next((i for i, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), None)
+        if row is None:
+            return f"of {len(then)} rows", f"of {len(now)}"
+        return f"{shown(then[row])} in row {row}", shown(now[row])
+    return shown(then), shown(now)

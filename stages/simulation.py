@@ -1,0 +1,273 @@
+"""What would have been with other settings: a trace through the real intake, schedule and allocate stages, with a cost
+model in place of the device, in virtual time.
+
+Stages are called one after another, as the loop of an engine would call them, and time moves from one event to the
+next: an arrival, a client that leaves, a step that is done. What takes time is told by the cost model alone; clients
+read at once, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime.virtual import run_at_once
+from .cost_model import CostModel
+from .errors import Overloaded
+from .intake import Intake
+from .limits import RequestLimits
+from .messages import Indices, Prompt, Request, StepDone, StepPlan, TokenRequest
+from .modelled_device import Flight, ModelledDevice
+from .params import SamplingParams
+from .policy import Policy
+from .recording import RecordedEngine
+from .replay import Core
+from .traces import Trace, TraceRequest
+
+VOCAB_SIZE = 2**31 - 1  # token ids of traces mean nothing
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Who may come in, as in `EngineConfig`."""
+
+    max_admitted_requests: int = 1024
+    max_waiting_requests: int = 512
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request, times since the trace began."""
+
+    arrival_s: float
+    num_prompt: int
+    num_tokens: int = 0  # answered
+    first_token_s: float | None = None
+    end_s: float | None = None
+    how: str = "unfinished"  # finished, left, too long, or turned away
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+@dataclass(slots=True)
+class Result:
+    """What a simulation came to."""
+
+    outcomes: list[Outcome]
+    itl_s: NDArray[np.float64]  # [T] between a token and the one before it, of all answers
+    num_steps: int = 0
+    busy_s: float = 0.0  # of the device
+    duration_s: float = 0.0  # from the first arrival to the last token
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    cache_hit_rate: float = 0.0  # share of prompt tokens that were found
+    most_rows: int = 0  # of any step
+
+    def summary(self) -> dict[str, float | int | None]:
+        """The figures of a table: rates are per second of the whole, times in milliseconds."""
+        finished = [outcome for outcome in self.outcomes if outcome.how == "finished"]
+        ttft_s = np.array([outcome.ttft_s for outcome in self.outcomes if outcome.ttft_s is not None])
+        e2el_s = np.array([each.end_s - each.arrival_s for each in finished if each.end_s is not None])
+        seconds = max(self.duration_s, 1e-9)
+        figures: dict[str, float | int | None] = {
+            "num_requests": len(self.outcomes),
+            "finished": len(finished),
+            "turned_away": sum(outcome.how in ("turned away", "too long") for outcome in self.outcomes),
+            "duration_s": self.duration_s,
+            "requests_per_s": len(finished) / seconds,
+            "output_tokens_per_s": sum(outcome.num_tokens for outcome in self.outcomes) / seconds,
+        }
+        for name, times_s in (("ttft", ttft_s), ("itl", self.itl_s), ("e2el", e2el_s)):
+            for percentile in PERCENTILES:
+                told = float(np.percentile(times_s, percentile)) * 1e3 if len(times_s) else None
+                figures[f"{name}_p{percentile}_ms"] = told
+        return figures | {
+            "preemptions": self.num_preemptions,
+            "recomputed_tokens": self.num_recomputed_tokens,
+            "cache_hit_rate": self.cache_hit_rate,
+            "device_busy": self.busy_s / seconds,
+            "most_rows": self.most_rows,
+            "num_steps": self.num_steps,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class _Refusals:
+    """Intake's outlet."""
+
+    passed: list[Request] = field(default_factory=list)
+    refused: list[tuple[Request, BaseException]] = field(default_factory=list)
+
+    def send(self, item: Any, port: str = "out") -> None:
+        self.passed.append(item)
+
+    async def flush(self) -> None:
+        pass
+
+    def fail(self, item: Any, error: BaseException) -> None:
+        self.refused.append((item, error))
+
+    def reply(self, item: Any) -> None:
+        raise AssertionError("intake does not reply")
+
+
+class Simulation:
+    """One run of a trace. `run` it once."""
+
+    def __init__(
+        self, engine: RecordedEngine, model: CostModel, door: Door | None = None, policy: Policy | None = None
+    ) -> None:
+        door = door or Door()
+        self.core = Core(engine, policy)
+        self._model = model
+        self._intake = Intake(
+            RequestLimits(VOCAB_SIZE, engine.max_model_len), door.max_admitted_requests, door.max_waiting_requests
+        )
+        run_at_once(self._intake.setup(self.core.context()))
+        self._device = ModelledDevice(model, engine.max_num_seqs)
+        self._tokenized: deque[TokenRequest] = deque()  # that schedule does not want yet
+        self._reports: list[Any] = []  # that woke nobody
+        self._outcomes: list[Outcome] = []
+        self._leaving: list[tuple[float, int]] = []  # a heap of (when, sequence)
+        self._gaps: list[NDArray[np.float64]] = []  # between tokens of a row
+        self._even_gaps: list[tuple[float, int]] = []  # the same where all rows of a step had one: (gap, rows)
+        self._even_slots: Indices | None = None  # rows of the last step, if it was so
+        self._last_s = 0.0  # when a step was done last
+        self._last_token_s = np.zeros(engine.max_num_seqs)  # [S] but for the even ones
+        self._result = Result(self._outcomes, np.zeros(0))
+
+    def run(self, trace: Trace) -> Result:
+        """Serves every request of the trace, until the last has ended."""
+        upcoming, front_s = iter(enumerate(trace.requests)), self._model.front_s
+        arriving, flights = next(upcoming, None), self._device.flights
+        while True:
+            arrives_s = arriving[1].arrival_s + front_s if arriving is not None else np.inf
+            done_s = flights[0].end_s if flights else np.inf
+            leaves_s = self._leaving[0][0] if self._leaving else np.inf
+            now_s = min(arrives_s, done_s, leaves_s)
+            if now_s == np.inf:
+                break
+            self.core.env.time_s = now_s
+            batch: list[Any] = []
+            if done_s == now_s:
+                batch.append(self._finish(flights.popleft()))
+            while self._leaving and self._leaving[0][0] <= now_s:
+                self._leave(heapq.heappop(self._leaving)[1], now_s)
+            while arriving is not None and arriving[1].arrival_s + front_s <= now_s:
+                self._arrive(*arriving)
+                arriving = next(upcoming, None)
+            self._turn(batch)
+        return self._close()
+
+    # -- the loop of the three stages
+
+    def _turn(self, batch: list[Any]) -> None:
+        """Schedule takes what is there, then allocate its plan, until nobody has anything to do."""
+        core = self.core
+        reports, self._reports = self._reports, []
+        batch = [*reports, *batch]
+        if self._tokenized and core.schedule.wants("in"):
+            batch += self._tokenized
+            self._tokenized.clear()
+        plans: Sequence[StepPlan]
+        plans, _ = core.run_schedule(batch)
+        while plans:
+            answers = core.run_allocate(plans)
+            for grant, _ in answers:
+                if grant is not None:
+                    self._device.launch(grant, core.env.time_s)
+                    self._result.most_rows = max(self._result.most_rows, len(grant.slots))
+            self._reports = [report for _, report in answers]
+            if not core.schedule.wakes("report"):
+                return
+            reports, self._reports = self._reports, []
+            plans, _ = core.run_schedule(reports)
+
+    def _arrive(self, number: int, asked: TraceRequest) -> None:
+        outcome = Outcome(asked.arrival_s, asked.num_prompt)
+        self._outcomes.append(outcome)
+        params = SamplingParams(max_tokens=asked.num_answer, ignore_eos=True)
+        tokens = asked.tokens(number)
+        request = Request(
+            str(number),
+            (Prompt(token_ids=tokens),),
+            params,
+            first_sequence_id=number,
+            priority=asked.priority,
+            arrival_s=asked.arrival_s,
+            cache_salt=asked.cache_salt,
+        )
+        out = _Refusals()
+        run_at_once(self._intake.handle((request,), out))
+        for _, error in out.refused:
+            outcome.how = "turned away" if isinstance(error, Overloaded) else "too long"
+        for request in out.passed:
+            told = (request.request_id, 0, tokens, params, number, request.priority, request.arrival_s)
+            self._tokenized.append(TokenRequest(*told, request.cache_salt))
+            if asked.leaves_s is not None:
+                heapq.heappush(self._leaving, (asked.arrival_s + asked.leaves_s, number))
+
+    def _leave(self, number: int, now_s: float) -> None:
+        outcome = self._outcomes[number]
+        if outcome.how == "unfinished":
+            outcome.how, outcome.end_s = "left", now_s
+            self.core.lane.post(number, "cancel")
+            self._tokenized = deque(each for each in self._tokenized if each.first_sequence_id != number)
+            self._intake.admission.release(str(number), now_s, is_served=False)
+
+    # -- what comes of a step
+
+    def _finish(self, flight: Flight) -> StepDone:
+        """A step is done: counts its tokens."""
+        done, now_s = flight.done, flight.end_s
+        if flight.is_steady:
+            self._even_gaps.append((now_s - self._last_s, len(done.slots)))
+            self._last_s, self._even_slots = now_s, done.slots
+            return done
+        if self._even_slots is not None:
+            self._last_token_s[self._even_slots], self._even_slots = self._last_s, None
+        self._last_s = now_s
+        is_first = done.places == 0
+        for number in done.sequence_ids[is_first].tolist():
+            self._begin(number, now_s)
+        self._gaps.append(now_s - self._last_token_s[done.slots[~is_first]])
+        self._last_token_s[done.slots] = now_s
+        for row in np.flatnonzero(done.is_finished).tolist():
+            self._end(int(done.sequence_ids[row]), int(done.places[row]) + 1, now_s)
+        return done
+
+    def _begin(self, number: int, now_s: float) -> None:
+        outcome = self._outcomes[number]
+        if outcome.how == "unfinished":
+            outcome.first_token_s = now_s
+            self._intake.request_started(str(number))
+
+    def _end(self, number: int, num_tokens: int, now_s: float) -> None:
+        outcome = self._outcomes[number]
+        if outcome.how == "unfinished":
+            outcome.how, outcome.end_s, outcome.num_tokens = "finished", now_s, num_tokens
+            self._intake.admission.release(str(number), now_s, is_served=True)
+
+    def _close(self) -> Result:
+        result, scheduler, cache = self._result, self.core.schedule.scheduler, self.core.allocate.allocator.cache
+        ends_s = [outcome.end_s for outcome in self._outcomes if outcome.end_s is not None]
+        began_s = min((outcome.arrival_s for outcome in self._outcomes), default=0.0)
+        result.duration_s = max(ends_s, default=began_s) - began_s
+        result.num_steps, result.busy_s = self._device.num_steps, self._device.busy_s
+        even = np.array(self._even_gaps).reshape(-1, 2)
+        result.itl_s = np.concatenate([*self._gaps, np.repeat(even[:, 0], even[:, 1].astype(np.intp))])
+        result.num_preemptions = scheduler.num_preemptions
+        result.num_recomputed_tokens = scheduler.num_recomputed_tokens
+        if cache is not None and cache.num_queries:
+            result.cache_hit_rate = cache.num_hits / cache.num_queries
+        return result

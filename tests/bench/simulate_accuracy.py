@@ -1,0 +1,165 @@
+"""How well `millrace simulate` predicts: `python -m tests.bench.simulate_accuracy`.
+
+One run of the bundled model on this CPU is recorded and a cost model fitted to it. The same requests then run live with
+other settings, and are simulated with those; live runs are repeated in turn, as a shared machine is faster at one time
+than at another, and their median is what a prediction is held against. Compared are output tokens per second, the
+median and the 99th percentile of the time to the first token, and the order of the settings by each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from millrace.deploy.simulate import run_one
+from millrace.stages.config import EngineConfig
+from millrace.stages.cost_model import Fitted, fit
+from millrace.stages.engine import Engine
+from millrace.stages.messages import Prompt, Request
+from millrace.stages.params import SamplingParams
+from millrace.stages.recorded import Recording
+from millrace.stages.traces import Trace, TraceRequest
+
+RECORDED = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
+OTHERS: tuple[dict[str, int], ...] = (
+    {"max_num_seqs": 2, "max_num_batched_tokens": 256},
+    {"max_num_seqs": 4, "max_num_batched_tokens": 256},
+    {"max_num_seqs": 8, "max_num_batched_tokens": 256},
+    {"max_num_seqs": 16, "max_num_batched_tokens": 32},
+    {"max_num_seqs": 48, "max_num_batched_tokens": 256},
+)
+FIGURES = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")
+WITHIN = 0.10  # what a prediction is to be good to
+
+
+def make_trace(num_requests: int, requests_per_s: float, seed: int) -> Trace:
+    """Poisson arrivals; prompts and answers of lengths that vary as real ones do, over two orders of magnitude."""
+    rng = np.random.default_rng(seed)
+    arrivals_s = np.cumsum(rng.exponential(1 / requests_per_s, num_requests))
+    prompts = np.clip(rng.lognormal(4.0, 0.8, num_requests), 4, 200).astype(int)
+    answers = np.clip(rng.lognormal(3.4, 0.7, num_requests), 2, 120).astype(int)
+    rows = zip((arrivals_s - arrivals_s[0]).tolist(), prompts.tolist(), answers.tolist(), strict=True)
+    return Trace([TraceRequest(*row) for row in rows], tells_prefixes=False)
+
+
+async def run_live(trace: Trace, settings: dict[str, int], record: Path | None = None) -> dict[str, float]:
+    """The figures of the trace on a real engine, by the engine's own clock."""
+    config = EngineConfig(
+        enable_prefix_caching=False, record=None if record is None else str(record), threads=1, **settings
+    )  # type: ignore[arg-type]
+    async with Engine(config) as engine:
+        rng, loop = np.random.default_rng(0), asyncio.get_running_loop()
+        began_s = loop.time() + 0.1
+        jobs = [
+            asyncio.create_task(_ask(engine, f"r{number}", request, rng.integers(0, 1000, request.num_prompt), began_s))
+            for number, request in enumerate(trace.requests)
+        ]
+        metrics = await asyncio.gather(*jobs)
+        ended_s = loop.time()
+    ttft_ms = [told["time_to_first_token_ms"] for told in metrics]
+    num_tokens = sum(request.num_answer for request in trace.requests)
+    return {
+        "output_tokens_per_s": num_tokens / (ended_s - began_s),
+        "ttft_p50_ms": float(np.percentile(ttft_ms, 50)),
+        "ttft_p99_ms": float(np.percentile(ttft_ms, 99)),
+    }
+
+
+async def _ask(engine: Engine, name: str, request: TraceRequest, token_ids: Any, began_s: float) -> dict[str, Any]:
+    await asyncio.sleep(max(0.0, began_s + request.arrival_s - asyncio.get_running_loop().time()))
+    params = SamplingParams(max_tokens=request.num_answer, temperature=0.0, ignore_eos=True)
+    outbox = await engine.submit(Request(name, (Prompt(token_ids=token_ids.astype(np.int32)),), params), wait=True)
+    async for _ in outbox:
+        pass
+    told: dict[str, Any] = outbox.metrics()
+    return told
+
+
+def predict(trace: Trace, fitted: Fitted, settings: dict[str, int]) -> dict[str, float]:
+    """The same by simulation."""
+    figures = run_one(trace, fitted, {"enable_prefix_caching": False, **settings})
+    return {name: float(figures[name] or 0.0) for name in FIGURES}
+
+
+def errors(live: dict[str, float], predicted: dict[str, float]) -> dict[str, float]:
+    """How far off each prediction is, as a share of what was."""
+    return {name: predicted[name] / live[name] - 1 for name in FIGURES}
+
+
+def same_order(rows: list[dict[str, Any]], name: str) -> bool:
+    """Whether the settings come in one order by the predicted and by the live figure, where the live ones are further
+    apart than predictions are to be good to."""
+    pairs = [(row["live"][name], row["predicted"][name]) for row in rows]
+    return all(
+        (one[0] < other[0]) == (one[1] < other[1])
+        for i, one in enumerate(pairs)
+        for other in pairs[i + 1 :]
+        if abs(one[0] / other[0] - 1) > WITHIN
+    )
+
+
+def measure(trace: Trace, num_repeats: int, folder: Path) -> dict[str, Any]:
+    """Records, fits, runs and predicts."""
+    recordings = []
+    lives: list[list[dict[str, float]]] = [[] for _ in OTHERS]
+    for repeat in range(num_repeats):
+        path = folder / f"run-{repeat}.jsonl"
+        recordings.append((asyncio.run(run_live(trace, RECORDED, path)), path))
+        for settings, found in zip(OTHERS, lives, strict=True):
+            found.append(asyncio.run(run_live(trace, settings)))
+            print(settings, {name: round(value, 2) for name, value in found[-1].items()}, flush=True)
+    by_speed = sorted(recordings, key=lambda pair: pair[0]["output_tokens_per_s"])
+    recorded, path = by_speed[len(by_speed) // 2]  # one recorded run, the median one
+    fitted = fit(Recording(path))
+    rows = [{"settings": RECORDED, "live": recorded, "predicted": predict(trace, fitted, RECORDED)}]
+    for settings, found in zip(OTHERS, lives, strict=True):
+        live = {name: median(each[name] for each in found) for name in FIGURES}
+        spread = {name: [min(each[name] for each in found), max(each[name] for each in found)] for name in FIGURES}
+        predicted = predict(trace, fitted, settings)
+        rows.append({"settings": settings, "live": live, "spread": spread, "predicted": predicted})
+    for row in rows:
+        row["errors"] = errors(row["live"], row["predicted"])
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "num_repeats": num_repeats,
+        "cost_model": asdict(fitted.model),
+        "fit": {"num_steps": fitted.num_steps, "mean_error": fitted.mean_error},
+        "rows": rows,
+        "worst_error": {name: max(abs(row["errors"][name]) for row in rows[1:]) for name in FIGURES},
+        "same_order": {name: same_order(rows[1:], name) for name in FIGURES},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-requests", type=int, default=120)
+    parser.add_argument("--request-rate", type=float, default=20.0, help="requests a second")
+    parser.add_argument("--repeats", type=int, default=3, help="of each live run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, help="write the result, as JSON")
+    options = parser.parse_args()
+    trace = make_trace(options.num_requests, options.request_rate, options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(trace, options.repeats, Path(folder))
+    for row in result["rows"]:
+        off = ", ".join(
+            f"{name} {row['live'][name]:.1f}, predicted {row['predicted'][name]:.1f} ({row['errors'][name]:+.1%})"
+            for name in FIGURES
+        )
+        print(f"{row['settings']}: {off}")
+    print(f"fit: {result['fit']}\nworst: {result['worst_error']}\nsame order: {result['same_order']}")
+    if options.save is not None:
+        options.save.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -172,7 +172,7 @@ def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path: Path)
 def test_a_disk_that_is_too_slow_ends_the_recording_within_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "MAX_WAITING_BYTES", 50_000)
+    monkeypatch.setattr(recorder_module, "MAX_WAITING_BYTES", 200_000)
     monkeypatch.setattr(recorder_module, "FLUSH_S", 1e9)
     recording, _ = serve_while(tmp_path, lambda recorder, parts: None)
     calls = list(recording)

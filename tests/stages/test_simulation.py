@@ -112,7 +112,7 @@ def test_a_fit_finds_the_costs_that_steps_were_made_with():
     dice, model = Random(0), CostModel(step_s=3e-3, prefill_token_s=2e-5, decode_row_s=1e-4, decode_context_s=2e-7)
     samples = []
     for _ in range(300):
-        num_decode, num_prefill = dice.randrange(20), dice.choice([0, 0, 64, 200])
+        num_decode, num_prefill = dice.randrange(20), dice.choice([0, dice.randrange(1, 300)])
         contents = StepContents(num_prefill, num_prefill**2 / 2, num_decode, num_decode * dice.randrange(50, 500))
         samples.append((contents, model.seconds(contents)))
     found = fit_steps(samples)

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import turns
 from .parsers import interface
+from .parsers.interface import Reasoning
+from .turns import ToolCallArguments, ToolCallBegun
 
 if TYPE_CHECKING:
     from ..stages.messages import TokenLogprobs
@@ -27,28 +28,6 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
-    """More of what it thinks before it says something."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """It begins to call a function. The call lasts until a part of another kind, another call, or the end."""
-
-    call_id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """More of the JSON text of the arguments of the call that began last."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class End:
     """The answer is over."""
 
@@ -56,7 +35,8 @@ class End:
     stop_reason: str | int | None = None  # the stop string or stop token id
 
 
-Part = Text | Reasoning | Call | Arguments | End
+# A call lasts until a part of another kind, another call, or the end.
+Part = Text | Reasoning | ToolCallBegun | ToolCallArguments | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +78,8 @@ class PartsReader:
     def _read_turn(self, turn: Turn, delta: Delta) -> Iterator[Part]:
         logprobs: Sequence[TokenLogprobs] = delta.logprobs
         for piece in turn.read(delta.text, delta.token_ids, delta.finish_reason is not None):
-            match piece:
-                case turns.ToolCallBegun():
-                    yield Call(piece.id, piece.name)
-                case turns.ToolCallArguments():
-                    yield Arguments(piece.text)
-                case interface.Reasoning():
-                    yield Reasoning(piece.text)
-                case interface.Text():
-                    yield Text(piece.text, logprobs)
-                    logprobs = ()
+            if isinstance(piece, interface.Text):
+                yield Text(piece.text, logprobs)
+                logprobs = ()
+            else:
+                yield piece

@@ -16,9 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationInfo,
     WithJsonSchema,
-    model_validator,
 )
 from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -40,20 +38,15 @@ from ..stages.params import (
 from ..stages.structured import StructuredOutputs
 from . import documented, documented_forms
 from .beams import WITH_SEARCH, WITHOUT_SEARCH, beam_params, check_beams
-from .documented import has, nullable, off_with, only_with
+from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
+from .documented import has, off_with, only_with
 from .errors import ApiError, shorten
 from .prompts import read_prompts
 from .structured import field_of, structured_outputs
 from .told_prompts import Asked
-from .tools import MAX_TOOLS, CalledTool, NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
+from .tools import NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
 
-MAX_MESSAGES = 4096
 MAX_TIMEOUT_S = 86_400.0
-
-# What a client may hand to the chat template. Never what a template trusts: its own text, tools, or how to tokenize.
-TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"})
-MAX_KWARG_CHARS = 1024
-
 
 Budget = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -70,49 +63,13 @@ def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in bias.items()}
 
 
-def _content(value: Any, info: ValidationInfo) -> Any:
-    """Text, or a list of text parts. A turn that calls tools may do without."""
-    if isinstance(value, str) or (value is None and info.data.get("tool_calls")):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("invalid_type", "must be text, or a list of parts of type text")
-    for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" and isinstance(kind, str):
-            raise PydanticCustomError(
-                "unsupported_content_type",
-                "part {i} is of type {kind}: this model takes text parts only",
-                {"i": i, "kind": repr(shorten(kind, 32))},
-            )
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise PydanticCustomError("invalid_type", 'part {i} must be {"type": "text", "text": ...}', {"i": i})
-    return [{"type": "text", "text": part["text"]} for part in value]
-
-
 def _early_stopping(value: Any) -> Any:
     if value is not None and not isinstance(value, bool) and value != "never":  # 0 == False
         raise PydanticCustomError("invalid_type", 'must be true, false or "never"')
     return value
 
 
-def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
-    for name, item in value.items():
-        if name not in TEMPLATE_KWARGS:
-            known = ", ".join(sorted(TEMPLATE_KWARGS))
-            raise PydanticCustomError(
-                "invalid_value", "{name} is none of {known}", {"name": repr(shorten(name, 64)), "known": known}
-            )
-        if not isinstance(item, (str, int, float, bool, type(None))) or len(str(item)) > MAX_KWARG_CHARS:
-            raise PydanticCustomError("invalid_value", "{name} must be a text, number or boolean", {"name": name})
-    return value
-
-
 ModelName = Annotated[str | None, WithJsonSchema(documented.MODEL)]
-TemplateKwargs = Annotated[
-    dict[str, Any] | None,
-    AfterValidator(lambda value: None if value is None else _template_kwargs(value)),
-    WithJsonSchema(nullable(documented.scalars(TEMPLATE_KWARGS, MAX_KWARG_CHARS))),
-]
 
 
 class StreamOptions(BaseModel):
@@ -122,35 +79,6 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class Message(BaseModel):
-    """One turn of a chat."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=documented_forms.content_or_calls)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None  # of an assistant
-    content: Annotated[  # may be left out beside calls
-        str | list[dict[str, str]] | None, BeforeValidator(_content), WithJsonSchema(documented.CONTENT)
-    ]
-    tool_call_id: str | None = Field(None, max_length=256)  # whose result this is
-    reasoning: str | None = None  # of an assistant: what it thought before
-    reasoning_content: str | None = None  # the same, by its other name
-    name: str | None = Field(None, max_length=64)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, raw: Any) -> Any:
-        has_calls = isinstance(raw, dict) and raw.get("tool_calls") and "content" not in raw
-        return {**raw, "content": None} if has_calls else raw
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates know messages."""
-        known = self.model_dump(exclude_none=True)
-        if thoughts := self.reasoning or self.reasoning_content:
-            known["reasoning"] = known["reasoning_content"] = thoughts
-        return known
 
 
 class Body(BaseModel):
@@ -340,9 +268,6 @@ class GenerationBody(Body):
         )
 
 
-NOT_OVER = only_with("continue_final_message", {"const": True}, {"add_generation_prompt": False})
-
-
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -424,7 +349,7 @@ class ChatBody(GenerationBody):
             raise ApiError("empty_prompt", "messages is empty: send at least one", param="messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("invalid_value", "top_logprobs: only with logprobs = true", param="top_logprobs")
-        _check_last_turn(self)
+        check_last_turn(self)
         check_tools(self.tools, self.tool_choice)
 
     def prompts(self) -> tuple[Prompt, ...]:
@@ -503,47 +428,7 @@ class CompletionBody(GenerationBody):
         return read_prompts(self.prompt)
 
 
-class TokenizeBody(Body):
-    """`POST /tokenize`: a prompt or a chat."""
-
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
-        {"oneOf": [has("prompt", {"type": "string"}), has("messages", {"type": "array"})]},
-        NOT_OVER,
-    )
-
-    model: ModelName = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
-    tools: Tools | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: TemplateKwargs = None
-    add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    truncation_side: Literal["left", "right"] = "left"
-    return_token_strs: bool | None = None
-
-    def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise ApiError("invalid_value", "send either prompt or messages", param="prompt")
-        check_tools(self.tools, None)
-        _check_last_turn(self)
-
-
-class DetokenizeBody(Body):
-    """`POST /detokenize`."""
-
-    model: ModelName = None
-    tokens: Annotated[list[int], WithJsonSchema(documented.TOKEN_IDS)]
-
-
 _SAMPLING_FIELDS = [name for name in GenerationBody.model_fields if name in SamplingParams.__dataclass_fields__]
-
-
-def _check_last_turn(body: ChatBody | TokenizeBody) -> None:
-    if body.continue_final_message and body.add_generation_prompt:
-        message = "continue_final_message: needs add_generation_prompt = false, as the last turn is not over"
-        raise ApiError("invalid_value", message, param="continue_final_message")
 
 
 def renamed(message: str, theirs: str | None, own: str | None) -> str:

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(show(settings))
             return 0
+        options.sources = {name: setting.source for name, setting in settings.items()}
         run: Run = import_module(f".{options.command.replace('-', '_')}", __package__).run
         return run(options, engine_config, server_config)
     except ConfigError as error:
@@ -66,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_replay(commands)
     _add_simulate(commands)
+    _add_top(commands)
+    _add_trace(commands)
     _add_collect_env(commands)
     return parser
 
@@ -205,6 +208,27 @@ def _add_simulate(commands: Any) -> None:
     text = "draw them, as PNG, SVG or PDF; needs pip install 'millrace[plots]'"
     simulate.add_argument("--plot", type=Path, metavar="FILE", help=text)
     _add_common(simulate)
+
+
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser("top", usage=_usage("top"), help="what a running server does, live, in this terminal")
+    default = "http://127.0.0.1:8000"
+    top.add_argument("--url", metavar="URL", default=default, help=f"of the server (default: {default})")
+    top.add_argument("--once", action="store_true", help="print it once, and leave")
+    _add_common(top)
+    _add_engine_flags(top, LOGGING | {"api_key"}, of_engine=frozenset())
+
+
+def _add_trace(commands: Any) -> None:
+    text = "fetch the last seconds of a server's trace, for ui.perfetto.dev"
+    trace = commands.add_parser("trace", usage=_usage("trace -o FILE.json"), help=text)
+    what = trace.add_argument_group("the trace")
+    what.add_argument("-o", "--output-file", required=True, metavar="FILE", help="where it goes; - is stdout")
+    text = "of the server (default: http://127.0.0.1:8000)"
+    what.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help=text)
+    what.add_argument("--seconds", type=float, metavar="X", default=30.0, help="how far back it goes (default: 30)")
+    _add_common(trace)
+    _add_engine_flags(trace, LOGGING | {"admin_key"}, of_engine=frozenset())
 
 
 def _add_collect_env(commands: Any) -> None:

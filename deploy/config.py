@@ -69,6 +69,14 @@ class ServerConfig:
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_error_messages: bool = False  # with what exceptions say, which may quote prompts
+    log_requests: bool = True  # a line when a request begins, and one when it ends
+    log_prompts: int = 0  # characters of each prompt in the first of them; 0: none
+    stats_interval_s: float = 5.0  # between two lines on what runs, while something does; 0: none
+
+    # when something is wrong
+    stall_timeout_s: float = 10.0  # without progress, while there is work, before the server says that it stalls
+    flight_recorder_dir: str | None = None  # folder for what led to a stall or a crash; None: it is not recorded
+    flight_recorder_s: float = 30.0  # of the trace, in each such file
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -80,10 +88,12 @@ class ServerConfig:
             "stalled_reader_s",
             "ws_ping_interval_s",
             "ws_resume_window_s",
+            "stall_timeout_s",
+            "flight_recorder_s",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0 seconds")
-        for name in ("shutdown_timeout_s", "sse_ping_interval_s"):
+        for name in ("shutdown_timeout_s", "sse_ping_interval_s", "stats_interval_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0 seconds")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
@@ -91,6 +101,8 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_connections", "ws_max_sockets", "ws_max_streams"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.log_prompts < 0:
+            raise ConfigError(f"log_prompts = {self.log_prompts}: must be at least 0 characters, which logs none")
         if self.response_store_bytes < 0:
             raise ConfigError(
                 f"response_store_bytes = {self.response_store_bytes}: must be at least 0, which keeps none"

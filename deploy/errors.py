@@ -36,6 +36,7 @@ CODES: dict[str, tuple[int, str]] = {
     "model_not_found": (404, "NotFoundError"),
     "request_not_found": (404, "NotFoundError"),
     "response_not_found": (404, "NotFoundError"),
+    "no_flight_recorder": (409, "ConflictError"),
     "method_not_allowed": (405, "MethodNotAllowedError"),
     "request_timeout": (408, "RequestTimeoutError"),
     "stalled_reader": (408, "RequestTimeoutError"),
@@ -53,6 +54,7 @@ CODES: dict[str, tuple[int, str]] = {
     "deadline_exceeded": (504, "GatewayTimeoutError"),
     "loading": (503, "ServiceUnavailableError"),
     "draining": (503, "ServiceUnavailableError"),
+    "stalled": (503, "ServiceUnavailableError"),
     "dead": (503, "ServiceUnavailableError"),
     "too_many_connections": (503, "ServiceUnavailableError"),
 }
@@ -134,6 +136,7 @@ def not_serving(health: Health, retry_after_s: float = 1.0) -> ApiError:
     message = {
         "loading": "the model is loading; try again shortly",
         "draining": "the server is shutting down; send this request to another one",
+        "stalled": "the engine makes no progress; send this request to another server, or try again later",
         "dead": "the engine has failed and takes no more requests",
     }[code]
     return ApiError(code, message, retry_after_s=retry_after_s)

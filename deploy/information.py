@@ -46,6 +46,20 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
     }
 
 
+def load(engine: Engine, num_live: int) -> dict[str, Any]:
+    """How much is under way and waits, in sequences; `num_live` counts requests, and what waits for a turn of its own
+    (bodies, tokens, grammars) is among them."""
+    core = engine.scheduler if engine.has_core else None
+    return {
+        "server_load": num_live,
+        "waiting": engine.admission.num_waiting if core is None else core.num_waiting,
+        "running": 0 if core is None else core.num_running,
+        "swapped": 0 if core is None else core.num_swapped,
+        "kv_usage": round(engine.pool.num_in_use / engine.pool.num_blocks, 6) if core is not None else 0.0,
+        "estimated_wait_s": round(engine.admission.estimate_wait_s(), 3) if engine.admission.num_waiting else 0.0,
+    }
+
+
 def _settled(info: ModelInfo) -> dict[str, Any]:
     """What the configuration left to the start, as it was decided."""
     return {

@@ -25,17 +25,27 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
+    @property
+    def holders(self) -> frozenset[str]:
+        """What `check` calls those who bring one of these."""
+        return frozenset(digest.hex()[:16] for digest in self._digests)
+
     def check(self, request: web.BaseRequest) -> str:
         """The holder of the request's key, as an opaque word ("" without keys). `ApiError` 401 if it brings none, a
         wrong one, or two."""
         if not self._digests:
             return ""
-        digest = _digest(_presented(request, self.kind))
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, always
-        if not any(matches):
+        holder = self.holder(_presented(request, self.kind))
+        if holder is None:
             message = f"the {self.kind} is wrong: send `Authorization: Bearer KEY` or `x-api-key`"
             raise ApiError("invalid_api_key", message)
-        return digest.hex()[:16]
+        return holder
+
+    def holder(self, key: str) -> str | None:
+        """Whose key it is, as `check` says it; None if it is none of these."""
+        digest = _digest(key)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, always
+        return digest.hex()[:16] if any(matches) else None
 
 
 def _presented(request: web.BaseRequest, kind: str) -> str:

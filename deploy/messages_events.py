@@ -11,8 +11,10 @@ from typing import Any
 
 import orjson
 
-from .answer_parts import Arguments, Call, End, Part, Reasoning, Text, Usage
+from .answer_parts import End, Part, Text, Usage
 from .errors import ApiError
+from .parsers.interface import Reasoning
+from .turns import ToolCallArguments, ToolCallBegun
 
 MESSAGES_PATH = "/v1/messages"  # errors on routes that begin so have this API's shape
 
@@ -63,9 +65,9 @@ class MessageEvents:
             case Reasoning():
                 opened = self._enter({"type": "thinking", "thinking": "", "signature": ""})
                 return [*opened, *self._grow("thinking_delta", "thinking", part.text)]
-            case Call():
-                return self._open({"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}})
-            case Arguments():
+            case ToolCallBegun():
+                return self._open({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+            case ToolCallArguments():
                 return self._grow("input_json_delta", "partial_json", part.text)
             case End():
                 return self._leave()

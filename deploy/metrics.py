@@ -16,6 +16,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from ..stages.blocks import BlockPool
 from .errors import CODES
+from .latencies import Latencies
+from .metric_families import counter, gauge
+from .pipeline_metrics import channels, stages
 
 if TYPE_CHECKING:
     from ..stages.engine import Engine
@@ -34,6 +37,7 @@ class Metrics:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._engine: Engine | None = None
+        self._latencies: Latencies | None = None
         self._finished: Counter[str] = Counter()  # choices by finish reason
         self._aborted: Counter[str] = Counter()  # requests by cause
         self._rejected: Counter[str] = Counter()  # requests by error code
@@ -44,9 +48,14 @@ class Metrics:
 
     def watch(self, engine: Engine) -> None:
         """From now on the engine's requests are counted."""
-        self._engine = engine
-        assert engine.pipeline.exit is not None
-        engine.pipeline.exit.on_end.append(self._request_ended)
+        self._engine, self._latencies = engine, Latencies(engine)
+        engine.exit.on_end.append(self._request_ended)
+        engine.exit.on_start.append(self._latencies.request_started)
+
+    @property
+    def latencies(self) -> Latencies | None:
+        """The histograms of its requests; None before there is an engine."""
+        return self._latencies
 
     def count_rejection(self, code: str) -> None:
         """A request was answered with an error."""
@@ -55,6 +64,13 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition."""
         return generate_latest(self._registry)
+
+    def num_tokens(self, engine: Engine) -> tuple[int, int]:
+        """Tokens so far: of prompts, and generated. Those of requests under way are among them."""
+        assert engine.pipeline.exit is not None
+        live = [outbox for outbox in engine.pipeline.exit.live.values() if outbox.request.parent_id is None]
+        num_prompt = self._num_prompt + sum(outbox.num_prompt_tokens for outbox in live)
+        return num_prompt, self._num_generated + sum(outbox.num_generated_tokens for outbox in live)
 
     def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
         if outbox.request.parent_id is not None:
@@ -67,7 +83,10 @@ class Metrics:
         for choice in outbox.choices:
             reason = choice.finish.reason.name.lower() if choice.finish is not None else "abort"
             self._finished[reason] += 1
-        if cause != "finish":
+        if cause == "finish":
+            assert self._latencies is not None
+            self._latencies.request_finished(outbox)
+        else:
             self._aborted[cause if cause in CAUSES else "cancel"] += 1
 
     # -- reading the engine
@@ -77,42 +96,42 @@ class Metrics:
         names = self._service.model_names
         labels = {"model_name": names[0] if names else "", "engine": "0"}
         yield from self._rejections()
+        yield from self._service.oversight.meter.collect()
+        yield counter("millrace:stalls", "Times that something stood still.", self._service.oversight.num_stalls, {})
         if self._engine is None:
             return
         if self._engine.has_core:
             yield from self._gauges(self._engine, labels)
             yield from self._core_counters(self._engine, labels)
         yield from self._counters(self._engine, labels)
-        yield from _stages(self._engine)
-        yield from _channels(self._engine)
+        assert self._latencies is not None
+        yield from self._latencies.collect(labels)
+        yield from stages(self._engine.pipeline)
+        yield from channels(self._engine.pipeline)
+        yield _startup(self._engine)
 
     def _gauges(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
         scheduler, pool = engine.scheduler, engine.pool
-        yield _gauge("vllm:num_requests_running", "Sequences that run.", scheduler.num_running, labels)
-        yield _gauge("vllm:num_requests_waiting", "Sequences that wait to run.", scheduler.num_waiting, labels)
-        yield _gauge("vllm:num_requests_swapped", "Sequences swapped to the host.", scheduler.num_swapped, labels)
-        yield _gauge("millrace:num_requests_parked", "Sequences whose clients stall.", scheduler.num_parked, labels)
+        yield gauge("vllm:num_requests_running", "Sequences that run.", scheduler.num_running, labels)
+        yield gauge("vllm:num_requests_waiting", "Sequences that wait to run.", scheduler.num_waiting, labels)
+        yield gauge("vllm:num_requests_swapped", "Sequences swapped to the host.", scheduler.num_swapped, labels)
+        yield gauge("millrace:num_requests_parked", "Sequences whose clients stall.", scheduler.num_parked, labels)
         used = pool.num_in_use / pool.num_blocks
-        yield _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
         yield _blocks("millrace:kv_blocks", "KV blocks by state; shared ones count as used, too.", pool, labels)
         yield _admission_blocked(scheduler.admission_blocked_reason)
         waste = engine.block_tables.waste
-        yield _gauge(
-            "millrace:kv_internal_fragmentation_ratio", "Share of blocks' room without a token.", waste, labels
-        )
+        yield gauge("millrace:kv_internal_fragmentation_ratio", "Share of blocks' room without a token.", waste, labels)
         host = None if engine.host_tier is None else engine.host_tier.pool
         used = 0.0 if host is None else host.num_in_use / host.num_blocks
-        yield _gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", used, labels)
+        yield gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", used, labels)
         if host is not None:
             yield _blocks("millrace:host_kv_blocks", "KV blocks on the host, by state.", host, labels)
 
     def _counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
-        assert engine.pipeline.exit is not None
-        live = [outbox for outbox in engine.pipeline.exit.live.values() if outbox.request.parent_id is None]
-        num_prompt = self._num_prompt + sum(outbox.num_prompt_tokens for outbox in live)
-        num_generated = self._num_generated + sum(outbox.num_generated_tokens for outbox in live)
-        yield _counter("vllm:prompt_tokens", "Prompt tokens taken in.", num_prompt, labels)
-        yield _counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
+        num_prompt, num_generated = self.num_tokens(engine)
+        yield counter("vllm:prompt_tokens", "Prompt tokens taken in.", num_prompt, labels)
+        yield counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
         success = CounterMetricFamily(
             "vllm:request_success", "Choices that ended, by reason.", labels=[*labels, "finished_reason"]
         )
@@ -126,19 +145,17 @@ class Metrics:
 
     def _core_counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
         num_preemptions = engine.scheduler.num_preemptions
-        yield _counter("vllm:num_preemptions", "Sequences that lost their blocks.", num_preemptions, labels)
+        yield counter("vllm:num_preemptions", "Sequences that lost their blocks.", num_preemptions, labels)
         yield _preemptions(engine.scheduler.preemptions)
         yield _swaps_refused(engine.host_tier)
         num_recomputed = engine.scheduler.num_recomputed_tokens
-        yield _counter(
-            "millrace:recomputed_tokens", "Tokens computed again after a preemption.", num_recomputed, labels
-        )
+        yield counter("millrace:recomputed_tokens", "Tokens computed again after a preemption.", num_recomputed, labels)
         cache = engine.prefix_cache
         queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
         on_host = 0 if cache is None else cache.num_host_hits
-        yield _counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
-        yield _counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
-        yield _counter("millrace:host_prefix_cache_hits", "Of them, tokens found on the host.", on_host, labels)
+        yield counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
+        yield counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
+        yield counter("millrace:host_prefix_cache_hits", "Of them, tokens found on the host.", on_host, labels)
 
     def _rejections(self) -> Iterator[Metric]:
         rejected = CounterMetricFamily("millrace:request_errors", "Requests answered with an error.", labels=["code"])
@@ -190,43 +207,8 @@ def _blocks(name: str, text: str, pool: BlockPool, labels: dict[str, str]) -> Me
     return blocks
 
 
-def _stages(engine: Engine) -> Iterator[Metric]:
-    seconds = CounterMetricFamily(
-        "millrace:stage_seconds", "Where a stage's time went: idle, busy, blocked.", labels=["stage", "state"]
-    )
-    restarts = CounterMetricFamily("millrace:stage_restarts", "Restarts of a stage after a crash.", labels=["stage"])
-    depth = GaugeMetricFamily("millrace:stage_queue_depth", "Items waiting before a stage.", labels=["stage"])
-    for name, runner in engine.pipeline.runners.items():
-        for state in ("idle", "busy", "blocked"):
-            seconds.add_metric([name, state], getattr(runner.times, state))
-        restarts.add_metric([name], runner.num_restarts)
-        depth.add_metric([name], sum(len(channel) for channel in runner.inputs.values()))
-    yield from (seconds, restarts, depth)
-
-
-def _channels(engine: Engine) -> Iterator[Metric]:
-    depth = GaugeMetricFamily("millrace:channel_depth", "Items on a channel.", labels=["edge"])
-    high = GaugeMetricFamily("millrace:channel_high_water", "Most items ever on a channel.", labels=["edge"])
-    capacity = GaugeMetricFamily("millrace:channel_capacity", "Room of a channel.", labels=["edge"])
-    sent = CounterMetricFamily("millrace:channel_items", "Items sent over a channel.", labels=["edge"])
-    blocked = CounterMetricFamily("millrace:channel_blocked_seconds", "Time a channel was full.", labels=["edge"])
-    for name, channel in engine.pipeline.channels.items():
-        stats = channel.stats()
-        depth.add_metric([name], stats.depth)
-        high.add_metric([name], stats.high_water)
-        capacity.add_metric([name], stats.capacity)
-        sent.add_metric([name], stats.num_sent)
-        blocked.add_metric([name], stats.seconds_full)
-    yield from (depth, high, capacity, sent, blocked)
-
-
-def _gauge(name: str, text: str, value: float, labels: dict[str, str]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _counter(name: str, text: str, value: float, labels: dict[str, str]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+def _startup(engine: Engine) -> Metric:
+    seconds = GaugeMetricFamily("millrace:startup_seconds", "How long each phase of the start took.", labels=["phase"])
+    for phase, value in engine.info.startup_s.items():
+        seconds.add_metric([phase], value)
+    return seconds

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from . import api_shapes, shapes
-from .bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from . import api_shapes, inside_shapes, shapes
+from .bodies import Body, ChatBody, CompletionBody
 from .documented import Schema
 from .embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
 from .errors import CODES
@@ -22,6 +22,7 @@ from .metrics import CONTENT_TYPE
 from .native import GenerateBody
 from .responses_bodies import ResponsesBody
 from .responses_routes import MAX_ITEMS_LISTED
+from .token_bodies import DetokenizeBody, TokenizeBody
 
 Access = Literal["open", "key", "admin"]
 
@@ -46,7 +47,7 @@ WITH_BODY = (
     "unknown_parameter",
     "unsupported_media_type",
 )
-WITH_ENGINE = ("dead", "draining", "loading")
+WITH_ENGINE = ("dead", "draining", "loading", "stalled")
 WITH_MODEL = ("model_not_found",)
 WITH_CHAT = ("empty_prompt", "template_limit", "tokenizer_error", "unsupported_content_type")
 GENERATING = (
@@ -328,12 +329,31 @@ PAGES = (
     ),
     Operation(
         method="GET",
+        path="/dashboard",
+        name="dashboard",
+        group="server",
+        summary="A page that shows live what the engine does",
+        access="open",
+        answers={200: (Content(content_type="text/html; charset=utf-8"),)},
+    ),
+    Operation(
+        method="GET",
+        path="/dashboard/feed",
+        name="dashboardFeed",
+        group="sockets",
+        summary="A WebSocket with what that page shows; its first message brings the key; 426 without an upgrade",
+        access="open",
+        answers={101: ()},
+        errors=("upgrade_required",),
+    ),
+    Operation(
+        method="GET",
         path="/static/{name}",
         name="staticFile",
         group="server",
-        summary="A file of that page",
+        summary="A file of those pages",
         access="open",
-        parameters={"name": "its name"},
+        parameters={"name": "its name, with folders"},
         answers={200: (Content(content_type="text/*"),)},
         errors=("not_found",),
     ),
@@ -371,6 +391,34 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters={"id": "the id of its answer, or its X-Request-Id"},
         answers=_json(shapes.Aborted),
         errors=("request_not_found",),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/requests",
+        name="listRequests",
+        group="server",
+        summary="The requests under way, oldest first: those of the API key, or with the admin key all; no text",
+        answers=_json(inside_shapes.Requests),
+        errors=WITH_ENGINE,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/requests/{id}/explain",
+        name="explainRequest",
+        group="server",
+        summary="Where the time of a request went, under way or just ended: its waterfall, and the causes in words",
+        parameters={"id": "the id of its answer, or its X-Request-Id"},
+        answers=_json(inside_shapes.Explanation),
+        errors=(*WITH_ENGINE, "request_not_found"),
+    ),
+    Operation(
+        method="GET",
+        path="/v1/stages",
+        name="stages",
+        group="server",
+        summary="Each stage's time idle, busy and blocked, how full each edge is, and what limits the pipeline",
+        answers=_json(inside_shapes.Stages),
+        errors=WITH_ENGINE,
     ),
     Operation(
         method="GET",
@@ -459,6 +507,15 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         method="GET",
+        path="/load",
+        name="load",
+        group="server",
+        summary="How much is under way and waits, for a load balancer",
+        answers=_json(shapes.Load),
+        errors=WITH_ENGINE,
+    ),
+    Operation(
+        method="GET",
         path="/metrics",
         name="metrics",
         group="server",
@@ -490,6 +547,27 @@ OPERATIONS: tuple[Operation, ...] = (
         access="admin",
         answers=_json(shapes.CacheReset),
         errors=WITH_ENGINE,
+    ),
+    Operation(
+        method="GET",
+        path="/admin/trace",
+        name="trace",
+        group="admin",
+        summary="The last seconds of the trace, to be opened at ui.perfetto.dev",
+        access="admin",
+        query={"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 3600, "default": 30}},
+        answers=_json(shapes.TraceEvents),
+        errors=(*WITH_ENGINE, "invalid_value"),
+    ),
+    Operation(
+        method="POST",
+        path="/admin/flight",
+        name="recordFlight",
+        group="admin",
+        summary="Write the last seconds of the trace, stacks and queues to a file at the server",
+        access="admin",
+        answers=_json(shapes.FlightFile),
+        errors=(*WITH_ENGINE, "no_flight_recorder"),
     ),
     *NUMBERS,
     *TOKENS,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from .answer_parts import Arguments, Call, End, Part, Reasoning, Text, Usage
+from .answer_parts import End, Part, Text, Usage
 from .answers import token_logprobs
 from .errors import ApiError
+from .parsers.interface import Reasoning
 from .responses_bodies import ResponsesBody
+from .turns import ToolCallArguments, ToolCallBegun
 
 if TYPE_CHECKING:
     from ..stages.params import SamplingParams
@@ -86,9 +88,9 @@ class ResponseEvents:
                 return [*self._enter(_Message), *self._grow(part.text, token_logprobs(part.logprobs))]
             case Reasoning():
                 return [*self._enter(_Reasoning), *self._grow(part.text)]
-            case Call():
+            case ToolCallBegun():
                 return [*self._leave(), *self._open(_FunctionCall(self.response["id"], self._place, part))]
-            case Arguments():
+            case ToolCallArguments():
                 return self._grow(part.text)
             case End():
                 is_empty = self._item is None and not self.response["output"]
@@ -226,7 +228,7 @@ class _Reasoning(_Item):
 class _FunctionCall(_Item):
     PREFIX, EVENT, FIELD = "fc", "response.function_call_arguments", "arguments"
 
-    def __init__(self, response_id: str, place: int, call: Call) -> None:
+    def __init__(self, response_id: str, place: int, call: ToolCallBegun) -> None:
         super().__init__(response_id, place)
         self.call = call
 
@@ -235,7 +237,7 @@ class _FunctionCall(_Item):
             "id": self.id,
             "type": "function_call",
             "status": status,
-            "call_id": self.call.call_id,
+            "call_id": self.call.id,
             "name": self.call.name,
             "arguments": self.text,
         }

@@ -13,12 +13,12 @@ from aiohttp import web
 
 from ..runtime.log import get_logger
 from ..stages.messages import ChatPrompt
-from .bodies import DetokenizeBody, TokenizeBody
 from .connections import error_response
+from .dashboard.feed import Feed
 from .embeddings import Embeddings
 from .errors import ApiError, shorten
 from .generation import Generation
-from .information import server_info
+from .information import load, server_info
 from .messages_api import MessagesRoutes
 from .messages_events import MESSAGES_PATH
 from .metrics import CONTENT_TYPE, Metrics
@@ -29,6 +29,7 @@ from .responses import Responses
 from .responses_routes import ResponsesRoutes
 from .service import Service
 from .sockets.hub import Hub
+from .token_bodies import DetokenizeBody, TokenizeBody
 from .validation import read_body
 
 log = get_logger("millrace.deploy")
@@ -47,11 +48,13 @@ class Routes:
         self._responses = Responses(self._generation, threads)
         self._messages = MessagesRoutes(self._generation, threads)
         self.sockets = Hub(self._generation, self._responses, metrics, threads)
+        self.feed = Feed(service, metrics, threads, package_version())
 
     @property
     def public(self) -> frozenset[Any]:
         """Handlers that ask for no key."""
-        return frozenset({self.live, self.ready, self._pages.stream_demo, self._pages.file})
+        pages = self._pages
+        return frozenset({self.live, self.ready, pages.stream_demo, pages.dashboard, self.feed.socket, pages.file})
 
     def table(self) -> list[web.RouteDef]:
         """All routes."""
@@ -63,6 +66,7 @@ class Routes:
             web.get("/health/ready", self.ready),
             web.get("/version", self.version),
             web.get("/server_info", self.server_info),
+            web.get("/load", self.load),
             web.get("/metrics", self.metrics),
             web.get("/v1/models", self.models),
             web.get("/v1/models/{id:.+}", self.model),
@@ -84,7 +88,9 @@ class Routes:
             web.post(f"{MESSAGES_PATH}/count_tokens", messages.count_tokens, expect_handler=expect),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.get("/stream-demo", self._pages.stream_demo),
-            web.get("/static/{name}", self._pages.file),
+            web.get("/dashboard", self._pages.dashboard),
+            web.get("/dashboard/feed", self.feed.socket, allow_head=False),
+            web.get("/static/{name:.+}", self._pages.file),
             web.post("/v1/chat/completions/render", generation.render_chat, expect_handler=expect),
             web.post("/v1/completions/render", generation.render_completions, expect_handler=expect),
             web.post("/generate", generation.generate, expect_handler=expect),
@@ -119,6 +125,10 @@ class Routes:
         """The model, the settings, the memory table and how long the start took."""
         engine = self.service.require_engine()
         return answer(server_info(engine, self.service.config, self.service.model_names, package_version()))
+
+    async def load(self, request: web.Request) -> web.Response:
+        """How much is under way."""
+        return answer(load(self.service.require_engine(), len(self.service.live)))
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""

@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +34,20 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     with_messages = server_config.log_error_messages
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve(engine_config, server_config, _make_engine))
+        return runner.run(serve(engine_config, server_config, _make_engine, options.sources))
 
 
-async def serve(engine_config: EngineConfig, server_config: ServerConfig, make_engine: MakeEngine) -> int:
-    """Serves until SIGTERM or SIGINT, then drains. A second signal ends the process at once."""
+async def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    make_engine: MakeEngine,
+    sources: Mapping[str, str] | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT, then drains. A second signal ends the process at once. `sources` says of each
+    setting where it came from."""
     stop = _Stop()
     async with Server(server_config) as server:
+        server.service.sources = sources or {}
         loading = asyncio.ensure_future(_serve_engine(server, engine_config, make_engine, stop))
         stop.on_early = loading.cancel
         try:

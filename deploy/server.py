@@ -18,9 +18,11 @@ from .config import ServerConfig
 from .connections import LINGER_S, MAX_HEADER_LINE, MAX_HEADERS, Listener
 from .docs import Docs
 from .gate import Gate, guard
+from .inside import Inside
 from .keys import Keys
 from .metrics import Metrics
 from .middleware import NO_KEYS, add_headers, check_keys, identify
+from .request_log import RequestLog
 from .routes import Routes, package_version
 from .service import Service
 from .tls import tls_context
@@ -43,9 +45,9 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.service = Service(config)
-        self.metrics = Metrics(self.service)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # long bodies and prompts
+        self.service = Service(config, self._threads)
+        self.metrics = Metrics(self.service)
         self._routes = Routes(self.service, self.metrics, self._threads)
         self._sockets = self._routes.sockets
         self._runner: _Runner | None = None
@@ -78,6 +80,10 @@ class Server:
         self.service.attach(engine)
         self.metrics.watch(engine)
         self._sockets.watch(engine)
+        self._routes.feed.watch(engine)
+        self.service.oversight.watch(engine, self.metrics)
+        if self.config.log_requests:
+            RequestLog(self.config.log_prompts).watch(engine.exit)
 
     async def drain(self) -> bool:
         """Takes nothing new and waits for what is under way, up to `shutdown_timeout_s`; aborts the rest. False if
@@ -88,9 +94,10 @@ class Server:
 
     async def stop(self) -> None:
         """Closes every connection and stops listening. Idempotent."""
+        self.service.oversight.stop()
         if self._runner is not None:
             runner, self._runner = self._runner, None
-            await self._sockets.close()
+            await asyncio.gather(self._sockets.close(), self._routes.feed.close())
             await runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.config.uds is not None:
@@ -105,18 +112,20 @@ class Server:
 
     def _make_app(self) -> web.Application:
         routes = self._routes
-        admin = Admin(self.service)
+        admin = Admin(self.service, self._threads)
         docs = Docs(self.service, self._threads, package_version())
         open_paths = frozenset(route.path for route in routes.table() if route.handler in routes.public)
         others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(
             admin.handlers, Keys(self.config.admin_key, "admin key")
         )
+        inside = Inside(self.service, self._threads)
+        others |= dict.fromkeys(inside.handlers, inside.keys)
         gate = Gate.of(self.config)
         middlewares = [identify(self.metrics), guard(gate), check_keys(Keys(self.config.api_key), others, open_paths)]
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service, gate))
         app.on_shutdown.append(routes.stop)
-        table = routes.table() + admin.table() + docs.table()
+        table = routes.table() + inside.table() + admin.table() + docs.table()
         app.add_routes(table)
         if root := self.config.root_path:  # a proxy may take it off, or not
             app.add_routes([web.RouteDef(one.method, root + one.path, one.handler, one.kwargs) for one in table])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,10 +14,13 @@ from ..runtime.log import get_logger
 from ..runtime.pipeline import Health
 from .config import ServerConfig
 from .errors import ApiError, not_serving, shorten
+from .oversight import Oversight
 from .speech import Speech, check_parsers
 
 if TYPE_CHECKING:
     from ..stages.engine import Engine
+
+MAX_ENDED = 1_000  # requests whose owners are remembered, for whoever asks where their time went
 
 log = get_logger("millrace.deploy")
 
@@ -32,15 +37,18 @@ class Service:
     """Admits requests to the engine, and ends them. One a server; used on its loop. Raises `ConfigError` for a parser
     that there is not."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, threads: Executor | None = None) -> None:
         check_parsers(config)
         self.config = config
+        self.oversight = Oversight(config, threads)
         self.engine: Engine | None = None
         self.speech: Speech | None = None
         self.model_names: tuple[str, ...] = config.served_model_name
         self.created = int(time.time())
         self.is_draining = False
         self.live: dict[str, Live] = {}
+        self.sources: Mapping[str, str] = {}  # setting -> where its value came from; none where code has made them
+        self.ended: dict[str, Live] = {}  # the last MAX_ENDED, by answer id
         self._emptied = asyncio.Event()
 
     def attach(self, engine: Engine) -> None:
@@ -56,6 +64,9 @@ class Service:
             return Health("draining", reason="the server is shutting down")
         if self.engine is None:
             return Health("loading", reason="the model is loading")
+        stall = self.oversight.stall
+        if stall is not None and self.engine.health.is_ready:
+            return Health("stalled", stage=stall.name, reason=stall.reason)
         return self.engine.health
 
     def require_engine(self) -> Engine:
@@ -64,6 +75,12 @@ class Service:
         if self.engine is None or not health.is_ready:
             patience_s = self.config.shutdown_timeout_s if health.state == "draining" else 1.0
             raise not_serving(health, retry_after_s=patience_s)
+        return self.engine
+
+    def require_some_engine(self) -> Engine:
+        """The engine, be it ready or not, for those who want to know why; or `ApiError` 503 while there is none."""
+        if self.engine is None:
+            raise not_serving(self.health)
         return self.engine
 
     def require_speech(self) -> Speech:
@@ -98,7 +115,12 @@ class Service:
         assert self.engine is not None
         if self.engine.abort(answer_id, cause):
             log.info("request.aborted", request_id=answer_id, cause=cause)
-        self.live.pop(answer_id, None)
+        live = self.live.pop(answer_id, None)
+        if live is not None:
+            self.ended.pop(answer_id, None)
+            self.ended[answer_id] = live
+            if len(self.ended) > MAX_ENDED:
+                del self.ended[next(iter(self.ended))]
         if not self.live:
             self._emptied.set()
 

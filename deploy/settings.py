@@ -74,6 +74,9 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "record": "file for all that schedule and allocate are told and decide; see millrace replay and simulate",
         "record_token_ids": "record prompts and answers as they are, not only what is alike in them",
     },
+    "rehearsal": {
+        "inject": "a fault on purpose, stage=NAME,delay=200ms|error|freeze[,rate=0.01]; may be repeated",
+    },
 }
 
 SERVER_HELP: dict[str, dict[str, str]] = {
@@ -130,6 +133,14 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "log_format": "of the lines on stderr",
         "log_level": "least severity that is logged",
         "log_error_messages": "log what exceptions say, not only where they come from; it may quote prompts",
+        "log_requests": "log when a request begins and how it ends",
+        "log_prompts": "characters of each prompt to log with that; 0: none",
+        "stats_interval_s": "seconds between two lines on what runs, while something does; 0: none",
+    },
+    "trouble": {
+        "stall_timeout_s": "seconds without progress, while there is work, before /health says stalled",
+        "flight_recorder_dir": "folder for files on what led to a stall or a crash; none: nothing is written",
+        "flight_recorder_s": "seconds of the trace in each of them",
     },
 }
 

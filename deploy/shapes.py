@@ -308,6 +308,30 @@ class CacheReset(Shape):
     freed_blocks: Count
 
 
+class FlightFile(Shape):
+    """A file of the flight recorder's. None: one was written seconds ago."""
+
+    file: str | None
+
+
+class TraceEvents(Shape):
+    """Chrome's trace-event format."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: Literal["ms"]
+
+
+class Load(Shape):
+    """What is under way, in sequences; shares are of 1, times in seconds."""
+
+    server_load: Count
+    waiting: Count
+    running: Count
+    swapped: Count
+    kv_usage: float
+    estimated_wait_s: float
+
+
 class Version(Shape):
     """Of millrace."""
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -122,6 +123,7 @@ class Channel(Generic[T]):
         self._bell = Bell()
         self._wakes: Callable[[], bool] = _always
         self._high_water = 0
+        self._recent_high_water = 0  # as `take_high_water` says
         self._num_sent = 0
         self._seconds_full = 0.0
         self._seconds_empty = 0.0
@@ -198,8 +200,10 @@ class Channel(Generic[T]):
         self._items.append(item)
         self._num_sent += 1
         depth = len(self._items)
-        if depth > self._high_water:
-            self._high_water = depth
+        if depth > self._recent_high_water:
+            self._recent_high_water = depth
+            if depth > self._high_water:
+                self._high_water = depth
         if depth == 1 or depth == self.capacity:
             self._note_time(depth)
         if self._wakes is _always or self._wakes():
@@ -240,6 +244,10 @@ class Channel(Generic[T]):
             self._pass_room_on()
         return items
 
+    def peek(self, most: int) -> list[T]:
+        """The first so many items that are queued; they stay."""
+        return list(islice(self._items.copy(), most))
+
     def __aiter__(self) -> AsyncIterator[T]:
         return self._iterate()
 
@@ -264,6 +272,11 @@ class Channel(Generic[T]):
                 promise.set_exception(ChannelClosed(f"channel {self.name} was closed while a sender waited for room"))
         self._senders.clear()
         self._bell.ring()
+
+    def take_high_water(self) -> int:
+        """The most that were queued at once since the last time this was asked."""
+        highest, self._recent_high_water = self._recent_high_water, len(self._items)
+        return highest
 
     def _check_open(self) -> None:
         if self.is_closed:

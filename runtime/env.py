@@ -67,6 +67,7 @@ class SideThread(ABC):
 class Env(ABC):
     """What a stage may know of the world. Belongs to the one event loop it is first used on."""
 
+    is_live: ClassVar[bool] = False  # True: time passes by itself, so something may look around now and then
     injects_faults: ClassVar[bool] = True  # False: `fault` is never true, and need not be asked
 
     @abstractmethod
@@ -136,6 +137,7 @@ class LiveEnv(Env):
     wait for `sys.getswitchinterval()` (5 ms).
     """
 
+    is_live: ClassVar[bool] = True
     injects_faults: ClassVar[bool] = False
     now = staticmethod(time.monotonic)
     now_ns = staticmethod(time.monotonic_ns)

@@ -60,6 +60,10 @@ class Exit(Stage[Any, Never], Generic[OutboxT]):
         request_id = getattr(item, "request_id", None)
         return () if request_id is None else (request_id,)
 
+    def number_of(self, request_id: str) -> int | None:
+        """What trace records call a live request; None: it is not live, or nobody numbers requests here."""
+        return None
+
     def open(self, request: Any, deadline_s: float | None = None) -> OutboxT:
         """Takes a request in; from now on it is live until it ends. `deadline_s` counts from now."""
         outbox = self.make_outbox(request)

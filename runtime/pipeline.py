@@ -6,7 +6,7 @@ Knows starting, stopping, draining and health. What the stages do is theirs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,14 +14,20 @@ from .channel import Channel, ChannelClosed, ControlLane
 from .env import Env, LiveEnv
 from .exit import Exit, Outbox
 from .graph import Graph, GraphError, Port
+from .inject import Fault, Faults
 from .log import get_logger
 from .runner import Output, StageRunner
 from .stage import Context, Stage
 from .trace import Tracer
+from .watch import Watch
 
-State = Literal["new", "loading", "ready", "draining", "dead", "stopped"]
+State = Literal["new", "loading", "ready", "draining", "stalled", "dead", "stopped"]
 
+MAX_TOLD_REQUESTS = 64  # in the record of a crash
 OPEN_END_CAPACITY = 64  # of a channel that the caller feeds or drains
+
+# stage, error, ids of the requests in hand
+OnCrash = Callable[[str, BaseException, Sequence[str]], None]
 
 log = get_logger("millrace.runtime")
 
@@ -76,8 +82,11 @@ class Pipeline(Graph):
         self.lane = ControlLane("control")
         self.env: Env = LiveEnv()
         self.tracer = Tracer(self.env)
+        self.loop: asyncio.AbstractEventLoop | None = None  # it runs on
+        self.on_crash: list[OnCrash] = []  # called when a stage has crashed, before anything is mended
         self.lane_reader: str | None = None  # the stage that reads the control lane
         self.entry_capacity = OPEN_END_CAPACITY  # requests that have come in and were not looked at
+        self.watch: Watch | None = None  # there once it has started
         self._owns_env = True
         self._health = Health("new")
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -128,6 +137,7 @@ class Pipeline(Graph):
             raise RuntimeError(f"a pipeline starts once, and this one is {self._health.state}: build another")
         self.check()
         self._health = Health("loading")
+        self.loop = asyncio.get_running_loop()
         self._make_channels()
         for name, stage in self.stages.items():
             self.runners[name] = self._make_runner(name, stage)
@@ -140,6 +150,9 @@ class Pipeline(Graph):
         except BaseException:
             await self.stop()
             raise
+        self.watch = Watch(self.tracer, self.channels, self.env.now)
+        if self.env.is_live:
+            self.watch.start()
         self._health = Health("ready")
 
     async def stop(self) -> None:
@@ -147,6 +160,8 @@ class Pipeline(Graph):
         if self._health.state in ("new", "stopped"):
             self._health = Health("stopped")
             return
+        if self.watch is not None:
+            self.watch.stop()
         self._end_all("abort", None)
         self._health = Health("stopped")
         for channel in self.channels.values():
@@ -188,6 +203,12 @@ class Pipeline(Graph):
     def health(self) -> Health:
         """Ready, or why not."""
         return self._health
+
+    def inject(self, faults: Sequence[Fault]) -> None:
+        """From now on these faults strike, and no others. While it runs."""
+        for name, runner in self.runners.items():
+            own = [fault for fault in faults if fault.stage == name]
+            runner.faults = Faults(own, self.env) if own else None
 
     # -- requests
 
@@ -276,7 +297,7 @@ class Pipeline(Graph):
             escalate=lambda error: self._break(name, error),
         )
         exit_ = None if stage is self.exit else self.exit
-        return StageRunner(name, stage, inputs, outputs, exit_, context, self._break)
+        return StageRunner(name, stage, inputs, outputs, exit_, context, self._break, self._crashed)
 
     async def _guard(self, name: str, runner: StageRunner) -> None:
         try:
@@ -308,6 +329,22 @@ class Pipeline(Graph):
         for runner in self.runners.values():
             runner.request_ended(request_id)
 
+    def _crashed(self, name: str, error: BaseException, items: Sequence[Any]) -> None:
+        """A stage raised with these items in hand; the one record of it, whatever becomes of them."""
+        requests_of = _none if self.exit is None else self.exit.requests_of
+        request_ids = list(dict.fromkeys(request_id for item in items for request_id in requests_of(item)))
+        log.error(
+            "stage.crashed",
+            stage=name,
+            error=type(error).__name__,
+            num_items=len(items),
+            num_requests=len(request_ids),
+            request_ids=request_ids[:MAX_TOLD_REQUESTS],
+            exc_info=error,
+        )
+        for callback in self.on_crash:
+            callback(name, error, request_ids)
+
     def _break(self, name: str, error: BaseException) -> None:
         """A stage is beyond mending: nothing more is admitted, and whoever waits gets an error."""
         if self._health.state in ("dead", "stopped"):
@@ -324,3 +361,7 @@ class Pipeline(Graph):
 
 def _always(request_id: str) -> bool:
     return True
+
+
+def _none(item: Any) -> Sequence[str]:
+    return ()

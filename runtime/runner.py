@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from .channel import Bell, Channel, ChannelOverrun
 from .exit import Exit
 from .graph import Edge
+from .histogram import STAGE_BOUNDS_US, Histogram
+from .inject import Faults
 from .log import get_logger
 from .stage import Context, Crash, Stage
 from .trace import EventKind
@@ -99,6 +101,7 @@ class StageRunner:
         exit: Exit[Any] | None,
         context: Context,
         on_broken: Callable[[str, BaseException], None],
+        on_crash: Callable[[str, BaseException, Sequence[Any]], None],
     ) -> None:
         self.name = name
         self.stage = stage
@@ -106,16 +109,26 @@ class StageRunner:
         self.outputs = dict(outputs)
         self.exit = exit
         self.times = StageTimes()
+        self.wait_us = Histogram(STAGE_BOUNDS_US)  # of each batch: how long its oldest item had waited
+        self.service_us = Histogram(STAGE_BOUNDS_US)  # of each batch, without the wait for room behind
         self.num_restarts = 0
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
         self.last_progress_s = context.env.now()
+        self.busy_since_s = 0.0  # when `handle` last got something, having had nothing
+        self.unwanted_ports: set[str] = set()  # that nothing was received from, the last time that it was looked
+        self.blocked_on: Channel[Any] | None = None  # that has no room for what is to be sent now
+        self.blocked_since_s = 0.0
         self._context = context
         self._on_broken = on_broken
+        self._on_crash = on_crash
+        self.faults: Faults | None = None  # on purpose
         self._bell = Bell()
         self._recent_restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._items_in_hand: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._is_stopping = False
+        self._is_broken = False
+        self._names_requests = False  # whether items of the last batch are of one request each
         self._num_carried = 0  # batches, or items at once, that `handle` has now
         self._oldest_since_s = 0.0  # when the oldest item of the last batch came
         self._idle_since_s = context.env.now()
@@ -139,7 +152,7 @@ class StageRunner:
         at_once, bell = self.stage.concurrency, self._bell
         self._idle_since_s = self._now()
         try:
-            while not self._has_ended():
+            while not (self._is_broken or self._has_ended()):
                 if not bell.heard():
                     await bell.next_ring()
                 elif (batch := self._receive()) is not None:
@@ -163,8 +176,11 @@ class StageRunner:
     def _receive(self) -> list[Any] | None:
         """What is waiting at the ports the stage wants, in their order; None if there is nothing to do."""
         batch: list[Any] = []
+        self.unwanted_ports.clear()
         for port, channel in self._ports:
-            if (self._wants is None or self._wants(port)) and (items := channel.recv_all()):
+            if self._wants is not None and not self._wants(port):
+                self.unwanted_ports.add(port)
+            elif items := channel.recv_all():
                 if not batch or channel.waiting_since < self._oldest_since_s:
                     self._oldest_since_s = channel.waiting_since
                 batch += items
@@ -184,11 +200,13 @@ class StageRunner:
         return True
 
     def _still_wanted(self, batch: list[Any]) -> list[Any]:
-        is_live = self._context.is_live
+        is_live, self._names_requests = self._context.is_live, False
         for item in batch:
             request_id = getattr(item, "request_id", None)
-            if request_id is not None and not is_live(request_id):
-                break
+            if request_id is not None:
+                self._names_requests = True
+                if not is_live(request_id):
+                    break
         else:
             return batch
         kept = [item for item in batch if self._is_wanted(item)]
@@ -203,16 +221,19 @@ class StageRunner:
 
     async def _carry(self, batch: list[Any]) -> None:
         now, tracer = self._now, self._context.tracer
-        began = now()
+        began, names_requests = now(), self._names_requests
         waited = max(0.0, began - self._oldest_since_s)
         if not self._num_carried:
             self.times.idle += began - self._idle_since_s
+            self.busy_since_s = began
         out = CollectingOutlet(self)
         self._num_carried += 1
         try:
             try:
                 if self._injects_faults:
                     self._fault(self._before)
+                if self.faults is not None:
+                    await self.faults.strike()
                 await self.stage.handle(batch, out)
                 if self._injects_faults:
                     self._fault(self._after)
@@ -227,9 +248,24 @@ class StageRunner:
         ended = self._idle_since_s = self.last_progress_s = now()
         busy = ended - began - out.blocked_s
         self.times.busy += busy
+        wait_us, service_us = int(waited * 1e6), int(busy * 1e6)
+        self.wait_us.observe(wait_us)
+        self.service_us.observe(service_us)
         if tracer.enabled:
-            times_us = (int(waited * 1e6), int(busy * 1e6), int(out.blocked_s * 1e6))
-            tracer.emit(EventKind.STAGE_BATCH, self._context.source, 0, len(batch), *times_us)
+            times_us = (wait_us, service_us, int(out.blocked_s * 1e6))
+            step = getattr(batch[0], "step", 0) if batch else 0
+            tracer.emit(EventKind.STAGE_BATCH, self._context.source, step, len(batch), *times_us)
+            if names_requests:
+                self._trace_requests(batch, times_us)
+
+    def _trace_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
+        """That live requests were in the batch."""
+        assert self.exit is not None
+        context = self._context
+        for request_id in dict.fromkeys(getattr(item, "request_id", None) for item in batch):
+            number = None if request_id is None else self.exit.number_of(request_id)
+            if number is not None:
+                context.tracer.emit(EventKind.REQUEST_STAGE, context.source, 0, number, *times_us)
 
     def _fault(self, name: str) -> None:
         if self._context.env.fault(name):
@@ -307,8 +343,12 @@ class StageRunner:
     async def _wait_and_send(self, output: Output, item: Any) -> float:
         if output.edge is not None and output.edge.when_full == "never":
             raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, yet it never may be")
-        began = self._now()
-        await output.channel.send(item)
+        began = self.blocked_since_s = self._now()
+        self.blocked_on = output.channel
+        try:
+            await output.channel.send(item)
+        finally:
+            self.blocked_on = None
         waited = self._now() - began
         self.times.blocked += waited
         return waited
@@ -323,16 +363,18 @@ class StageRunner:
     # -- after a crash
 
     async def _pick_up(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
-        log.error("stage.crashed", stage=self.name, error=type(error).__name__, num_items=len(batch), exc_info=error)
+        self._on_crash(self.name, error, batch)
         if self.stage.on_crash is Crash.FAIL and not isinstance(error, ChannelOverrun):
             out.discard()
             for item in batch:
                 self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
             return
         if isinstance(error, ChannelOverrun) or self.stage.on_crash is Crash.ESCALATE or not self._may_restart():
-            self._on_broken(self.name, error)
+            self._give_up(error)
             return
-        self._context.tracer.emit(EventKind.STAGE_RESTART, self._context.source, 0, self.num_restarts)
+        tracer = self._context.tracer
+        error_name = tracer.source(type(error).__name__)
+        tracer.emit(EventKind.STAGE_RESTART, self._context.source, 0, self.num_restarts, error_name)
         if self.stage.on_crash is Crash.RECOVER:
             await self._recover(batch, out, error)
         else:
@@ -351,7 +393,12 @@ class StageRunner:
         except BaseException as second:
             if not self._is_crash(second):
                 raise
-            self._on_broken(self.name, second)
+            self._give_up(second)
+
+    def _give_up(self, error: BaseException) -> None:
+        """It takes nothing more: what made it crash may still be there, and would for ever."""
+        self._is_broken = True
+        self._on_broken(self.name, error)
 
     async def _isolate(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
         """Restarts the stage and tries each item alone once more. What left the stage before can not be taken back,
@@ -370,6 +417,8 @@ class StageRunner:
     async def _retry_alone(self, item: Any, out: CollectingOutlet) -> None:
         alone = CollectingOutlet(self)
         try:
+            if self.faults is not None:
+                await self.faults.strike()
             await self.stage.handle([item], alone)
         except BaseException as error:
             if not self._is_crash(error):

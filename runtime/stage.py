@@ -92,6 +92,21 @@ class Stage(Generic[In, Out]):
         if made is not None and "outputs" not in cls.__dict__:
             cls.outputs = _output(made)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether it keeps work that should be moving, besides what `handle` has in hand."""
+        return False
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that `handle` may well take for what it has in hand; 0: that can not be told."""
+        return 0.0
+
+    @property
+    def waits_for(self) -> str | None:
+        """The stage whose work `handle` waits for now, if that is another's."""
+        return None
+
     async def setup(self, context: Context) -> None:
         """Called before the first `handle`, and again after each restart."""
 

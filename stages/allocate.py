@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ..runtime.histogram import Histogram
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from ..runtime.trace import EventKind, StepRows
+from ..runtime.trace import EventKind
+from ..runtime.trace_rows import StepRows
 from .allocator import Allocator
 from .host import HostTier
+from .kv_trace import KVTrace
 from .messages import PlanReport, Rates, StepGrant, StepPlan
 from .prefix import PrefixCache
 
 if TYPE_CHECKING:
     from .recording import CallLog
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets
 
 
 class Allocate(Stage[StepPlan, StepGrant]):
@@ -42,12 +46,14 @@ class Allocate(Stage[StepPlan, StepGrant]):
     ) -> None:
         self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host)
         self.call_log: CallLog | None = None
+        self.step_tokens = Histogram(STEP_TOKENS)  # computed in each step that has rows
         self._block_size = block_size
         self._batch: Sequence[StepPlan | Rates] = ()  # in hand, or last
         self._answered = 0  # messages of it
         self._context: Context | None = None
         self._recompute = self._swap = 0  # how a sequence is preempted, as names in the trace
         self._rows: StepRows | None = None
+        self._kv: KVTrace | None = None
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who runs there, for the trace
 
     async def setup(self, context: Context) -> None:
@@ -55,6 +61,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self._recompute, self._swap = context.tracer.source("recompute"), context.tracer.source("swap")
         if self._rows is None:
             self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids))
+            self._kv = KVTrace(context, self.allocator)
 
     async def handle(self, batch: Sequence[StepPlan | Rates], out: Outlet[Any]) -> None:
         self._batch, self._answered = batch, 0
@@ -63,15 +70,20 @@ class Allocate(Stage[StepPlan, StepGrant]):
             if isinstance(message, Rates):
                 self.allocator.use_rates(message)
             else:
-                grant, report = self.allocator.serve(message)
-                self._trace(message, grant, report)
-                out.send(report, port="report")  # first: schedule must have it before the step can be done
-                if grant is not None:
-                    out.send(grant)
-                answers.append((grant, report))
+                answers.append(self._answer(message, out))
             self._answered += 1
         if self.call_log is not None:
             self.call_log.allocate(batch, answers)
+
+    def _answer(self, plan: StepPlan, out: Outlet[Any]) -> tuple[StepGrant | None, PlanReport]:
+        grant, report = self.allocator.serve(plan)
+        if grant is not None and len(grant.slots):
+            self.step_tokens.observe(grant.num_computed)
+        self._trace(plan, grant, report)
+        out.send(report, port="report")  # first: schedule must have it before the step can be done
+        if grant is not None:
+            out.send(grant)
+        return grant, report
 
     async def recover(self, batch: Sequence[StepPlan | Rates], error: BaseException, out: Outlet[Any]) -> None:
         """Starts with clean books and says so: schedule then computes everything anew."""
@@ -81,7 +93,9 @@ class Allocate(Stage[StepPlan, StepGrant]):
             self.call_log.crash("allocate")
         for message in batch[self._answered :]:
             if not isinstance(message, Rates):
-                out.send(self.allocator.reset(message), port="report")
+                report = self.allocator.reset(message)
+                self._trace(message, None, report)
+                out.send(report, port="report")
 
     def reset_prefix_cache(self) -> int:
         """Forgets what the cache knows. Returns the blocks that frees. Sequences that run keep theirs."""
@@ -91,21 +105,22 @@ class Allocate(Stage[StepPlan, StepGrant]):
         return num_freed
 
     def _trace(self, plan: StepPlan, grant: StepGrant | None, report: PlanReport) -> None:
-        assert self._context is not None
+        assert self._context is not None and self._kv is not None
         tracer, source = self._context.tracer, self._context.source
         if not tracer.enabled:
             return
         if grant is not None:
-            num_rows = num_tokens = num_decodes = len(grant.slots)
+            num_rows = num_decodes = len(grant.slots)
             if not grant.is_decode:
-                num_tokens, num_decodes = int(grant.num_tokens.sum()), int(np.count_nonzero(grant.num_tokens == 1))
-            counts = (num_rows, num_tokens, num_decodes, report.num_free)
+                num_decodes = int(np.count_nonzero(grant.num_tokens == 1))
+            counts = (num_rows, grant.num_computed, num_decodes, report.num_free)
             tracer.emit(EventKind.STEP_GRANTED, source, grant.step, *counts)
             self._trace_rows(grant)
         for slot in (*plan.preempted, *report.preempted):
             num_tokens = report.swapped.get(slot, 0)
             how, num_blocks = self._swap if num_tokens else self._recompute, -(-num_tokens // self._block_size)
             tracer.emit(EventKind.PREEMPTED, source, plan.step, slot, how, num_blocks, num_tokens)
+        self._kv.served(plan, grant, report)
 
     def _trace_rows(self, grant: StepGrant) -> None:
         assert self._rows is not None

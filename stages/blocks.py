@@ -39,6 +39,7 @@ class BlockPool:
         self.block_size = block_size  # tokens a block
         self.num_free = num_blocks
         self.num_quarantined = 0
+        self.num_moves = 0  # times that blocks came to another state, but from free to in use
         self.num_evicted = 0  # cached blocks that were taken, ever
         self.on_evicted: Callable[[list[int]], object] = _ignore  # told of cached blocks whose contents are given up
         self.state = np.full(num_blocks, BlockState.FREE, np.int8)  # [N]
@@ -88,6 +89,7 @@ class BlockPool:
         for block in blocks[states == BlockState.CACHED].tolist():
             del self._cached[block]
         self.num_quarantined -= int(np.count_nonzero(states == BlockState.QUARANTINED))
+        self.num_moves += 1
         self.state[blocks] = BlockState.IN_USE
         self.num_tables[blocks] += 1
 
@@ -116,6 +118,7 @@ class BlockPool:
             self._release(blocks[is_done])
             blocks = blocks[~is_done]
         if len(blocks):
+            self.num_moves += 1
             self.state[blocks] = BlockState.QUARANTINED
             self.num_quarantined += len(blocks)
             self._quarantine.append((int(self._last_step[blocks].max()), blocks))
@@ -144,6 +147,7 @@ class BlockPool:
         """Takes every block from everybody; all are free once step `last_step` is done. For a reset after a crash."""
         self._cached.clear()
         self._is_kept[:] = False
+        self.num_moves += 1
         self.state[:] = BlockState.QUARANTINED
         self.num_tables[:] = 0
         self._last_step[:] = last_step
@@ -156,6 +160,7 @@ class BlockPool:
         still of use, and it is of none without them."""
         is_kept = self._is_kept[blocks]
         if np.count_nonzero(is_kept):
+            self.num_moves += 1
             kept = blocks[is_kept]
             self.state[kept] = BlockState.CACHED
             self._cached.update(dict.fromkeys(kept[::-1].tolist()))
@@ -171,6 +176,7 @@ class BlockPool:
         self.on_evicted(evicted)
 
     def _push(self, blocks: Ints) -> None:
+        self.num_moves += 1
         self.state[blocks] = BlockState.FREE
         self._free[self.num_free : self.num_free + len(blocks)] = blocks[::-1]
         self.num_free += len(blocks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..runtime.inject import parse_fault
 from .errors import ConfigError
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -65,7 +66,15 @@ class EngineConfig:
     record: str | None = None  # file for a recording of all that schedule and allocate are told and decide
     record_token_ids: bool = False  # with prompts and answers as they are; else only what is alike in them can be seen
 
+    # rehearsals
+    inject: tuple[str, ...] = ()  # faults on purpose, as `runtime/inject.py` has them
+
     def __post_init__(self) -> None:
+        for text in self.inject:
+            try:
+                parse_fault(text)
+            except ValueError as error:
+                raise ConfigError(f"inject: {error}") from None
         _power_of_two("block_size", self.block_size)
         for name in (
             "max_num_seqs",

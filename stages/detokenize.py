@@ -32,6 +32,7 @@ from .messages import (
 )
 from .params import SamplingParams
 from .stops import StopMatcher
+from .token_gaps import TokenGaps
 
 NOT_PLAIN = 1 << 63  # trait: the text depends on what stands before
 ANY = 1 << 62  # trait of every token; the lower bits are classes of characters in its text
@@ -98,6 +99,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who has the slot, -1 nobody
         self._next_places = np.zeros(num_slots, np.intp)  # [S] of the token to come
         self._cares = np.full(num_slots, ANY, np.uint64)  # [S] traits of tokens that are no matter of a table
+        self.gaps = TokenGaps(num_slots)
         self._sequences: dict[int, Answer] = {}  # by id
         self._begun: dict[int, Begun] = {}  # by sequence id, to go out with the next text
         self._is_halfway = False  # in a step, with some of its rows seen
@@ -139,13 +141,17 @@ class Detokenize(Stage[StepTokens, StepText]):
         next_places = self._next_places[slots]
         is_fast = (self._traits[step.token_ids] & self._cares[slots]) == 0
         is_fast &= is_ours & (places == next_places) & (step.finishes == 0)
+        now_us = self._now_us()
         self._is_halfway = True
         if np.count_nonzero(is_fast) == len(is_fast):
+            self.gaps.step(slots, places, now_us)
             rows = self._read_fast(slots, places, step.sequence_ids, step.token_ids)
         else:
+            is_new = is_ours & (places >= next_places)
+            self.gaps.step(slots[is_new], places[is_new], now_us)
             columns = (slots, places, step.sequence_ids, step.token_ids)
             rows = self._read_fast(*(column[is_fast] for column in columns))
-            await self._read_slow(step, np.flatnonzero(is_ours & (places >= next_places) & ~is_fast), rows, out)
+            await self._read_slow(step, np.flatnonzero(is_new & ~is_fast), rows, out)
         if step.pooled:
             out.send(StepText(step.step, (), (), (), pooled=tuple(step.pooled.values())))
         if rows.texts or step.prompt_logprobs or step.progress:
@@ -221,7 +227,12 @@ class Detokenize(Stage[StepTokens, StepText]):
         sequence.slot = started.slot
         self._sequence_ids[started.slot] = started.sequence_id
         self._next_places[started.slot] = sequence.next_place
+        self.gaps.enter(started.slot, sequence.last_token_us)
         self._cares[started.slot] = sequence.cares
+
+    def _now_us(self) -> int:
+        assert self._context is not None
+        return int(self._context.env.now() * 1e6)
 
     def _is_live(self, request_id: str) -> bool:
         assert self._context is not None
@@ -237,6 +248,7 @@ class Detokenize(Stage[StepTokens, StepText]):
     def _leave_slot(self, sequence: Answer) -> None:
         assert sequence.slot is not None
         sequence.next_place = int(self._next_places[sequence.slot])
+        sequence.last_token_us = self.gaps.leave(sequence.slot)
         self._sequence_ids[sequence.slot] = -1
         sequence.slot = None
 
@@ -328,6 +340,7 @@ class Answer:
         "_params",
         "_table",
         "_usual_cares",
+        "last_token_us",
         "next_place",
         "num_preempted",
         "request_id",
@@ -337,7 +350,8 @@ class Answer:
     def __init__(self, request_id: str, table: TextTable, decoder: IncrementalDecoder, params: SamplingParams) -> None:
         self.request_id = request_id
         self.slot: int | None = None
-        self.next_place = 0  # while it has no slot
+        self.next_place = 0  # while it has no slot, as the next
+        self.last_token_us = 0  # when it got its last token
         self.num_preempted = 0
         self._table = table
         self._params = params

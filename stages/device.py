@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..runtime.env import Env, Worker
+from ..runtime.stage import Context
 from ..runtime.steps import StepQueue
+from ..runtime.trace import EventKind, Tracer
 from .messages import Started, StepGrant, StepTokens
 
 R = TypeVar("R")
@@ -59,16 +61,22 @@ class Device:
         self._env: Env | None = None
         self._queue: StepQueue | None = None
         self._num_phases = 0
+        self._now_ns: Callable[[], int] = _never
+        self._tracer: Tracer | None = None
+        self._sources = [0, 0]  # of the stages, by phase, in the trace
         # the thread's own
+        self._last_end_ns = 0  # of a phase
         self._void_generation = -1
         self._logits: Any = None  # of the step that is between its phases
         self._error: BaseException | None = None
 
-    def join(self, env: Env, phase: int) -> None:
+    def join(self, context: Context, phase: int) -> None:
         """Says that a stage will submit each step to `phase`. Called in a stage's set-up; again changes nothing. A
         slice that ends at the logits has no second phase, and does not wait for one."""
         if self._worker is None:
-            self._env, self._worker = env, env.worker("device")
+            self._env, self._worker = context.env, context.env.worker("device")
+            self._now_ns, self._tracer = context.env.now_ns, context.tracer
+        self._sources[phase] = context.source
         self._num_phases = max(self._num_phases, phase + 1)
 
     def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
@@ -77,12 +85,12 @@ class Device:
             assert self._worker is not None, "forward() before join(): a stage joins the device in its set-up"
             self._queue = StepQueue(self._worker, self._num_phases, grant.step)
         run = self._or_fault("device.forward", forward)
-        return self._submit(grant.step, FORWARD, partial(self._run_forward, grant, run))
+        return self._submit(grant.step, FORWARD, partial(self._timed_forward, self._now_ns(), grant, run))
 
     def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> asyncio.Future[R]:
         """Queues the second phase. Resolves to `sample(grant, logits)`; raises what either phase raised."""
         run = self._or_fault("device.sample", sample)
-        return self._submit(grant.step, SAMPLE, partial(self._run_sample, grant, run))
+        return self._submit(grant.step, SAMPLE, partial(self._timed_sample, self._now_ns(), grant, run))
 
     def _submit(self, step: int, phase: int, run: Callable[[], R]) -> asyncio.Future[R]:
         assert self._queue is not None, f"step {step} is sampled before its forward pass was submitted"
@@ -95,6 +103,36 @@ class Device:
         return partial(fail, DeviceFault(name)) if self._env.fault(name) else run
 
     # -- on the thread
+
+    def _timed_forward(self, since_ns: int, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
+        """A phase takes the time from when it could begin, `since_ns` or when the one before had ended, to its end."""
+        try:
+            return self._run_forward(grant, forward)
+        finally:
+            forward_us = self._end_phase(since_ns)
+            if self._tracer is not None and self._tracer.enabled:
+                num_rows = num_tokens = len(grant.slots)
+                if not grant.is_decode:
+                    num_tokens = int(grant.num_tokens.sum())
+                counts = (num_rows, num_tokens, forward_us)
+                self._tracer.emit(EventKind.STEP_EXECUTED, self._sources[FORWARD], grant.step, *counts)
+
+    def _timed_sample(self, since_ns: int, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> R:
+        result = None
+        try:
+            result = self._run_sample(grant, sample)
+            return result
+        finally:
+            sample_us = self._end_phase(since_ns)
+            if self._tracer is not None and self._tracer.enabled:
+                times_us = (sample_us, getattr(result, "grammar_us", 0))
+                self._tracer.emit(
+                    EventKind.STEP_SAMPLED, self._sources[SAMPLE], grant.step, len(grant.slots), *times_us
+                )
+
+    def _end_phase(self, since_ns: int) -> int:
+        began_ns, self._last_end_ns = max(since_ns, self._last_end_ns), self._now_ns()
+        return (self._last_end_ns - began_ns) // 1000
 
     def _run_forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
         self._logits = self._error = None
@@ -125,6 +163,10 @@ class Device:
 def fail(error: BaseException, *_: object) -> Any:
     """A phase that does nothing but raise `error`: for a step whose turn must pass."""
     raise error
+
+
+def _never() -> int:
+    raise AssertionError("a step before join(): a stage joins the device in its set-up")
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

@@ -18,30 +18,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..runtime.env import Env, LiveEnv
+from ..runtime.histogram import Histogram
+from ..runtime.inject import Fault, parse_fault
 from ..runtime.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing, Pipeline
 from ..runtime.stage import Stage
-from ..runtime.trace import Tracer
-from .allocate import Allocate
+from ..runtime.trace import EventKind, Tracer
+from .admission import Admission
 from .beams import BeamParams
 from .blocks import BlockPool, BlockTables
 from .config import EngineConfig
-from .detokenize import Answer, Detokenize
 from .device import Device
 from .embedding import Pairs, as_texts, pooled_request, read_vectors
-from .encode import Encode
 from .errors import ConfigError, Overloaded, Refused, TimedOut
-from .execute import Execute
 from .grammar_gate import GrammarGate
 from .grammars import Grammars
 from .host import HostTier
-from .intake import Intake
-from .limits import RequestLimits, as_token_ids
+from .limits import as_token_ids
 from .messages import ChatPrompt, Ints, Prompt, Request
 from .outbox import Outboxes, RequestOutbox
 from .outputs import (
-    CompletionOutput,
-    Delta,
     EmbeddingRequestOutput,
     ModelInfo,
     OutputKind,
@@ -49,21 +45,15 @@ from .outputs import (
     ScoringRequestOutput,
 )
 from .params import SamplingParams
+from .parts import EncoderParts, EngineParts
 from .phases import Phases
-from .pipeline import build_encoder_pipeline, build_pipeline
-from .policy import make_policy
 from .pooling import Floats, PoolingParams
 from .prefix import PrefixCache
 from .processors import LogitsProcessor
+from .reading import read_outputs
 from .recorder import Recorder
-from .recording import RecordedEngine
-from .sample import Sample
-from .schedule import Schedule
-from .scheduler import Limits, Scheduler
-from .searches import Searches
-from .sequences import State
+from .scheduler import Scheduler
 from .tasks import check_task, task_of
-from .tokenize import Tokenize
 
 if TYPE_CHECKING:
     from ..model.tokenizer import Tokenizer
@@ -158,9 +148,11 @@ class Engine:
                 edit(self._parts.pipeline)
             if self.config.record is not None and isinstance(self._parts, EngineParts):
                 self._recorder = self._parts.record(Path(self.config.record), self.config, self._env)
+            faults = self._faults(self._parts.pipeline)
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()
+        self._parts.pipeline.inject(faults)
         self._health = Health("ready")
         seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
         info = loaded.info
@@ -174,6 +166,16 @@ class Engine:
             num_host_blocks=info.num_host_blocks,
             **seconds,
         )
+
+    def _faults(self, pipeline: Pipeline) -> list[Fault]:
+        """Those that the configuration asks for. `ConfigError` if there is no such stage."""
+        faults = [parse_fault(text) for text in self.config.inject]
+        for fault in faults:
+            if fault.stage not in pipeline.stages:
+                stages = ", ".join(pipeline.stages)
+                raise ConfigError(f"inject: there is no stage {fault.stage}; there are {stages}")
+            log.warning("fault.injected", stage=fault.stage, kind=fault.kind, rate=fault.rate, delay_s=fault.delay_s)
+        return faults
 
     async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
@@ -378,24 +380,38 @@ class Engine:
         try:
             async with asyncio.timeout(deadline_s):
                 await gate.admit(self._env, request.request_id, structured)
+        except Overloaded as error:
+            self._trace_shed(error, "grammar")
+            raise
         except TimeoutError:
             message = "the time limit of the request passed while its grammar was looked at"
             raise TimedOut(message, stage="intake", has_begun=False) from None
         left_s = None if deadline_s is None else max(deadline_s - (self._env.now() - began_s), 0.0)
+        looked_s = self._env.now() - began_s
         try:
-            return await self._enter(request, wait, left_s)
+            outbox = await self._enter(request, wait, left_s)
         except BaseException:
             gate.leave(request.request_id)
             raise
+        tracer, first = self.pipeline.tracer, outbox.request.first_sequence_id
+        tracer.emit(EventKind.REQUEST_GRAMMAR, tracer.source("grammar"), 0, first, int(looked_s * 1e6))
+        return outbox
 
     async def _enter(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
         try:
             return await self.pipeline.submit(request, deadline_s=deadline_s, wait=wait)  # type: ignore[return-value]
         except Busy as error:
             waiting = self._require_parts().intake.admission.num_waiting
-            raise Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0) from None
+            overloaded = Overloaded(f"{error}: try again in 1 s", queue_depth=waiting, estimated_wait_s=1.0)
+            self._trace_shed(overloaded, "door")
+            raise overloaded from None
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
+
+    def _trace_shed(self, error: Overloaded, reason: str) -> None:
+        tracer = self.pipeline.tracer
+        counts = (int(error.estimated_wait_s * 1000), error.queue_depth, tracer.source(reason))
+        tracer.emit(EventKind.REQUEST_SHED, tracer.source("door"), 0, *counts)
 
     async def render(self, request: Request) -> tuple[list[Ints], SamplingParams]:
         """What a request comes to before anything is computed: its prompts as token ids, and its params with all that a
@@ -468,6 +484,11 @@ class Engine:
         return self._require_parts().pipeline
 
     @property
+    def exit(self) -> Outboxes:
+        """Where requests end, to be told of them."""
+        return self._require_parts().exit
+
+    @property
     def scheduler(self) -> Scheduler:
         """The books of schedule, to look at."""
         return self._core().schedule.scheduler
@@ -491,6 +512,21 @@ class Engine:
     def prefix_cache(self) -> PrefixCache | None:
         """What is known of earlier prompts and answers, to look at; None if it is switched off."""
         return self._core().allocate.allocator.cache
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """Tokens computed in a step, of all steps so far."""
+        return self._core().allocate.step_tokens
+
+    @property
+    def token_gaps_us(self) -> Histogram:
+        """Microseconds between two tokens of an answer, of all answers so far."""
+        return self._core().detokenize.gaps.histogram
+
+    @property
+    def admission(self) -> Admission:
+        """The counts at the door, to look at."""
+        return self._require_parts().intake.admission
 
     @property
     def grammars(self) -> Grammars:
@@ -525,108 +561,6 @@ class Engine:
         return parts
 
 
-class EncoderParts:
-    """The stages of an engine whose model reads and generates nothing, joined."""
-
-    def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
-        info = loaded.info
-        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
-        self.loaded = loaded
-        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
-        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.encode = Encode(loaded.runner, config.max_num_batched_tokens, config.max_num_seqs)
-        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
-        self.pipeline = build_encoder_pipeline(self.intake, self.tokenize, self.encode, self.exit)
-        self.exit.lane = self.pipeline.lane
-        self.exit.on_start.append(self.intake.request_started)
-        self.exit.on_end.append(self.intake.request_ended)
-
-
-class EngineParts:
-    """The stages of one engine, joined: an engine's own, and what tests look into."""
-
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
-        info = loaded.info
-        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
-        self.loaded = loaded
-        self.gate = GrammarGate(loaded.grammars, config.max_waiting_requests)
-        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
-        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
-        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
-        host = HostTier(info.num_host_blocks, info.block_size) if info.num_host_blocks else None
-        sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
-        self.allocate = Allocate(*sizes, cache, host)
-        execute, sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
-        self.detokenize = Detokenize(
-            loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
-        )
-        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s, config.max_queue_s)
-        self.pipeline = build_pipeline(
-            self.intake,
-            self.tokenize,
-            self.schedule,
-            self.allocate,
-            execute,
-            sample,
-            self.detokenize,
-            self.exit,
-            steps_in_flight=config.steps_in_flight,
-        )
-        self.exit.lane = self.pipeline.lane
-        self.exit.on_start.append(self.intake.request_started)
-        self.exit.locate = self._stage_of
-        self.searches = Searches(
-            self.pipeline,
-            self.exit,
-            loaded.encoder,
-            limits,
-            info.eos_token_ids,
-            lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
-        )
-        self.exit.on_end += [
-            self.intake.request_ended,
-            self.detokenize.request_ended,
-            self.searches.request_ended,
-            self.gate.request_ended,
-        ]
-
-    def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
-        """Records from now on, which is before the pipeline starts. The caller closes the recorder when it has stopped.
-        Raises `ConfigError` for a file that can not be made."""
-        engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
-        recorder = Recorder(path, engine, with_token_ids=config.record_token_ids)
-        try:
-            recorder.open(env)
-        except OSError as error:
-            reason = f"{error.strerror}: must name a file in a folder that is there"
-            raise ConfigError(f"record = {path}: {reason}") from None
-        self.schedule.call_log = self.allocate.call_log = recorder
-        return recorder
-
-    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
-        """(where a request is, whether any of it has been served yet)."""
-        first, sequences = outbox.request.first_sequence_id, self.schedule.scheduler.sequences
-        known = [sequences[i] for i in range(first, first + outbox.request.num_sequences) if i in sequences]
-        if outbox.request_id in self.searches:
-            return "execute", True
-        if not known:
-            return ("detokenize", True) if outbox.has_started else ("tokenize", False)
-        is_waiting = all(sequence.state is State.WAITING for sequence in known)
-        return "schedule" if is_waiting else "execute", outbox.has_started or not is_waiting
-
-
-def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        block_size=info.block_size,
-        steps_in_flight=config.steps_in_flight,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-    )
-
-
 def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel | LoadedEncoder, Phases]:
     """In a thread: importing torch alone takes longer than a loop may stand still."""
     began = env.now()
@@ -652,64 +586,3 @@ def _as_prompt(prompt: PromptLike) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     return Prompt(token_ids=as_token_ids(prompt))
-
-
-# -- outputs
-
-
-async def read_outputs(outbox: RequestOutbox, kind: OutputKind = "delta") -> AsyncIterator[RequestOutput]:
-    """An outbox, read as `RequestOutput`s of a kind."""
-    request = outbox.request
-    choices = [_empty(index, request.params) for index in range(request.num_sequences)]
-    async for deltas in outbox:
-        for delta in deltas:
-            _add(choices[delta.index], delta)
-        if kind == "delta":
-            yield _output(outbox, [_part(delta, request.params) for delta in deltas], choices)
-        elif kind == "cumulative":
-            yield _output(outbox, [_copy(choice) for choice in choices], choices)
-    if kind == "final":
-        yield _output(outbox, choices, choices)
-
-
-def _empty(index: int, params: SamplingParams) -> CompletionOutput:
-    return CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-
-
-def _add(choice: CompletionOutput, delta: Delta) -> None:
-    choice.text += delta.text
-    choice.token_ids += delta.token_ids
-    if choice.logprobs is not None:
-        choice.logprobs += delta.logprobs
-    choice.finish_reason, choice.stop_reason, choice.score = delta.finish_reason, delta.stop_reason, delta.score
-
-
-def _part(delta: Delta, params: SamplingParams) -> CompletionOutput:
-    part = _empty(delta.index, params)
-    _add(part, delta)
-    return part
-
-
-def _copy(choice: CompletionOutput) -> CompletionOutput:
-    logprobs = None if choice.logprobs is None else list(choice.logprobs)
-    return replace(choice, token_ids=list(choice.token_ids), logprobs=logprobs)
-
-
-def _output(
-    outbox: RequestOutbox, outputs: list[CompletionOutput], choices: Sequence[CompletionOutput]
-) -> RequestOutput:
-    prompt = outbox.request.prompts[0]
-    is_finished = all(choice.finish_reason is not None for choice in choices)
-    token_ids = outbox.prompt_token_ids(0) if is_finished else prompt.token_ids
-    return RequestOutput(
-        request_id=outbox.request_id,
-        prompt=prompt.text,
-        prompt_token_ids=None if token_ids is None else token_ids.tolist(),
-        outputs=outputs,
-        finished=is_finished,
-        num_prompt_tokens=outbox.num_prompt_tokens,
-        num_generated_tokens=outbox.num_generated_tokens,
-        num_cached_tokens=outbox.num_cached_tokens,
-        prompt_logprobs=outbox.prompt_logprobs(0) if is_finished else None,
-        metrics=outbox.metrics() if is_finished else None,
-    )

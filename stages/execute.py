@@ -33,7 +33,7 @@ class Execute(Stage[StepGrant, StepLogits]):
         self._last_sent = -1  # step
 
     async def setup(self, context: Context) -> None:
-        self.device.join(context.env, FORWARD)
+        self.device.join(context, FORWARD)
 
     async def handle(self, batch: Sequence[StepGrant], out: Outlet[Any]) -> None:
         if self._untold is not None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ..runtime.exit import Outbox
 from ..runtime.stage import Context, Crash, Outlet, Stage
+from ..runtime.trace import EventKind
 from .admission import Admission
 from .errors import Overloaded, Refused
 from .limits import RequestLimits, estimated_tokens
@@ -45,7 +46,10 @@ class Intake(Stage[Request, Request]):
                 self.limits.check(request)
                 num_tokens = estimated_tokens(request, self.limits.max_model_len)
                 self.admission.admit(request.parent_id or request.request_id, num_tokens, self._now_s())
-            except (Refused, Overloaded) as error:
+            except Refused as error:
+                out.fail(request, error)
+            except Overloaded as error:
+                self._trace_shed(error)
                 out.fail(request, error)
             else:
                 out.send(request)
@@ -57,6 +61,12 @@ class Intake(Stage[Request, Request]):
     def request_ended(self, outbox: Outbox[Any], cause: str, error: BaseException | None) -> None:
         """A request is over, for whatever reason."""
         self.admission.release(outbox.request_id, self._now_s(), is_served=cause == "finish")
+
+    def _trace_shed(self, error: Overloaded) -> None:
+        assert self._context is not None
+        tracer, source = self._context.tracer, self._context.source
+        counts = (int(error.estimated_wait_s * 1000), error.queue_depth, tracer.source("waiting"))
+        tracer.emit(EventKind.REQUEST_SHED, source, 0, *counts)
 
     def _is_live(self, request_id: str) -> bool:
         assert self._context is not None

@@ -111,6 +111,7 @@ class Lives:
         """Gives a sequence that was taken from the line a slot."""
         self.num_swapped -= sequence.state is State.SWAPPED
         sequence.move(State.RUNNING)
+        sequence.num_starts += 1
         self.slots.enter(sequence, self.policy.weight(sequence))
         self.news.started.append(sequence.started())
         self._lineup = None

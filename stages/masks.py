@@ -68,6 +68,8 @@ class GrammarMasks:
         self._answers: list[Answer | None] = [None] * num_slots
         self._masks = np.zeros((num_slots, 0), np.int32)  # [S, W], once a grammar has come
         self._step: Pending[None] | None = None
+        self._now_ns = env.now_ns
+        self.waited_us = 0  # by the last `read`, for masks that were not ready
         self._executor: LLExecutor | None = None
 
     def prepare(self, started: Started) -> None:
@@ -79,7 +81,9 @@ class GrammarMasks:
 
     def read(self, slots: Indices) -> Allowed:
         """For `slots` [n], whose sequences have a grammar and go on."""
+        began_ns = self._now_ns()
         self._settle(slots)
+        self.waited_us = (self._now_ns() - began_ns) // 1000
         from ..model.grammar import unpack
 
         masks = self._masks[slots]

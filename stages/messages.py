@@ -239,6 +239,11 @@ class StepGrant:
     def num_sampled(self) -> int:
         return int(np.count_nonzero(self.is_sampled))
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens of all rows."""
+        return len(self.slots) if self.is_decode else int(self.num_tokens.sum())
+
 
 @message
 class StepLogits:
@@ -247,6 +252,10 @@ class StepLogits:
 
     grant: StepGrant
     logits: asyncio.Future[Any]
+
+    @property
+    def step(self) -> int:
+        return self.grant.step
 
 
 @message
@@ -346,6 +355,7 @@ class StepTokens:
     prompt_logprobs: Sequence[PromptLogprobs] = ()  # of prompts that the step computed a part of
     progress: Sequence[PromptProgress] = ()  # of those who want to be told
     began_s: float = 0.0  # when the device could begin with the step, if somebody started in it
+    grammar_us: int = 0  # that choosing waited for grammars' masks
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Outboxes(Exit["RequestOutbox"]):
         self.max_unread_tokens = max_unread_tokens
         self.stall_s = stall_s
         self.lane = ControlLane("nobody reads")  # the pipeline's own takes its place before the start
+        self.on_open: list[Callable[[RequestOutbox], None]] = []  # called with each request that comes in
         self.on_start: list[Callable[[str], None]] = []  # called with the id of a request at its first token
         self.on_end.append(self._let_go)
         self._choices: dict[int, Choice] = {}  # by sequence id: those that have not finished
@@ -91,6 +92,8 @@ class Outboxes(Exit["RequestOutbox"]):
         outbox = super().open(request, deadline_s)
         self._trace_accepted(outbox.request)
         self._choices.update((choice.sequence_id, choice) for choice in outbox.choices)
+        for callback in self.on_open:
+            callback(outbox)
         if self.max_queue_s is not None and request.parent_id is None:
             loop = asyncio.get_running_loop()
             outbox.queue_timer = loop.call_later(self.max_queue_s, self._end_if_queued, outbox)
@@ -119,6 +122,10 @@ class Outboxes(Exit["RequestOutbox"]):
         sequence_ids = [*getattr(item, "sequence_ids", ()), *(pooled.sequence_id for pooled in _pooled_in(item))]
         choices = (self._choices.get(int(sequence_id)) for sequence_id in sequence_ids)
         return tuple(dict.fromkeys(choice.outbox.request_id for choice in choices if choice is not None))
+
+    def number_of(self, request_id: str) -> int | None:
+        outbox = self.live.get(request_id)
+        return None if outbox is None else outbox.request.first_sequence_id
 
     def _trace_accepted(self, request: Request) -> None:
         if self._context is not None and self._context.tracer.enabled:
@@ -235,7 +242,11 @@ class Outboxes(Exit["RequestOutbox"]):
 
     def _start(self, outbox: RequestOutbox) -> None:
         outbox.has_started = True
-        outbox.times.first_token_s = self._now_s()
+        outbox.times.first_token_s = now_s = self._now_s()
+        if self._context is not None and self._context.tracer.enabled:
+            tracer, first = self._context.tracer, outbox.request.first_sequence_id
+            waited_us = int((now_s - outbox.times.arrival_s) * 1e6)
+            tracer.emit(EventKind.FIRST_TOKEN, self._context.source, 0, first, waited_us)
         for callback in self.on_start:
             callback(outbox.request.parent_id or outbox.request_id)
 

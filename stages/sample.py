@@ -18,6 +18,7 @@ from ..runtime.trace import EventKind
 from .device import SAMPLE, Choose, Device, fail
 from .messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
 from .progress import PromptWatch
+from .step_pace import StepPace
 
 
 class Sample(Stage[StepLogits, StepTokens]):
@@ -35,6 +36,8 @@ class Sample(Stage[StepLogits, StepTokens]):
         self.sampler = sampler
         self.device = device
         self._watch = PromptWatch()
+        self._pace = StepPace()
+        self._in_hand: Sequence[StepLogits] = ()
         self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not answered
         self._last_answered = -1  # step
         self._void_generation = -1
@@ -43,11 +46,12 @@ class Sample(Stage[StepLogits, StepTokens]):
 
     async def setup(self, context: Context) -> None:
         self._context = context
-        self.device.join(context.env, SAMPLE)
+        self.device.join(context, SAMPLE)
 
     async def handle(self, batch: Sequence[StepLogits], out: Outlet[StepTokens]) -> None:
         assert self._context is not None
         self._began_s = max(self._began_s, self._context.env.now())
+        self._in_hand = batch
         for item in batch:
             self.sampler.prepare(item.grant.started)
             self._watch.take_note(item.grant)
@@ -64,6 +68,17 @@ class Sample(Stage[StepLogits, StepTokens]):
                 self._submit(grant, partial(fail, error))
         for grant in left:
             await self._answer(grant, out, crash=error)
+
+    @property
+    def expected_s(self) -> float:
+        return sum(self._pace.expect_s(item.grant.num_computed) for item in self._in_hand)
+
+    @property
+    def waits_for(self) -> str | None:
+        """Execute, while the forward pass is what takes the time."""
+        waiting = (item for item in self._in_hand if item.grant.step > self._last_answered)
+        first = next(waiting, None)
+        return "execute" if first is not None and not first.logits.done() else None
 
     def _submit(self, grant: StepGrant, sample: Callable[[StepGrant, Any], StepTokens]) -> None:
         self._results[grant.step] = self.device.sample(grant, sample)
@@ -89,6 +104,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         if tokens.started or progress:
             tokens = replace(tokens, began_s=self._began_s, progress=progress)
         self._trace_done(done)
+        self._note_pace(grant)
         if len(tokens.slots) or tokens.started or tokens.prompt_logprobs or tokens.pooled or progress:
             out.send(tokens)
 
@@ -98,6 +114,11 @@ class Sample(Stage[StepLogits, StepTokens]):
         if tracer.enabled:
             num_finished, step_us = int(np.count_nonzero(done.is_finished)), int((now_s - self._began_s) * 1e6)
             tracer.emit(EventKind.STEP_DONE, source, done.step, len(done.slots), num_finished, step_us)
+
+    def _note_pace(self, grant: StepGrant) -> None:
+        assert self._context is not None
+        now_s = self._context.env.now()
+        self._pace.note(grant.num_computed, now_s - self._began_s)
         self._began_s = now_s
 
     def _trace_void(self, grant: StepGrant, error: BaseException | None) -> None:

@@ -170,6 +170,7 @@ class Sampler:
             started=grant.started,
             logprobs={} if raw is None else self._logprobs(raw, asked, slots, token_ids, finishes),
             prompt_logprobs=of_prompts,
+            grammar_us=0 if self.masks is None or allowed is None else self.masks.waited_us,
         )
 
     def _pool(self, slots: Indices) -> dict[int, Pooled]:

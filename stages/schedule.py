@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
+from .line_trace import LineTrace
 from .messages import PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
 from .policy import Policy
 from .scheduler import Limits, Scheduler
@@ -41,9 +42,11 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self._batch: Sequence[Any] = ()
         self._taken = 0  # messages of it
         self._context: Context | None = None
+        self._trace: LineTrace | None = None
 
     async def setup(self, context: Context) -> None:
         self._context = context
+        self._trace = self._trace or LineTrace(context, self.scheduler)
         self.last_step_s = context.env.now()
 
     def wants(self, port: str) -> bool:
@@ -63,6 +66,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
             plans.append(plan)
         if self.call_log is not None:
             self.call_log.schedule(batch, causes, plans, failed)
+        assert self._trace is not None
+        self._trace.line()
 
     async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[StepPlan]) -> None:
         """Goes on with the messages it had not taken, and computes anew all that runs."""
@@ -73,13 +78,15 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         await self.handle(rest, out)
 
     def _take_lane(self) -> Mapping[int, str]:
-        assert self._context is not None
+        assert self._context is not None and self._trace is not None
         causes = self._context.lane.take()
         for sequence_id, cause in causes.items():
             match cause:
                 case "park":
+                    self._trace.parked(sequence_id, EventKind.PARKED)
                     self.scheduler.park(sequence_id)
                 case "unpark":
+                    self._trace.parked(sequence_id, EventKind.UNPARKED)
                     self.scheduler.unpark(sequence_id)
                 case _:
                     self.scheduler.end(sequence_id)
@@ -87,7 +94,9 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     def _take(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> list[int]:
         """Returns the sequences that are given up."""
-        scheduler, failed = self.scheduler, []
+        scheduler, trace = self.scheduler, self._trace
+        assert trace is not None
+        failed: list[int] = []
         for message in batch:
             self._taken += 1
             match message:
@@ -95,6 +104,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                     scheduler.on_done(message)
                 case PlanReport():
                     scheduler.on_report(message)
+                    trace.reported(message)
                 case TokenRequest():
                     scheduler.add(message)
                 case StepVoid():
@@ -104,16 +114,11 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         return failed
 
     def _send(self, plan: StepPlan, out: Outlet[StepPlan]) -> None:
-        assert self._context is not None
+        assert self._context is not None and self._trace is not None
         out.send(plan)
         self.last_step_s = self._context.env.now()
-        if self._context.tracer.enabled:
-            in_line = (self.scheduler.num_running, self.scheduler.num_waiting)
-            num_tokens = len(plan.slots) if plan.is_decode else int(plan.num_wanted.sum())
-            counts = (len(plan.slots), num_tokens, *in_line)
-            self._context.tracer.emit(EventKind.STEP_PLANNED, self._context.source, plan.step, *counts)
+        self._trace.planned(plan)
 
     @property
-    def is_waiting_for_a_step(self) -> bool:
-        """Whether there is work that should be moving."""
+    def has_work(self) -> bool:
         return not self.scheduler.is_idle

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .errors import Failed, RequestError
+from .expectation import FoundShare
 from .lineup import Steady
 from .lives import Lives, News
 from .messages import Indices, Ints, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
@@ -67,6 +68,7 @@ class Scheduler:
         self._steady: Steady | None = None  # None, or of another lineup: rows are to be looked at
         self._settled: list[StepDone] = []  # to tell allocate in the next plan, as the next
         self._voided: list[int] = []
+        self._found = FoundShare()
         self._row_limit = limits.max_num_seqs  # lowered when steps fail, until the one at fault is alone
         self._report: PlanReport | None = None  # the last one
         self._must_wait = False  # nothing could be granted: plan again when a step is done
@@ -98,6 +100,16 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that wait to run, but for swapped ones."""
         return len(self.waiting) + self.lives.num_returning - self.num_swapped
+
+    @property
+    def waiting_for(self) -> str:
+        """What the first in line lacks: "slots", "blocks", or "swapped" if it waits for blocks to come back from the
+        host; "step" if it is only not its turn; "" when nobody waits."""
+        if self.lives.num_returning:
+            return "blocks"
+        if not len(self.waiting):
+            return ""
+        return self.admission_blocked_reason or ("step" if self.slots.num_free else "slots")
 
     @property
     def num_swapped(self) -> int:
@@ -314,11 +326,16 @@ class Scheduler:
             if is_tight and not self._is_better_than_running(first):  # else it may take what it lacks
                 self.admission_blocked_reason = "swapped" if first.num_swapped else "blocks"
                 break
-            budget -= max(1, len(first.token_ids) - max(first.num_swapped, first.num_expected_cached))
+            budget -= self._num_to_compute(first)
             self.lives.start(self.waiting.pop())
             spare = None if spare is None else spare - need - 1
             first = self.waiting.peek()
         return self.num_running > num_before
+
+    def _num_to_compute(self, sequence: Sequence) -> int:
+        """Tokens of it that are likely neither on the host nor in the prefix cache."""
+        num_tokens = len(sequence.token_ids)
+        return max(1, num_tokens - max(sequence.num_swapped, sequence.num_expected_cached, self._found.of(num_tokens)))
 
     def _need(self, sequence: Sequence) -> int:
         """Blocks that a sequence begins with: for what is known of it and one token, or all it may ever need."""
@@ -394,10 +411,18 @@ class Scheduler:
             lives.note_begun(int(slots[row]), int(num_cached[row]))
         if np.count_nonzero(granted > 1):
             lives.note_computed(slots.tolist(), granted)
+        for row in np.flatnonzero(table.num_computed[slots] == 0).tolist():
+            self._note_found(int(slots[row]), int(num_cached[row]))
         progress = np.where(table.is_running[slots], granted + num_cached, 0)
         table.num_computed[slots] += progress
         is_sampled = plan.reaches_end[rows] & (progress == plan.num_wanted[rows])
         table.num_known[slots] += is_sampled
+
+    def _note_found(self, slot: int, num_cached: int) -> None:
+        """What was found of a prompt that begins, if it was not known before."""
+        sequence = self.slots.sequences[slot]
+        if sequence is not None and not sequence.num_expected_cached and not sequence.num_preempted:
+            self._found.note(len(sequence.token_ids), num_cached)
 
     def _pop_flight(self, step: int) -> _Flight:
         flight = self._flights.popleft()

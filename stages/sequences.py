@@ -58,6 +58,7 @@ class Sequence:
     pooling: PoolingParams | None = None  # its answer is one token, which stands for a vector
     state: State = State.WAITING
     slot: int = -1  # while running or preempted
+    num_starts: int = 0  # how often it got a slot
     num_preempted: int = 0
     num_swapped: int = 0  # tokens on the host, until they are copied back or given up
     swapped_step: int = -1  # in which they are copied there

@@ -23,11 +23,12 @@ from ..model.vocabulary import Vocabulary
 from ..runtime.env import Env
 from .config import EngineConfig
 from .device import Device
-from .engine import Engine, EngineParts
+from .engine import Engine
 from .grammars import Grammars
 from .limits import longest_sequence
 from .outputs import ModelInfo
 from .params import SamplingParams
+from .parts import EngineParts
 from .phases import Phases
 from .scripted import EMBEDDING_SIZE, EOS, VOCAB_SIZE, ByteTokenizer, Script, ScriptedDevice, ScriptedModel
 

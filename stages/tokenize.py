@@ -15,6 +15,7 @@ import numpy as np
 from ..runtime.env import Worker
 from ..runtime.log import get_logger
 from ..runtime.stage import Context, Crash, Outlet, Stage
+from ..runtime.trace import EventKind
 from .errors import Failed, Refused, RequestError
 from .limits import RequestLimits
 from .messages import ChatPrompt, Ints, Prompt, Request, TokenRequest
@@ -93,6 +94,8 @@ class Tokenize(Stage[Request, TokenRequest]):
             self._at_work.discard(task)
 
     async def _carry(self, request: Request, out: Outlet[TokenRequest]) -> None:
+        assert self._context is not None
+        began_s = self._context.env.now()
         try:
             prompts, params = await self.encode(request)
             self.limits.check_prompts(params, sum(len(encoded.token_ids) for encoded in prompts))
@@ -106,8 +109,17 @@ class Tokenize(Stage[Request, TokenRequest]):
             failed = error if isinstance(error, RequestError) else _failed()
             out.fail(request, failed)
         else:
+            service_us = int((self._context.env.now() - began_s) * 1e6)
             for token_request in made:
                 out.send(token_request)
+                self._trace(token_request, service_us)
+
+    def _trace(self, made: TokenRequest, service_us: int) -> None:
+        """`service_us` is of the whole request."""
+        assert self._context is not None
+        tracer, source = self._context.tracer, self._context.source
+        counts = (made.first_sequence_id, len(made.token_ids), service_us)
+        tracer.emit(EventKind.REQUEST_TOKENIZED, source, 0, *counts)
 
     async def encode(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
         """The prompts as tokens, and the request's params with all that takes a tokenizer done."""

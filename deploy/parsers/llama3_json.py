@@ -22,19 +22,7 @@ class Llama3JsonParser(JsonReader):
     needs_special_tokens = True
 
     def _read(self) -> Generator[None, str, None]:
-        lead = character = yield
-        while character.isspace():
-            character = yield
-            lead += character
-        character = yield from self._objects(character, lead)
-        while character:
-            is_found, character = yield from self._until(TAG, character, Text)
-            if is_found:
-                lead = TAG + character
-                while character.isspace():
-                    character = yield
-                    lead += character
-                character = yield from self._objects(character, lead)
+        yield from self._read_calls(TAG, self._objects)
 
     def _objects(self, character: str, held: str) -> Generator[None, str, str]:
         """Calls, one after the other; what is none of them follows."""

@@ -25,19 +25,7 @@ class PythonicParser(CallReader):
     needs_special_tokens = True
 
     def _read(self) -> Generator[None, str, None]:
-        lead = character = yield
-        while character.isspace():
-            character = yield
-            lead += character
-        character = yield from self._list(character, lead)
-        while character:
-            is_found, character = yield from self._until(START, character, Text)
-            if is_found:
-                lead = START + character
-                while character.isspace():
-                    character = yield
-                    lead += character
-                character = yield from self._list(character, lead)
+        yield from self._read_calls(START, self._list)
 
     def _list(self, character: str, held: str) -> Reading:
         if character != "[":

@@ -5,7 +5,7 @@ A reader can not see where its text was cut, so its events can not depend on tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import ClassVar, TypeAlias
 
 from .interface import CallArguments, CallBegun, Event, Text, ToolParser
@@ -123,6 +123,24 @@ class CallReader(Reader, ToolParser):
     def __init__(self, tool_names: Collection[str] = ()) -> None:
         ToolParser.__init__(self, tool_names)
         Reader.__init__(self)
+
+    def _read_calls(self, tag: str, calls: Callable[[str, str], Reading]) -> Generator[None, str, None]:
+        """A whole answer whose calls stand at its start or behind a `tag`, white space aside; all else is text.
+
+        `calls(character, held)` reads some, if there are any: `held` is what was read before, and `character`, the last
+        of it, is the one in hand.
+        """
+        held, character = "", (yield)
+        while True:
+            held += character
+            while character.isspace():
+                character = yield
+                held += character
+            character = yield from calls(character, held)
+            is_found, character = yield from self._until(tag, character, Text)
+            if not is_found:
+                return
+            held = tag
 
     def _try(self, reading: Reading, held: str) -> Generator[None, str, tuple[bool, str]]:
         """Reads what may be calls: (whether it was all that, what follows). `held` is what has been read of it, the

@@ -95,3 +95,8 @@ def error_members(error: ApiError) -> bytes:
     if error.retry_after_s is not None:
         said["retry_after_s"] = round(error.retry_after_s, 3)
     return members(said)
+
+
+def error_message(error: ApiError, about: Mapping[str, Any]) -> bytes:
+    """A whole message of it; `about` says what it is about."""
+    return b"{%b,%b}" % (members({"type": "error", **about}), error_members(error))

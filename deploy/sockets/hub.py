@@ -18,6 +18,7 @@ from ..middleware import OWNER, REQUEST_ID
 from ..parsing import INLINE_BYTES
 from ..responses import Responses
 from ..service import Service
+from .base import SocketSession
 from .peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
 from .responses_session import ResponsesSession
 from .session import Session
@@ -45,7 +46,7 @@ class Hub:
         self.metrics = metrics
         self._threads = threads
         self._responses = responses
-        self._sessions: set[Session | ResponsesSession] = set()
+        self._sessions: set[SocketSession] = set()
         self._by_token: dict[str, Stream] = {}
         self._orphans: set[Stream] = set()  # without a socket
         self._by_answer: dict[str, Stream] = {}  # those under way in the engine
@@ -65,9 +66,7 @@ class Hub:
         owner, request_id = request[OWNER], request[REQUEST_ID]
         return await self._serve(request, lambda peer: ResponsesSession(self, peer, owner, request_id, self._responses))
 
-    async def _serve(
-        self, request: web.Request, make_session: Callable[[Peer], Session | ResponsesSession]
-    ) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, make_session: Callable[[Peer], SocketSession]) -> web.StreamResponse:
         self.service.require_engine()
         peer = Peer(request, self.config)
         await peer.open()

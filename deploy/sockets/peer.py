@@ -15,7 +15,7 @@ from ..config import ServerConfig
 from ..connections import LINGER_S, Connection
 from ..errors import ApiError
 from ..streams import bound_buffers
-from .envelopes import error_members
+from .envelopes import error_message
 from .frames import PROTOCOL_ERROR, FrameGuard
 
 PROTOCOL = "millrace.v1"  # the subprotocol of a browser that sends its key as another; nobody else need name one
@@ -103,7 +103,7 @@ class Peer:
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 async with self._turn:
-                    await self._write(b'{"type":"error","id":null,%b}' % error_members(error), WSMsgType.TEXT)
+                    await self._write(error_message(error, {"id": None}), WSMsgType.TEXT)
                     await self._write(struct.pack("!H", code) + error.code.encode(), WSMsgType.CLOSE)
                 await asyncio.Event().wait()  # for the client to close: this task is cancelled then
         self._abort()

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from ...runtime.log import bound
-from ..errors import ApiError, not_serving, shorten
+from ..errors import ApiError, shorten
 from ..generation import told
 from ..responses import Asked, Responses
-from .envelopes import MAX_ID_CHARS, error_members, parse
-from .peer import GOING_AWAY, INVALID_PAYLOAD, Peer
+from .base import SocketSession
+from .envelopes import MAX_ID_CHARS
+from .peer import Peer
 
 if TYPE_CHECKING:
     from .hub import Hub
@@ -22,48 +23,35 @@ if TYPE_CHECKING:
 CREATE = "response.create"
 
 
-class ResponsesSession:
+class ResponsesSession(SocketSession):
     """What one such socket has under way: responses one after another, or with a `stream_id`, one after another of the
-    same id and beside those of others. All of them end with the socket. `run` as `Session.run`."""
+    same id and beside those of others. All of them end with the socket."""
 
     def __init__(self, hub: Hub, peer: Peer, owner: str, client_id: str, responses: Responses) -> None:
-        self.peer = peer
-        self._owner = owner
+        super().__init__(hub, peer, owner)
         self._client_id = client_id
-        self._hub = hub
         self._responses = responses
         self._lanes: dict[str | None, asyncio.Task[None]] = {}  # the last of each stream_id
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def end_if_drained(self) -> None:
-        """Says goodbye if the server is to stop and nothing is under way here."""
-        if self._hub.service.is_draining and not self._tasks:
-            self._hub.spawn(self.peer.end(GOING_AWAY, not_serving(self._hub.service.health)))
+    @property
+    def is_idle(self) -> bool:
+        return not self._tasks
 
-    async def run(self) -> None:
-        """Serves the client until it is gone."""
-        try:
-            while (data := await self.peer.receive()) is not None:
-                await self._take(data)
-        finally:
-            for task in self._tasks:
-                task.cancel()
+    def leave(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
-    async def _take(self, data: bytes) -> None:
-        try:
-            raw = await self._hub.compute(len(data), parse, data, self._hub.config.max_body_bytes)
-        except ApiError as error:
-            await self.peer.end(INVALID_PAYLOAD, error)
-            return
+    async def take(self, raw: dict[str, Any], num_bytes: int) -> None:
         lane = raw.pop("stream_id", None)
         try:
             _check(raw, lane)
             if len(self._tasks) >= self._hub.config.ws_max_streams:
                 message = f"{len(self._tasks)} responses are under way on this socket: wait for one to end"
                 raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
-            asked = await self._hub.compute(len(data), self._responses.read, _body(raw))
+            asked = await self._hub.compute(num_bytes, self._responses.read, _body(raw))
         except ApiError as error:
-            await self._tell(error, lane)
+            await self._tell(error, _of(lane))
             return
         task = self._lanes[lane] = self._hub.spawn(self._answer(asked, lane, self._lanes.get(lane)))
         self._tasks.add(task)
@@ -82,7 +70,7 @@ class ResponsesSession:
             await asyncio.wait([before])
         with bound(request_id=asked.id):
             try:
-                order = await self._responses.take(asked, self._owner, self._client_id)
+                order = await self._responses.take(asked, self.owner, self._client_id)
                 more = {} if lane is None else {"stream_id": lane}
                 async with aclosing(self._responses.events(order)) as events:
                     async for event in events:
@@ -90,15 +78,12 @@ class ResponsesSession:
             except ConnectionError:
                 return  # the client is gone
             except Exception as error:
-                await self._tell(told(error, asked.id), lane)
+                await self._tell(told(error, asked.id), _of(lane))
 
-    async def _tell(self, error: ApiError, lane: Any) -> None:
-        self._hub.metrics.count_rejection(error.code)
-        where = b"" if not isinstance(lane, str) else b',"stream_id":' + orjson.dumps(lane[:MAX_ID_CHARS])
-        try:
-            await self.peer.send(b'{"type":"error",%b%b}' % (error_members(error), where))
-        except ConnectionError:
-            return  # nobody is there to be told
+
+def _of(lane: Any) -> dict[str, Any]:
+    """What an error is about."""
+    return {"stream_id": lane[:MAX_ID_CHARS]} if isinstance(lane, str) else {}
 
 
 def _check(raw: Mapping[str, Any], lane: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ApiError, not_serving, shorten
+from ..errors import ApiError, shorten
 from ..generation import ENDPOINTS
+from .base import SocketSession
 from .envelopes import (
     KINDS,
     MAX_ID_CHARS,
@@ -15,12 +16,9 @@ from .envelopes import (
     Credit,
     Envelope,
     Resume,
-    error_members,
-    members,
-    parse,
     read_envelope,
 )
-from .peer import GOING_AWAY, INVALID_PAYLOAD, Peer
+from .peer import Peer
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -29,15 +27,12 @@ if TYPE_CHECKING:
 MAX_KEPT_BYTES = 16 * 1024 * 1024  # of messages that one socket's client may leave unacknowledged, over all requests
 
 
-class Session:
-    """What one socket has under way. `run` returns, or is cancelled, when the socket is gone; its requests end with it,
-    but for those that may be resumed."""
+class Session(SocketSession):
+    """What one socket has under way; its requests end with it, but for those that may be resumed."""
 
     def __init__(self, hub: Hub, peer: Peer, owner: str) -> None:
-        self.peer = peer
-        self.owner = owner
+        super().__init__(hub, peer, owner)
         self.num_kept = 0  # bytes of messages in the windows of its streams
-        self._hub = hub
         self._streams: dict[str, Stream] = {}
 
     @property
@@ -55,36 +50,21 @@ class Session:
             del self._streams[stream.id]
             self.end_if_drained()
 
-    def end_if_drained(self) -> None:
-        """Says goodbye if the server is to stop and nothing is under way here."""
-        if self._hub.service.is_draining and not self._streams:
-            self._hub.spawn(self.peer.end(GOING_AWAY, not_serving(self._hub.service.health)))
+    @property
+    def is_idle(self) -> bool:
+        return not self._streams
 
-    async def run(self) -> None:
-        """Serves the client until it is gone."""
-        try:
-            while (data := await self.peer.receive()) is not None:
-                await self._take(data)
-        finally:
-            streams, self._streams = list(self._streams.values()), {}
-            cause = "stalled_reader" if self.peer.has_stalled else "disconnect"
-            for stream in streams:
-                stream.leave(cause, for_good=self.peer.has_left)
+    def leave(self) -> None:
+        streams, self._streams = list(self._streams.values()), {}
+        cause = "stalled_reader" if self.peer.has_stalled else "disconnect"
+        for stream in streams:
+            stream.leave(cause, for_good=self.peer.has_left)
 
-    async def _take(self, data: bytes) -> None:
-        """One message. What is wrong with it is told; text that is no JSON ends the socket, as nobody can say which
-        request it was for."""
-        config = self._hub.config
+    async def take(self, raw: dict[str, Any], num_bytes: int) -> None:
         try:
-            raw = await self._hub.compute(len(data), parse, data, config.max_body_bytes)
+            await self._do(read_envelope(raw, self._hub.config.strict_fields), num_bytes)
         except ApiError as error:
-            await self.peer.end(INVALID_PAYLOAD, error)
-            return
-        try:
-            await self._do(read_envelope(raw, config.strict_fields), len(data))
-        except ApiError as error:
-            self._hub.metrics.count_rejection(error.code)
-            await self.peer.send(b'{"type":"error",%b,%b}' % (_what_of(raw), error_members(error)))
+            await self._tell(error, _what_of(raw))
 
     async def _do(self, envelope: Envelope, num_bytes: int) -> None:
         stream = self._streams.get(envelope.id)
@@ -120,8 +100,8 @@ class Session:
             raise ApiError("invalid_value", message, param="id")
 
 
-def _what_of(raw: Mapping[str, Any]) -> bytes:
+def _what_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What an error is about: the client's id and type, as far as they are some."""
     id, kind = raw.get("id"), raw.get("type")
     known_id = id if isinstance(id, str) and len(id) <= MAX_ID_CHARS else None
-    return members({"id": known_id, "in_reply_to": kind if isinstance(kind, str) and kind in KINDS else None})
+    return {"id": known_id, "in_reply_to": kind if isinstance(kind, str) and kind in KINDS else None}

@@ -10,17 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from millrace.deploy.answer_parts import Arguments, Call, End, Part, Reasoning, Text, Usage
+from millrace.deploy.answer_parts import End, Part, Text, Usage
 from millrace.deploy.errors import ApiError
 from millrace.deploy.messages_bodies import CountTokensBody, MessagesBody, name_of, read_messages_body
 from millrace.deploy.messages_events import PING, MessageEvents, error_body
+from millrace.deploy.parsers.interface import Reasoning
+from millrace.deploy.turns import ToolCallArguments, ToolCallBegun
 
 USAGE = Usage(num_prompt=7, num_cached=4, num_completion=5)
 TEXTS = st.text(max_size=5)
 RUNS = st.one_of(
     st.lists(st.builds(Text, TEXTS), min_size=1, max_size=4),
     st.lists(st.builds(Reasoning, TEXTS), min_size=1, max_size=4),
-    st.builds(Call, TEXTS, TEXTS).map(lambda call: [call, Arguments('{"a"'), Arguments(": 1}")]),
+    st.builds(ToolCallBegun, st.just(0), TEXTS, TEXTS).map(
+        lambda call: [call, ToolCallArguments(0, '{"a"'), ToolCallArguments(0, ": 1}")]
+    ),
 )
 ANSWERS = st.lists(RUNS, max_size=4).map(lambda runs: [part for run in runs for part in run])
 ENDS = st.sampled_from([End("stop"), End("stop", "x"), End("length"), End("tool_calls"), End("abort")])
@@ -102,7 +106,10 @@ def test_cached_tokens_are_counted_apart():
 
 def test_arguments_that_break_off_are_no_arguments():
     for text, read in (('{"a": 1}', {"a": 1}), ('{"a":', {}), ("", {}), ("[1]", {})):
-        assert tell([Call("c", "f"), Arguments(text)], End("tool_calls"))[1]["content"][0]["input"] == read
+        assert (
+            tell([ToolCallBegun(0, "c", "f"), ToolCallArguments(0, text)], End("tool_calls"))[1]["content"][0]["input"]
+            == read
+        )
 
 
 def test_errors_have_anthropics_types():

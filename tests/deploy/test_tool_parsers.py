@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +18,9 @@ from millrace.deploy.parsers.mistral import MistralParser
 from millrace.deploy.parsers.pythonic import PythonicParser
 from millrace.deploy.parsers.registry import reasoning_parser, tool_parser
 from millrace.stages.errors import ConfigError
+from tests.counts import count
 
-NUM_EXAMPLES = 2000 if os.environ.get("MILLRACE_FULL") else 60
+NUM_EXAMPLES = count(60, 2000)
 NAMES = ("get_weather", "f", "a.b")
 
 Found = list[str | tuple[str, str]]  # texts, and calls as (name, arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 
@@ -15,8 +14,9 @@ from millrace.deploy.parsers.interface import Event, Reasoning, Text
 from millrace.deploy.parsers.reasoning import DeepSeekR1Parser, ThinkParser
 from millrace.deploy.parsers.registry import reasoning_parser
 from millrace.deploy.turns import Piece, ReasoningCounter, ToolCallArguments, ToolCallBegun, Turn
+from tests.counts import count
 
-NUM_EXAMPLES = 2000 if os.environ.get("MILLRACE_FULL") else 60
+NUM_EXAMPLES = count(60, 2000)
 
 
 class OtherMarks(ThinkParser):

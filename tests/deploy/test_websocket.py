@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.counts import count
 from tests.deploy.sockets import ENDLESS, Serving, on_loop, serving, until
 
 STREAM = "/v1/stream"
@@ -81,7 +81,7 @@ async def test_chunks_are_the_bytes_of_server_sent_events_for_random_requests():
     print(f"seed {seed}")
     draw = random.Random(seed)
     async with serving(step_s=0.001) as running:
-        for _ in range(200 if os.environ.get("MILLRACE_FULL") else 8):
+        for _ in range(count(8, 200)):
             fields = {
                 "n": draw.choice([1, 1, 2, 3]),
                 "max_tokens": draw.randint(1, 12),

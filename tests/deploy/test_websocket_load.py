@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.bench.websocket_load import measure
+from tests.counts import FULL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cuts", [False, True] if os.environ.get("MILLRACE_FULL") else [True])
+@pytest.mark.parametrize("cuts", [False, True] if FULL else [True])
 def test_of_many_streams_none_loses_repeats_or_reorders_anything(cuts: bool):
     found = measure(num_streams=60, num_sockets=2, seconds=6.0 if cuts else 2.0, cuts=cuts)
     assert not found["complaints"]

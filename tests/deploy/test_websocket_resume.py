@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 
 import pytest
 
 from millrace.stages.testing import SMALL
+from tests.counts import FULL
 from tests.deploy.sockets import ENDLESS, Client, Serving, on_loop, serving, text_of, until
 from tests.deploy.test_websocket_credit import PARKS_SOON, whole
 
-FULL = bool(os.environ.get("MILLRACE_FULL"))
 ROOM = replace(SMALL, max_num_seqs=64, num_gpu_blocks=1024)
 
 

@@ -8,18 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.runtime import trace
+from millrace.runtime import trace_format
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.trace import (
     FIELDS,
-    KEYFRAME_STEPS,
-    NUM_BEGUN_AT,
-    RECORD,
-    RECORD_DTYPE,
-    RECORDS_AT,
     EventKind,
     Reader,
-    StepRows,
     Tracer,
     TraceRing,
     as_dicts,
@@ -27,6 +21,8 @@ from millrace.runtime.trace import (
     request_names,
     token_times,
 )
+from millrace.runtime.trace_format import NUM_BEGUN_AT, RECORD, RECORD_DTYPE, RECORDS_AT
+from millrace.runtime.trace_rows import KEYFRAME_STEPS, StepRows
 
 
 def filled(num_events: int, capacity_events: int = 8) -> TraceRing:
@@ -46,10 +42,10 @@ def test_a_record_is_32_bytes_and_each_kind_has_a_number_and_one_to_four_fields(
 def test_the_table_in_the_module_docstring_is_the_table_in_force():
     documented = {
         EventKind[row[0]]: tuple(row[1:])
-        for line in (trace.__doc__ or "").splitlines()
+        for line in (trace_format.__doc__ or "").splitlines()
         if line.startswith("    ") and (row := line.split())[0] in EventKind.__members__
     }
-    if trace.__doc__ is not None:  # stripped under -OO
+    if trace_format.__doc__ is not None:  # stripped under -OO
         assert documented == FIELDS
 
 
@@ -57,10 +53,19 @@ def test_numbers_of_kinds_never_change():
     assert {kind.name: int(kind) for kind in EventKind} == {
         **{"STAGE_BATCH": 1, "STAGE_RESTART": 2, "EDGE_DEPTH": 3, "STALL": 4},
         **{"STEP_PLANNED": 16, "STEP_GRANTED": 17, "STEP_EXECUTED": 18, "STEP_SAMPLED": 19, "STEP_DONE": 20},
-        **{"STEP_VOID": 21, "ROW_EXTEND": 32, "ROW_DECODE": 33, "ROW_LEAVE": 34, "REQUEST_NAME": 48},
+        **{"STEP_VOID": 21, "WAITING_FOR": 22, "ROW_EXTEND": 32, "ROW_DECODE": 33, "ROW_LEAVE": 34, "REQUEST_NAME": 48},
         **{"REQUEST_ACCEPTED": 49, "REQUEST_TOKENIZED": 50, "REQUEST_ADMITTED": 51, "FIRST_TOKEN": 52},
-        **{"REQUEST_FINISHED": 53, "REQUEST_SHED": 54, "PREEMPTED": 64, "RESUMED": 65, "PARKED": 66, "KV_RANGE": 67},
-        **{"KV_POOL": 68, "LOOP_LAG": 80, "GC_PAUSE": 81},
+        **{
+            "REQUEST_FINISHED": 53,
+            "REQUEST_SHED": 54,
+            "REQUEST_STAGE": 55,
+            "REQUEST_GRAMMAR": 56,
+            "PREEMPTED": 64,
+            "RESUMED": 65,
+            "PARKED": 66,
+            "KV_RANGE": 67,
+        },
+        **{"KV_POOL": 68, "UNPARKED": 69, "LOOP_LAG": 80, "GC_PAUSE": 81},
     }
 
 

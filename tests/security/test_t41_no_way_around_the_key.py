@@ -28,6 +28,9 @@ ROUTES = [
     ("GET", "/server_info"),
     ("GET", "/metrics"),
     ("DELETE", "/v1/requests/x"),
+    ("GET", "/v1/requests"),
+    ("GET", "/v1/requests/x/explain"),
+    ("GET", "/v1/stages"),
     ("POST", RESET),
     ("GET", "/nope"),
 ]

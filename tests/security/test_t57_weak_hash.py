@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from millrace.stages import SamplingParams
-from millrace.stages.engine import read_outputs
 from millrace.stages.messages import Prompt, Request
+from millrace.stages.reading import read_outputs
 from millrace.stages.testing import Script, scripted_engine
 from tests.simulation.bugs import BUGS
 

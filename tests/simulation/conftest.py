@@ -11,7 +11,8 @@ FEW = 200  # tests: for fewer it is not worth a process
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     is_wanted = any("test_a_planted_bug_is_found" in item.name for item in session.items)
-    if is_wanted and len(session.items) > FEW and not session.config.option.collectonly:
+    is_alone = not hasattr(session.config, "workerinput")  # else the other workers are beside it as it is
+    if is_wanted and is_alone and len(session.items) > FEW and not session.config.option.collectonly:
         background.start()
 
 

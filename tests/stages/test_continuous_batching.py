@@ -10,6 +10,7 @@ import pytest
 from millrace.runtime.simloop import SimEnv, run
 from millrace.stages.params import SamplingParams
 from millrace.stages.testing import Script, scripted_engine
+from tests.counts import count
 
 PHASE_S = 0.005  # of each of a step's two jobs on the device thread: forward pass, sampling
 STEP_S = 2 * PHASE_S
@@ -31,7 +32,7 @@ async def time_to_first_token(engine: Any, env: SimEnv, num_prompt: int) -> floa
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(count(1, 3)))
 def test_short_requests_get_their_first_token_within_three_steps_while_a_long_one_runs(seed: int, steps_in_flight: int):
     """One answer of 1,000 tokens, and 50 short requests that arrive while it runs: none waits for it."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import Refused
 from millrace.stages.pooling import Floats, Kind, PoolingParams
+from tests.counts import FULL
 from tests.model.checkpoints import FAMILIES, make_checkpoint
 
 LENGTHS = (200, 80, 33, 17, 16, 15, 2, 1)
@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 ALL = [(family, setting) for family in sorted(FAMILIES) for setting in SETTINGS]
 FEW = [(family, "in chunks") for family in sorted(FAMILIES)] + [("qwen3", setting) for setting in list(SETTINGS)[1:]]
-CASES = ALL if os.environ.get("MILLRACE_FULL") else FEW
+CASES = ALL if FULL else FEW
 TOLERANCE = 1e-4
 
 

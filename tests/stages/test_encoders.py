@@ -180,10 +180,10 @@ class Failing:
 @sim_test(seeds=5)
 async def test_a_prompt_that_fails_ends_its_request_and_no_other(env: SimEnv):
     from millrace.stages.embedding import pooled_request, read_vectors
-    from millrace.stages.engine import EncoderParts
     from millrace.stages.errors import Failed
     from millrace.stages.messages import Prompt
     from millrace.stages.outputs import ModelInfo
+    from millrace.stages.parts import EncoderParts
 
     info = ModelInfo("x", 64, 500, "float32", "cpu", "", (), 0, 16, False, Params(), tasks=frozenset({"embed"}))
     loaded: Any = type("Loaded", (), {"info": info, "encoder": None, "runner": Failing()})

@@ -17,8 +17,7 @@ from millrace.stages.errors import Failed, Overloaded, Refused, TimedOut
 from millrace.stages.grammar_gate import GrammarGate
 from millrace.stages.grammars import Grammars
 from millrace.stages.testing import scripted_engine
-
-FULL = bool(os.environ.get("MILLRACE_FULL"))
+from tests.counts import FULL
 
 
 def regex(text: str) -> StructuredOutputs:

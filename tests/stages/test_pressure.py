@@ -20,6 +20,7 @@ from millrace.stages.messages import PlanReport, StepGrant, StepPlan
 from millrace.stages.scripted import ALPHABET, Script
 from millrace.stages.sequences import MAX_PREEMPTIONS
 from millrace.stages.testing import scripted_engine
+from tests.counts import count
 from tests.model.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -93,7 +94,7 @@ def quarter_of_demand(asks: Sequence[Ask], max_num_seqs: int, block_size: int) -
 # -- with a scripted device: many requests, and the right answers are known
 
 
-NUM_REQUESTS = 2_000
+NUM_REQUESTS = count(600, 2_000)
 SCRIPT = Script(key=5, eos_probability=0.01)
 
 
@@ -146,7 +147,7 @@ def serve_scripted(asks: Sequence[Ask], max_num_seqs: int, **settings: Any) -> W
     ],
     ids=["ample room on the host", "no host", "room for little on the host"],
 )
-def test_2000_requests_in_a_quarter_of_the_memory_are_answered_right_and_little_is_computed_twice(
+def test_requests_in_a_quarter_of_the_memory_are_answered_right_and_little_is_computed_twice(
     num_cpu_blocks: int, ways: set[str], max_recomputed: float
 ) -> None:
     num_requests = NUM_REQUESTS if len(ways) == 1 else NUM_REQUESTS // 4

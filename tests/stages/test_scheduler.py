@@ -10,6 +10,7 @@ import pytest
 
 from millrace.stages.allocator import Allocator
 from millrace.stages.messages import StepDone, StepGrant, StepPlan, StepVoid
+from millrace.stages.prefix import PrefixCache
 from millrace.stages.scheduler import Limits, Scheduler
 from millrace.stages.sequences import MAX_PREEMPTIONS, State, choice_seed
 from tests.stages.plans import request
@@ -440,3 +441,22 @@ def test_beams_that_are_likely_cached_are_let_in_together():
         scheduler.add(request(beam, 100, num_expected_cached=99))
     made = scheduler.plan()
     assert made is not None and len(made.slots) == 4
+
+
+def test_after_prompts_that_were_found_in_the_cache_more_of_them_are_let_in_at_once():
+    bench = Bench(max_num_seqs=16, max_model_len=64, max_num_batched_tokens=64)
+    bench.allocator = Allocator(128, 4, 16, 64, PrefixCache(4))
+    num_first = [num_let_in(bench, first) for first in (0, 10, 20)]
+    assert num_first[0] == 2, "nothing is known of the cache: as many as can be computed whole"
+    assert num_first == sorted(num_first) and num_first[2] == 8
+
+
+def num_let_in(bench: Bench, first: int) -> int:
+    """How many get a slot in the first plan, of eight equal prompts of 40 tokens; all of them end."""
+    for i in range(first, first + 8):
+        bench.scheduler.add(request(i, 40, max_tokens=1))
+    plan, grant = bench.plan()
+    assert plan is not None and grant is not None
+    bench.finish(grant)
+    bench.run()
+    return len(plan.started)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +19,10 @@ from millrace.stages.sampling import Sampler
 from millrace.stages.sampling_table import THINKING
 from millrace.stages.structured import StructuredOutputs
 from millrace.stages.thinking import ThinkingBudget, ThinkingTable
+from tests.counts import count
 from tests.stages.grants import decode, started
 
-NUM_EXAMPLES = 2000 if os.environ.get("MILLRACE_FULL") else 50
+NUM_EXAMPLES = count(50, 2000)
 START, END = (7, 8), (9, 5, 6)
 
 

@@ -1,0 +1,65 @@
+"""The map of the KV cache: one number a block, in full and then as changes.
+
+0 free, 1 cached, 2 quarantined, 3 in use by several sequences, 4 + slot: in use by the sequence in that slot
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...stages.blocks import BlockState
+from .snapshots import owners
+
+if TYPE_CHECKING:
+    from ...stages.engine import Engine
+
+FREE, CACHED, QUARANTINED, SHARED, FIRST_SLOT = range(5)
+
+Cells = NDArray[np.uint16]
+
+
+def block_cells(engine: Engine) -> Cells:
+    """[N] the number of each block. Costs as much as the slots that run, and a pass over the states."""
+    pool, tables = engine.pool, engine.block_tables
+    cells = np.choose(pool.state, (FREE, FIRST_SLOT, CACHED, QUARANTINED)).astype(np.uint16)  # by BlockState
+    for slot in np.flatnonzero(tables.room).tolist():
+        cells[tables.blocks[slot, : tables.room[slot] // tables.block_size]] = FIRST_SLOT + slot
+    cells[pool.num_tables > 1] = SHARED
+    return cells
+
+
+assert list(BlockState) == [BlockState.FREE, BlockState.IN_USE, BlockState.CACHED, BlockState.QUARANTINED]
+
+
+class BlockMap:
+    """What one viewer knows of the blocks. `next` gives what is new to it: changes, or all where that is shorter."""
+
+    def __init__(self) -> None:
+        self._cells: Cells | None = None
+        self._owners: dict[int, str] | None = None
+
+    def next(self, engine: Engine, may_see: Callable[[str], bool] = lambda request_id: True) -> dict[str, Any]:
+        """`cells` of all blocks, or `at` the ones that changed and what they are now `to`: little-endian u16, u32 and
+        u16 in base64. `owners` (slot -> request id, of requests that the viewer
+        `may_see`) if they changed."""
+        cells = block_cells(engine)
+        who = {slot: request_id for slot, request_id in owners(engine).items() if may_see(request_id)}
+        news: dict[str, Any] = {}
+        changed = None if self._cells is None else np.flatnonzero(cells != self._cells)
+        if changed is None or 3 * len(changed) > len(cells):
+            news = {"num_blocks": len(cells), "block_size": engine.pool.block_size, "cells": _text(cells, "<u2")}
+        elif len(changed):
+            news = {"at": _text(changed, "<u4"), "to": _text(cells[changed], "<u2")}
+        if who != self._owners:
+            news["owners"] = {str(slot): request_id for slot, request_id in who.items()}
+        self._cells, self._owners = cells, who
+        return news
+
+
+def _text(values: NDArray[np.integer[Any]], form: str) -> str:
+    return b64encode(values.astype(form).tobytes()).decode()

@@ -1,0 +1,218 @@
+"""What the engine does now, as plain data: read from its own counters when somebody looks, and from nowhere else.
+
+Each function gives one topic of the dashboard's feed. What it costs depends on the number of stages, slots or rows that
+are shown, never on tokens. Counters are given as they are, from the start of the engine on; whoever shows them takes
+differences. Times are in seconds, moments on the engine's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...runtime.flight import task_stacks
+from ..information import HIDDEN
+from ..settings import ENGINE_HELP, SECRET, SERVER_HELP
+
+if TYPE_CHECKING:
+    from ...runtime.histogram import Histogram
+    from ...runtime.pipeline import Health
+    from ...stages.engine import Engine
+    from ...stages.outbox import RequestOutbox
+    from ...stages.sequences import Sequence
+    from ..latencies import Latencies
+    from ..oversight import Oversight
+    from ..service import Service
+
+MAX_ROWS = 200  # of the list of requests, in one update
+
+
+def overview(engine: Engine, health: Health) -> dict[str, Any]:
+    """Health, how many requests are where, and where the memory is."""
+    assert engine.pipeline.exit is not None
+    found: dict[str, Any] = {
+        "health": {"state": health.state, "stage": health.stage, "reason": health.reason},
+        "num_live": len(engine.pipeline.exit.live),
+    }
+    if not engine.has_core:
+        return found
+    scheduler, cache = engine.scheduler, engine.prefix_cache
+    host = None if engine.host_tier is None else engine.host_tier.pool
+    return found | {
+        "num_running": scheduler.num_running,
+        "num_waiting": scheduler.num_waiting,
+        "num_swapped": scheduler.num_swapped,
+        "num_parked": scheduler.num_parked,
+        "num_preemptions": scheduler.num_preemptions,
+        "num_recomputed_tokens": scheduler.num_recomputed_tokens,
+        "max_num_seqs": scheduler.limits.max_num_seqs,
+        "admission_blocked_reason": scheduler.admission_blocked_reason,
+        "prefix_cache": None if cache is None else {"num_queries": cache.num_queries, "num_hits": cache.num_hits},
+        "blocks": _blocks(engine.pool),
+        "host_blocks": None if host is None else _blocks(host),
+    }
+
+
+def pipeline(engine: Engine) -> dict[str, Any]:
+    """The graph, with what its stages and channels have counted. Stages and edges are in the order of the flow."""
+    running = engine.pipeline
+    edges = {edge.name: edge for edge in running.edges}
+    stages = {
+        name: {
+            "idle_s": round(runner.times.idle, 6),
+            "busy_s": round(runner.times.busy, 6),
+            "blocked_s": round(runner.times.blocked, 6),
+            "num_restarts": runner.num_restarts,
+            "num_dropped": runner.num_dropped,
+            "last_progress_s": round(runner.last_progress_s, 3),
+        }
+        for name, runner in running.runners.items()
+    }
+    channels = {}
+    for name, channel in running.channels.items():
+        stats, edge = channel.stats(), edges.get(name)
+        channels[name] = {
+            "source": "client" if edge is None else edge.source.stage,
+            "target": name.partition(".")[0] if edge is None else edge.target.stage,
+            "when_full": "wait" if edge is None else edge.when_full,
+            "capacity": stats.capacity,
+            "depth": stats.depth,
+            "high_water": stats.high_water,
+            "num_sent": stats.num_sent,
+            "seconds_full": round(stats.seconds_full, 6),
+        }
+    return {"stages": stages, "edges": channels}
+
+
+def requests(
+    engine: Engine, offset: int, limit: int, *, newest_first: bool = False, only: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Of the live requests, or of those with the ids in `only`, the ones at [offset, offset + limit), in the order in
+    which they came. No text of theirs."""
+    assert engine.pipeline.exit is not None
+    live = engine.pipeline.exit.live
+    if only is not None:
+        live = {request_id: outbox for request_id, outbox in live.items() if request_id in only}
+    outboxes = reversed(live.values()) if newest_first else iter(live.values())
+    rows = islice(outboxes, offset, offset + min(limit, MAX_ROWS))
+    return {"num_live": len(live), "offset": offset, "rows": [request_row(engine, outbox) for outbox in rows]}
+
+
+def request_row(engine: Engine, outbox: RequestOutbox) -> dict[str, Any]:
+    """One live request."""
+    request = outbox.request
+    sequences = list(_sequences(engine, outbox)) if engine.has_core else []
+    stage, _ = engine.pipeline.exit.locate(outbox) if engine.has_core else ("encode", False)  # type: ignore[union-attr]
+    num_prompt = outbox.num_prompt_tokens or (sequences[0].num_prompt if sequences else 0)
+    slots = [sequence.slot for sequence in sequences if sequence.slot >= 0]
+    times = outbox.times
+    return {
+        "id": outbox.request_id,
+        "stage": stage,
+        "state": _state(sequences, outbox),
+        "arrival_s": round(times.arrival_s, 3),
+        "ttft_s": None if times.first_token_s is None else round(times.first_token_s - times.arrival_s, 6),
+        "num_choices": request.num_sequences,
+        "num_prompt_tokens": num_prompt,
+        "num_cached_tokens": outbox.num_cached_tokens,
+        "num_generated_tokens": outbox.num_generated_tokens,
+        "max_tokens": sum(sequence.limit - sequence.num_prompt for sequence in sequences) or None,
+        "num_blocks": int(engine.block_tables.num_blocks[slots].sum()) if slots else 0,
+        "priority": request.priority,
+        "num_preempted": sum(sequence.num_preempted for sequence in sequences),
+    }
+
+
+def ended_request(outbox: RequestOutbox, cause: str) -> dict[str, Any]:
+    """One that has just ended: what a list of them shows."""
+    times = outbox.times
+    return {
+        "id": outbox.request_id,
+        "cause": cause,
+        "arrival_s": round(times.arrival_s, 3),
+        "ttft_s": None if times.first_token_s is None else round(times.first_token_s - times.arrival_s, 6),
+        "took_s": None if times.last_token_s is None else round(times.last_token_s - times.arrival_s, 6),
+        "num_prompt_tokens": outbox.num_prompt_tokens,
+        "num_generated_tokens": outbox.num_generated_tokens,
+    }
+
+
+def latency(latencies: Latencies) -> dict[str, Any]:
+    """How long clients wait: exact counts by bucket, as `/metrics` has them; sums in microseconds."""
+    return {name: _histogram(times) for name, times in latencies.times_us().items()}
+
+
+def loop_health(engine: Engine, oversight: Oversight) -> dict[str, Any]:
+    """What stands still, where each stage's task waits, and how late the loop and collections of garbage were."""
+    stall, runners = oversight.stall, engine.pipeline.runners
+    return {
+        "stall": None
+        if stall is None
+        else {"name": stall.name, "reason": stall.reason, "num_waiting": stall.num_waiting},
+        "num_stalls": oversight.num_stalls,
+        "stacks": {told["task"]: told["stack"] for told in task_stacks(engine.pipeline) if told["task"] in runners},
+        "lag": _histogram(oversight.meter.lag_us),
+        "pause": _histogram(oversight.meter.pause_us),
+    }
+
+
+def _histogram(of: Histogram) -> dict[str, Any]:
+    return {"bounds_us": of.bounds, "counts": list(of.counts), "total_us": of.total}
+
+
+def owners(engine: Engine) -> dict[int, str]:
+    """slot -> id of the request that runs there."""
+    scheduler = engine.scheduler
+    found = ((slot, scheduler.slots.sequences[slot]) for slot in scheduler.slots.running().tolist())
+    return {slot: sequence.request_id for slot, sequence in found if sequence is not None}
+
+
+def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
+    """Every setting in effect: its value, where it came from, and what it means. Keys are not shown."""
+    settled = {
+        "model": engine.info.model_id,
+        "dtype": engine.info.dtype,
+        "device": engine.info.device,
+        "attention_backend": engine.info.attention_backend,
+        "max_model_len": engine.info.max_model_len,
+        "num_gpu_blocks": engine.info.num_blocks,
+    }
+    rows = []
+    for config, helps in ((engine.config, ENGINE_HELP), (service.config, SERVER_HELP)):
+        for group, texts in helps.items():
+            for name, text in texts.items():
+                value = settled.get(name, getattr(config, name))
+                shown = HIDDEN if name in SECRET and value else value
+                source = service.sources.get(name, "")
+                rows.append({"group": group, "name": name, "value": shown, "source": source, "help": text})
+    return rows
+
+
+def _sequences(engine: Engine, outbox: RequestOutbox) -> Iterator[Sequence]:
+    known, first = engine.scheduler.sequences, outbox.request.first_sequence_id
+    return (known[i] for i in range(first, first + outbox.request.num_sequences) if i in known)
+
+
+def _state(sequences: list[Sequence], outbox: RequestOutbox) -> str:
+    """Of a request of several choices, that of the one that has come furthest."""
+    if any(choice.is_parked for choice in outbox.choices):
+        return "parked"
+    states = {sequence.state.value for sequence in sequences}
+    for state in ("running", "swapped", "preempted", "parked", "waiting"):
+        if state in states:
+            return state
+    return "finishing" if outbox.has_started else "arriving"
+
+
+def _blocks(pool: Any) -> dict[str, int]:
+    return {
+        "num_blocks": pool.num_blocks,
+        "free": pool.num_free,
+        "in_use": pool.num_in_use,
+        "shared": int(np.count_nonzero(pool.num_tables > 1)),
+        "cached": pool.num_cached,
+        "quarantined": pool.num_quarantined,
+    }

@@ -1,0 +1,89 @@
+"""How late the event loop is, and how long collections of garbage hold everything up: histograms, and a guard.
+
+What blocks the loop blocks whoever would say so, so the guard is a thread of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.metrics_core import Metric
+
+from ..runtime.histogram import Histogram
+from ..runtime.log import get_logger
+from .metric_families import US, histogram
+
+LAG_US = (100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 5_000_000)
+PAUSE_US = (10, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000)
+
+log = get_logger("millrace.deploy")
+
+
+class LoopMeter:
+    """Lateness of a timer, from one `beat` to the next, and collections of any thread since `start`."""
+
+    def __init__(self) -> None:
+        self.lag_us = Histogram(LAG_US)
+        self.pause_us = Histogram(PAUSE_US)
+        self.beat_s = time.monotonic()
+        self._began_s = 0.0
+
+    def start(self) -> None:
+        """From now on collections are counted."""
+        gc.callbacks.append(self._on_gc)
+
+    def stop(self) -> None:
+        """Counts no more. Idempotent."""
+        if self._on_gc in gc.callbacks:
+            gc.callbacks.remove(self._on_gc)
+
+    def beat(self, late_s: float) -> None:
+        """A timer went off so much later than it was to."""
+        self.beat_s = time.monotonic()
+        self.lag_us.observe(max(0, int(late_s * 1e6)))
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus has them."""
+        text = "How late timers of the event loop go off."
+        yield histogram("millrace:event_loop_lag_seconds", text, self.lag_us, {}, US)
+        text = "How long collections of garbage hold everything up."
+        yield histogram("millrace:gc_pause_seconds", text, self.pause_us, {}, US)
+
+    def _on_gc(self, phase: str, info: Mapping[str, int]) -> None:
+        now_s = time.monotonic()
+        if phase == "start":
+            self._began_s = now_s
+        else:
+            self.pause_us.observe(int((now_s - self._began_s) * 1e6))
+
+
+class LoopGuard:
+    """A thread that calls `on_stall(seconds)` once each time that the loop does not beat for `timeout_s`."""
+
+    def __init__(self, meter: LoopMeter, timeout_s: float, on_stall: Callable[[float], object]) -> None:
+        self._meter = meter
+        self._timeout_s = timeout_s
+        self._on_stall = on_stall
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="millrace-guard", daemon=True)
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Looks no more. Idempotent."""
+        self._is_over.set()
+
+    def _run(self) -> None:
+        told_beat_s = None
+        while not self._is_over.wait(self._timeout_s / 4):
+            beat_s = self._meter.beat_s
+            waited_s = time.monotonic() - beat_s
+            if waited_s >= self._timeout_s and beat_s != told_beat_s:
+                told_beat_s = beat_s
+                log.error("loop.stalled", waited_s=round(waited_s, 3))
+                self._on_stall(waited_s)

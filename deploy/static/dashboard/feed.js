@@ -1,0 +1,112 @@
+// The dashboard's WebSocket: says what is wanted, keeps what came, and calls `onchange` when there is news.
+//
+// `data` holds each topic as the server has it now. A topic comes in full and then as changes; what is not wanted any
+// more is kept, and replaced when it is wanted again. While the page is hidden nothing is wanted, so nothing is sent.
+
+const RETRY_MS = [250, 1000, 3000, 10000];
+
+export class Feed {
+  constructor(url, onchange) {
+    Object.assign(this, { url, onchange, data: {}, hello: null, state: "connecting", error: null, told: null });
+    this.keys = { key: null, admin_key: null };
+    this.wanted = {};
+    this.clockOffsetS = null; // server's clock minus ours
+    this.reducers = {};
+    this._tries = 0;
+    document.addEventListener("visibilitychange", () => this._subscribe());
+  }
+
+  // The engine's clock now, in seconds; null before it was told.
+  nowS() {
+    return this.clockOffsetS === null ? null : performance.now() / 1000 + this.clockOffsetS;
+  }
+
+  connect(keys = this.keys) {
+    this.keys = keys;
+    clearTimeout(this._timer);
+    if (this.socket) this.socket.onclose = null;
+    this.socket?.close();
+    this.error = null;
+    this._set("connecting");
+    const socket = (this.socket = new WebSocket(this.url));
+    socket.onopen = () => this._send({ type: "hello", ...this.keys });
+    socket.onmessage = (event) => this._hear(JSON.parse(event.data));
+    socket.onclose = () => this._lost();
+  }
+
+  want(topics) {
+    const same = JSON.stringify(topics) === JSON.stringify(this.wanted);
+    this.wanted = topics;
+    if (!same) this._subscribe();
+  }
+
+  cancel(id) {
+    this.told = null;
+    this._send({ type: "cancel", id });
+  }
+
+  _subscribe() {
+    if (this.hello) this._send({ type: "subscribe", topics: document.hidden ? {} : this.wanted });
+  }
+
+  _send(message) {
+    if (this.socket?.readyState === WebSocket.OPEN) this.socket.send(JSON.stringify(message));
+  }
+
+  _hear(message) {
+    if (message.type === "hello") {
+      this.hello = message;
+      this._tries = 0;
+      this._set("live");
+      this._subscribe();
+    } else if (message.type === "update") {
+      this._take(message);
+      this.onchange();
+    } else if (message.type === "error") {
+      if (this.hello) this.told = message.error;
+      else this.error = message.error;
+      this.onchange();
+    }
+  }
+
+  _take({ now_s: nowS, full, patch }) {
+    if (nowS !== null && nowS !== undefined) {
+      const offset = nowS - performance.now() / 1000;
+      this.clockOffsetS = this.clockOffsetS === null ? offset : Math.max(offset, this.clockOffsetS - 0.001);
+    }
+    for (const [topic, news] of Object.entries(full)) {
+      const reduce = this.reducers[topic];
+      this.data[topic] = reduce ? reduce(null, news) : news;
+    }
+    for (const [topic, news] of Object.entries(patch)) {
+      const reduce = this.reducers[topic] ?? mergePatch;
+      this.data[topic] = reduce(this.data[topic], news);
+    }
+    this.numUpdates = (this.numUpdates ?? 0) + 1;
+    this.updateS = nowS;
+  }
+
+  _lost() {
+    this.hello = null;
+    if (this.error?.code === "invalid_api_key") return this._set("locked");
+    this._set("cut");
+    const wait = RETRY_MS[Math.min(this._tries++, RETRY_MS.length - 1)];
+    this._timer = setTimeout(() => this.connect(), wait);
+  }
+
+  _set(state) {
+    this.state = state;
+    this.onchange();
+  }
+}
+
+// RFC 7386, into new objects, so that what has not changed stays the same object.
+export function mergePatch(target, patch) {
+  if (patch === null || typeof patch !== "object" || Array.isArray(patch)) return patch;
+  const merged = target && typeof target === "object" && !Array.isArray(target) ? { ...target } : {};
+  for (const [name, value] of Object.entries(patch)) {
+    if (value === null) delete merged[name];
+    else merged[name] = mergePatch(merged[name], value);
+  }
+  return merged;
+}

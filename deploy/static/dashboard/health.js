@@ -1,0 +1,74 @@
+// Whether everything moves: each stage's last sign of life, what went wrong lately, and how late the loop was.
+
+import { html } from "../vendor/htm-preact.standalone.module.js";
+import { count, seconds } from "./format.js";
+import { Card, Figure, Missing, Wide } from "./ui.js";
+
+export const title = "Health";
+export const about = "Whether everything moves, and what held it up lately.";
+export const topics = () => ({ incidents: {}, loop: {} });
+
+// Kind of event -> what it means to an operator, from its fields.
+const WORDS = {
+  STALL: (e) => `${e.source} stood still for ${seconds(e.waited_us / 1e6)} with ${count(e.num_waiting)} waiting`,
+  STAGE_RESTART: (e) => `${e.source} crashed${e.error_name ? ` (${e.error_name})` : ""} and was restarted, for the ${count(e.num_restarts)}. time`,
+  STEP_VOID: (e) => `step ${count(e.step)} with ${count(e.num_rows)} rows was void${e.reason_name && e.reason_name !== "NoneType" ? `: ${e.reason_name}` : ""}`,
+  REQUEST_SHED: (e) => `a request was turned away${e.reason_name ? `: ${e.reason_name}` : ""}; ${count(e.num_waiting)} waited`,
+  PREEMPTED: (e) => `slot ${e.slot} lost its memory: ${e.how_name}`,
+  PARKED: (e) => `slot ${e.slot} was parked: its client does not read`,
+  LOOP_LAG: (e) => `the event loop was ${seconds(e.lag_us / 1e6)} late`,
+  GC_PAUSE: (e) => `garbage collection took ${seconds(e.pause_us / 1e6)} (generation ${e.generation})`,
+};
+const GRAVE = new Set(["STALL", "STAGE_RESTART", "STEP_VOID"]);
+
+export function View({ app }) {
+  const { overview, pipeline, incidents, loop } = app.feed.data;
+  if (!overview) return html`<${Missing}>Waiting for the server.<//>`;
+  const { state, stage, reason } = overview.health;
+  const tone = state === "ready" ? "good" : state === "dead" || state === "stalled" ? "bad" : "warn";
+  const rows = [...(incidents?.rows ?? [])].reverse();
+  return html`
+    <p class="sentence"><span class=${`dot ${tone === "warn" ? "warn" : tone}`}></span>${
+      state === "ready" ? "Everything moves: requests are taken." : `Not ready (${state})${stage ? ` at ${stage}` : ""}${reason ? `: ${reason}` : ""}.`}</p>
+    ${loop?.stall && html`<p class="told" role="alert">${loop.stall.reason}; ${count(loop.stall.num_waiting)} wait there.</p>`}
+    <div class="columns">
+      ${pipeline && html`<${Card} title="Stages" note="A stage with nothing to do shows no sign of life, and is well."><${Signs} app=${app} pipeline=${pipeline} /><//>`}
+      <${Card} title="The event loop" note="How late a timer was, and pauses for garbage collection.">
+        ${loop ? html`<dl class="figures">
+          <${Figure} name="stalls so far" value=${count(loop.num_stalls)} tone=${loop.num_stalls ? "bad" : ""} id="num_stalls" />
+          ${["lag", "pause"].map((kind) => html`<${Spread} name=${kind === "lag" ? "timers late" : "collections"} of=${loop[kind]} />`)}</dl>
+          <details open=${Boolean(loop.stall)}><summary>Where each stage waits now</summary><pre tabindex="0">${stacks(loop)}</pre></details>` : html`<p class="note">Waiting for the first reading.</p>`}
+      <//>
+    </div>
+    <${Card} title="Lately" note="What the trace holds of stalls, restarts, void steps, preemptions, parked readers and pauses; newest first.">
+      ${rows.length ? html`<${Incidents} rows=${rows} app=${app} />` : html`<p class="missing">Nothing went wrong.</p>`}
+    <//>`;
+}
+
+// Of a histogram: how often, and the bound of its highest buckets.
+function Spread({ name, of }) {
+  const total = of.counts.reduce((sum, n) => sum + n, 0);
+  const last = of.counts.findLastIndex((n) => n > 0);
+  let left = Math.ceil(0.99 * total);
+  const p99 = of.counts.findIndex((n) => (left -= n) <= 0);
+  const bound = (i) => (i < 0 || !total ? "–" : i < of.bounds_us.length ? seconds(of.bounds_us[i] / 1e6) : `over ${seconds(of.bounds_us.at(-1) / 1e6)}`);
+  return html`<${Figure} name=${`${name}, mean`} value=${total ? seconds(of.total_us / 1e6 / total) : "–"} />
+    <${Figure} name=${`${name}, 99 of 100`} value=${bound(p99)} /><${Figure} name=${`${name}, worst`} value=${bound(last)} unit="at most" />`;
+}
+
+const stacks = (loop) => Object.entries(loop.stacks).map(([task, stack]) => `${task}${task === loop.stall?.name ? "  ← stands still" : ""}\n${stack.map((place) => `    ${short(place)}`).join("\n")}`).join("\n");
+
+const short = (place) => place.replace(/^.*[/\\](?=[^/\\]+[/\\][^/\\]+:\d+ )/, "");
+
+function Signs({ app, pipeline }) {
+  const now = app.feed.nowS();
+  const waiting = {};
+  for (const edge of Object.values(pipeline.edges)) waiting[edge.target] = (waiting[edge.target] ?? 0) + edge.depth;
+  return html`<${Wide} label="Signs of life"><table><thead><tr><th scope="col">stage</th><th scope="col" class="num">last progress</th><th scope="col" class="num">waiting</th><th scope="col" class="num">restarts</th><th scope="col" class="num">dropped</th></tr></thead>
+    <tbody>${Object.entries(pipeline.stages).map(([name, stage]) => html`<tr key=${name}><th scope="row">${name}</th><td class="num">${now === null ? "–" : `${seconds(Math.max(0, now - stage.last_progress_s))} ago`}</td>
+      <td class="num">${count(waiting[name] ?? 0)}</td><td class="num">${count(stage.num_restarts)}</td><td class="num" title="items of requests that had ended">${count(stage.num_dropped)}</td></tr>`)}</tbody></table><//>`;
+}
+
+const Incidents = ({ rows, app }) => html`<${Wide} label="Incidents"><table><thead><tr><th scope="col" class="num">when</th><th scope="col">what</th></tr></thead>
+  <tbody>${rows.slice(0, 60).map((row) => html`<tr key=${`${row.time_ns} ${row.kind}`}><td class="num">${app.feed.nowS() === null ? "–" : `${seconds(Math.max(0, app.feed.nowS() - row.time_ns / 1e9))} ago`}</td>
+    <td class="free"><span class=${`badge ${GRAVE.has(row.kind) ? "bad" : "warn"}`}>${row.kind.toLowerCase().replace("_", " ")}</span> ${WORDS[row.kind]?.(row) ?? ""}</td></tr>`)}</tbody></table><//>`;

@@ -1,0 +1,109 @@
+// How long requests waited and how evenly their tokens came: histograms, exact as /metrics has them, and heat maps.
+
+import { html, useState } from "../vendor/htm-preact.standalone.module.js";
+import { count, percent, seconds } from "./format.js";
+import { LATENCY_S } from "./store.js";
+import { Canvas, Card, Choice, colour, Figure, Missing, useWidth, Wide } from "./ui.js";
+
+export const title = "Latency";
+export const about = "How long requests wait, and how evenly their tokens come. The figures are those of /metrics.";
+export const topics = () => ({ latency: {} });
+
+const NAMES = {
+  time_to_first_token: ["Time to first token", "From a request's arrival to its first token."],
+  inter_token_latency: ["Between tokens", "From each token of an answer to the next."],
+  request_queue_time: ["In the queue", "From a request's arrival until the device began with it."],
+  e2e_request_latency: ["Altogether", "From a request's arrival to its end."],
+};
+
+export function View({ app }) {
+  const latency = app.feed.data.latency;
+  const [span, setSpan] = useState("all");
+  if (!latency) return html`<${Missing}>Latencies are not recorded by this server.<//>`;
+  const names = Object.keys(latency);
+  if (!names.length) return html`<${Missing}>Nothing is measured yet.<//>`;
+  return html`
+    <div class="bar"><${Choice} label="Show" name="span" value=${span} onchange=${setSpan} options=${[["all", "Since the start"], ["seen", "Since this page opened"]]} /></div>
+    <div class="columns">${names.map((name) => html`<${OfOne} key=${name} one=${{ ...latency[name], title: (NAMES[name] ?? [name])[0], help: (NAMES[name] ?? [])[1] }} readings=${app.history.latencies} name=${name} span=${span} />`)}</div>`;
+}
+
+function OfOne({ one, readings, name, span }) {
+  const first = readings[0]?.latency[name];
+  const counts = span === "seen" && first ? one.counts.map((n, i) => n - first.counts[i]) : one.counts;
+  const total = counts.reduce((sum, n) => sum + n, 0);
+  const sumUs = span === "seen" && first ? one.total_us - first.total_us : one.total_us;
+  return html`<${Card} title=${one.title} note=${one.help}>
+    <dl class="figures">
+      <${Figure} name="measured" value=${count(total)} id=${`${name}.count`} />
+      <${Figure} name="mean" value=${total ? seconds(sumUs / 1e6 / total) : "–"} />
+      ${[0.5, 0.9, 0.99].map((q) => html`<${Figure} name=${`${100 * q} of 100 at most`} value=${atMost(one.bounds_us, counts, total, q)} />`)}
+    </dl>
+    ${total > 0 && html`<${Bars} bounds=${one.bounds_us} counts=${counts} total=${total} title=${one.title} /><${Heat} one=${one} readings=${readings} name=${name} />`}
+    ${total === 0 && html`<p class="missing">Nothing was measured yet.</p>`}
+    <details><summary>As a table</summary><${Wide} label=${`${one.title}, counts by bucket`}><table><thead><tr><th scope="col" class="num">at most</th><th scope="col" class="num">measured</th><th scope="col" class="num">share</th></tr></thead>
+      <tbody>${counts.map((n, i) => html`<tr key=${i}><th scope="row" class="num">${i < one.bounds_us.length ? seconds(one.bounds_us[i] / 1e6) : "longer"}</th><td class="num" data-bucket=${`${name}.${i}`}>${count(n)}</td><td class="num">${total ? percent(n / total) : "–"}</td></tr>`)}</tbody></table><//></details>
+  <//>`;
+}
+
+// The bound of the bucket in which the quantile is: exact buckets know no more.
+function atMost(bounds, counts, total, q) {
+  if (!total) return "–";
+  let left = Math.ceil(q * total);
+  for (let i = 0; i < counts.length; i++) {
+    left -= counts[i];
+    if (left <= 0) return i < bounds.length ? seconds(bounds[i] / 1e6) : `over ${seconds(bounds.at(-1) / 1e6)}`;
+  }
+  return "–";
+}
+
+const used = (counts) => {
+  const first = counts.findIndex((n) => n > 0);
+  const last = counts.length - 1 - [...counts].reverse().findIndex((n) => n > 0);
+  return [Math.max(0, first - 1), Math.min(counts.length - 1, last + 1)];
+};
+
+function Bars({ bounds, counts, total, title: name }) {
+  const [ref, width] = useWidth();
+  const [first, last] = used(counts);
+  const most = Math.max(...counts);
+  const n = last - first + 1;
+  const w = width / n;
+  return html`<div ref=${ref} class="bars"><svg viewBox=${`0 0 ${width} 150`} width=${width} height="150" role="img" aria-label=${`${name} as a histogram; the table below has its figures`}>
+    ${counts.slice(first, last + 1).map((value, i) => {
+      const high = (value / most) * 104;
+      return html`<g key=${i}><rect class="fill" x=${i * w + 1} y=${122 - high} width=${Math.max(1, w - 2)} height=${high} rx="2" />
+        ${value > 0 && w > 26 && html`<text class="small" x=${i * w + w / 2} y=${117 - high} text-anchor="middle">${percent(value / total)}</text>`}
+        ${(w > 44 || i % Math.ceil(48 / w) === 0) && html`<text class="small" x=${(i + 1) * w - 1} y="140" text-anchor="end">${first + i < bounds.length ? seconds(bounds[first + i] / 1e6) : "more"}</text>`}</g>`;
+    })}
+    <line x1="0" x2=${width} y1="122.5" y2="122.5" class="base" /></svg></div>`;
+}
+
+// A column every two seconds, a row a bucket, darker where more fell.
+function Heat({ one, readings, name }) {
+  const [ref, width] = useWidth();
+  const columns = [];
+  for (let i = 1; i < readings.length; i++) {
+    const [before, after] = [readings[i - 1].latency[name], readings[i].latency[name]];
+    columns.push(after.counts.map((n, k) => n - before.counts[k]));
+  }
+  const [first, last] = used(one.counts);
+  const rows = last - first + 1;
+  const cell = Math.max(6, Math.min(16, Math.floor(132 / rows)));
+  const wide = 9;
+  const shown = columns.slice(-Math.floor(width / wide));
+  const most = Math.max(1, ...shown.flat());
+  const draw = (context) => {
+    const ink = colour("heat");
+    context.fillStyle = `rgb(${ink} / 0.05)`;
+    context.fillRect(0, 0, width, rows * cell);
+    shown.forEach((column, i) => {
+      for (let k = first; k <= last; k++) {
+        if (!column[k]) continue;
+        context.fillStyle = `rgb(${ink} / ${0.15 + 0.85 * Math.sqrt(column[k] / most)})`;
+        context.fillRect(width - (shown.length - i) * wide, (last - k) * cell, wide - 1, cell - 1);
+      }
+    });
+  };
+  return html`<div ref=${ref}><p class="note">By time, newest at the right, ${LATENCY_S} seconds a column; up is slower (to ${last < one.bounds_us.length ? seconds(one.bounds_us[last] / 1e6) : "more"}).</p>
+    <${Canvas} width=${width} height=${rows * cell} draw=${draw} role="img" aria-label=${`${one.title} by time`} /></div>`;
+}

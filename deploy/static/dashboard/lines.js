@@ -1,0 +1,45 @@
+// Lines over time, by uPlot, in the colours of the page.
+
+import { html, useEffect, useRef } from "../vendor/htm-preact.standalone.module.js";
+import uPlot from "../vendor/uPlot.esm.js";
+import { colour, useWidth } from "./ui.js";
+
+// `x` in seconds before now; `series`: label, colour, values, and "ms" as `scale` for an axis at the right.
+export function Lines({ x, series, height }) {
+  const [ref, width] = useWidth();
+  const plot = useRef(null);
+  const look = `${width} ${colour("ink")} ${series.map(({ label }) => label)}`;
+  useEffect(() => {
+    plot.current?.destroy();
+    plot.current = new uPlot(options(width, height, series), data(x, series), ref.current);
+    return () => {
+      plot.current?.destroy();
+      plot.current = null;
+    };
+  }, [look]);
+  useEffect(() => plot.current?.setData(data(x, series)));
+  return html`<div ref=${ref} class="lines" role="img" aria-label=${`${series.map(({ label }) => label).join(", ")}, over time`}></div>`;
+}
+
+const data = (x, series) => [x, ...series.map(({ values }) => values)];
+
+function options(width, height, series) {
+  const axis = { stroke: colour("muted"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const hasRight = series.some(({ scale }) => scale === "ms");
+  return {
+    width,
+    height,
+    legend: { live: false },
+    cursor: { drag: { x: false, y: false } },
+    scales: { x: { time: false }, y: { range: (_, __, most) => [0, most > 0 ? 1.1 * most : 1] }, ms: { range: (_, __, most) => [0, most > 0 ? 1.1 * most : 1] } },
+    axes: [
+      { ...axis, values: (_, ticks) => ticks.map((t) => (t === 0 ? "now" : `${t} s`)) },
+      { ...axis, size: 52 },
+      ...(hasRight ? [{ ...axis, scale: "ms", side: 1, grid: { show: false }, size: 52, values: (_, ticks) => ticks.map((t) => `${t} ms`) }] : []),
+    ],
+    series: [
+      { label: "seconds" },
+      ...series.map(({ label, colour: name, scale }) => ({ label, stroke: colour(name), width: 1.75, points: { show: false }, scale: scale ?? "y" })),
+    ],
+  };
+}

@@ -1,0 +1,153 @@
+// The page: connects, routes, and draws the frame around the views.
+
+import { html, render, useEffect, useState } from "../vendor/htm-preact.standalone.module.js";
+import { Feed } from "./feed.js";
+import { count, percent, rate, seconds } from "./format.js";
+import { History, reducers, stepRates } from "./store.js";
+import { Figure } from "./ui.js";
+import * as blocks from "./blocks.js";
+import * as config from "./config.js";
+import * as health from "./health.js";
+import * as latency from "./latency.js";
+import * as pipeline from "./pipeline.js";
+import * as playground from "./playground.js";
+import * as recorder from "./recorder.js";
+import * as requests from "./requests.js";
+import * as steps from "./steps.js";
+import * as waterfall from "./waterfall.js";
+
+// In the order of the navigation. A view has `title`, `topics(state)`, what it needs of the feed, and `View`.
+const VIEWS = { pipeline, steps, requests, waterfall, blocks, latency, health, playground, recorder, config };
+
+const history = new History();
+const url = new URL("dashboard/feed", location.href);
+url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
+const feed = new Feed(url.href, changed);
+feed.reducers = reducers;
+
+const app = { feed, history, view: "pipeline", arg: null, state: {}, redraw };
+let isDue = false;
+
+function changed() {
+  if (feed.data.pipeline) history.note(feed.updateS, feed.data.pipeline, app.view === "latency" ? feed.data.latency : null);
+  redraw();
+}
+
+// At most once a frame, however often it is asked for.
+function redraw() {
+  if (isDue) return;
+  isDue = true;
+  requestAnimationFrame(() => {
+    isDue = false;
+    const began = performance.now();
+    feed.want(topics());
+    render(html`<${Page} />`, document.getElementById("app"));
+    performance.measure("dashboard.update", { start: began, end: performance.now() });
+    performance.clearMeasures("dashboard.update");
+    app.lastDrawMs = performance.now() - began;
+  });
+}
+
+const topics = () => ({ overview: {}, pipeline: {}, steps: {}, ...VIEWS[app.view].topics(app) });
+
+function route() {
+  const [view, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
+  app.view = view in VIEWS ? view : "pipeline";
+  app.arg = rest.length ? decodeURIComponent(rest.join("/")) : null;
+  document.title = `${VIEWS[app.view].title} · millrace`;
+  redraw();
+}
+
+function Page() {
+  const { View, title, about } = VIEWS[app.view];
+  if (feed.state === "locked") return html`<${Lock} />`;
+  return html`
+    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to the view</a>
+    <${Side} />
+    <main id="main" tabindex="-1">
+      <${Vitals} />
+      <header class="view"><h1>${title}</h1><p>${about}</p></header>
+      <${View} key=${app.view} app=${app} />
+    </main>`;
+}
+
+function Side() {
+  useEffect(() => document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }), [app.view]);
+  return html`
+    <div class="side">
+      <a class="brand" href="#/pipeline"><img src="static/dashboard/icon.svg" alt="" width="26" height="26" /><span>millrace</span></a>
+      <nav aria-label="Views"><ul>${Object.entries(VIEWS).map(
+        ([name, view]) => html`<li><a href=${`#/${name}`} aria-current=${name === app.view ? "page" : null}>${view.title}</a></li>`,
+      )}</ul></nav>
+      <footer><${Connection} /><${Theme} /></footer>
+    </div>`;
+}
+
+const STATES = {
+  connecting: ["wait", "connecting"], live: ["good", "live"], cut: ["bad", "connection lost, trying again"], locked: ["bad", "locked"],
+};
+
+function Connection() {
+  const [tone, words] = STATES[feed.state];
+  return html`<p class="connection" role="status"><span class=${`dot ${tone}`}></span>${words}${
+    feed.hello && html`<br /><span class="model">${feed.hello.models.join(", ")} · ${feed.hello.version}</span>`}</p>`;
+}
+
+// Follows the system unless told otherwise.
+function Theme() {
+  const [theme, setTheme] = useState(localStorage.getItem("millrace.theme") ?? "auto");
+  useEffect(() => {
+    document.documentElement.dataset.theme = theme;
+    localStorage.setItem("millrace.theme", theme);
+    redraw();
+  }, [theme]);
+  return html`<label class="theme"><span>Theme</span> <select aria-label="Theme" value=${theme} onChange=${(event) => setTheme(event.target.value)}>
+    ${["auto", "light", "dark"].map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`;
+}
+
+// The figures that stand above every view.
+function Vitals() {
+  const { overview, steps: log } = feed.data;
+  if (!overview) return html`<dl class="vitals" aria-hidden="true"><${Figure} name="waiting for the server" value="…" /></dl>`;
+  const rates = stepRates(log, feed.nowS());
+  const { health: state, blocks: kv } = overview;
+  const tone = state.state === "ready" ? "good" : state.state === "loading" || state.state === "draining" ? "warn" : "bad";
+  return html`<dl class="vitals">
+    <${Figure} name="state" value=${state.state} tone=${tone} id="state" />
+    <${Figure} name="running" value=${count(overview.num_running ?? overview.num_live)} unit=${overview.max_num_seqs && `of ${count(overview.max_num_seqs)}`} id="num_running" />
+    <${Figure} name="waiting" value=${count(overview.num_waiting)} tone=${overview.num_waiting ? "warn" : ""} id="num_waiting" />
+    <${Figure} name="decoded" value=${rates ? rate(rates.decodePerS) : "0"} unit="tokens/s" />
+    <${Figure} name="prefilled" value=${rates ? rate(rates.prefillPerS) : "0"} unit="tokens/s" />
+    <${Figure} name="step" value=${rates ? seconds(rates.meanUs / 1e6) : "–"} />
+    <${Figure} name="KV in use" value=${kv ? percent(kv.in_use / kv.num_blocks) : "–"} tone=${kv && kv.in_use / kv.num_blocks > 0.95 ? "warn" : ""} />
+    <${Figure} name="preemptions" value=${count(overview.num_preemptions)} tone=${overview.num_preemptions ? "warn" : ""} id="num_preemptions" />
+  </dl>`;
+}
+
+function Lock() {
+  const [key, setKey] = useState("");
+  const [adminKey, setAdminKey] = useState("");
+  const unlock = (event) => {
+    event.preventDefault();
+    const keys = { key: key || null, admin_key: adminKey || null };
+    for (const [name, value] of Object.entries(keys)) sessionStorage.setItem(`millrace.${name}`, value ?? "");
+    feed.connect(keys);
+  };
+  return html`<main class="lock"><form class="card" onSubmit=${unlock}>
+    <a class="brand"><img src="static/dashboard/icon.svg" alt="" width="26" height="26" /><span>millrace</span></a>
+    <h1>This server asks for a key</h1>
+    <p class="note" role="alert">${feed.error?.message}</p>
+    <label>API key <input id="key" type="password" autocomplete="off" value=${key} onInput=${(event) => setKey(event.target.value)} /></label>
+    <label>Admin key <small>only to cancel requests</small>
+      <input id="admin-key" type="password" autocomplete="off" value=${adminKey} onInput=${(event) => setAdminKey(event.target.value)} /></label>
+    <button>Open the dashboard</button>
+  </form></main>`;
+}
+
+addEventListener("hashchange", route);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+setInterval(() => { if (!document.hidden && feed.state === "live") redraw(); }, 1000); // ages go on while nothing else does
+document.documentElement.dataset.theme = localStorage.getItem("millrace.theme") ?? "auto";
+globalThis.millraceDashboard = app; // for whoever looks at the page from its console, and for its tests
+route();
+feed.connect({ key: sessionStorage.getItem("millrace.key") || null, admin_key: sessionStorage.getItem("millrace.admin_key") || null });

@@ -1,0 +1,79 @@
+// The live requests. However many there are, only those on the screen are asked for and drawn.
+
+import { html, useEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
+import { count, seconds, shortId } from "./format.js";
+import { Card, Choice, Missing } from "./ui.js";
+
+export const title = "Requests";
+export const about = "Everything under way, in the order in which it came. No prompts, no answers.";
+
+const ROW = 40; // pixels
+const SPARE = 6; // rows above and below what is seen
+
+const view = { offset: 0, limit: 40, newest_first: false };
+
+export const topics = () => ({ requests: { ...view } });
+
+export function View({ app }) {
+  const { requests } = app.feed.data;
+  const canCancel = app.feed.hello?.can_cancel;
+  const [order, setOrder] = useState(view.newest_first ? "newest" : "oldest");
+  const box = useRef(null);
+  const look = () => {
+    const first = Math.max(0, Math.floor(box.current.scrollTop / ROW) - SPARE);
+    view.offset = first - (first % SPARE); // so that a small move asks for nothing new
+    view.limit = Math.min(200, Math.ceil(box.current.clientHeight / ROW) + 3 * SPARE);
+    app.redraw();
+  };
+  useEffect(() => {
+    if (box.current) look();
+  }, [Boolean(requests)]);
+  if (!requests) return html`<${Missing}>Waiting for the list.<//>`;
+  const sort = (to) => {
+    setOrder(to);
+    view.newest_first = to === "newest";
+    box.current.scrollTop = 0;
+    look();
+  };
+  const { rows, offset, num_live: total } = requests;
+  return html`<${Card}>
+    <div class="bar"><${Choice} label="First" name="order" value=${order} onchange=${sort} options=${[["oldest", "Oldest"], ["newest", "Newest"]]} />
+      <p class="note" data-figure="num_live" data-value=${total}>${count(total)} under way</p></div>
+    ${app.feed.told && html`<p class="told" role="alert">${app.feed.told.message}</p>`}
+    <div class="list" ref=${box} onScroll=${look} tabindex="0" role="region" aria-label="Live requests">
+      ${total === 0 && html`<p class="missing">Nothing is under way.</p>`}
+      <table aria-rowcount=${total + 1} hidden=${total === 0}>
+        <thead><tr aria-rowindex="1"><th scope="col">request</th><th scope="col">state</th><th scope="col" class="num">age</th><th scope="col" class="num only-wide">prompt</th>
+          <th scope="col" class="num">answer</th><th scope="col" class="num only-wide">first token</th><th scope="col" class="num only-wide">blocks</th>
+          <th scope="col" class="num only-wide">priority</th><th scope="col" class="num only-wide">preempted</th>${canCancel && html`<th scope="col"><span class="unseen">cancel</span></th>`}</tr></thead>
+        <tbody>
+          ${offset > 0 && html`<tr class="spacer" aria-hidden="true" key="above" style=${{ height: `${offset * ROW}px` }}></tr>`}
+          ${rows.map((row, i) => html`<${Row} key=${row.id} row=${row} index=${offset + i + 2} app=${app} canCancel=${canCancel} />`)}
+          <tr class="spacer" aria-hidden="true" key="below" style=${{ height: `${Math.max(0, total - offset - rows.length) * ROW}px` }}></tr>
+        </tbody>
+      </table>
+    </div>
+    ${!canCancel && html`<p class="note">${app.feed.hello?.has_admin_key
+      ? "To cancel requests, open the dashboard with the admin key."
+      : "Requests can be cancelled here by whoever has the admin key, and this server has none (--admin-key)."}</p>`}
+  <//>`;
+}
+
+const TONES = { running: "good", waiting: "wait", swapped: "warn", preempted: "warn", parked: "warn", finishing: "good", arriving: "wait" };
+
+function Row({ row, index, app, canCancel }) {
+  const age = app.feed.nowS() === null ? null : Math.max(0, app.feed.nowS() - row.arrival_s);
+  const share = row.max_tokens ? row.num_generated_tokens / row.max_tokens : 0;
+  return html`<tr aria-rowindex=${index} data-request=${row.id}>
+    <th scope="row"><a href=${`#/waterfall/${encodeURIComponent(row.id)}`} title=${row.id}>${shortId(row.id)}</a></th>
+    <td><span class=${`badge ${TONES[row.state] ?? ""}`}>${row.state}</span><span class="note only-wide"> ${row.stage}</span></td>
+    <td class="num">${seconds(age)}</td>
+    <td class="num only-wide" data-figure="num_prompt_tokens">${count(row.num_prompt_tokens)}${row.num_cached_tokens > 0 && html`<small title="of them found in the cache"> −${count(row.num_cached_tokens)}</small>`}</td>
+    <td class="num"><span class="progress" style=${{ "background-size": `${100 * share}% 2px` }}>${count(row.num_generated_tokens)}${row.max_tokens && html`<small> / ${count(row.max_tokens)}</small>`}</span></td>
+    <td class="num only-wide">${seconds(row.ttft_s)}</td>
+    <td class="num only-wide">${count(row.num_blocks)}</td>
+    <td class="num only-wide">${row.priority}</td>
+    <td class="num only-wide">${count(row.num_preempted)}</td>
+    ${canCancel && html`<td class="num"><button class="quiet danger" aria-label=${`Cancel ${row.id}`} onClick=${() => app.feed.cancel(row.id)}>Cancel</button></td>`}
+  </tr>`;
+}

@@ -1,0 +1,124 @@
+// What the views need beyond the server's words: shares over the last seconds, the steps that came, the map of blocks.
+
+export const WINDOW_S = 5;
+export const LATENCY_S = 2; // between two readings of the latencies
+const KEPT_LATENCIES = 400;
+const KEPT_STEPS = 1200;
+const KEPT_INCIDENTS = 200;
+
+export const STEP = {
+  step: 0, endedUs: 1, durationUs: 2, gapUs: 3, rows: 4, prefill: 5, decode: 6, cached: 7, wasted: 8, preempted: 9,
+  waiting: 10, freeBlocks: 11, isVoid: 12,
+};
+
+const grown = (kept) => (before, news) => ({
+  rows: [...(before?.rows ?? []), ...news.rows].slice(-kept),
+  numSkipped: news.num_skipped,
+});
+
+const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+const u16 = (text) => new Uint16Array(bytes(text).buffer);
+const u32 = (text) => new Uint32Array(bytes(text).buffer);
+
+// The map of blocks: `cells` as the server numbers them, `since` when each was last seen to change (ms of this page),
+// `changed` the places that the last update touched; null: all.
+function blocks(before, news) {
+  const now = performance.now();
+  const owners = news.owners ?? before?.owners ?? {};
+  if (news.cells) {
+    const cells = u16(news.cells);
+    const since = new Float64Array(cells.length).fill(now);
+    if (before?.cells.length === cells.length)
+      for (let i = 0; i < cells.length; i++) if (cells[i] === before.cells[i]) since[i] = before.since[i];
+    return { cells, since, owners, openedMs: before?.openedMs ?? now, changed: null, blockSize: news.block_size };
+  }
+  if (!before) return before;
+  let changed = new Uint32Array(0);
+  if (news.at) {
+    changed = u32(news.at);
+    const to = u16(news.to);
+    for (let i = 0; i < changed.length; i++) {
+      before.cells[changed[i]] = to[i];
+      before.since[changed[i]] = now;
+    }
+  }
+  return { ...before, owners, changed };
+}
+
+export const reducers = { steps: grown(KEPT_STEPS), incidents: grown(KEPT_INCIDENTS), blocks };
+
+export class History {
+  // Readings of the counters of the pipeline, so that shares of the last seconds can be told.
+  constructor() {
+    this.readings = [];
+    this.latencies = [];
+  }
+
+  note(nowS, pipeline, latency) {
+    const lastLatency = this.latencies.at(-1);
+    if (latency && nowS && (!lastLatency || nowS - lastLatency.nowS >= LATENCY_S)) {
+      if (lastLatency && nowS - lastLatency.nowS > 5 * LATENCY_S) this.latencies = []; // nobody looked
+      this.latencies = [...this.latencies, { nowS, latency }].slice(-KEPT_LATENCIES);
+    }
+    const last = this.readings.at(-1);
+    if (nowS === null || nowS === undefined || (last && nowS <= last.nowS)) return;
+    if (last && nowS - last.nowS > 3 * WINDOW_S) this.readings = []; // the page was away
+    this.readings.push({ nowS, pipeline });
+    while (this.readings.length > 2 && this.readings[1].nowS < nowS - WINDOW_S) this.readings.shift();
+  }
+
+  // stage -> { idle, busy, blocked }, shares that add up to 1; null before there are two readings.
+  stageShares() {
+    return this._between((before, after, spanS) => {
+      const shares = {};
+      for (const [name, now] of Object.entries(after.stages)) {
+        const then = before.stages[name] ?? now;
+        const busy = (now.busy_s - then.busy_s) / spanS;
+        const blocked = (now.blocked_s - then.blocked_s) / spanS;
+        const whole = Math.max(1, busy + blocked); // a stage that carries several items at once counts each
+        shares[name] = { busy: busy / whole, blocked: blocked / whole, idle: Math.max(0, 1 - (busy + blocked) / whole) };
+      }
+      return shares;
+    });
+  }
+
+  // edge -> { full, perS }: the share of time in which it was full, and items a second.
+  edgeRates() {
+    return this._between((before, after, spanS) => {
+      const rates = {};
+      for (const [name, now] of Object.entries(after.edges)) {
+        const then = before.edges[name] ?? now;
+        rates[name] = {
+          full: Math.min(1, Math.max(0, (now.seconds_full - then.seconds_full) / spanS)),
+          perS: (now.num_sent - then.num_sent) / spanS,
+        };
+      }
+      return rates;
+    });
+  }
+
+  _between(tell) {
+    const readings = this.readings.filter((reading) => reading.pipeline);
+    const before = readings[0];
+    const after = readings.at(-1);
+    if (!before || before === after) return null;
+    return tell(before.pipeline, after.pipeline, after.nowS - before.nowS);
+  }
+}
+
+// What the last steps come to, over the last `spanS` seconds; null if there was none.
+export function stepRates(steps, nowS, spanS = WINDOW_S) {
+  if (!steps || nowS === null) return null;
+  const from = (nowS - spanS) * 1e6;
+  const rows = steps.rows.filter((row) => row[STEP.endedUs] >= from);
+  if (!rows.length) return null;
+  const sum = (field) => rows.reduce((total, row) => total + row[field], 0);
+  return {
+    perS: rows.length / spanS,
+    decodePerS: sum(STEP.decode) / spanS,
+    prefillPerS: sum(STEP.prefill) / spanS,
+    meanUs: sum(STEP.durationUs) / rows.length,
+    busy: Math.min(1, sum(STEP.durationUs) / 1e6 / spanS),
+    gap: Math.min(1, sum(STEP.gapUs) / 1e6 / spanS),
+  };
+}

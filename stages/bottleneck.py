@@ -1,0 +1,207 @@
+"""What limits a pipeline now, in one sentence. Derived from the records of the last few seconds.
+
+Situations are asked about in an order: what stands before the device (clients, memory, slots, tokenizer, grammars) is
+named before the device, since a device that is busy for their sake can not be relieved by a faster one alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..runtime.trace import EventKind, Records
+from .trace_view import TraceView
+
+WINDOW_S = 5.0
+MAX_NS = 2**63
+LARGE, SOME = 0.5, 0.2  # shares of the window that make a situation
+
+Situation = Literal[
+    "idle", "slow client", "kv full", "slots full", "tokenizer", "grammar", "long prefill", "execute", "none"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Shares of a window of time, [0, 1], and counts in it."""
+
+    window_s: float
+    busy: dict[str, float]  # by stage: its time in batches; of execute and sample, the device's
+    blocked: dict[str, float]  # by stage
+    full: dict[str, float]  # by edge: its senders had to wait, or would have had to
+    waiting_for: dict[str, float]  # by what the first in line lacked
+    prefill: float  # the device's time in steps that computed prompts, for the most part
+    grammar: float  # the device's time waiting for masks, of its time in steps
+    grammar_gate: float  # of requests that waited for their grammars to be looked at, each for itself
+    num_steps: int
+    num_rows: float  # of a step, on average
+    num_waiting: int  # in line, by the last plan
+    num_preempted: int
+    num_parked: int  # at the end
+    num_prompt_tokens: int
+    num_decode_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What limits the pipeline, or that nothing does."""
+
+    situation: Situation
+    stage: str | None  # the one to look at
+    sentence: str
+
+
+def bottleneck(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW_S) -> Bottleneck:
+    """Of the last `window_s` seconds before `now_ns`, or before the last record."""
+    return judge(load_of(view, now_ns, window_s))
+
+
+def judge(load: Load) -> Bottleneck:
+    """The sentence for a load. The first situation that is there is the one that is named."""
+    device = load.busy.get("execute", 0.0) + load.busy.get("sample", 0.0)
+    short = load.waiting_for.get("blocks", 0.0) + load.waiting_for.get("swapped", 0.0)
+    full = load.waiting_for.get("slots", 0.0)
+    if load.num_parked and device < LARGE and short < SOME and full < SOME:
+        return Bottleneck(
+            "slow client",
+            "exit",
+            f"Clients limit it: {load.num_parked} sequences are parked, as nobody reads their answers, and the device"
+            f" is busy {_percent(device)} of the time.",
+        )
+    if short >= SOME or (load.num_preempted and short + full > 0 and short >= full):
+        return Bottleneck(
+            "kv full",
+            "allocate",
+            f"KV memory is full: for {_percent(short)} of the time the next request waited for blocks, and"
+            f" {load.num_preempted} sequences lost theirs. More blocks, or shorter contexts, would help.",
+        )
+    if full >= SOME:
+        return Bottleneck(
+            "slots full",
+            "schedule",
+            f"All slots are taken: {load.num_waiting} sequences wait while {load.num_rows:.0f} run. A higher"
+            " max_num_seqs would let more in, if memory allows.",
+        )
+    if load.busy.get("tokenize", 0.0) >= LARGE and device < LARGE:
+        return Bottleneck(
+            "tokenizer",
+            "tokenize",
+            f"The tokenizer limits it: it is busy {_percent(load.busy['tokenize'])} of the time, the device"
+            f" {_percent(device)}. More tokenizer_workers, or prompts as token ids, would help.",
+        )
+    if load.grammar >= SOME or (load.grammar_gate >= LARGE and device < LARGE):
+        return Bottleneck(
+            "grammar",
+            "sample",
+            f"Grammars limit it: the device waits for their masks {_percent(load.grammar)} of its time in steps, and"
+            f" {load.grammar_gate:.1f} requests at a time wait for theirs to be looked at.",
+        )
+    if load.prefill >= LARGE and load.prefill >= 0.6 * device:
+        return Bottleneck(
+            "long prefill",
+            "execute",
+            f"Prompts limit it: steps that compute them take {_percent(load.prefill)} of the time,"
+            f" {load.num_prompt_tokens} prompt tokens to {load.num_decode_tokens} of answers.",
+        )
+    if device >= LARGE:
+        return Bottleneck(
+            "execute",
+            "execute",
+            f"The model limits it: the device is busy {_percent(device)} of the time with"
+            f" {load.num_steps / load.window_s:.0f} steps a second of {load.num_rows:.1f} rows.",
+        )
+    if not load.num_steps and not load.num_waiting and max(load.busy.values(), default=0.0) < 0.01:
+        return Bottleneck("idle", None, "It is idle: nothing was asked of it.")
+    return Bottleneck("none", None, f"Nothing limits it: the device is busy {_percent(device)} of the time.")
+
+
+def load_of(view: TraceView, now_ns: int | None = None, window_s: float = WINDOW_S) -> Load:
+    """What the records say of the last `window_s` seconds before `now_ns`."""
+    end_ns = view.end_ns if now_ns is None else now_ns
+    if len(view.records) and view.begin_ns > end_ns - window_s * 1e9:
+        window_s = max(end_ns - view.begin_ns, 1) / 1e9  # that is all there is
+    begin_ns = end_ns - round(window_s * 1e9)
+    executed, sampled = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_EXECUTED, EventKind.STEP_SAMPLED))
+    planned, granted = (_since(view.of(kind), begin_ns) for kind in (EventKind.STEP_PLANNED, EventKind.STEP_GRANTED))
+    busy, blocked = _shares(view, begin_ns, window_s)
+    busy |= {"execute": _sum_s(executed["c"]) / window_s, "sample": _sum_s(sampled["b"]) / window_s}
+    of_prompts = granted["step"][granted["b"] > 2 * granted["c"]]  # most of their tokens are
+    prefill_s = _sum_s(executed["c"][np.isin(executed["step"], of_prompts)])
+    prefill_s += _sum_s(sampled["b"][np.isin(sampled["step"], of_prompts)])
+    in_steps_s = _sum_s(executed["c"]) + _sum_s(sampled["b"])
+    num_decodes, num_tokens = int(granted["c"].sum()), int(granted["b"].sum())
+    return Load(
+        window_s=window_s,
+        busy={name: min(1.0, share) for name, share in busy.items()},
+        blocked=blocked,
+        full=_full_shares(view, begin_ns, window_s),
+        waiting_for=_waiting_shares(view, begin_ns, end_ns),
+        prefill=prefill_s / window_s,
+        grammar=_sum_s(sampled["c"]) / in_steps_s if in_steps_s else 0.0,
+        grammar_gate=_sum_s(_since(view.of(EventKind.REQUEST_GRAMMAR), begin_ns)["b"]) / window_s,
+        num_steps=len(executed),
+        num_rows=float(executed["a"].mean()) if len(executed) else 0.0,
+        num_waiting=int(planned["d"][-1]) if len(planned) else 0,
+        num_preempted=len(_since(view.of(EventKind.PREEMPTED), begin_ns)),
+        num_parked=_num_parked(view),
+        num_prompt_tokens=num_tokens - num_decodes,
+        num_decode_tokens=num_decodes,
+    )
+
+
+def _shares(view: TraceView, begin_ns: int, window_s: float) -> tuple[dict[str, float], dict[str, float]]:
+    """(busy, blocked) by stage; items that are carried at once count each for itself."""
+    batches = _since(view.of(EventKind.STAGE_BATCH), begin_ns)
+    busy, blocked = {}, {}
+    for source in np.unique(batches["source"]).tolist():
+        of_stage = batches[batches["source"] == source]
+        busy[view.names[source]] = _sum_s(of_stage["c"]) / window_s
+        blocked[view.names[source]] = min(1.0, _sum_s(of_stage["d"]) / window_s)
+    return busy, blocked
+
+
+def _full_shares(view: TraceView, begin_ns: int, window_s: float) -> dict[str, float]:
+    told = _since(view.of(EventKind.EDGE_DEPTH), begin_ns)
+    sources = np.unique(told["source"]).tolist()
+    return {view.names[source]: min(1.0, _sum_s(told["d"][told["source"] == source]) / window_s) for source in sources}
+
+
+def _waiting_shares(view: TraceView, begin_ns: int, end_ns: int) -> dict[str, float]:
+    """How much of the time the first in line lacked what."""
+    told = view.of(EventKind.WAITING_FOR)
+    begins = np.clip(told["time_ns"].astype(np.int64), begin_ns, end_ns)
+    lasted = np.diff(np.append(begins, end_ns)) / max(1, end_ns - begin_ns)
+    shares: dict[str, float] = {}
+    for name, share in zip(told["c"].tolist(), lasted.tolist(), strict=True):
+        if view.names[name]:
+            shares[view.names[name]] = shares.get(view.names[name], 0.0) + share
+    return shares
+
+
+def _num_parked(view: TraceView) -> int:
+    """Sequences parked now: those that were and neither read again nor came to their end."""
+    accepted = view.of(EventKind.REQUEST_ACCEPTED)
+    num_sequences = dict(zip(accepted["a"].tolist(), accepted["b"].tolist(), strict=True))
+    last = {int(record["c"]): int(record["time_ns"]) for record in view.of(EventKind.PARKED)}
+    for record in view.of(EventKind.UNPARKED):
+        if last.get(int(record["c"]), MAX_NS) <= int(record["time_ns"]):
+            del last[int(record["c"])]
+    for first in view.of(EventKind.REQUEST_FINISHED)["a"].tolist():
+        for sequence_id in range(first, first + num_sequences.get(first, 1)):
+            last.pop(sequence_id, None)
+    return len(last)
+
+
+def _since(records: Records, begin_ns: int) -> Records:
+    since: Records = records[np.searchsorted(records["time_ns"], max(0, begin_ns)) :]
+    return since
+
+
+def _sum_s(column: np.ndarray) -> float:
+    return float(column.sum(dtype=np.int64)) / 1e6
+
+
+def _percent(share: float) -> str:
+    return f"{min(1.0, share):.0%}"

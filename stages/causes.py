@@ -1,0 +1,136 @@
+"""Why a request took as long as it did, in words: the causes of its latency, the longest first.
+
+Derived from its waterfall and the records around it. Knows what usually goes wrong; refuses to know the live engine.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..runtime.trace import EventKind
+from .trace_view import SCHEDULE, TraceView
+from .waterfall import Bar, StepPart, Waterfall
+
+MIN_NS = 1_000_000  # of a cause that is worth a word
+MIN_SHARE = 0.03
+
+SENTENCES = {
+    "queue": "it waited {ms} ms for its turn behind requests that came before it",
+    "slots": "it waited {ms} ms for a slot, as max_num_seqs sequences were running",
+    "blocks": "it waited {ms} ms for KV blocks, which other sequences held",
+    "swap-in": "it waited {ms} ms on the host, to be swapped back in",
+    "long prefill": "steps that it shared with other requests' long prompts took {ms} ms longer than others",
+    "slow client": "it stood still for {ms} ms, as its client did not read",
+    "grammar": "its grammar took {ms} ms: to be looked at, or to make the masks that a step had to wait for",
+    "tokenizer": "its prompt took {ms} ms to become tokens",
+    "prompt": "its own prompt took {ms} ms to compute",
+    "decoding": "its own tokens took {ms} ms to compute, {num_tokens} of them",
+    "other stages": "the other stages took {ms} ms",
+}
+WAITING = {"slots": "slots", "blocks": "blocks", "swapped": "swap-in"}  # what the line waits for -> the cause
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A part of a request's time. All causes together are the whole of it."""
+
+    name: str  # a key of SENTENCES
+    ns: int
+    share: float  # of the request's whole time
+    sentence: str
+
+
+def causes(view: TraceView, fall: Waterfall) -> list[Cause]:
+    """The causes of a request's latency, the longest first."""
+    parts: dict[str, int] = defaultdict(int)
+    steps = {part.step: part for part in fall.steps}
+    for bar in fall.bars:
+        for name, ns in _parts(view, bar, steps):
+            parts[name] += ns
+    total_ns = max(1, fall.end_ns - fall.begin_ns)
+    num_tokens = sum(part.num_decodes for part in fall.steps) + fall.num_sequences
+    named = [
+        Cause(name, ns, ns / total_ns, SENTENCES[name].format(ms=_ms(ns), num_tokens=num_tokens))
+        for name, ns in parts.items()
+        if ns > 0
+    ]
+    return sorted(named, key=lambda cause: -cause.ns)
+
+
+def in_words(fall: Waterfall, found: list[Cause]) -> str:
+    """One sentence for a person: the causes that count."""
+    total_ns = fall.end_ns - fall.begin_ns
+    worth = [cause for cause in found if cause.ns >= MIN_NS and cause.share >= MIN_SHARE][:4]
+    ended = "took" if fall.cause is not None else "is under way for"
+    if not worth:
+        return f"The request {ended} {_ms(total_ns)} ms, and nothing held it up."
+    return f"The request {ended} {_ms(total_ns)} ms: " + "; ".join(cause.sentence for cause in worth) + "."
+
+
+def _parts(view: TraceView, bar: Bar, steps: dict[int, StepPart]) -> list[tuple[str, int]]:
+    """What a bar was spent on."""
+    match bar.kind, bar.stage:
+        case "client", _:
+            return [("slow client", bar.ns)]
+        case "preempted", how:
+            return [("swap-in" if how == "swap" else "blocks", bar.ns)]
+        case "wait", "grammar":
+            return [("grammar", bar.ns)]
+        case "wait", stage if stage == SCHEDULE:
+            return _waits(view, bar)
+        case "wait", _:
+            return [("queue", bar.ns)]
+        case _, "tokenize":
+            return [("tokenizer", bar.ns)]
+        case _, "execute" if bar.step in steps:
+            return _of_forward(view, bar, steps[bar.step])
+        case _, "sample" if bar.step in steps:
+            return _of_sampling(view, bar, steps[bar.step])
+    return [("other stages", bar.ns)]
+
+
+def _waits(view: TraceView, bar: Bar) -> list[tuple[str, int]]:
+    """A wait in line, cut where what the first in line lacked changed."""
+    told = view.of(EventKind.WAITING_FOR)
+    first, end = np.searchsorted(told["time_ns"], [bar.begin_ns, bar.end_ns], "right").tolist()
+    found, cursor_ns = [], bar.begin_ns
+    for place in range(first - 1, end):
+        end_ns = int(told["time_ns"][place + 1]) if place + 1 < end else bar.end_ns
+        name = view.names[int(told["c"][place])] if place >= 0 else ""
+        found.append((WAITING.get(name, "queue"), max(0, end_ns - cursor_ns)))
+        cursor_ns = max(cursor_ns, end_ns)
+    return found
+
+
+def _of_forward(view: TraceView, bar: Bar, part: StepPart) -> list[tuple[str, int]]:
+    """A forward pass is the request's own, but for what it took longer because of others' prompts."""
+    own = "prompt" if part.num_prompt_tokens else "decoding"
+    granted = view.of_step(EventKind.STEP_GRANTED, part.step)
+    executed = view.of_step(EventKind.STEP_EXECUTED, part.step)
+    if granted is None or executed is None:
+        return [(own, bar.ns)]
+    num_prompt_tokens = int(granted["b"]) - int(granted["c"])
+    num_of_others = num_prompt_tokens - part.num_prompt_tokens
+    if num_of_others <= 0:
+        return [(own, bar.ns)]
+    forward_ns = int(executed["c"]) * 1000
+    usual_ns = view.decode_step_ns
+    if usual_ns is None:
+        usual_ns = forward_ns * int(granted["c"]) // max(1, int(granted["b"]))
+    excess_ns = max(0, forward_ns - usual_ns) * num_of_others // num_prompt_tokens
+    excess_ns = min(excess_ns, bar.ns)
+    return [("long prefill", excess_ns), (own, bar.ns - excess_ns)]
+
+
+def _of_sampling(view: TraceView, bar: Bar, part: StepPart) -> list[tuple[str, int]]:
+    sampled = view.of_step(EventKind.STEP_SAMPLED, part.step)
+    grammar_ns = 0 if sampled is None else min(int(sampled["c"]) * 1000, bar.ns)
+    own = "prompt" if part.num_prompt_tokens else "decoding"
+    return [("grammar", grammar_ns), (own, bar.ns - grammar_ns)]
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:,.0f}" if ns >= 10_000_000 else f"{ns / 1e6:.1f}"

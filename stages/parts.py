@@ -1,0 +1,141 @@
+"""The stages of one engine, joined: what an `Engine` starts, and what tests look into.
+
+Knows who needs what of whom. Starts and stops nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..runtime.env import Env
+from .allocate import Allocate
+from .config import EngineConfig
+from .detokenize import Answer, Detokenize
+from .device import Device
+from .encode import Encode
+from .errors import ConfigError
+from .execute import Execute
+from .grammar_gate import GrammarGate
+from .host import HostTier
+from .intake import Intake
+from .limits import RequestLimits
+from .outbox import Outboxes, RequestOutbox
+from .outputs import ModelInfo
+from .pipeline import build_encoder_pipeline, build_pipeline
+from .policy import make_policy
+from .prefix import PrefixCache
+from .recorder import Recorder
+from .recording import RecordedEngine
+from .sample import Sample
+from .schedule import Schedule
+from .scheduler import Limits
+from .searches import Searches
+from .sequences import State
+from .tokenize import Tokenize
+
+if TYPE_CHECKING:
+    from .encoder_loading import LoadedEncoder
+    from .loading import LoadedModel
+
+
+class EncoderParts:
+    """The stages of an engine whose model reads and generates nothing, joined."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
+        info = loaded.info
+        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
+        self.loaded = loaded
+        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
+        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
+        self.encode = Encode(loaded.runner, config.max_num_batched_tokens, config.max_num_seqs)
+        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
+        self.pipeline = build_encoder_pipeline(self.intake, self.tokenize, self.encode, self.exit)
+        self.exit.lane = self.pipeline.lane
+        self.exit.on_start.append(self.intake.request_started)
+        self.exit.on_end.append(self.intake.request_ended)
+
+
+class EngineParts:
+    """The stages of one engine, joined: an engine's own, and what tests look into."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
+        info = loaded.info
+        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
+        self.loaded = loaded
+        self.gate = GrammarGate(loaded.grammars, config.max_waiting_requests)
+        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
+        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
+        self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
+        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
+        host = HostTier(info.num_host_blocks, info.block_size) if info.num_host_blocks else None
+        sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
+        self.allocate = Allocate(*sizes, cache, host)
+        execute, sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
+        self.detokenize = Detokenize(
+            loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
+        )
+        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s, config.max_queue_s)
+        self.pipeline = build_pipeline(
+            self.intake,
+            self.tokenize,
+            self.schedule,
+            self.allocate,
+            execute,
+            sample,
+            self.detokenize,
+            self.exit,
+            steps_in_flight=config.steps_in_flight,
+        )
+        self.exit.lane = self.pipeline.lane
+        self.exit.on_start.append(self.intake.request_started)
+        self.exit.locate = self._stage_of
+        self.searches = Searches(
+            self.pipeline,
+            self.exit,
+            loaded.encoder,
+            limits,
+            info.eos_token_ids,
+            lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
+        )
+        self.exit.on_end += [
+            self.intake.request_ended,
+            self.detokenize.request_ended,
+            self.searches.request_ended,
+            self.gate.request_ended,
+        ]
+
+    def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
+        """Records from now on, which is before the pipeline starts. The caller closes the recorder when it has stopped.
+        Raises `ConfigError` for a file that can not be made."""
+        engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
+        recorder = Recorder(path, engine, with_token_ids=config.record_token_ids)
+        try:
+            recorder.open(env)
+        except OSError as error:
+            reason = f"{error.strerror}: must name a file in a folder that is there"
+            raise ConfigError(f"record = {path}: {reason}") from None
+        self.schedule.call_log = self.allocate.call_log = recorder
+        return recorder
+
+    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
+        """(where a request is, whether any of it has been served yet)."""
+        first, sequences = outbox.request.first_sequence_id, self.schedule.scheduler.sequences
+        known = [sequences[i] for i in range(first, first + outbox.request.num_sequences) if i in sequences]
+        if outbox.request_id in self.searches:
+            return "execute", True
+        if not known:
+            return ("detokenize", True) if outbox.has_started else ("tokenize", False)
+        is_waiting = all(sequence.state is State.WAITING for sequence in known)
+        return "schedule" if is_waiting else "execute", outbox.has_started or not is_waiting
+
+
+def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        block_size=info.block_size,
+        steps_in_flight=config.steps_in_flight,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+    )

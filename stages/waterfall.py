@@ -1,0 +1,227 @@
+"""Where the time of a request went: bars that follow each other from its arrival to its end, without a hole.
+
+    arrival  |intake|tokenize|..wait..|schedule|allocate|execute......|sample|detokenize|exit|  end
+
+At each moment a request is where its oldest unfinished step is, so what stages do for later steps meanwhile is hidden
+time and has no bar: a stage that is slow where others wait for it has a longer bar, and elsewhere it has not.
+Derived from records, and from nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ..runtime.trace import EventKind
+from .trace_view import SAMPLE, SCHEDULE, Batches, TraceView
+
+Kind = Literal["service", "wait", "blocked", "preempted", "client"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A stretch of a request's life [begin_ns, end_ns), on the trace's clock.
+
+    service    `stage` had it in hand
+    wait       for `stage` to take it up
+    blocked    `stage` was done, and the edge behind it full
+    preempted  it had lost its blocks or its slot; `stage` is how: swap or recompute
+    client     it was parked, as nobody read its answer
+    """
+
+    kind: Kind
+    stage: str
+    begin_ns: int
+    end_ns: int
+    step: int | None = None
+
+    @property
+    def ns(self) -> int:
+        """How long it is."""
+        return self.end_ns - self.begin_ns
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What a request had in one step: tokens of prompts, or one token for each of its rows."""
+
+    step: int
+    num_prompt_tokens: int
+    num_decodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waterfall:
+    """A request's life. The bars are in order, each begins where the one before ends, and they fill [begin, end)."""
+
+    sequence_id: int  # of its first sequence
+    num_sequences: int
+    begin_ns: int
+    end_ns: int
+    cause: str | None  # why it ended; None: it is under way
+    bars: list[Bar]
+    steps: list[StepPart]
+    num_preemptions: int
+
+    def total_ns(self, kind: Kind, stage: str | None = None) -> int:
+        """Of all bars of a kind, and of a stage if one is named."""
+        return sum(bar.ns for bar in self.bars if bar.kind == kind and stage in (None, bar.stage))
+
+
+def waterfall(view: TraceView, sequence_id: int, now_ns: int | None = None) -> Waterfall | None:
+    """Of the request whose first sequence is `sequence_id`, up to its end or, while it lives, to `now_ns` (the last
+    record's time unless given). None if the trace does not reach back to its arrival."""
+    accepted = view.of_request(EventKind.REQUEST_ACCEPTED, sequence_id)
+    if not len(accepted):
+        return None
+    num_sequences, arrival_ns = int(accepted["b"][0]), int(accepted["time_ns"][0])
+    sequence_ids = range(sequence_id, sequence_id + num_sequences)
+    finished = view.of_request(EventKind.REQUEST_FINISHED, sequence_id)
+    cause = view.names[int(finished["b"][0])] if len(finished) else None
+    end_ns = int(finished["time_ns"][0]) if len(finished) else max(view.end_ns, now_ns or 0)
+    grammar = list(_grammar(view, sequence_id, arrival_ns))
+    begin_ns = min([arrival_ns, *(bar.begin_ns for bar in grammar)])
+    steps = _steps(view, sequence_ids, end_ns)
+    preempted = _preempted(view, sequence_ids, end_ns)
+    away = [*_parked(view, sequence_ids, end_ns), *preempted]
+    spans = [*grammar, *_spans(view, sequence_id, steps)]
+    next_stage = "exit" if cause is not None else "execute" if steps else SCHEDULE
+    bars = list(_without_holes(spans, away, begin_ns, end_ns, next_stage))
+    return Waterfall(sequence_id, num_sequences, begin_ns, end_ns, cause, bars, steps, len(preempted))
+
+
+# -- what happened to it, in the order in which a token comes about
+
+
+def _grammar(view: TraceView, sequence_id: int, arrival_ns: int) -> Iterator[Bar]:
+    """Before it was let in."""
+    for record in view.of_request(EventKind.REQUEST_GRAMMAR, sequence_id):
+        yield Bar("wait", "grammar", arrival_ns - int(record["b"]) * 1000, arrival_ns)
+
+
+def _spans(view: TraceView, sequence_id: int, steps: list[StepPart]) -> Iterator[Bar]:
+    """Before its first step, what each stage did for it; then what each stage did for each of its steps."""
+    for record in view.of_request(EventKind.REQUEST_STAGE, sequence_id):
+        stage, end_ns = view.names[int(record["source"])], int(record["time_ns"])
+        served_ns = end_ns - int(record["d"]) * 1000
+        yield Bar("service", stage, served_ns - int(record["c"]) * 1000, served_ns)
+        yield Bar("blocked", stage, served_ns, end_ns)
+    for part in steps:
+        yield from _spans_of_step(view, part.step)
+
+
+def _spans_of_step(view: TraceView, step: int) -> Iterator[Bar]:
+    planned, batches = view.of_step(EventKind.STEP_PLANNED, step), view.schedule_batches
+    if planned is not None and batches is not None:
+        place = int(np.searchsorted(batches.ends, int(planned["time_ns"])))
+        if place < len(batches.ends):
+            yield Bar("service", SCHEDULE, int(batches.begins[place]), int(batches.service_ends[place]), step)
+    spans = []
+    executed, done = view.of_step(EventKind.STEP_EXECUTED, step), view.of_step(EventKind.STEP_DONE, step)
+    if executed is not None:
+        end_ns = int(executed["time_ns"])
+        stage = view.names[int(executed["source"])]
+        spans.append(Bar("service", stage, end_ns - int(executed["c"]) * 1000, end_ns, step))
+    for stage_batches in view.step_batches:
+        spans += _spans_of_batch(stage_batches, step, executed, done)
+    yield from sorted(spans, key=lambda bar: (bar.begin_ns, bar.end_ns))
+
+
+def _spans_of_batch(batches: Batches, step: int, executed: np.void | None, done: np.void | None) -> Iterator[Bar]:
+    """A stage's own bar for a step. Sample has a step from its forward pass to its outcome: before, it waits."""
+    place = batches.of_step(step)
+    if place is None:
+        return
+    begin_ns, served_ns = int(batches.begins[place]), int(batches.service_ends[place])
+    if batches.stage == SAMPLE:
+        begin_ns = begin_ns if executed is None else max(begin_ns, int(executed["time_ns"]))
+        served_ns = served_ns if done is None else int(done["time_ns"])
+        yield Bar("service", batches.stage, begin_ns, served_ns, step)
+        return
+    yield Bar("service", batches.stage, begin_ns, served_ns, step)
+    yield Bar("blocked", batches.stage, served_ns, int(batches.ends[place]), step)
+
+
+# -- its rows
+
+
+def _steps(view: TraceView, sequence_ids: range, end_ns: int) -> list[StepPart]:
+    """The steps it took part in, void ones left out, up to the one that was granted last before `end_ns`."""
+    prompts: dict[int, int] = {}
+    decodes: dict[int, int] = {}
+    granted = view.of(EventKind.STEP_GRANTED)
+    place = int(np.searchsorted(granted["time_ns"], end_ns, "right")) - 1
+    last_step = int(granted["step"][place]) if place >= 0 else -1
+    for sequence_id in sequence_ids:
+        rows, num_prompt = view.rows_of(sequence_id), view.num_prompt_tokens(sequence_id)
+        for row, next_step in zip(rows, [*rows["step"][1:].tolist(), last_step + 1], strict=bool(len(rows))):
+            step = int(row["step"])
+            if row["kind"] == EventKind.ROW_EXTEND:
+                prompts[step] = prompts.get(step, 0) + int(row["d"])
+            elif row["kind"] == EventKind.ROW_DECODE:
+                if int(row["c"]) < num_prompt:  # the rest of a prompt may be one token
+                    prompts[step] = prompts.get(step, 0) + 1
+                    step += 1
+                for later in range(step, min(next_step, last_step + 1)):
+                    decodes[later] = decodes.get(later, 0) + 1
+    steps = sorted({*prompts, *decodes} - view.void_steps)
+    return [StepPart(step, prompts.get(step, 0), decodes.get(step, 0)) for step in steps if step <= last_step]
+
+
+def _preempted(view: TraceView, sequence_ids: range, end_ns: int) -> list[Bar]:
+    """From each loss of its slot or its blocks to its next row."""
+    found = []
+    for sequence_id, time_ns, how in view.preemptions:
+        if sequence_id in sequence_ids and time_ns < end_ns:
+            rows = view.rows_of(sequence_id)
+            later = rows[(rows["time_ns"] > time_ns) & (rows["kind"] != EventKind.ROW_LEAVE)]
+            back_ns = int(later["time_ns"][0]) if len(later) else end_ns
+            found.append(Bar("preempted", how, time_ns, min(back_ns, end_ns)))
+    return found
+
+
+def _parked(view: TraceView, sequence_ids: range, end_ns: int) -> Iterator[Bar]:
+    """From each moment in which nobody read enough to the one in which somebody read again."""
+    unparked = view.of(EventKind.UNPARKED)
+    for record in view.of(EventKind.PARKED):
+        time_ns, sequence_id = int(record["time_ns"]), int(record["c"])
+        if sequence_id in sequence_ids and time_ns < end_ns:
+            later = unparked[(unparked["c"] == sequence_id) & (unparked["time_ns"] >= time_ns)]
+            back_ns = int(later["time_ns"][0]) if len(later) else end_ns
+            yield Bar("client", "", time_ns, min(back_ns, end_ns))
+
+
+# -- one after another
+
+
+def _without_holes(
+    spans: Iterable[Bar], away: Iterable[Bar], begin_ns: int, end_ns: int, next_stage: str
+) -> Iterator[Bar]:
+    """Each span less what those before it cover; and between them what it waited for, the last time for `next_stage`,
+    unless it was `away`."""
+    away = sorted(away, key=lambda bar: bar.begin_ns)
+    cursor_ns = begin_ns
+    for span in [*spans, Bar("wait", next_stage, end_ns, end_ns)]:
+        span_begin_ns, span_end_ns = min(max(span.begin_ns, cursor_ns), end_ns), min(span.end_ns, end_ns)
+        if span_end_ns <= cursor_ns and span.begin_ns < end_ns:
+            continue  # hidden
+        yield from _gap(cursor_ns, span_begin_ns, span, away)
+        if span_end_ns > span_begin_ns:
+            yield replace(span, begin_ns=span_begin_ns, end_ns=span_end_ns)
+        cursor_ns = max(cursor_ns, span_begin_ns, span_end_ns)
+
+
+def _gap(begin_ns: int, end_ns: int, until: Bar, away: list[Bar]) -> Iterator[Bar]:
+    cursor_ns = begin_ns
+    for bar in away:
+        away_begin_ns, away_end_ns = max(bar.begin_ns, cursor_ns), min(bar.end_ns, end_ns)
+        if away_begin_ns < away_end_ns:
+            if cursor_ns < away_begin_ns:
+                yield Bar("wait", until.stage, cursor_ns, away_begin_ns, until.step)
+            yield replace(bar, begin_ns=away_begin_ns, end_ns=away_end_ns)
+            cursor_ns = away_end_ns
+    if cursor_ns < end_ns:
+        yield Bar("wait", until.stage, cursor_ns, end_ns, until.step)

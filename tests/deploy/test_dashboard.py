@@ -1,0 +1,247 @@
+"""The dashboard in a real browser, at a server under load: every view, its figures, and what it costs the page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.deploy.running import RunningServer
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = Path("/usr/bin/chromium")
+VIEWS = (
+    *("pipeline", "steps", "requests", "waterfall", "blocks", "latency", "health", "playground", "recorder", "config"),
+)
+NUM_REQUESTS, NUM_BLOCKS = 2_000, 100_000
+WATCH = "addEventListener('securitypolicyviolation', (e) => (globalThis.violations ??= []).push(e.blockedURI));"
+SHARED_FIGURES = """() => [...document.querySelectorAll('[data-stage], [data-edge]')].map((row) => [
+  row.dataset.stage ?? row.dataset.edge,
+  Object.fromEntries([...row.querySelectorAll('[data-value]')].map(({ dataset: d }) => [d.figure, +d.value])),
+])"""
+
+
+class Load:
+    """So many endless requests over one socket, from a thread, until it is left."""
+
+    def __init__(self, url: str, count: int) -> None:
+        self._url, self._count = url.replace("http", "ws") + "/v1/stream", count
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._stop = threading.Event()
+
+    async def _run(self) -> None:
+        async with aiohttp.ClientSession() as http, http.ws_connect(self._url) as socket:
+            for i in range(self._count):
+                body = {"prompt": f"Tell me story {i} " + "of the mill " * (i % 7), "max_tokens": 400, "temperature": 0}
+                await socket.send_json({"type": "create", "id": f"r{i}", "endpoint": "completions", "body": body})
+            while not self._stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await socket.receive(timeout=0.1)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[RunningServer]:
+    engine = {
+        "num_gpu_blocks": NUM_BLOCKS,
+        "max_num_seqs": 64,
+        "max_admitted_requests": 2 * NUM_REQUESTS,
+        "max_waiting_requests": 2 * NUM_REQUESTS,
+    }
+    server = {"admin_key": ["boss"], "ws_max_streams": NUM_REQUESTS, "log_level": "warning"}
+    options: dict[str, Any] = {"server": server, "engine": engine, "script": {"eos_probability": 0.0}, "step_s": 0.02}
+    with RunningServer(**options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def load(loaded: RunningServer) -> Iterator[Load]:
+    with Load(loaded.url, NUM_REQUESTS) as load:
+        yield load
+
+
+@pytest.fixture(scope="module")
+def page(loaded: RunningServer) -> Iterator[Any]:
+    """The dashboard with the admin key. `page.complaints` has what went wrong, `page.asked` what was asked for."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}: apt install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.complaints, page.asked = [], []
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("console", lambda line: page.complaints.append(line.text) if line.type == "error" else None)
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("websocket", lambda socket: page.asked.append(socket.url))
+        page.add_init_script(WATCH + "sessionStorage.setItem('millrace.admin_key', 'boss')")
+        page.goto(loaded.url + "/dashboard")
+        page.locator("[data-figure=state]", has_text="ready").wait_for()
+        yield page
+        browser.close()
+
+
+def until(page: Any, claim: str, timeout_s: float = 20.0) -> None:
+    """Waits until it holds in the page. Playwright's own way is `eval`, which the page's policy forbids."""
+    deadline = time.monotonic() + timeout_s
+    while not page.evaluate(claim):
+        assert time.monotonic() < deadline, f"{claim} does not become true"
+        time.sleep(0.03)
+
+
+def show(page: Any, view: str) -> None:
+    page.evaluate(f"location.hash = '#/{view}'")
+    until(page, f"millraceDashboard.view === '{view}' && document.querySelector('header.view') !== null")
+
+
+def wait_for_updates(page: Any, count: int) -> None:
+    goal = page.evaluate("millraceDashboard.feed.numUpdates") + count
+    until(page, f"millraceDashboard.feed.numUpdates >= {goal}")
+
+
+def metrics(server: RunningServer, name: str) -> dict[str, float]:
+    """label values -> value of a metric."""
+    found = {}
+    for line in server.get("/metrics").body.decode().splitlines():
+        if match := re.fullmatch(rf"{re.escape(name)}\{{(.*)\}} (\S+)", line):
+            found[",".join(re.findall(r'"([^"]*)"', match[1]))] = float(match[2])
+    return found
+
+
+def test_figures_of_an_idle_server_are_those_of_its_metrics(loaded: RunningServer, page: Any):
+    for i in range(3):
+        loaded.post("/v1/completions", {"prompt": f"Hello {i}", "max_tokens": 8})
+    loaded.wait_until_idle()
+    show(page, "pipeline")
+    wait_for_updates(page, 3)
+    shown = dict(page.evaluate(SHARED_FIGURES))
+    sent, full = (
+        metrics(loaded, "millrace:channel_items_total"),
+        metrics(loaded, "millrace:channel_blocked_seconds_total"),
+    )
+    seconds = metrics(loaded, "millrace:stage_seconds_total")
+    assert {edge for edge in shown if "." in edge} == set(sent)
+    for edge in sent:
+        assert shown[edge]["num_sent"] == sent[edge] and shown[edge]["depth"] == 0
+        assert shown[edge]["seconds_full"] == pytest.approx(full[edge], abs=1e-6)
+    for labels, value in seconds.items():
+        stage, state = labels.split(",")
+        assert shown[stage][f"{state}_s"] == pytest.approx(value, abs=1e-6), labels
+    assert sent["execute.out->sample.in"] > 0
+
+
+def test_the_playground_streams_an_answer(loaded: RunningServer, page: Any):
+    show(page, "playground")
+    page.get_by_label("Tokens").fill("30")
+    page.click("text=Send")
+    page.locator("[data-figure=completion_tokens]", has_text="30").wait_for()
+    assert len(page.locator("[data-figure=answer]").text_content().encode()) >= 25
+    assert 1 <= int(page.locator("[data-figure=chunks]").text_content()) <= 30
+
+
+def test_an_update_costs_the_page_at_most_50_ms_with_2000_requests_and_100000_blocks(load: Load, page: Any):
+    client = page.context.new_cdp_session(page)
+    client.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def busy_s() -> float:
+        return next(m["value"] for m in client.send("Performance.getMetrics")["metrics"] if m["name"] == "TaskDuration")
+
+    show(page, "requests")
+    page.locator("[data-figure=num_live]", has_text=re.compile(r"^(1,9|2,0)\d\d")).wait_for()
+    for view in ("requests", "blocks", "pipeline", "steps"):
+        show(page, view)
+        wait_for_updates(page, 2)
+        began = busy_s(), page.evaluate("millraceDashboard.feed.numUpdates")
+        time.sleep(1.0)
+        spent, count = busy_s() - began[0], page.evaluate("millraceDashboard.feed.numUpdates") - began[1]
+        print(f"{view}: {1e3 * spent / count:.1f} ms of the main thread an update, {count} updates")
+        assert count >= 2 and spent / count < 0.05, view
+        assert page.locator("tr[data-request]").count() <= 60  # however many there are
+
+
+def test_every_view_shows_a_loaded_server_to_everybody_and_stays_at_home(
+    load: Load, loaded: RunningServer, page: Any, tmp_path: Path
+):
+    check_access = accessibility(page)
+    page.locator("[data-figure=num_waiting]", has_text=re.compile(r"^[1-9]\d")).wait_for()
+    looks = itertools.cycle(itertools.product((1280, 390), ("light", "dark")))
+    for view, (width, scheme) in zip(VIEWS, looks, strict=False):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        show(page, view)
+        wait_for_updates(page, 2)
+        assert page.locator("main > *").count() >= 3, view
+        check_access(f"{view}, {width} pixels, {scheme}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{view} is wider than {width} pixels"
+        page.screenshot(path=str(tmp_path / f"{view}.png"))  # to look at: pytest keeps it for a while
+    page.set_viewport_size({"width": 1280, "height": 900})
+    check_blocks(page)
+    check_cancel(page)
+    assert page.asked and {url.split("/")[2] for url in page.asked} == {loaded.url.split("/")[2]}
+    assert page.evaluate("globalThis.violations ?? []") == []
+    assert page.complaints == []
+
+
+def accessibility(page: Any) -> Callable[[str], None]:
+    """A check that the page as it is has no serious fault by axe-core; none where that is not installed."""
+    axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
+
+    def check(where: str) -> None:
+        found = page.evaluate("axe.run({ resultTypes: ['violations'] })")["violations"]
+        serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
+        told = [(rule["id"], [node["html"][:160] for node in rule["nodes"][:3]]) for rule in serious]
+        assert not told, (where, json.dumps(told, indent=1))
+
+    return check
+
+
+def check_blocks(page: Any) -> None:
+    """The map that is drawn says what the counters say, which were read in the same moment."""
+    show(page, "blocks")
+    wait_for_updates(page, 2)
+    free, told, total = page.evaluate(
+        """() => {
+          const { blocks: map, overview } = millraceDashboard.feed.data;
+          return [map.cells.filter((cell) => cell === 0).length, overview.blocks.free, map.cells.length];
+        }"""
+    )
+    assert free == told and total == NUM_BLOCKS
+
+
+def check_cancel(page: Any) -> None:
+    show(page, "requests")
+    row = page.locator("tr[data-request]").first
+    name = row.get_attribute("data-request")
+    row.locator("text=Cancel").click()
+    page.locator(f"tr[data-request='{name}']").wait_for(state="detached")
+
+
+def test_views_and_blocks_are_reached_by_keyboard(load: Load, page: Any):
+    show(page, "pipeline")
+    page.evaluate("document.body.tabIndex = -1; document.body.focus()")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.locator("nav a", has_text="KV blocks").focus()
+    page.keyboard.press("Enter")
+    page.locator("[role=slider]").focus()
+    page.keyboard.press("ArrowRight")
+    page.locator(".detail-line", has_text="Block 1:").wait_for()

@@ -1,0 +1,101 @@
+"""What is written of edges, of a loop that is late, and of the garbage collector."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from typing import Any
+
+from millrace.runtime.channel import Channel
+from millrace.runtime.simloop import SimEnv
+from millrace.runtime.testing import sim_test
+from millrace.runtime.trace import EventKind, Tracer, as_dicts
+from millrace.runtime.watch import MIN_LAG_US, Watch
+
+
+def told(tracer: Tracer, kind: EventKind) -> list[dict[str, Any]]:
+    events = as_dicts(tracer.read_all(), tracer.names())
+    return [
+        {field: value for field, value in event.items() if field not in ("time_ns", "kind", "step")}
+        for event in events
+        if event["kind"] == kind.name
+    ]
+
+
+@sim_test(seeds=1)
+async def test_an_edge_is_told_when_it_carried_something_with_what_happened_since_it_was_told_last(env: SimEnv):
+    tracer, edge, idle = (
+        Tracer(env, strict=True),
+        Channel[int]("a -> b", 3, env.now),
+        Channel[int]("b -> c", 3, env.now),
+    )
+    watch = Watch(tracer, {"a -> b": edge, "b -> c": idle}, env.now)
+    for item in range(3):
+        edge.try_send(item)
+    await asyncio.sleep(0.5)
+    edge.recv_all()
+    edge.try_send(3)
+    watch.look()
+    watch.look()
+    await asyncio.sleep(1.0)
+    edge.recv_all()
+    watch.look()
+    assert told(tracer, EventKind.EDGE_DEPTH) == [
+        {"source": "a -> b", "num_waiting": 1, "high_water": 3, "num_sent": 4, "full_us": 500_000},
+        {"source": "a -> b", "num_waiting": 0, "high_water": 1, "num_sent": 0, "full_us": 0},
+    ]
+
+
+@sim_test(seeds=1)
+async def test_an_edge_that_stays_full_is_told_again_and_again(env: SimEnv):
+    tracer, edge = Tracer(env), Channel[int]("a -> b", 1, env.now)
+    watch = Watch(tracer, {"a -> b": edge}, env.now)
+    edge.try_send(1)
+    for _ in range(3):
+        await asyncio.sleep(0.25)
+        watch.look()
+    assert [event["full_us"] for event in told(tracer, EventKind.EDGE_DEPTH)] == [250_000] * 3
+
+
+def test_a_loop_that_stood_still_and_collections_of_any_thread_are_told():
+    async def main() -> Tracer:
+        tracer = Tracer()
+        tracer.emit(EventKind.STALL, tracer.source("a"))
+        watch = Watch(tracer, {}, time.monotonic)
+        watch.start()
+        await asyncio.sleep(0.08)
+        time.sleep(0.06)  # the loop, which is due at 0.1 s
+        garbage = [[number] for number in range(300_000)]
+        gc.collect()
+        other = threading.Thread(target=gc.collect)
+        other.start()
+        other.join()
+        await asyncio.sleep(0.12)
+        watch.stop()
+        watch.stop()
+        assert len(garbage) and watch._on_gc not in gc.callbacks
+        return tracer
+
+    tracer = asyncio.run(main())
+    assert max(event["lag_us"] for event in told(tracer, EventKind.LOOP_LAG)) >= max(40_000, MIN_LAG_US)
+    assert sum(event["generation"] == 2 for event in told(tracer, EventKind.GC_PAUSE)) >= 2
+    assert len(tracer.readers()) == 1, "the other thread got a ring for a collection alone"
+
+
+def test_a_collection_while_a_ring_is_being_made_does_not_stop_the_thread():
+    """The collector may strike where the tracer holds its lock."""
+    tracer, seconds = Tracer(), iter(range(100))  # any collection takes a second by this clock
+    watch = Watch(tracer, {}, lambda: next(seconds))
+
+    def collect() -> None:
+        watch._on_gc("start", {})
+        watch._on_gc("stop", {"generation": 2, "collected": 0, "uncollectable": 0})
+
+    with tracer._lock:
+        other = threading.Thread(target=collect, daemon=True)
+        other.start()
+        other.join(5.0)
+        assert not other.is_alive()
+    assert not tracer.readers()

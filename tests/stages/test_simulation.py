@@ -161,6 +161,7 @@ def test_a_recorded_run_simulated_with_its_own_settings_comes_to_the_same(record
     assert {outcome.how for outcome in result.outcomes} == {"finished", "left"}
 
 
+@pytest.mark.slow
 def test_the_command_sweeps_settings_and_prints_a_row_for_each(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -176,6 +177,13 @@ def test_the_command_sweeps_settings_and_prints_a_row_for_each(
     again = ["--cost-model", str(tmp_path / "model.json"), "--set", "max_num_seqs=1", "--set", "steps_in_flight=1"]
     assert main(["simulate", "--trace", str(recorded), *again]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[-10:] == lines[1].split()[-10:]
+
+
+def test_the_runs_can_be_drawn(recorded: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    sweep = ["--sweep", "max_num_seqs=1,2,4", "--plot", str(tmp_path / "sweep.png")]
+    assert main(["simulate", "--trace", str(recorded), "--cost-model", str(recorded), *sweep]) == 0
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

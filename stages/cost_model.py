@@ -14,10 +14,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from .messages import Indices, Ints
+from .messages import Indices, Ints, StepDone, TokenRequest
 from .recorded import AllocateCall, Recording, RecordingError, ScheduleCall
 from .recording import Fields, Given, RecordedEngine, Wrong, read_engine
-from .replay import Replay
 
 VERSION = 1
 LEAST_STEPS = 64  # a fit of fewer would say little
@@ -158,31 +157,46 @@ def _sums(rows: NDArray[np.float64], num_windows: int) -> NDArray[np.float64]:
 
 def step_times(recording: Recording) -> tuple[list[tuple[StepContents, float]], float]:
     """What was in each step of a recording that ran, and how long it took; and what requests took to reach schedule, at
-    the median. The first step after the prefix cache was reset, as after a warm-up, counts like any other."""
+    the median. Nothing is run again: the stages may have changed since."""
     samples: list[tuple[StepContents, float]] = []
     fronts: list[float] = []
     granted: dict[int, tuple[float, StepContents]] = {}
     done_s = 0.0
-    for call, decisions in Replay(recording).calls():
+    for call in recording:
         if isinstance(call, AllocateCall):
-            for decision in decisions:
-                if decision.kind == "grant" and decision.replayed is not None:
-                    granted[decision.replayed["step"]] = call.time_s, _contents(decision.replayed)
+            for grant in call.grants:
+                if grant is not None:
+                    try:
+                        step, contents = _contents(grant)
+                    except Wrong as error:
+                        raise RecordingError(f"{recording.path}:{call.line}: {error}") from None
+                    granted[step] = call.time_s, contents
         elif isinstance(call, ScheduleCall):
             for message in call.taken:
-                if hasattr(message, "arrival_s"):
+                if isinstance(message, TokenRequest):
                     fronts.append(call.time_s - (message.arrival_s - recording.began_s))
-                elif hasattr(message, "is_finished") and message.step in granted:
+                elif isinstance(message, StepDone) and message.step in granted:
                     granted_s, contents = granted.pop(message.step)
                     samples.append((contents, call.time_s - max(granted_s, done_s)))
                     done_s = call.time_s
     return samples, max(0.0, float(np.median(fronts))) if fronts else 0.0
 
 
-def _contents(grant: Fields) -> StepContents:
-    starts = np.array(grant["starts_less_step"], np.int64) + grant["step"]
-    num_copied = sum(len(sources) for _, sources, _ in grant["copies"])
-    return StepContents.of(starts, np.array(grant["num_tokens"], np.int32), num_copied, len(grant["started"]))
+def _contents(told: Fields) -> tuple[int, StepContents]:
+    """The step of a recorded grant, and what was in it."""
+    given = Given("grant", told)
+    step, least, most = given.whole("step"), -(2**31), 2**31 - 1
+    starts = np.array(given.wholes("starts_less_step", most, least), np.int64) + step
+    num_tokens = np.array(given.wholes("num_tokens", most), np.int32)
+    copies, started = told.get("copies"), told.get("started")
+    if len(starts) != len(num_tokens) or not isinstance(copies, list) or not isinstance(started, list):
+        raise Wrong("grant: must have a start for each row, and say what it copies and starts")
+    num_copied = sum(len(copy[1]) for copy in copies if _is_copy(copy))
+    return step, StepContents.of(starts, num_tokens, num_copied, len(started))
+
+
+def _is_copy(told: Any) -> bool:
+    return isinstance(told, list) and len(told) == 3 and isinstance(told[1], list)
 
 
 def _column(contents: StepContents) -> list[float]:

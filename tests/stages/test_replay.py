@@ -68,6 +68,8 @@ def test_the_first_decision_that_differs_is_named(loaded: Any, tmp_path: Path) -
     assert difference is not None and difference.line == number + 1
     assert (difference.decision, difference.field) == ("report", "num_free")
     assert difference.recorded == difference.replayed + 1 and f"line {number + 1}" in str(difference)
+    with pytest.raises(RecordingError, match=f"decide differently now.*line {number + 1},"):
+        TimeMachine(Recording(path)).at(1e9)
 
 
 def test_other_settings_decide_differently(loaded: Any, tmp_path: Path) -> None:

@@ -161,6 +161,17 @@ def test_a_recorded_run_simulated_with_its_own_settings_comes_to_the_same(record
     assert {outcome.how for outcome in result.outcomes} == {"finished", "left"}
 
 
+@pytest.mark.parametrize(("name", "value"), [("num_tokens", "many"), ("copies", 5), ("starts_less_step", [1, 2, 3])])
+def test_a_grant_that_is_none_is_refused_with_its_line(recorded: Path, tmp_path: Path, name: str, value: object):
+    lines = recorded.read_bytes().splitlines()
+    told = orjson.loads(lines[2])
+    told["allocate"]["answers"][0]["grant"][name] = value
+    path = tmp_path / "hostile.jsonl"
+    path.write_bytes(b"\n".join([*lines[:2], orjson.dumps(told), *lines[3:], b""]))
+    with pytest.raises(RecordingError, match=r"hostile.jsonl:3: grant"):
+        fit(Recording(path))
+
+
 @pytest.mark.slow
 def test_the_command_sweeps_settings_and_prints_a_row_for_each(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

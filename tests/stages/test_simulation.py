@@ -190,6 +190,7 @@ def test_the_command_sweeps_settings_and_prints_a_row_for_each(
     assert capsys.readouterr().out.splitlines()[1].split()[-10:] == lines[1].split()[-10:]
 
 
+@pytest.mark.slow
 def test_the_runs_can_be_drawn(recorded: Path, tmp_path: Path):
     pytest.importorskip("matplotlib")
     sweep = ["--sweep", "max_num_seqs=1,2,4", "--plot", str(tmp_path / "sweep.png")]

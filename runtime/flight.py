@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -144,9 +144,10 @@ def _threads() -> Iterator[Line]:
         yield {"type": "thread", "thread": names.get(ident, str(ident)), "stack": _stack(frame)}
 
 
-def task_stacks(pipeline: Pipeline) -> Iterator[Line]:
-    """Where each task of the pipeline's loop waits, whatever thread asks."""
+def task_stacks(pipeline: Pipeline, only: Container[str] | None = None) -> Iterator[Line]:
+    """Where each task of the pipeline's loop waits, or those of the names in `only`; whatever thread asks."""
     tasks: Iterable[asyncio.Task[Any]] = () if pipeline.loop is None else asyncio.all_tasks(pipeline.loop)
+    tasks = tasks if only is None else [task for task in tasks if task.get_name() in only]
     for task in sorted(tasks, key=asyncio.Task.get_name)[:MAX_TASKS]:
         yield {"type": "task", "task": task.get_name(), "stack": _awaited(task)}
 

@@ -254,20 +254,23 @@ class StageRunner:
         wait_us, service_us = int(waited * 1e6), int(busy * 1e6)
         self.wait_us.observe(wait_us)
         self.service_us.observe(service_us)
+        times_us = (wait_us, service_us, int(out.blocked_s * 1e6))
         if tracer.enabled:
-            blocked_us = int(out.blocked_s * 1e6)
             step = getattr(batch[0], "step", 0) if batch else 0
             emit = self._emit = self._emit or tracer.bind()
-            emit(STAGE_BATCH, self._context.source, step, len(batch), wait_us, service_us, blocked_us)
-            if names_requests:
-                self._trace_requests(batch, (wait_us, service_us, blocked_us))
+            emit(STAGE_BATCH, self._context.source, step, len(batch), *times_us)
+        if names_requests:
+            self._tell_requests(batch, times_us)
 
-    def _trace_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
-        """That live requests were in the batch."""
+    def _tell_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
+        """That live requests were in the batch: to the exit, and to the trace."""
         assert self.exit is not None
         context = self._context
         for request_id in dict.fromkeys(getattr(item, "request_id", None) for item in batch):
-            number = None if request_id is None else self.exit.number_of(request_id)
+            if request_id is None:
+                continue
+            self.exit.note_service(request_id, self.name, times_us[1])
+            number = self.exit.number_of(request_id)
             if number is not None:
                 context.tracer.emit(EventKind.REQUEST_STAGE, context.source, 0, number, *times_us)
 

@@ -14,13 +14,13 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from .messages import Indices, Ints
+from .messages import Indices, Ints, StepDone, TokenRequest
 from .recorded import AllocateCall, Recording, RecordingError, ScheduleCall
 from .recording import Fields, Given, RecordedEngine, Wrong, read_engine
-from .replay import Replay
 
 VERSION = 1
-LEAST_STEPS = 30  # a fit of fewer would say little
+LEAST_STEPS = 64  # a fit of fewer would say little
+WINDOW = 4  # steps that are looked at together: what the host does for a sequence that begins delays the one before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,10 @@ class StepContents:
     num_decode: int = 0  # rows of one token
     num_context: int = 0  # tokens that those attend to
     num_copied: int = 0  # blocks
+    num_started: int = 0  # sequences that begin, or come back
 
     @classmethod
-    def of(cls, starts: Ints | Indices, num_tokens: Ints, num_copied: int = 0) -> StepContents:
+    def of(cls, starts: Ints | Indices, num_tokens: Ints, num_copied: int = 0, num_started: int = 0) -> StepContents:
         """Of rows that compute `num_tokens` tokens each from `starts` on, [R] both."""
         is_prefill = num_tokens > 1
         tokens, before = num_tokens[is_prefill].astype(np.float64), starts[is_prefill]
@@ -45,6 +46,7 @@ class StepContents:
             len(decoding),
             int(decoding.sum()) + len(decoding),
             num_copied,
+            num_started,
         )
 
 
@@ -58,6 +60,8 @@ class CostModel:
     decode_row_s: float = 0.0
     decode_context_s: float = 0.0
     copied_block_s: float = 0.0
+    mixed_step_s: float = 0.0  # once, if it computes any prompt
+    started_s: float = 0.0  # for each sequence that begins: what the host does for it between two steps is in this
     front_s: float = 0.0  # from a request's arrival to schedule
 
     def seconds(self, contents: StepContents) -> float:
@@ -69,7 +73,15 @@ class CostModel:
             + self.decode_row_s * contents.num_decode
             + self.decode_context_s * contents.num_context
             + self.copied_block_s * contents.num_copied
+            + self.mixed_step_s * (contents.num_prefill > 0)
+            + self.started_s * contents.num_started
         )
+
+
+COSTS = (  # in the order of `_column`
+    *("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s", "copied_block_s"),
+    *("mixed_step_s", "started_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +118,8 @@ class Fitted:
 
 
 def fit(recording: Recording) -> Fitted:
-    """The model that fits the steps of a recording best: least squares, each step weighed by its time, nothing below 0.
+    """The model that fits the steps of a recording best: least squares over windows of a few steps, each weighed by its
+    time, nothing below 0.
 
     Steps that began with the device idle are counted from their grant to their outcome, the others from the outcome of
     the one before: so what the host adds is in them, as it is when it serves. Raises `RecordingError` for a recording
@@ -126,42 +139,64 @@ def fit(recording: Recording) -> Fitted:
 
 def fit_steps(samples: Sequence[tuple[StepContents, float]]) -> CostModel:
     """The same for steps of which is known what was in them and how many seconds they took."""
-    seconds = np.array([took for _, took in samples])
-    columns = np.array([_column(contents) for contents, _ in samples])  # [N, C]
+    num_windows = max(1, len(samples) // WINDOW)
+    seconds = _sums(np.array([took for _, took in samples]), num_windows)  # [W]
+    columns = _sums(np.array([_column(contents) for contents, _ in samples]), num_windows)  # [W, C]
     weights = 1.0 / np.sqrt(np.maximum(seconds, np.median(seconds) / 4))
     found = _least_squares(columns * weights[:, None], seconds * weights)
     found *= seconds.sum() / max(float((columns @ found).sum()), 1e-12)  # what is left over adds up to nothing
-    names = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s", "copied_block_s")
-    return CostModel(**dict(zip(names, found.tolist(), strict=True)))
+    return CostModel(**dict(zip(COSTS, found.tolist(), strict=True)))
+
+
+def _sums(rows: NDArray[np.float64], num_windows: int) -> NDArray[np.float64]:
+    """Sums of rows that follow each other, for so many windows of about the same length."""
+    begins = np.arange(num_windows) * len(rows) // num_windows
+    sums: NDArray[np.float64] = np.add.reduceat(rows, begins, axis=0)
+    return sums
 
 
 def step_times(recording: Recording) -> tuple[list[tuple[StepContents, float]], float]:
     """What was in each step of a recording that ran, and how long it took; and what requests took to reach schedule, at
-    the median. The first step after the prefix cache was reset, as after a warm-up, counts like any other."""
+    the median. Nothing is run again: the stages may have changed since."""
     samples: list[tuple[StepContents, float]] = []
     fronts: list[float] = []
     granted: dict[int, tuple[float, StepContents]] = {}
     done_s = 0.0
-    for call, decisions in Replay(recording).calls():
+    for call in recording:
         if isinstance(call, AllocateCall):
-            for decision in decisions:
-                if decision.kind == "grant" and decision.replayed is not None:
-                    granted[decision.replayed["step"]] = call.time_s, _contents(decision.replayed)
+            for grant in call.grants:
+                if grant is not None:
+                    try:
+                        step, contents = _contents(grant)
+                    except Wrong as error:
+                        raise RecordingError(f"{recording.path}:{call.line}: {error}") from None
+                    granted[step] = call.time_s, contents
         elif isinstance(call, ScheduleCall):
             for message in call.taken:
-                if hasattr(message, "arrival_s"):
+                if isinstance(message, TokenRequest):
                     fronts.append(call.time_s - (message.arrival_s - recording.began_s))
-                elif hasattr(message, "is_finished") and message.step in granted:
+                elif isinstance(message, StepDone) and message.step in granted:
                     granted_s, contents = granted.pop(message.step)
                     samples.append((contents, call.time_s - max(granted_s, done_s)))
                     done_s = call.time_s
     return samples, max(0.0, float(np.median(fronts))) if fronts else 0.0
 
 
-def _contents(grant: Fields) -> StepContents:
-    starts = np.array(grant["starts_less_step"], np.int64) + grant["step"]
-    num_copied = sum(len(sources) for _, sources, _ in grant["copies"])
-    return StepContents.of(starts, np.array(grant["num_tokens"], np.int32), num_copied)
+def _contents(told: Fields) -> tuple[int, StepContents]:
+    """The step of a recorded grant, and what was in it."""
+    given = Given("grant", told)
+    step, least, most = given.whole("step"), -(2**31), 2**31 - 1
+    starts = np.array(given.wholes("starts_less_step", most, least), np.int64) + step
+    num_tokens = np.array(given.wholes("num_tokens", most), np.int32)
+    copies, started = told.get("copies"), told.get("started")
+    if len(starts) != len(num_tokens) or not isinstance(copies, list) or not isinstance(started, list):
+        raise Wrong("grant: must have a start for each row, and say what it copies and starts")
+    num_copied = sum(len(copy[1]) for copy in copies if _is_copy(copy))
+    return step, StepContents.of(starts, num_tokens, num_copied, len(started))
+
+
+def _is_copy(told: Any) -> bool:
+    return isinstance(told, list) and len(told) == 3 and isinstance(told[1], list)
 
 
 def _column(contents: StepContents) -> list[float]:
@@ -172,6 +207,8 @@ def _column(contents: StepContents) -> list[float]:
         float(contents.num_decode),
         float(contents.num_context),
         float(contents.num_copied),
+        float(contents.num_prefill > 0),
+        float(contents.num_started),
     ]
 
 

@@ -146,8 +146,8 @@ class Engine:
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
                 edit(self._parts.pipeline)
-            if self.config.record is not None and isinstance(self._parts, EngineParts):
-                self._recorder = self._parts.record(Path(self.config.record), self.config, self._env)
+            if self.config.record is not None:
+                self._recorder = self._record(Path(self.config.record))
             faults = self._faults(self._parts.pipeline)
             await self._parts.pipeline.start()
         with phases("warm_up"):
@@ -180,6 +180,11 @@ class Engine:
     async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
         return await self._env.run_in_thread(_load, self.config, self._env)
+
+    def _record(self, path: Path) -> Recorder:
+        if not isinstance(self._parts, EngineParts):
+            raise ConfigError(f"record = {path}: this model generates nothing, so nothing is scheduled")
+        return self._parts.record(path, self.config, self._env)
 
     def _make_device(self, loaded: LoadedModel) -> Device:
         return Device()

@@ -62,7 +62,7 @@ class ModelledDevice:
         else:
             self._settle()
             num_copied = sum(len(copy.sources) for copy in grant.copies)
-            contents = StepContents.of(grant.starts, grant.num_tokens, num_copied)
+            contents = StepContents.of(grant.starts, grant.num_tokens, num_copied, len(grant.started))
             done, is_steady = self._sample(grant), False
             if grant.is_decode and len(done.slots) == len(grant.slots) and not done.is_finished.any():
                 self._steady = self._steady_of(grant, done, contents)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import orjson
 
 from ..runtime.env import Env, Worker
@@ -34,8 +35,7 @@ from .veil import Veil
 
 FLUSH_S = 0.1  # between two writes
 MAX_WAITING_BYTES = 64 * 2**20  # estimated, of what is not written yet: a disk that is slower than that is given up
-ROW_BYTES = 128  # of a step's messages, which are kept until they are written
-CALL_BYTES = 4096  # of each call besides
+CALL_BYTES = 16_384  # of a call's messages, which are kept until they are written: 256 rows of some columns
 
 log = get_logger("millrace.stages")
 
@@ -112,13 +112,14 @@ class Recorder:
     def schedule(
         self, batch: Sequence[Any], causes: Mapping[int, str], plans: Sequence[StepPlan], failed: Sequence[int]
     ) -> None:
-        num_bytes = CALL_BYTES + sum(m.token_ids.nbytes for m in batch if isinstance(m, TokenRequest))
-        num_rows = sum(len(m.slots) for m in batch if isinstance(m, StepDone)) + sum(len(plan.slots) for plan in plans)
-        self._put(num_bytes + ROW_BYTES * num_rows, "schedule", tuple(batch), causes, tuple(plans), failed)
+        num_bytes = CALL_BYTES
+        for message in batch:
+            if type(message) is TokenRequest:
+                num_bytes += message.token_ids.nbytes
+        self._put(num_bytes, "schedule", tuple(batch), causes, plans, failed)
 
     def allocate(self, batch: Sequence[Any], answers: Sequence[Answer]) -> None:
-        num_rows = sum(len(report.num_granted) for _, report in answers)
-        self._put(CALL_BYTES + ROW_BYTES * num_rows, "allocate", tuple(batch), tuple(answers))
+        self._put(CALL_BYTES, "allocate", tuple(batch), answers)
 
     def reset_prefix_cache(self, num_freed: int) -> None:
         self._put(CALL_BYTES, "reset_prefix_cache", num_freed)
@@ -168,8 +169,12 @@ class Recorder:
     def _write(self, file: BinaryIO, calls: Sequence[tuple[Any, ...]]) -> None:
         """On the thread."""
         assert self._encoder is not None
-        file.write(b"".join([orjson.dumps(self._encoder.line(*call)) + b"\n" for call in calls]))
+        file.write(b"".join([_dumps(self._encoder.line(*call)) for call in calls]))
         file.flush()
+
+
+def _dumps(line: Fields) -> bytes:
+    return orjson.dumps(line, np.ndarray.tolist, orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
 class _Encoder:

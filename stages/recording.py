@@ -43,7 +43,7 @@ from .params import SamplingParams
 from .pooling import PoolingParams
 
 VERSION = 1
-Fields = dict[str, Any]  # of a message, as plain values
+Fields = dict[str, Any]  # of a message: plain values, and arrays where it has them
 
 
 class CallLog(Protocol):
@@ -111,7 +111,7 @@ class Unchanged:
     def leave_out(self, kind: str, told: Fields) -> Fields:
         """What is new in `told`."""
         last, self._last[kind] = self._last.get(kind, {}), told
-        return {name: value for name, value in told.items() if name not in last or last[name] != value}
+        return {name: value for name, value in told.items() if name not in last or not _is_same(last[name], value)}
 
     def put_back(self, kind: str, new: Mapping[str, Any]) -> Fields:
         """The whole again."""
@@ -119,7 +119,21 @@ class Unchanged:
         return told
 
 
-# -- decisions: written, read back as plain values, and compared as such
+def plain(told: Fields) -> Fields:
+    """Fields with lists in place of arrays, as they are read back."""
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in told.items()}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Mostly they are the very same array: what goes on decoding is told with the arrays of the step before."""
+    if one is other:
+        return True
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.array_equal(one, other)
+    return bool(one == other)
+
+
+# -- decisions
 
 
 def plan_fields(plan: StepPlan) -> Fields:
@@ -128,13 +142,13 @@ def plan_fields(plan: StepPlan) -> Fields:
         "step": plan.step,
         "generation": plan.generation,
         "completed_step": plan.completed_step,
-        "slots": plan.slots.tolist(),
-        "num_wanted": plan.num_wanted.tolist(),
+        "slots": plan.slots,
+        "num_wanted": plan.num_wanted,
         "reaches_end": bool(plan.reaches_end.all()),
         "token_budget": plan.token_budget,
-        "victims": plan.victims.tolist(),
-        "num_victims": plan.num_victims.tolist(),
-        "num_reserved": None if plan.num_reserved is None else plan.num_reserved.tolist(),
+        "victims": plan.victims,
+        "num_victims": plan.num_victims,
+        "num_reserved": None if plan.num_reserved is None else plan.num_reserved,
         "is_decode": plan.is_decode,
         "allows_partial": plan.allows_partial,
         "started": [[each.slot, each.sequence_id, len(each.token_ids)] for each in plan.started],
@@ -151,8 +165,8 @@ def report_fields(report: PlanReport) -> Fields:
     """A report."""
     return {
         "step": report.step,
-        "num_granted": report.num_granted.tolist(),
-        "num_cached": report.num_cached.tolist(),
+        "num_granted": report.num_granted,
+        "num_cached": report.num_cached,
         "preempted": list(report.preempted),
         "num_free": report.num_free,
         "num_quarantined": report.num_quarantined,
@@ -169,13 +183,13 @@ def grant_fields(grant: StepGrant) -> Fields:
     return {
         "step": grant.step,
         "generation": grant.generation,
-        "slots": grant.slots.tolist(),
-        "starts_less_step": (grant.starts - grant.step).tolist(),
-        "num_tokens": grant.num_tokens.tolist(),
-        "is_sampled": grant.is_sampled.tolist(),
-        "table_slots": grant.table_slots.tolist(),
-        "table_places": grant.table_places.tolist(),
-        "table_blocks": grant.table_blocks.tolist(),
+        "slots": grant.slots,
+        "starts_less_step": (grant.starts - grant.step),
+        "num_tokens": grant.num_tokens,
+        "is_sampled": grant.is_sampled,
+        "table_slots": grant.table_slots,
+        "table_places": grant.table_places,
+        "table_blocks": grant.table_blocks,
         "is_decode": grant.is_decode,
         "started": [[each.slot, each.sequence_id, each.num_cached, each.num_shared] for each in grant.started],
         "copies": [[int(copy.direction), copy.sources.tolist(), copy.destinations.tolist()] for copy in grant.copies],
@@ -189,10 +203,10 @@ def done_fields(done: StepDone, token_ids: Ints | None) -> Fields:
     """A step's outcome, with these in place of its token ids; None where no cache looks at them."""
     return {
         "step": done.step,
-        "slots": done.slots.tolist(),
-        "sequence_ids": done.sequence_ids.tolist(),
-        "places_less_step": (done.places - done.step).tolist(),
-        "finished": np.flatnonzero(done.is_finished).tolist(),
+        "slots": done.slots,
+        "sequence_ids": done.sequence_ids,
+        "places_less_step": (done.places - done.step),
+        "finished": np.flatnonzero(done.is_finished),
         "token_ids": None if token_ids is None else to_base64(token_ids),
     }
 

@@ -25,7 +25,7 @@ from .messages import PlanReport, Rates, StepGrant, StepPlan
 from .policy import BUILT_IN, AgeingPriority, Policy
 from .prefix import PrefixCache
 from .recorded import AllocateCall, CacheReset, Call, Recording, RecordingError, ReportTaken, ScheduleCall
-from .recording import Fields, RecordedEngine, grant_fields, plan_fields, report_fields, shown
+from .recording import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields, shown
 from .schedule import Schedule
 from .scheduler import Limits
 
@@ -159,7 +159,7 @@ class Replay:
             self.core.lane.post(sequence_id, cause)
         plans, failed = self.core.run_schedule(batch)
         self._plans += plans
-        made = [plan_fields(plan) for plan in plans]
+        made = [plain(plan_fields(plan)) for plan in plans]
         decisions = [Decision("plan", *pair) for pair in _pairs(call.plans, made)]
         if call.failed or failed:
             decisions.append(Decision("failed", call.failed, list(failed)))
@@ -176,8 +176,8 @@ class Replay:
         decisions = []
         for told, told_grant, (grant, report) in zip(call.reports, call.grants, answers, strict=True):
             self._reports.append(report)
-            decisions.append(Decision("report", told, report_fields(report)))
-            decisions.append(Decision("grant", told_grant, None if grant is None else grant_fields(grant)))
+            decisions.append(Decision("report", told, plain(report_fields(report))))
+            decisions.append(Decision("grant", told_grant, None if grant is None else plain(grant_fields(grant))))
         return decisions
 
     def _compare(self, call: Call, decision: Decision) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .memory_state import MemoryState, memory_state
 from .policy import Policy
-from .recorded import AllocateCall, Call, Recording, ScheduleCall
+from .recorded import AllocateCall, Call, Recording, RecordingError, ScheduleCall
 from .recording import Fields
 from .replay import Decision, Replay
 
@@ -84,6 +84,9 @@ class TimeMachine:
     def _step(self) -> None:
         call, decisions = next(self._calls)
         self._next, self._done_s = next(self._upcoming, None), call.time_s
+        if self._replay.difference is not None:
+            where = f"{self.recording.path}: the stages decide differently now, and what comes then can not be rebuilt"
+            raise RecordingError(f"{where}: {self._replay.difference}")
         if isinstance(call, ScheduleCall):
             self._note_taken(decisions)
         elif isinstance(call, AllocateCall):

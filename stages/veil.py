@@ -22,7 +22,7 @@ from .messages import Ints
 
 Words = NDArray[np.uint64]
 
-CHUNK = 64  # tokens
+CHUNK = 256  # tokens
 FIRST_ROWS = 64  # of the table of answers, which grows
 
 
@@ -35,6 +35,7 @@ class Veil:
         self._free: list[int] = []
         self._digests: list[bytes] = []  # [R] of all chunks before the one that fills
         self._table = _Table(0)
+        self._last: tuple[Sequence[int], NDArray[np.intp]] | None = None  # sequences and rows, until any come or go
 
     def __len__(self) -> int:
         """Sequences begun and not ended."""
@@ -59,9 +60,12 @@ class Veil:
 
     def go_on(self, sequence_ids: Sequence[int], token_ids: NDArray[Any]) -> Ints:
         """The next token of the answer of each, [L]; 0 for sequences that are over."""
-        rows = [self._rows.get(sequence_id, -1) for sequence_id in sequence_ids]
-        is_known = np.array(rows, np.intp) >= 0
-        known = np.array(rows, np.intp)[is_known]
+        if self._last is None or self._last[0] != sequence_ids:
+            rows = np.array([self._rows.get(sequence_id, -1) for sequence_id in sequence_ids], np.intp)
+            self._last = sequence_ids, rows
+        rows = self._last[1]
+        is_known = rows >= 0
+        known = rows[is_known]
         hidden = np.zeros(len(rows), np.int32)
         hidden[is_known] = self._table.append(known, token_ids[is_known])
         for row in known[self._table.count[known] == CHUNK].tolist():
@@ -74,6 +78,7 @@ class Veil:
         row = self._rows.pop(sequence_id, None)
         if row is not None:
             self._free.append(row)
+            self._last = None
 
     def name(self, text: str) -> str:
         """A text of which only matters whether it is the same as another; "" stays."""
@@ -87,6 +92,7 @@ class Veil:
             self._digests += [b""] * len(self._free)
             self._table = grown
         row = self._rows[sequence_id] = self._free.pop()
+        self._last = None
         return row
 
     def _chunks(self, token_ids: Ints) -> tuple[list[bytes], bytes]:

@@ -24,16 +24,19 @@ Cells = NDArray[np.uint16]
 
 
 def block_cells(engine: Engine) -> Cells:
-    """[N] the number of each block. Costs as much as the slots that run, and a pass over the states."""
+    """[N] the number of each block."""
     pool, tables = engine.pool, engine.block_tables
-    cells = np.choose(pool.state, (FREE, FIRST_SLOT, CACHED, QUARANTINED)).astype(np.uint16)  # by BlockState
-    for slot in np.flatnonzero(tables.room).tolist():
-        cells[tables.blocks[slot, : tables.room[slot] // tables.block_size]] = FIRST_SLOT + slot
+    cells = _BY_STATE[pool.state]
+    counts = tables.num_blocks
+    slots = np.flatnonzero(counts)
+    held = np.arange(counts.max(initial=0)) < counts[slots, None]  # [S, M] of the tables' entries
+    cells[tables.blocks[slots, : held.shape[1]][held]] = np.repeat(FIRST_SLOT + slots, counts[slots])
     cells[pool.num_tables > 1] = SHARED
     return cells
 
 
-assert list(BlockState) == [BlockState.FREE, BlockState.IN_USE, BlockState.CACHED, BlockState.QUARANTINED]
+_BY_STATE = np.zeros(len(BlockState), np.uint16)
+_BY_STATE[[BlockState.IN_USE, BlockState.CACHED, BlockState.QUARANTINED]] = FIRST_SLOT, CACHED, QUARANTINED
 
 
 class BlockMap:

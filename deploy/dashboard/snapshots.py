@@ -153,7 +153,7 @@ def loop_health(engine: Engine, oversight: Oversight) -> dict[str, Any]:
         if stall is None
         else {"name": stall.name, "reason": stall.reason, "num_waiting": stall.num_waiting},
         "num_stalls": oversight.num_stalls,
-        "stacks": {told["task"]: told["stack"] for told in task_stacks(engine.pipeline) if told["task"] in runners},
+        "stacks": {told["task"]: told["stack"] for told in task_stacks(engine.pipeline, only=runners)},
         "lag": _histogram(oversight.meter.lag_us),
         "pause": _histogram(oversight.meter.pause_us),
     }

@@ -240,9 +240,9 @@ class Viewer:
             trace = self._feed.trace_log(engine)
             since = trace.steps_since if name == "steps" else trace.incidents_since
             is_new = name not in self._numbers
-            rows, self._numbers[name] = since(self._numbers.get(name, 0))
+            found, self._numbers[name] = since(self._numbers.get(name, 0))
+            rows = [tuple(row) if name == "steps" else row for row in found]  # orjson knows no named tuples
             if is_new or rows:
-                rows = [tuple(row) for row in rows] if name == "steps" else rows  # orjson knows no named tuples
                 update["full" if is_new else "patch"][name] = {"rows": rows, "num_skipped": trace.num_skipped}
 
         def blocks(name: str, update: dict[str, Any]) -> None:
@@ -278,7 +278,6 @@ class Viewer:
     def _may_see(self, request_id: str) -> bool:
         if self._is_admin or not self._feed.keys:
             return True
-        live = self._service.live.get(request_id)
-        if live is not None:
-            return live.owner == self._owner
-        return any(owner == self._owner and told["id"] == request_id for owner, told in self._feed.recent)
+        service = self._service
+        live = service.live.get(request_id) or service.ended.get(request_id)
+        return live is not None and live.owner == self._owner

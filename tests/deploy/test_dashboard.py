@@ -62,12 +62,12 @@ class Load:
 def loaded() -> Iterator[RunningServer]:
     engine = {
         "num_gpu_blocks": NUM_BLOCKS,
-        "max_num_seqs": 64,
+        "max_num_seqs": 32,
         "max_admitted_requests": 2 * NUM_REQUESTS,
         "max_waiting_requests": 2 * NUM_REQUESTS,
     }
     server = {"admin_key": ["boss"], "ws_max_streams": NUM_REQUESTS, "log_level": "warning"}
-    options: dict[str, Any] = {"server": server, "engine": engine, "script": {"eos_probability": 0.0}, "step_s": 0.02}
+    options: dict[str, Any] = {"server": server, "engine": engine, "script": {"eos_probability": 0.0}, "step_s": 0.05}
     with RunningServer(**options) as running:
         yield running
 
@@ -146,6 +146,11 @@ def test_figures_of_an_idle_server_are_those_of_its_metrics(loaded: RunningServe
         stage, state = labels.split(",")
         assert shown[stage][f"{state}_s"] == pytest.approx(value, abs=1e-6), labels
     assert sent["execute.out->sample.in"] > 0
+    told = {edge["name"]: edge for edge in loaded.get("/v1/stages").json["edges"]}
+    for edge, row in shown.items():
+        if edge in told:
+            names = (("num_sent", "sent"), ("depth", "depth"), ("capacity", "capacity"), ("high_water", "high_water"))
+            assert all(row[name] == told[edge][theirs] for name, theirs in names), edge
 
 
 def test_the_playground_streams_an_answer(loaded: RunningServer, page: Any):
@@ -187,12 +192,14 @@ def test_every_view_shows_a_loaded_server_to_everybody_and_stays_at_home(
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
         show(page, view)
-        wait_for_updates(page, 2)
+        wait_for_updates(page, 1)
         assert page.locator("main > *").count() >= 3, view
         check_access(f"{view}, {width} pixels, {scheme}")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{view} is wider than {width} pixels"
         page.screenshot(path=str(tmp_path / f"{view}.png"))  # to look at: pytest keeps it for a while
     page.set_viewport_size({"width": 1280, "height": 900})
+    check_bottleneck(loaded, page)
+    check_waterfall(page)
     check_blocks(page)
     check_cancel(page)
     assert page.asked and {url.split("/")[2] for url in page.asked} == {loaded.url.split("/")[2]}
@@ -212,6 +219,27 @@ def accessibility(page: Any) -> Callable[[str], None]:
         assert not told, (where, json.dumps(told, indent=1))
 
     return check
+
+
+def check_bottleneck(loaded: RunningServer, page: Any) -> None:
+    """The sentence and the shares are those of /v1/stages, which is asked a moment later."""
+    show(page, "pipeline")
+    until(page, "millraceDashboard.feed.data.overview.bottleneck !== null")
+    shown, told = page.evaluate("millraceDashboard.feed.data.overview.bottleneck"), loaded.get("/v1/stages").json
+    assert (shown["situation"], shown["stage"]) == (told["bottleneck"]["situation"], told["bottleneck"]["stage"])
+    assert page.locator("[data-figure=bottleneck]").text_content().startswith(shown["sentence"][:20])
+    for stage in told["stages"]:
+        assert shown["busy"].get(stage["name"], 0.0) == pytest.approx(stage["busy"], abs=0.25), stage
+
+
+def check_waterfall(page: Any) -> None:
+    """Of a request that runs: bars and ticks, and why it takes so long."""
+    show(page, "waterfall")
+    page.locator("th a", has_text="cmpl").last.click()
+    page.locator(".waterfall .sentence", has_text="The request").wait_for()
+    assert page.locator("[data-service]").count() >= 3
+    explained = page.evaluate("millraceDashboard.feed.data.request.explained")
+    assert sum(row["total_us"] for row in explained["rows"]) == pytest.approx(explained["total_us"], abs=1_000)
 
 
 def check_blocks(page: Any) -> None:

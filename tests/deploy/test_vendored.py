@@ -59,3 +59,8 @@ def test_the_page_may_load_and_reach_nothing_but_its_server(server: RunningServe
     )
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
     assert {policy[kind] for kind in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
+
+
+def test_the_pictures_of_the_readme_are_there_and_small():
+    named = re.findall(r"!\[[^]]+\]\(([^)]+\.png)\)", (ROOT / "README.md").read_text())
+    assert len(named) == 2 and sum((ROOT / name).stat().st_size for name in named) < 400_000

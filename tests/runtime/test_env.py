@@ -9,6 +9,7 @@ import weakref
 import pytest
 
 from millrace.runtime.env import LiveEnv, WorkerClosed
+from millrace.runtime.simloop import SimEnv
 
 
 class RustPanic(BaseException):
@@ -222,3 +223,8 @@ def test_live_fault_points_never_strike_and_clocks_agree_with_the_loop():
         assert env.wall_time() > 1.6e9
 
     asyncio.run(main())
+
+
+def test_a_secret_is_known_to_no_one_who_knows_the_seed():
+    assert LiveEnv(0).secret("keys", 16) != LiveEnv(0).secret("keys", 16)
+    assert SimEnv(0).secret("keys", 16) == SimEnv(0).secret("keys", 16)

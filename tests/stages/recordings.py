@@ -24,6 +24,8 @@ TIGHT = EngineConfig(
     max_num_seqs=8,
     max_num_batched_tokens=48,
     max_unread_tokens=8,
+    max_admitted_requests=10_000,
+    max_waiting_requests=10_000,
 )
 
 

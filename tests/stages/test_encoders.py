@@ -101,6 +101,14 @@ def test_an_encoder_scores_by_cosine_and_generates_nothing(tmp_path: Path):
         assert llm.embed([[7] * 128], use_tqdm=False)[0].num_prompt_tokens == 128
 
 
+@pytest.mark.slow
+def test_there_is_nothing_to_record_of_an_encoder(tmp_path: Path):
+    make_encoder("bert", tmp_path)
+    with pytest.raises(ConfigError, match="this model generates nothing"):
+        LLM(str(tmp_path), record=str(tmp_path / "run.jsonl"), **CPU)
+    assert not (tmp_path / "run.jsonl").exists()
+
+
 # -- what a checkpoint may say
 
 

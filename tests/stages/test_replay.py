@@ -68,6 +68,8 @@ def test_the_first_decision_that_differs_is_named(loaded: Any, tmp_path: Path) -
     assert difference is not None and difference.line == number + 1
     assert (difference.decision, difference.field) == ("report", "num_free")
     assert difference.recorded == difference.replayed + 1 and f"line {number + 1}" in str(difference)
+    with pytest.raises(RecordingError, match=f"decide differently now.*line {number + 1},"):
+        TimeMachine(Recording(path)).at(1e9)
 
 
 def test_other_settings_decide_differently(loaded: Any, tmp_path: Path) -> None:
@@ -80,6 +82,7 @@ def test_other_settings_decide_differently(loaded: Any, tmp_path: Path) -> None:
     assert difference is not None and difference.field == "token_budget"
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_hash_and_says_by_its_code_whether_all_is_the_same(
     loaded: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +100,7 @@ def test_the_command_prints_the_hash_and_says_by_its_code_whether_all_is_the_sam
 # -- what a recording holds
 
 
+@pytest.mark.slow
 def test_a_recording_tells_nothing_of_what_prompts_and_answers_say(tmp_path: Path) -> None:
     hidden, plain = tmp_path / "hidden.jsonl", tmp_path / "plain.jsonl"
     record(hidden, 12)
@@ -151,6 +155,7 @@ def serve_while(tmp_path: Path, spoil: Any) -> tuple[Recording, list[dict[str, A
     return Recording(tmp_path / "run.jsonl"), logs
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
     class Full:
         def write(self, data: bytes) -> None:
@@ -169,10 +174,11 @@ def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path: Path)
     assert any(log["event"] == "recording.stopped" and "No space left" in log["reason"] for log in logs)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_slow_ends_the_recording_within_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "MAX_WAITING_BYTES", 50_000)
+    monkeypatch.setattr(recorder_module, "MAX_WAITING_BYTES", 200_000)
     monkeypatch.setattr(recorder_module, "FLUSH_S", 1e9)
     recording, _ = serve_while(tmp_path, lambda recorder, parts: None)
     calls = list(recording)
@@ -180,6 +186,7 @@ def test_a_disk_that_is_too_slow_ends_the_recording_within_bounded_memory(
     assert Replay(recording).run().difference is None
 
 
+@pytest.mark.slow
 def test_a_crash_of_a_stage_ends_the_recording_which_replays_up_to_there(tmp_path: Path) -> None:
     def spoil(recorder: Any, parts: ScriptedPipeline) -> None:
         plan, num_calls = parts.schedule.scheduler.plan, 0
@@ -201,6 +208,7 @@ def test_a_crash_of_a_stage_ends_the_recording_which_replays_up_to_there(tmp_pat
 # -- the time machine
 
 
+@pytest.mark.slow
 def test_the_memory_rebuilt_at_any_time_is_what_it_was(loaded: Any) -> None:
     path, _, seen = loaded
     machine = TimeMachine(Recording(path))
@@ -212,6 +220,7 @@ def test_the_memory_rebuilt_at_any_time_is_what_it_was(loaded: Any) -> None:
     assert len(states) > 100 and machine.at(1e9).time_s >= max(states)
 
 
+@pytest.mark.slow
 def test_the_time_machine_tells_why_who_was_preempted(loaded: Any) -> None:
     path, parts, _ = loaded
     preemptions = TimeMachine(Recording(path)).at(1e9).preemptions
@@ -270,6 +279,7 @@ def test_a_header_with_sizes_or_names_that_would_do_harm_is_refused(
         Replay(Recording(path)).run()
 
 
+@pytest.mark.slow
 def test_a_recording_with_one_wrong_value_is_refused_with_its_line_or_differs(loaded: Any, tmp_path: Path) -> None:
     """Every kind of value is put in every kind of place; nothing but a refusal or a difference comes of it."""
     lines = loaded[0].read_bytes().splitlines()[:60]

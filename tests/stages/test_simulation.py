@@ -112,7 +112,7 @@ def test_a_fit_finds_the_costs_that_steps_were_made_with():
     dice, model = Random(0), CostModel(step_s=3e-3, prefill_token_s=2e-5, decode_row_s=1e-4, decode_context_s=2e-7)
     samples = []
     for _ in range(300):
-        num_decode, num_prefill = dice.randrange(20), dice.choice([0, 0, 64, 200])
+        num_decode, num_prefill = dice.randrange(20), dice.choice([0, dice.randrange(1, 300)])
         contents = StepContents(num_prefill, num_prefill**2 / 2, num_decode, num_decode * dice.randrange(50, 500))
         samples.append((contents, model.seconds(contents)))
     found = fit_steps(samples)
@@ -161,6 +161,18 @@ def test_a_recorded_run_simulated_with_its_own_settings_comes_to_the_same(record
     assert {outcome.how for outcome in result.outcomes} == {"finished", "left"}
 
 
+@pytest.mark.parametrize(("name", "value"), [("num_tokens", "many"), ("copies", 5), ("starts_less_step", [1, 2, 3])])
+def test_a_grant_that_is_none_is_refused_with_its_line(recorded: Path, tmp_path: Path, name: str, value: object):
+    lines = recorded.read_bytes().splitlines()
+    told = orjson.loads(lines[2])
+    told["allocate"]["answers"][0]["grant"][name] = value
+    path = tmp_path / "hostile.jsonl"
+    path.write_bytes(b"\n".join([*lines[:2], orjson.dumps(told), *lines[3:], b""]))
+    with pytest.raises(RecordingError, match=r"hostile.jsonl:3: grant"):
+        fit(Recording(path))
+
+
+@pytest.mark.slow
 def test_the_command_sweeps_settings_and_prints_a_row_for_each(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -176,6 +188,14 @@ def test_the_command_sweeps_settings_and_prints_a_row_for_each(
     again = ["--cost-model", str(tmp_path / "model.json"), "--set", "max_num_seqs=1", "--set", "steps_in_flight=1"]
     assert main(["simulate", "--trace", str(recorded), *again]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[-10:] == lines[1].split()[-10:]
+
+
+@pytest.mark.slow
+def test_the_runs_can_be_drawn(recorded: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    sweep = ["--sweep", "max_num_seqs=1,2,4", "--plot", str(tmp_path / "sweep.png")]
+    assert main(["simulate", "--trace", str(recorded), "--cost-model", str(recorded), *sweep]) == 0
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ export function seconds(s) {
 
 export const millis = (ms) => seconds(ms / 1000);
 
-export const rate = (n) => (n === null || n === undefined ? "–" : n >= 100 ? count(n) : n.toFixed(n >= 10 ? 0 : 1));
+export const rate = (n) => (n === null || n === undefined ? "–" : n >= 100 || n === 0 ? count(n) : n.toFixed(n >= 10 ? 0 : 1));
 
 export const shortId = (id) => (id.length > 18 ? `${id.slice(0, 11)}…${id.slice(-5)}` : id);
 

@@ -52,6 +52,7 @@ const topics = () => ({ overview: {}, pipeline: {}, steps: {}, ...VIEWS[app.view
 
 function route() {
   const [view, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
+  if (view !== app.view) scrollTo(0, 0);
   app.view = view in VIEWS ? view : "pipeline";
   app.arg = rest.length ? decodeURIComponent(rest.join("/")) : null;
   document.title = `${VIEWS[app.view].title} · millrace`;

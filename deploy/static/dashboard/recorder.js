@@ -1,12 +1,11 @@
 // What can be taken home: the settings' recording, the flight recorder, and the trace for Perfetto.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
-import { count } from "./format.js";
 import { Card } from "./ui.js";
 
 export const title = "Recorder";
 export const about = "Take what happened home, and look at it there.";
-export const topics = () => ({ config: {}, steps: {} });
+export const topics = () => ({ config: {} });
 
 export function View({ app }) {
   const rows = app.feed.data.config?.rows ?? [];
@@ -38,12 +37,11 @@ function Flight({ app, setting }) {
 }
 
 function Perfetto({ app }) {
-  const skipped = app.feed.data.steps?.numSkipped ?? 0;
   const [told, setTold] = useState(null);
   const save = async () => {
-    const headers = app.feed.keys.key ? { Authorization: `Bearer ${app.feed.keys.key}` } : {};
-    const answer = await fetch("v1/trace", { headers });
-    if (!answer.ok) return setTold(answer.status === 404 ? "This version does not export the trace." : (await answer.json()).error.message);
+    setTold("Reading the trace…");
+    const answer = await fetch("admin/trace?seconds=30", { headers: { Authorization: `Bearer ${app.feed.keys.admin_key}` } });
+    if (!answer.ok) return setTold((await answer.json()).error.message);
     const link = document.createElement("a");
     link.href = URL.createObjectURL(await answer.blob());
     link.download = "millrace-trace.json";
@@ -51,7 +49,7 @@ function Perfetto({ app }) {
     URL.revokeObjectURL(link.href);
     setTold("Saved.");
   };
-  return html`<${Card} title="Trace for Perfetto" note="What the rings hold now, one track a stage and one a request, for ui.perfetto.dev or chrome://tracing.">
-    <p><button onClick=${save}>Download the trace</button></p>${told && html`<p role="status">${told}</p>`}
-    ${skipped > 0 && html`<p class="note">${count(skipped)} older events were not read by this page.</p>`}<//>`;
+  return html`<${Card} title="Trace for Perfetto" note="The last 30 seconds, one track a stage and one a request, for ui.perfetto.dev or chrome://tracing.">
+    ${app.feed.hello?.can_cancel ? html`<p><button onClick=${save}>Download the trace</button></p>` : html`<p class="note">To download it takes the admin key, as it names everybody's requests.</p>`}
+    ${told && html`<p role="status">${told}</p>`}<//>`;
 }

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -124,9 +125,11 @@ def _edges(pipeline: Pipeline) -> Iterator[Line]:
 
 
 def _item(item: object) -> Line:
-    """What a message is and whose, and nothing of what it says."""
-    told = {name: getattr(item, name) for name in TOLD if isinstance(getattr(item, name, None), (str, int))}
-    return {"kind": type(item).__name__} | told
+    """What a message is and whose, and nothing of what it says. It may be the very one that breaks who looks at it."""
+    told: Line = {"kind": type(item).__name__}
+    with suppress(Exception):
+        told |= {name: getattr(item, name) for name in TOLD if isinstance(getattr(item, name, None), (str, int))}
+    return told
 
 
 def _requests(pipeline: Pipeline) -> Iterator[Line]:

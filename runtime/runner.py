@@ -256,9 +256,8 @@ class StageRunner:
         self.service_us.observe(service_us)
         times_us = (wait_us, service_us, int(out.blocked_s * 1e6))
         if tracer.enabled:
-            step = getattr(batch[0], "step", 0) if batch else 0
             emit = self._emit = self._emit or tracer.bind()
-            emit(STAGE_BATCH, self._context.source, step, len(batch), *times_us)
+            emit(STAGE_BATCH, self._context.source, _step_of(batch), len(batch), *times_us)
         if names_requests:
             self._tell_requests(batch, times_us)
 
@@ -435,6 +434,14 @@ class StageRunner:
         else:
             await alone.flush()
             out.blocked_s += alone.blocked_s
+
+
+def _step_of(batch: list[Any]) -> int:
+    """Of the first item; 0 if it has none, or is one that breaks when it is looked at."""
+    try:
+        return int(getattr(batch[0], "step", 0)) if batch else 0
+    except Exception:
+        return 0
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:

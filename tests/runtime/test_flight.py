@@ -19,6 +19,13 @@ from millrace.stages.testing import scripted_engine
 SECRET = "nobody-may-read-this"
 
 
+class Poison:
+    """Breaks whoever looks at it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} was looked at")
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -31,6 +38,9 @@ def test_what_is_queued_is_told_by_kind_and_id_and_not_by_what_it_says(tmp_path:
                 request = Request(f"request {i}", (Prompt(text=SECRET),), SamplingParams(stop=(SECRET,)))
                 assert door.try_send(request) == (i < door.capacity)
             path = FlightRecorder(tmp_path).write("test", engine.pipeline, why="because")
+            door.recv_all()
+            door.try_send(Poison())
+            assert FlightRecorder(tmp_path).write("poison", engine.pipeline) is not None
             door.recv_all()
             return path
 

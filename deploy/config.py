@@ -11,6 +11,7 @@ from typing import Literal
 from ..stages.errors import ConfigError
 
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
+_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 
 
@@ -73,6 +74,9 @@ class ServerConfig:
     log_prompts: int = 0  # characters of each prompt in the first of them; 0: none
     stats_interval_s: float = 5.0  # between two lines on what runs, while something does; 0: none
 
+    # whom it tells
+    otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector's /v1/traces; None: nobody is told
+
     # when something is wrong
     stall_timeout_s: float = 10.0  # without progress, while there is work, before the server says that it stalls
     flight_recorder_dir: str | None = None  # folder for what led to a stall or a crash; None: it is not recorded
@@ -101,6 +105,10 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_connections", "ws_max_sockets", "ws_max_streams"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.otlp_traces_endpoint is not None and not _URL.fullmatch(self.otlp_traces_endpoint):
+            raise ConfigError(
+                f"otlp_traces_endpoint = {self.otlp_traces_endpoint}: must be like http://127.0.0.1:4318/v1/traces"
+            )
         if self.log_prompts < 0:
             raise ConfigError(f"log_prompts = {self.log_prompts}: must be at least 0 characters, which logs none")
         if self.response_store_bytes < 0:

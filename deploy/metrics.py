@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..stages.host import HostTier
     from ..stages.outbox import RequestOutbox
     from .service import Service
+    from .telemetry import Telemetry
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 CAUSES = ("cancel", "disconnect", "deadline", "stalled_reader", "server_shutdown", "abort")
@@ -38,6 +39,7 @@ class Metrics:
         self._service = service
         self._engine: Engine | None = None
         self._latencies: Latencies | None = None
+        self.telemetry: Telemetry | None = None  # whose counts are told, too
         self._finished: Counter[str] = Counter()  # choices by finish reason
         self._aborted: Counter[str] = Counter()  # requests by cause
         self._rejected: Counter[str] = Counter()  # requests by error code
@@ -98,6 +100,9 @@ class Metrics:
         yield from self._rejections()
         yield from self._service.oversight.meter.collect()
         yield counter("millrace:stalls", "Times that something stood still.", self._service.oversight.num_stalls, {})
+        sent, dropped = (0, 0) if self.telemetry is None else (self.telemetry.num_sent, self.telemetry.num_dropped)
+        yield counter("millrace:otlp_requests_sent", "Requests that a collector was told of.", sent, {})
+        yield counter("millrace:otlp_requests_dropped", "Requests that it could not be told of.", dropped, {})
         if self._engine is None:
             return
         if self._engine.has_core:

@@ -18,9 +18,11 @@ from .keys import Keys
 from .messages_events import MESSAGES_PATH, error_body
 from .metrics import Metrics
 from .service import Service
+from .trace_context import CURRENT, TraceContext, read_traceparent
 
 REQUEST_ID = web.RequestKey("request_id", str)
 OWNER = web.RequestKey("owner", str)
+TRACE = web.RequestKey("trace", TraceContext)
 
 NO_KEYS = Keys(())
 _ID_PATTERN = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -39,7 +41,10 @@ def identify(metrics: Metrics) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = settled_id(request.headers.get("X-Request-Id"))
-        with bound(request_id=request[REQUEST_ID]):
+        context = read_traceparent(request.headers.get("traceparent"))
+        CURRENT.set(context)  # of this request's task alone
+        request[TRACE] = context
+        with bound(request_id=request[REQUEST_ID], trace_id=context.trace_id):
             try:
                 return await handler(request)
             except web.HTTPException as error:
@@ -104,6 +109,8 @@ def add_headers(service: Service, gate: Gate) -> Callable[[web.Request, web.Stre
     async def add(request: web.Request, response: web.StreamResponse) -> None:
         if REQUEST_ID in request:
             response.headers["X-Request-Id"] = request[REQUEST_ID]
+        if service.config.otlp_traces_endpoint is not None and TRACE in request:
+            response.headers["traceresponse"] = request[TRACE].header
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Server"] = "millrace"
         response.headers.update(gate.cors_headers(request))

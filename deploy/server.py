@@ -25,6 +25,7 @@ from .middleware import NO_KEYS, add_headers, check_keys, identify
 from .request_log import RequestLog
 from .routes import Routes, package_version
 from .service import Service
+from .telemetry import Telemetry
 from .tls import tls_context
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class Server:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # long bodies and prompts
         self.service = Service(config, self._threads)
         self.metrics = Metrics(self.service)
+        endpoint = config.otlp_traces_endpoint
+        self.telemetry = None if endpoint is None else Telemetry(endpoint, package_version(), self._threads)
+        self.metrics.telemetry = self.telemetry
         self._routes = Routes(self.service, self.metrics, self._threads)
         self._sockets = self._routes.sockets
         self._runner: _Runner | None = None
@@ -82,6 +86,8 @@ class Server:
         self._sockets.watch(engine)
         self._routes.feed.watch(engine)
         self.service.oversight.watch(engine, self.metrics)
+        if self.telemetry is not None:
+            self.telemetry.watch(engine, self.service.model_names[0])
         if self.config.log_requests:
             RequestLog(self.config.log_prompts).watch(engine.exit)
 
@@ -95,6 +101,8 @@ class Server:
     async def stop(self) -> None:
         """Closes every connection and stops listening. Idempotent."""
         self.service.oversight.stop()
+        if self.telemetry is not None:
+            await self.telemetry.stop()
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await asyncio.gather(self._sockets.close(), self._routes.feed.close())

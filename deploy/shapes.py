@@ -84,7 +84,7 @@ class PromptLogprob(Shape):
 
 # the first token's are null, as nothing comes before it; then token id -> the token's own, and the likeliest ones
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-RequestMetrics = dict[str, float | int | None]  # times in seconds, and counts
+RequestMetrics = dict[str, float | int | dict[str, float | None] | None]  # times in milliseconds, counts, stages
 
 
 class Progress(Shape):

@@ -60,6 +60,9 @@ class Exit(Stage[Any, Never], Generic[OutboxT]):
         request_id = getattr(item, "request_id", None)
         return () if request_id is None else (request_id,)
 
+    def note_service(self, request_id: str, stage: str, service_us: int) -> None:
+        """A stage had a message of this request for so long; the request may have ended meanwhile."""
+
     def number_of(self, request_id: str) -> int | None:
         """What trace records call a live request; None: it is not live, or nobody numbers requests here."""
         return None

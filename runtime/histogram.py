@@ -24,7 +24,8 @@ STAGE_BOUNDS_US = (
 class Histogram:
     """Numbers by bucket: bucket i has those above `bounds[i - 1]` and at most `bounds[i]`, the last those above all.
 
-    `observe` costs 0.3 us. One writer; a reader on the same loop sees counts and sum that belong together.
+    `observe` costs under 1 us, on 2 busy cores. One writer; a reader on the same loop sees counts and sum that belong
+    together.
     """
 
     __slots__ = ("_bounds", "bounds", "counts", "total")

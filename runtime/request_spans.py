@@ -24,7 +24,8 @@ OF_REQUESTS = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a request's time, [begin_ns, end_ns) on the trace's clock. `name`: a stage, prefill or decode."""
+    """A part of a request's time, [begin_ns, end_ns) on the trace's clock. `name` is a stage's, or queue (it waits for
+    a place in a step), prefill or decode."""
 
     name: str
     begin_ns: int
@@ -109,7 +110,7 @@ class _Life:
         request, admitted_ns, first_ns = self.request, self._admitted_ns, self.request.first_token_ns
         request.is_cut = not self._was_accepted
         if self._tokenized_ns is not None:
-            request.spans.append(Span("schedule", self._tokenized_ns, admitted_ns or request.end_ns))
+            request.spans.append(Span("queue", self._tokenized_ns, admitted_ns or request.end_ns))
         if admitted_ns is not None:
             request.spans.append(Span("prefill", admitted_ns, first_ns or request.end_ns))
         if first_ns is not None:

@@ -19,10 +19,12 @@ from .histogram import STAGE_BOUNDS_US, Histogram
 from .inject import Faults
 from .log import get_logger
 from .stage import Context, Crash, Stage
-from .trace import EventKind
+from .trace import Emit, EventKind
 
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; one more and the stage counts as broken
 RESTART_WINDOW_S = 10.0
+
+STAGE_BATCH = int(EventKind.STAGE_BATCH)  # a member of an enum takes longer to find
 
 log = get_logger("millrace.runtime")
 
@@ -134,6 +136,7 @@ class StageRunner:
         self._idle_since_s = context.env.now()
         # looked up once, as a step passes here eight times
         self._now = context.env.now
+        self._emit: Emit | None = None
         self._ports = tuple(self.inputs.items())
         self._wants = stage.wants if type(stage).wants is not Stage.wants else None
         self._injects_faults = context.env.injects_faults
@@ -251,19 +254,23 @@ class StageRunner:
         wait_us, service_us = int(waited * 1e6), int(busy * 1e6)
         self.wait_us.observe(wait_us)
         self.service_us.observe(service_us)
+        times_us = (wait_us, service_us, int(out.blocked_s * 1e6))
         if tracer.enabled:
-            times_us = (wait_us, service_us, int(out.blocked_s * 1e6))
             step = getattr(batch[0], "step", 0) if batch else 0
-            tracer.emit(EventKind.STAGE_BATCH, self._context.source, step, len(batch), *times_us)
-            if names_requests:
-                self._trace_requests(batch, times_us)
+            emit = self._emit = self._emit or tracer.bind()
+            emit(STAGE_BATCH, self._context.source, step, len(batch), *times_us)
+        if names_requests:
+            self._tell_requests(batch, times_us)
 
-    def _trace_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
-        """That live requests were in the batch."""
+    def _tell_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
+        """That live requests were in the batch: to the exit, and to the trace."""
         assert self.exit is not None
         context = self._context
         for request_id in dict.fromkeys(getattr(item, "request_id", None) for item in batch):
-            number = None if request_id is None else self.exit.number_of(request_id)
+            if request_id is None:
+                continue
+            self.exit.note_service(request_id, self.name, times_us[1])
+            number = self.exit.number_of(request_id)
             if number is not None:
                 context.tracer.emit(EventKind.REQUEST_STAGE, context.source, 0, number, *times_us)
 

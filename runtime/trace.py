@@ -69,7 +69,11 @@ class Tracer:
         if self.enabled:
             (self._here.emit or self._new_ring().emit)(kind, source, step, a, b, c, d)
 
-    def emit_many(self, kind: int, source: int, step: int, a: Column, *columns: Column | int) -> None:
+    def bind(self) -> Emit:
+        """This thread's `emit`, a third cheaper: for who always writes on one thread, and asks `enabled` itself."""
+        return self._here.emit or self._new_ring().emit
+
+    def emit_many(self, kind: int, source: int, step: int | Column, a: Column, *columns: Column | int) -> None:
         """Writes a record for each row of the columns, as `TraceRing.emit_many`."""
         if self.enabled:
             (self._here.ring or self._new_ring()).emit_many(kind, source, step, a, *columns)
@@ -140,6 +144,7 @@ def _check(kind: int, source: int, num_names: int, values: tuple[int, ...]) -> N
 __all__ = [
     "FIELDS",
     "NO_SLOT",
+    "Emit",
     "EventKind",
     "Reader",
     "Records",

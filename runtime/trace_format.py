@@ -56,10 +56,11 @@ computes one token a step, the first at position `start`, until the next ROW_EXT
 void step counts for nothing. `token_times` derives the token timeline. Memory records name slots, and the rows say
 whose slot it is.
 
-KV_RANGE says what the blocks [first_block, first_block + num_blocks) are from now on: `in_use` by a slot, the next
-ones of its table; or, in no table, `free`, `cached` or `quarantined`, with NO_SLOT. With `left`, a slot holds none of
-its `num_blocks` blocks any more, and first_block is 0. KV_POOL sums up after blocks have left tables, or come back to
-one; in steady decoding STEP_GRANTED tells what is free.
+KV_RANGE says what the blocks [first_block, first_block + num_blocks) are from `step` on: `in_use` by a slot, in its
+table; or, in no table, `free`, `cached` or `quarantined`, with NO_SLOT. With `left`, a slot holds none of its
+`num_blocks` blocks any more, and first_block is 0. New blocks of steps that only go on are written some steps later,
+before anything else that comes to pass with blocks. KV_POOL sums up after blocks have left tables, or come back to one;
+in steady decoding STEP_GRANTED tells what is free.
 
 Cost, on a 2-core machine with both cores busy, where an empty call of as many arguments takes 0.11 us:
 `TraceRing.emit` 0.9 us, `Tracer.emit` 1.2 us, switched off 0.3 us; `emit_many` of 256 rows 0.4 us a row;

@@ -22,6 +22,8 @@ from .prefix import PrefixCache
 
 if TYPE_CHECKING:
     from .recording import CallLog
+
+STEP_GRANTED = int(EventKind.STEP_GRANTED)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets
 
 
@@ -114,7 +116,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
             if not grant.is_decode:
                 num_decodes = int(np.count_nonzero(grant.num_tokens == 1))
             counts = (num_rows, grant.num_computed, num_decodes, report.num_free)
-            tracer.emit(EventKind.STEP_GRANTED, source, grant.step, *counts)
+            tracer.bind()(STEP_GRANTED, source, grant.step, *counts)
             self._trace_rows(grant)
         for slot in (*plan.preempted, *report.preempted):
             num_tokens = report.swapped.get(slot, 0)

@@ -19,6 +19,7 @@ from .messages import Started, StepGrant, StepTokens
 R = TypeVar("R")
 
 FORWARD, SAMPLE = 0, 1  # the phases of a step
+STEP_EXECUTED, STEP_SAMPLED = int(EventKind.STEP_EXECUTED), int(EventKind.STEP_SAMPLED)
 
 
 class Forward(Protocol):
@@ -115,7 +116,7 @@ class Device:
                 if not grant.is_decode:
                     num_tokens = int(grant.num_tokens.sum())
                 counts = (num_rows, num_tokens, forward_us)
-                self._tracer.emit(EventKind.STEP_EXECUTED, self._sources[FORWARD], grant.step, *counts)
+                self._tracer.bind()(STEP_EXECUTED, self._sources[FORWARD], grant.step, *counts)
 
     def _timed_sample(self, since_ns: int, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> R:
         result = None
@@ -126,9 +127,7 @@ class Device:
             sample_us = self._end_phase(since_ns)
             if self._tracer is not None and self._tracer.enabled:
                 times_us = (sample_us, getattr(result, "grammar_us", 0))
-                self._tracer.emit(
-                    EventKind.STEP_SAMPLED, self._sources[SAMPLE], grant.step, len(grant.slots), *times_us
-                )
+                self._tracer.bind()(STEP_SAMPLED, self._sources[SAMPLE], grant.step, len(grant.slots), *times_us)
 
     def _end_phase(self, since_ns: int) -> int:
         began_ns, self._last_end_ns = max(since_ns, self._last_end_ns), self._now_ns()

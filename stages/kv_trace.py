@@ -1,9 +1,12 @@
 """Writes who holds which KV blocks, as ranges and as changes only: whoever reads all of it knows each block's state.
 
-Knows the allocator's books. A step in which rows go on in the blocks they have writes nothing.
+Knows the allocator's books. A step in which rows go on in the blocks they have writes nothing; new blocks of steps that
+only go on are written some steps later, under the step that gave them, and before anything that comes after them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,9 +14,9 @@ from ..runtime.stage import Context
 from ..runtime.trace import NO_SLOT, EventKind
 from .allocator import Allocator
 from .blocks import BlockState
-from .messages import Indices, Ints, PlanReport, StepGrant, StepPlan
+from .messages import NO_INDICES, Indices, Ints, PlanReport, StepGrant, StepPlan
 
-FEW_BLOCKS = 16  # up to so many, a loop is faster than array operations
+PLANS_AT_ONCE = 16  # whose new blocks are written together, each under its own step: a quarter of the cost
 
 
 class KVTrace:
@@ -27,6 +30,7 @@ class KVTrace:
         self._told = allocator.pool.state.copy()  # [N] states
         self._num_held = [0] * len(allocator.tables.room)  # [S] blocks of each slot
         self._num_moves = allocator.pool.num_moves
+        self._new: list[tuple[int, Indices, Ints]] = []  # (step, slot, block) of what came into tables, not written yet
 
     def served(self, plan: StepPlan, grant: StepGrant | None, report: PlanReport) -> None:
         """Writes what a plan changed."""
@@ -36,23 +40,33 @@ class KVTrace:
         else:
             self._leave(step, (*plan.ended, *plan.dropped, *plan.preempted, *report.preempted))
         if grant is not None and len(grant.table_blocks):
-            self._enter(step, grant.table_slots, grant.table_blocks)
-        if self._allocator.pool.num_moves != self._num_moves:
+            self._new.append((step, grant.table_slots, grant.table_blocks))
+        has_moved = self._allocator.pool.num_moves != self._num_moves
+        if len(self._new) >= PLANS_AT_ONCE or has_moved:
+            self.flush()
+        if has_moved:
             self._note_moves(step)
 
-    def _leave(self, step: int, slots: range | tuple[int, ...]) -> None:
+    def flush(self) -> None:
+        """Writes what is new in tables and was not written yet."""
+        if not self._new:
+            return
+        new, self._new = self._new, []
+        slots, blocks = np.concatenate([each[1] for each in new]), np.concatenate([each[2] for each in new])
+        steps = np.repeat([each[0] for each in new], [len(each[2]) for each in new])
+        self._told[blocks] = BlockState.IN_USE
+        in_use = self._state_names[BlockState.IN_USE]
+        steps, owners, firsts, counts = _ranges(steps, slots, blocks)
+        for slot, count in zip(owners.tolist(), counts.tolist(), strict=True):
+            self._num_held[slot] += count
+        self._tracer.emit_many(EventKind.KV_RANGE, self._source, steps, owners, firsts, counts, in_use)
+
+    def _leave(self, step: int, slots: Iterable[int]) -> None:
         for slot in slots:
+            self.flush()
             num_held, self._num_held[slot] = self._num_held[slot], 0
             if num_held:
                 self._tracer.emit(EventKind.KV_RANGE, self._source, step, slot, 0, num_held, self._left)
-
-    def _enter(self, step: int, slots: Indices, blocks: Ints) -> None:
-        self._told[blocks] = BlockState.IN_USE
-        in_use = self._state_names[BlockState.IN_USE]
-        owners, firsts, counts = _ranges(slots, blocks)
-        for slot, count in zip(owners.tolist(), counts.tolist(), strict=True):
-            self._num_held[slot] += count
-        self._tracer.emit_many(EventKind.KV_RANGE, self._source, step, owners, firsts, counts, in_use)
 
     def _note_moves(self, step: int) -> None:
         """Blocks that are in no table now have another state than the trace has said."""
@@ -61,7 +75,8 @@ class KVTrace:
         changed = np.flatnonzero(pool.state != self._told)
         states = self._told[changed] = pool.state[changed]
         is_told = states != BlockState.IN_USE  # the others are in the grant's tables
-        of_ranges, firsts, counts = _ranges(states[is_told].astype(np.intp), changed[is_told])
+        changed, states = changed[is_told], states[is_told].astype(np.intp)
+        _, of_ranges, firsts, counts = _ranges(np.full(len(changed), step), states, changed)
         if len(firsts):
             names = np.array(self._state_names)[of_ranges]
             no_slots = np.full(len(firsts), NO_SLOT)
@@ -70,18 +85,12 @@ class KVTrace:
         self._tracer.emit(EventKind.KV_POOL, source, step, *counters)
 
 
-def _ranges(keys: Indices, blocks: Ints | Indices) -> tuple[Indices, Indices, Indices]:
-    """Neighbours in the list with one key whose ids follow each other, joined: (key, first block, count) of each."""
-    if len(blocks) <= FEW_BLOCKS:
-        joined: list[list[int]] = []
-        for key, block in zip(keys.tolist(), blocks.tolist(), strict=True):
-            if joined and joined[-1][0] == key and sum(joined[-1][1:]) == block:
-                joined[-1][2] += 1
-            else:
-                joined.append([key, block, 1])
-        columns = np.array(joined, np.intp).reshape(-1, 3)
-        return columns[:, 0], columns[:, 1], columns[:, 2]
-    is_first = np.concatenate([[True], (np.diff(keys) != 0) | (np.diff(blocks) != 1)])
-    begins = np.flatnonzero(is_first)
+def _ranges(steps: Indices, keys: Indices, blocks: Ints | Indices) -> tuple[Indices, Indices, Indices, Indices]:
+    """Neighbours in the list with one step and one key whose ids follow each other, joined: (step, key, first block,
+    count) of each."""
+    if not len(blocks):
+        return NO_INDICES, NO_INDICES, NO_INDICES, NO_INDICES
+    is_new = (np.diff(keys) != 0) | (np.diff(blocks) != 1) | (np.diff(steps) != 0)
+    begins = np.flatnonzero(np.concatenate([[True], is_new]))
     counts = np.diff(np.concatenate([begins, [len(blocks)]]))
-    return keys[begins], blocks[begins].astype(np.intp), counts
+    return steps[begins], keys[begins], blocks[begins].astype(np.intp), counts

@@ -12,6 +12,8 @@ from .messages import PlanReport, StepPlan
 from .scheduler import Scheduler
 from .sequences import Sequence, State
 
+STEP_PLANNED = int(EventKind.STEP_PLANNED)
+
 
 class LineTrace:
     """The trace's view of one scheduler. `planned` and `reported` are told of each plan and its report, in turn."""
@@ -33,7 +35,7 @@ class LineTrace:
         if not plan.is_decode:
             num_tokens = int(plan.num_wanted.sum())
         counts = (num_rows, num_tokens, scheduler.num_running, scheduler.num_waiting)
-        self._tracer.emit(EventKind.STEP_PLANNED, self._source, plan.step, *counts)
+        self._tracer.bind()(STEP_PLANNED, self._source, plan.step, *counts)
         for started in plan.started:
             sequence = scheduler.sequences.get(started.sequence_id)
             if sequence is not None:

@@ -123,6 +123,12 @@ class Outboxes(Exit["RequestOutbox"]):
         choices = (self._choices.get(int(sequence_id)) for sequence_id in sequence_ids)
         return tuple(dict.fromkeys(choice.outbox.request_id for choice in choices if choice is not None))
 
+    def note_service(self, request_id: str, stage: str, service_us: int) -> None:
+        outbox = self.live.get(request_id)
+        if outbox is not None:
+            stages_us = outbox.times.stages_us
+            stages_us[stage] = stages_us.get(stage, 0) + service_us
+
     def number_of(self, request_id: str) -> int | None:
         outbox = self.live.get(request_id)
         return None if outbox is None else outbox.request.first_sequence_id
@@ -307,7 +313,7 @@ class RequestOutbox:
         """Prompt tokens that were found, not computed; of each prompt those of its first choice."""
         return sum(choice.begun.num_cached for choice in self.choices[:: self.request.params.n])
 
-    def metrics(self) -> dict[str, float | int | None]:
+    def metrics(self) -> dict[str, Any]:
         """How long it took, once it is over; see `timing.metrics`."""
         counts = [choice.num_generated for choice in self.choices]
         num_preempted = sum(choice.finish.num_preempted for choice in self.choices if choice.finish is not None)

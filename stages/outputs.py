@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..model.pooling import PoolingConfig
 from .memory import MemoryTable
@@ -74,7 +74,7 @@ class RequestOutput:
     num_prompt_tokens: int  # 0 until the first token
     num_generated_tokens: int  # of all choices, so far
     num_cached_tokens: int = 0  # prompt tokens that were not computed
-    metrics: Mapping[str, float | int | None] | None = None  # times in ms, when it is finished: see `timing.metrics`
+    metrics: Mapping[str, Any] | None = None  # times in ms, when it is finished: see `timing.metrics`
     prompt_logprobs: PromptLogprobs | None = None  # if asked for, in the output with which the request is finished
 
 

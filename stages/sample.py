@@ -20,6 +20,8 @@ from .messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens,
 from .progress import PromptWatch
 from .step_pace import StepPace
 
+STEP_DONE = int(EventKind.STEP_DONE)
+
 
 class Sample(Stage[StepLogits, StepTokens]):
     """Every `StepLogits` becomes exactly one `StepDone` or `StepVoid` on `feedback`, in order, whatever fails: the step
@@ -113,7 +115,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         tracer, source, now_s = self._context.tracer, self._context.source, self._context.env.now()
         if tracer.enabled:
             num_finished, step_us = int(np.count_nonzero(done.is_finished)), int((now_s - self._began_s) * 1e6)
-            tracer.emit(EventKind.STEP_DONE, source, done.step, len(done.slots), num_finished, step_us)
+            tracer.bind()(STEP_DONE, source, done.step, len(done.slots), num_finished, step_us)
 
     def _note_pace(self, grant: StepGrant) -> None:
         assert self._context is not None

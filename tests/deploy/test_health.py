@@ -101,7 +101,7 @@ def test_a_stage_that_freezes_is_named_and_a_flight_file_says_what_led_to_it(tmp
             lines = await flight_file(tmp_path, "stall", logs)
             kinds = Counter(line["type"] for line in lines)
             assert (lines[0]["reason"], lines[0]["name"]) == ("stall", "detokenize")
-            assert kinds["stage"] == 8 and kinds["edge"] == 10 and kinds["request"] == 1
+            assert kinds["stage"] == 8 and kinds["edge"] == 11 and kinds["request"] == 1
             assert kinds["thread"] >= 2 and kinds["task"] >= 9 and kinds["event"] >= 5
             stacks = {line["task"]: line["stack"] for line in lines if line["type"] == "task"}
             assert any("inject.py" in place for place in stacks["detokenize"])
@@ -208,18 +208,14 @@ def logged(logs: list[dict[str, Any]], event: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_requests_are_logged_from_begin_to_end_and_their_prompts_only_if_asked():
-    async def run(**config: Any) -> list[dict[str, Any]]:
+    async def run(num_tokens: int, **config: Any) -> list[dict[str, Any]]:
         with captured_logs() as logs:
             async with served({"stats_interval_s": 0.2} | config, step_s=0.005) as client:
-                await client.post({"prompt": SECRET_PROMPT, "max_tokens": 120}, "one")
+                await client.post({"prompt": SECRET_PROMPT, "max_tokens": num_tokens}, "one")
                 await client.post({"prompt": [5] * 600}, "two")
-                await asyncio.sleep(0.4)
-                num_stats = len([line for line in logs if line["event"] == "engine.stats"])
-                await asyncio.sleep(0.5)
-                assert len([line for line in logs if line["event"] == "engine.stats"]) == num_stats  # silent when idle
         return logs
 
-    logs = asyncio.run(run(log_prompts=6))
+    logs = asyncio.run(run(120, log_prompts=6))
     assert logged(logs, "request.began")["cmpl-one"]["prompts"] == [SECRET_PROMPT[:6]]
     assert SECRET_PROMPT[:7] not in repr(logs)
     one, two = logged(logs, "request.ended")["cmpl-one"], logged(logs, "request.ended")["cmpl-two"]
@@ -228,8 +224,22 @@ def test_requests_are_logged_from_begin_to_end_and_their_prompts_only_if_asked()
     assert (two["cause"], two["error"]) == ("error", "context_length_exceeded")
     stats = [line for line in logs if line["event"] == "engine.stats"]
     assert any(line["num_running"] == 1 and line["generated_tokens_per_s"] > 0 for line in stats)
-    assert "prompts" not in logged(asyncio.run(run()), "request.began")["cmpl-one"]
-    assert not logged(asyncio.run(run(log_requests=False)), "request.ended")
+    assert "prompts" not in logged(asyncio.run(run(1)), "request.began")["cmpl-one"]
+    assert not logged(asyncio.run(run(1, log_requests=False)), "request.ended")
+
+
+@pytest.mark.slow
+def test_a_server_at_rest_says_nothing_of_itself():
+    async def run(logs: list[dict[str, Any]]) -> None:
+        async with served({"stats_interval_s": 0.1}) as client:
+            await client.post({"prompt": "a", "max_tokens": 2})
+            await asyncio.sleep(0.3)
+            num_lines = len(logs)
+            await asyncio.sleep(0.4)
+            assert len(logs) == num_lines and logs[-1]["event"] == "engine.stats"
+
+    with captured_logs() as logs:
+        asyncio.run(run(logs))
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_a_request_is_explained_while_it_runs_and_after_it_ended(inside_server: 
     assert not running["finished"] and told["finished"] and told["finish_cause"] == "finish"
     assert told["steps"]["num_decode_rows"] == 19 and 1 <= told["steps"]["num_prompt_tokens"] <= len(SECRET)
     execute = next(stage for stage in told["stages"] if stage["stage"] == "execute")
-    assert execute["service_ms"] > 0.7 * told["total_ms"] and told["causes"][0]["name"] == "decoding"
+    assert execute["service_ms"] > 190 and told["causes"][0]["name"] == "decoding"  # 20 steps of 10 ms
     assert "its own tokens took" in told["sentence"] and SECRET.encode() not in answer.body
 
 

@@ -86,6 +86,10 @@ def test_times_are_told_where_they_are_asked_for(slow_server):
         assert metrics["time_to_first_token_ms"] >= 10 and metrics["generation_time_ms"] >= 100
         assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 10, abs=0.001)
         assert 1 < metrics["tokens_per_second"] <= 11 / 0.11
+        stages = metrics["stages"]
+        assert list(stages) == ["intake", "tokenize", "schedule", "prefill", "decode"]
+        assert stages["decode"] == metrics["generation_time_ms"]
+        assert sum(stages.values()) <= metrics["time_to_first_token_ms"] + metrics["generation_time_ms"] + 1
     assert "metrics" not in slow_server.post(TEXT, ASKED[TEXT] | {"max_tokens": 1}).json
 
 

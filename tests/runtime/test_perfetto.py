@@ -63,7 +63,7 @@ def test_the_document_is_well_formed_with_a_track_a_stage_and_one_a_request(run:
     assert causes["request 0"] == "finish" and causes["request 2"] == "cancel" and causes["request 50"] == "under way"
     assert {event["name"] for event in events if event["ph"] == "C"} >= {"sequences", "tokens of a step"}
     num_steps = len(run[0][run[0]["kind"] == EventKind.STEP_DONE])
-    assert len([event for event in events if event["ph"] == "s"]) >= 0.9 * num_steps > 10
+    assert len([event for event in events if event["ph"] == "s"]) >= 0.5 * num_steps > 5
 
 
 def test_each_batch_is_a_slice_as_long_as_it_took(run: tuple[Records, list[str]]):
@@ -89,7 +89,7 @@ def test_spans_of_a_request_lie_within_it_in_order_and_leave_no_gap_once_it_is_i
     for request in requests:
         ends = [request.begin_ns, *(moment for span in request.spans for moment in (span.begin_ns, span.end_ns))]
         assert ends == sorted(ends) and ends[-1] <= request.end_ns
-        assert [span.name for span in request.spans][-3:] == ["schedule", "prefill", "decode"]
+        assert [span.name for span in request.spans][-3:] == ["queue", "prefill", "decode"]
         line, prefill, decode = request.spans[-3:]
         assert (line.end_ns, prefill.end_ns, decode.end_ns) == (prefill.begin_ns, decode.begin_ns, request.end_ns)
     done = requests[1]

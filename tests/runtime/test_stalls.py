@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -23,7 +24,12 @@ STAGES = ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "de
 EDGES = (
     *("intake.in", "intake.out->tokenize.in", "tokenize.out->schedule.in", "schedule.out->allocate.in"),
     *("allocate.report->schedule.report", "allocate.out->execute.in", "execute.out->sample.in"),
-    *("sample.feedback->schedule.feedback", "sample.out->detokenize.in", "detokenize.out->exit.in"),
+    *(
+        "execute.rates->allocate.rates",
+        "sample.feedback->schedule.feedback",
+        "sample.out->detokenize.in",
+        "detokenize.out->exit.in",
+    ),
 )
 
 
@@ -67,6 +73,8 @@ def freeze_edge(name: str) -> Callable[[Pipeline], None]:
 
     def freeze(pipeline: Pipeline) -> None:
         pipeline.channels[name].recv_all = list  # type: ignore[method-assign]
+        if name.startswith("execute.rates"):  # all that goes there has passed with the first step
+            pipeline.channels[name].try_send(object())
 
     return freeze
 
@@ -176,3 +184,26 @@ async def test_a_step_that_takes_as_long_as_its_like_is_no_stall_however_short_t
             await env.sleep(0.5)
             assert find_stall(engine.pipeline, timeout_s=3.0) is None
         await reader
+
+
+def test_a_forward_pass_that_hangs_is_executes_to_answer_for_though_sample_waits_for_it():
+    async def main() -> Stall | None:
+        go_on = threading.Event()
+        async with scripted_engine(script=NEVER_ENDS) as engine:
+            forward = engine.model.forward
+
+            def hang(grant: Any) -> Any:
+                go_on.wait(5)
+                return forward(grant)
+
+            engine.model.forward = hang  # type: ignore[method-assign]
+            reader = asyncio.ensure_future(read(engine, 3, max_tokens=3))
+            await asyncio.sleep(0.3)
+            stall = find_stall(engine.pipeline, timeout_s=0.2)
+            go_on.set()
+            await reader
+            assert find_stall(engine.pipeline, timeout_s=0.2) is None
+            return stall
+
+    stall = asyncio.run(main())
+    assert stall is not None and (stall.name, stall.is_edge) == ("execute", False)

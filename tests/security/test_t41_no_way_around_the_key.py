@@ -10,6 +10,7 @@ from tests.security.oracle import ADMIN_KEY, KEY, check_error
 from tests.security.wire import tell
 
 RESET = "/admin/cache/reset"
+TELL_OF_REQUESTS = {("GET", "/v1/requests"): 200, ("GET", "/v1/requests/x/explain"): 404}  # the admin sees all of them
 VARYING = ("date", "x-request-id")  # headers that differ between any two answers
 ROUTES = [
     ("GET", "/v1/models"),
@@ -115,12 +116,14 @@ def test_the_key_opens_every_route_but_those_of_the_admin(keyed_server):
         check_error(keyed_server.get(RESET, headers, "POST"), 401)
 
 
-def test_the_admin_key_opens_the_admins_routes_and_nothing_else(keyed_server):
+def test_the_admin_key_opens_the_admins_routes_and_those_that_tell_of_requests_and_nothing_else(keyed_server):
     for headers in ({"Authorization": f"Bearer {ADMIN_KEY}"}, {"X-Api-Key": ADMIN_KEY}):
         answer = keyed_server.get(RESET, headers, "POST")
         assert answer.status == 200 and set(answer.json) == {"freed_blocks"}
         for method, path in ROUTES:
-            if path != RESET:
+            if (method, path) in TELL_OF_REQUESTS:
+                assert keyed_server.get(path, headers, method).status == TELL_OF_REQUESTS[method, path]
+            elif path != RESET:
                 check_error(keyed_server.get(path, headers, method), 401)
         for method in ("GET", "PUT", "DELETE"):  # no route, so the key of all others is asked for
             check_error(keyed_server.get(RESET, headers, method), 401)

@@ -136,7 +136,7 @@ async def test_a_device_that_is_always_busy_is_named(env: SimEnv):
         found = await limit_of(engine, [ask(engine, 5, 300) for _ in range(4)])
         assert found.situation == "execute" and "4.0 rows" in found.sentence
         await ask(engine, 5, 50)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         assert look(engine, 0.4).situation == "none"
 
 

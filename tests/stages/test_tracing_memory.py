@@ -69,6 +69,7 @@ async def test_the_blocks_of_every_slot_can_be_told_from_the_trace_alone(env: Si
             nonlocal num_checks
             num_before = len(tracer.read_all())
             await serve(batch, out)
+            engine.parts.allocate._kv.flush()  # type: ignore[union-attr]
             memory.note(tracer.read_all()[num_before:])
             memory.check(engine)
             num_checks += 1

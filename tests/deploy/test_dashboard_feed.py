@@ -161,6 +161,31 @@ async def test_a_request_is_cancelled_with_the_admin_key_only():
         await running.check_quiet()
 
 
+@on_loop
+async def test_requests_of_other_keys_are_shown_to_the_admin_only():
+    async with serving(step_s=0.005, script=ENDLESS, api_key=("mine", "yours"), admin_key=("boss",)) as running:
+        async with running.http.post(
+            f"{running.server.url}/v1/completions",
+            json={"prompt": "a", "max_tokens": 400, "stream": True},
+            headers={"Authorization": "Bearer mine", "X-Request-Id": "1"},
+        ) as answer:
+            await answer.content.readline()
+            topics = {"requests": {}, "request": {"id": "cmpl-1"}, "blocks": {}}
+            for hello, sees in (
+                ({"key": "mine"}, True),
+                ({"key": "yours"}, False),
+                ({"key": "yours", "admin_key": "boss"}, True),
+            ):
+                async with looking(running, hello) as viewer:
+                    await viewer.hear()
+                    await viewer.say("subscribe", topics=topics)
+                    await viewer.update()
+                    assert [row["id"] for row in viewer.data["requests"]["rows"]] == ["cmpl-1"] * sees
+                    assert ("sequences" in viewer.data["request"]) == sees
+                    assert list(viewer.data["blocks"]["owners"].values()) == ["cmpl-1"] * sees
+        await running.check_quiet()
+
+
 # -- what it tells
 
 

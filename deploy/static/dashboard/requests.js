@@ -8,7 +8,7 @@ export const title = "Requests";
 export const about = "Everything under way, in the order in which it came. No prompts, no answers.";
 
 const ROW = 40; // pixels
-const SPARE = 6; // rows above and below what is seen
+const SPARE = 4; // rows above and below what is seen
 
 const view = { offset: 0, limit: 40, newest_first: false };
 

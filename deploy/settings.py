@@ -136,6 +136,7 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "log_requests": "log when a request begins and how it ends",
         "log_prompts": "characters of each prompt to log with that; 0: none",
         "stats_interval_s": "seconds between two lines on what runs, while something does; 0: none",
+        "otlp_traces_endpoint": "URL of an OpenTelemetry collector, like http://127.0.0.1:4318/v1/traces; none: nobody",
     },
     "trouble": {
         "stall_timeout_s": "seconds without progress, while there is work, before /health says stalled",

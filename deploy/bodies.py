@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from ..stages.beams import EARLY_STOPPINGS, MAX_LENGTH_PENALTY, BeamParams, refuse_sampling
 from ..stages.errors import Refused
+from ..stages.grammar.structured import StructuredOutputs
 from ..stages.messages import ChatPrompt, Prompt
 from ..stages.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -35,7 +36,6 @@ from ..stages.params import (
     MAX_STOPS,
     SamplingParams,
 )
-from ..stages.structured import StructuredOutputs
 from . import documented, documented_forms
 from .beams import WITH_SEARCH, WITHOUT_SEARCH, beam_params, check_beams
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from ..stages.bottleneck import Load, judge, load_of
-from ..stages.explain import explain, view_of
+from ..stages.insight.bottleneck import Load, judge, load_of
+from ..stages.insight.explain import explain, view_of
 from .errors import ApiError, shorten
 from .keys import Keys
 from .middleware import OWNER

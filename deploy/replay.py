@@ -9,8 +9,8 @@ import time
 from ..stages.config import EngineConfig
 from ..stages.errors import ConfigError
 from ..stages.policy import make_policy
-from ..stages.recorded import Recording, RecordingError
-from ..stages.replay import Replay
+from ..stages.recordings.recorded import Recording, RecordingError
+from ..stages.recordings.replay import Replay
 from .config import ServerConfig
 
 DIFFERS, UNREADABLE = 1, 3

@@ -14,13 +14,13 @@ from typing import Any
 import orjson
 
 from ..stages.config import EngineConfig
-from ..stages.cost_model import Fitted, fit
 from ..stages.errors import ConfigError
 from ..stages.policy import Policy, make_policy
-from ..stages.recorded import Recording, RecordingError
-from ..stages.recording import RecordedEngine
-from ..stages.simulation import Door, Simulation
-from ..stages.traces import Trace, read_trace
+from ..stages.recordings.cost_model import Fitted, fit
+from ..stages.recordings.recorded import Recording, RecordingError
+from ..stages.recordings.recording import RecordedEngine
+from ..stages.recordings.simulation import Door, Simulation
+from ..stages.recordings.traces import Trace, read_trace
 from .config import ServerConfig
 from .settings import parse
 

@@ -12,8 +12,8 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ..model.errors import TemplateError
+from ..stages.grammar.thinking import ThinkingBudget
 from ..stages.params import SamplingParams
-from ..stages.thinking import ThinkingBudget
 from .bodies import ChatBody
 from .config import ServerConfig
 from .errors import ApiError

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ..runtime.stage import Stage, stage
     from .config import EngineConfig
     from .engine import Engine
+    from .grammar.structured import StructuredOutputs
     from .offline import LLM
     from .params import SamplingParams
     from .pooling import PoolingParams
     from .processors import LogitsProcessor
-    from .structured import StructuredOutputs
 
 __all__ = [
     "LLM",

@@ -21,7 +21,7 @@ from .messages import PlanReport, Rates, StepGrant, StepPlan
 from .prefix import PrefixCache
 
 if TYPE_CHECKING:
-    from .recording import CallLog
+    from .recordings.recording import CallLog
 
 STEP_GRANTED = int(EventKind.STEP_GRANTED)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets

@@ -31,8 +31,8 @@ from .config import EngineConfig
 from .device import Device
 from .embedding import Pairs, as_texts, pooled_request, read_vectors
 from .errors import ConfigError, Overloaded, Refused, TimedOut
-from .grammar_gate import GrammarGate
-from .grammars import Grammars
+from .grammar.grammar_gate import GrammarGate
+from .grammar.grammars import Grammars
 from .host import HostTier
 from .limits import as_token_ids
 from .messages import ChatPrompt, Ints, Prompt, Request
@@ -51,7 +51,7 @@ from .pooling import Floats, PoolingParams
 from .prefix import PrefixCache
 from .processors import LogitsProcessor
 from .reading import read_outputs
-from .recorder import Recorder
+from .recordings.recorder import Recorder
 from .scheduler import Scheduler
 from .tasks import check_task, task_of
 

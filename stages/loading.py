@@ -31,8 +31,8 @@ from .config import EngineConfig
 from .encoder import ModelEncoder
 from .encoder_loading import LoadedEncoder, load_encoder
 from .errors import ConfigError, Refused
-from .grammars import Grammars
-from .masks import GrammarMasks
+from .grammar.grammars import Grammars
+from .grammar.masks import GrammarMasks
 from .measuring import check_room_for_weights, sizing_of
 from .outputs import ModelInfo
 from .params import SamplingParams

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from .errors import Refused
-from .structured import StructuredOutputs
-from .thinking import ThinkingBudget
+from .grammar.structured import StructuredOutputs
+from .grammar.thinking import ThinkingBudget
 
 MAX_N = 128
 MAX_LOGPROBS = 20

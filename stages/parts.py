@@ -16,7 +16,7 @@ from .device import Device
 from .encode import Encode
 from .errors import ConfigError
 from .execute import Execute
-from .grammar_gate import GrammarGate
+from .grammar.grammar_gate import GrammarGate
 from .host import HostTier
 from .intake import Intake
 from .limits import RequestLimits
@@ -25,8 +25,8 @@ from .outputs import ModelInfo
 from .pipeline import build_encoder_pipeline, build_pipeline
 from .policy import make_policy
 from .prefix import PrefixCache
-from .recorder import Recorder
-from .recording import RecordedEngine
+from .recordings.recorder import Recorder
+from .recordings.recording import RecordedEngine
 from .sample import Sample
 from .schedule import Schedule
 from .scheduler import Limits

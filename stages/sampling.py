@@ -15,8 +15,8 @@ from torch import Tensor
 
 from . import logits as maths
 from .config import LogprobsMode
+from .grammar.masks import Allowed, GrammarMasks
 from .logits import Blocks, Drawing
-from .masks import Allowed, GrammarMasks
 from .messages import (
     Bools,
     FinishReason,

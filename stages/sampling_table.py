@@ -10,9 +10,9 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from .grammar.thinking import ThinkingTable
 from .messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
 from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from .thinking import ThinkingTable
 from .token_limits import TokenLimits
 
 MIN_TEMPERATURE = 1e-20  # so that a difference of logits over it is still a float32; draws the likeliest token

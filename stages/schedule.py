@@ -16,7 +16,7 @@ from .policy import Policy
 from .scheduler import Limits, Scheduler
 
 if TYPE_CHECKING:
-    from .recording import CallLog
+    from .recordings.recording import CallLog
 
 
 class Schedule(Stage[TokenRequest, StepPlan]):

@@ -24,7 +24,7 @@ from ..runtime.env import Env
 from .config import EngineConfig
 from .device import Device
 from .engine import Engine
-from .grammars import Grammars
+from .grammar.grammars import Grammars
 from .limits import longest_sequence
 from .outputs import ModelInfo
 from .params import SamplingParams

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from ...runtime.trace import Records, Tracer, in_order_of_time
-from ...stages.bottleneck import judge, load_of
-from ...stages.causes import causes, in_words
-from ...stages.trace_view import TraceView
-from ...stages.waterfall import Bar, Waterfall, waterfall
+from ...stages.insight.bottleneck import judge, load_of
+from ...stages.insight.causes import causes, in_words
+from ...stages.insight.trace_view import TraceView
+from ...stages.insight.waterfall import Bar, Waterfall, waterfall
 
 MIN_S = 1.0  # between two thoughts
 SHARE = 0.05  # of the time, at most

@@ -26,12 +26,12 @@ import numpy as np
 
 from millrace.deploy.simulate import run_one
 from millrace.stages.config import EngineConfig
-from millrace.stages.cost_model import Fitted, fit
 from millrace.stages.engine import Engine
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
-from millrace.stages.recorded import Recording
-from millrace.stages.traces import Trace, TraceRequest
+from millrace.stages.recordings.cost_model import Fitted, fit
+from millrace.stages.recordings.recorded import Recording
+from millrace.stages.recordings.traces import Trace, TraceRequest
 
 RECORDED = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
 OTHERS: tuple[dict[str, int], ...] = (

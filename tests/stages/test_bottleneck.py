@@ -12,11 +12,11 @@ from millrace.runtime.simloop import SimEnv
 from millrace.runtime.testing import sim_test
 from millrace.runtime.trace import request_names
 from millrace.stages import SamplingParams
-from millrace.stages.bottleneck import Bottleneck, bottleneck
-from millrace.stages.causes import causes, in_words
+from millrace.stages.insight.bottleneck import Bottleneck, bottleneck
+from millrace.stages.insight.causes import causes, in_words
+from millrace.stages.insight.trace_view import TraceView
+from millrace.stages.insight.waterfall import waterfall
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
-from millrace.stages.trace_view import TraceView
-from millrace.stages.waterfall import waterfall
 
 NEVER_ENDS = Script(eos_probability=0.0)
 STEP_S = (0.0005, 0.0005)

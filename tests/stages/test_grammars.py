@@ -14,8 +14,8 @@ import pytest
 from millrace.runtime.env import LiveEnv
 from millrace.stages import SamplingParams, StructuredOutputs
 from millrace.stages.errors import Failed, Overloaded, Refused, TimedOut
-from millrace.stages.grammar_gate import GrammarGate
-from millrace.stages.grammars import Grammars
+from millrace.stages.grammar.grammar_gate import GrammarGate
+from millrace.stages.grammar.grammars import Grammars
 from millrace.stages.testing import scripted_engine
 from tests.counts import FULL
 

@@ -17,14 +17,14 @@ import pytest
 from millrace.deploy.cli import main
 from millrace.runtime.log import captured_logs
 from millrace.runtime.simloop import SimEnv, run
-from millrace.stages import recorder as recorder_module
 from millrace.stages.errors import ConfigError
-from millrace.stages.memory_state import MemoryState, memory_state
 from millrace.stages.params import SamplingParams
-from millrace.stages.recorded import Recording, RecordingError
-from millrace.stages.replay import Replay
+from millrace.stages.recordings import recorder as recorder_module
+from millrace.stages.recordings.memory_state import MemoryState, memory_state
+from millrace.stages.recordings.recorded import Recording, RecordingError
+from millrace.stages.recordings.replay import Replay
+from millrace.stages.recordings.time_machine import TimeMachine
 from millrace.stages.testing import ScriptedPipeline, scripted_engine, scripted_pipeline
-from millrace.stages.time_machine import TimeMachine
 from tests.stages.recordings import TIGHT, record, requests
 
 IS_FULL = bool(os.environ.get("MILLRACE_FULL"))

@@ -13,11 +13,11 @@ import orjson
 import pytest
 
 from millrace.deploy.cli import main
-from millrace.stages.cost_model import CostModel, Fitted, StepContents, fit, fit_steps
-from millrace.stages.recorded import Recording, RecordingError
-from millrace.stages.recording import RecordedEngine
-from millrace.stages.simulation import Door, Result, Simulation
-from millrace.stages.traces import Trace, TraceRequest, read_trace
+from millrace.stages.recordings.cost_model import CostModel, Fitted, StepContents, fit, fit_steps
+from millrace.stages.recordings.recorded import Recording, RecordingError
+from millrace.stages.recordings.recording import RecordedEngine
+from millrace.stages.recordings.simulation import Door, Result, Simulation
+from millrace.stages.recordings.traces import Trace, TraceRequest, read_trace
 from tests.stages.recordings import TIGHT, record
 
 ENGINE = RecordedEngine(
@@ -256,7 +256,7 @@ def test_a_trace_that_is_none_is_refused_with_its_line(tmp_path: Path, content: 
 
 @pytest.mark.slow
 def test_replay_and_simulation_start_without_torch_and_without_a_server():
-    modules = ("deploy.replay", "deploy.simulate", "stages.time_machine")
+    modules = ("deploy.replay", "deploy.simulate", "stages.recordings.time_machine")
     code = "; ".join(f"import millrace.{module}" for module in modules)
     code += "; import sys; print(sorted({'torch', 'transformers', 'aiohttp'} & set(sys.modules)))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import Refused
+from millrace.stages.grammar.structured import StructuredOutputs
+from millrace.stages.grammar.thinking import ThinkingBudget, ThinkingTable
 from millrace.stages.limits import RequestLimits
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.sampling import Sampler
 from millrace.stages.sampling_table import THINKING
-from millrace.stages.structured import StructuredOutputs
-from millrace.stages.thinking import ThinkingBudget, ThinkingTable
 from tests.counts import count
 from tests.stages.grants import decode, started
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.stages.veil import CHUNK, Veil
+from millrace.stages.recordings.veil import CHUNK, Veil
 
 
 def tokens(count: int, seed: int = 0) -> np.ndarray:

@@ -14,9 +14,9 @@ from millrace.runtime.simloop import SimEnv
 from millrace.runtime.testing import sim_test
 from millrace.runtime.trace import in_order_of_time, request_names
 from millrace.stages import SamplingParams, stage
+from millrace.stages.insight.trace_view import TraceView
+from millrace.stages.insight.waterfall import Waterfall, waterfall
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
-from millrace.stages.trace_view import TraceView
-from millrace.stages.waterfall import Waterfall, waterfall
 
 NEVER_ENDS = Script(eos_probability=0.0)
 MS = 1_000_000

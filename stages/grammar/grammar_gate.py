@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 
-from ..runtime.env import Env
-from ..runtime.exit import Outbox
-from ..runtime.helpers import HelperGone, Helpers
-from ..runtime.log import get_logger
-from .errors import Failed, Overloaded, Refused
+from ...runtime.env import Env
+from ...runtime.exit import Outbox
+from ...runtime.helpers import HelperGone, Helpers
+from ...runtime.log import get_logger
+from ..errors import Failed, Overloaded, Refused
 from .grammars import Grammars, source_of
 from .structured import StructuredOutputs
 
-HELPER = "millrace.stages.grammar_helper"
+HELPER = "millrace.stages.grammar.grammar_helper"
 
 log = get_logger("millrace.stages")
 

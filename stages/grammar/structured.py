@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .errors import Refused
+from ..errors import Refused
 
 MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, a grammar, or all choices together
 MAX_REGEX_BYTES = 1024

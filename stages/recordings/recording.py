@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .config import EngineConfig
-from .messages import (
+from ..config import EngineConfig
+from ..messages import (
     Indices,
     Ints,
     PlanReport,
@@ -38,9 +38,9 @@ from .messages import (
     StepVoid,
     TokenRequest,
 )
-from .outputs import ModelInfo
-from .params import SamplingParams
-from .pooling import PoolingParams
+from ..outputs import ModelInfo
+from ..params import SamplingParams
+from ..pooling import PoolingParams
 
 VERSION = 1
 Fields = dict[str, Any]  # of a message: plain values, and arrays where it has them

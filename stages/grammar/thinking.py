@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import Refused
+from ..errors import Refused
 
 MAX_MARKER_TOKENS = 16
 

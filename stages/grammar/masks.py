@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ..runtime.env import Env
-from ..runtime.log import get_logger
+from ...runtime.env import Env
+from ...runtime.log import get_logger
+from ..messages import Bools, Indices, Ints, Started
 from .grammars import Grammars
-from .messages import Bools, Indices, Ints, Started
 from .structured import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class GrammarMasks:
         began_ns = self._now_ns()
         self._settle(slots)
         self.waited_us = (self._now_ns() - began_ns) // 1000
-        from ..model.grammar import unpack
+        from ...model.grammar import unpack
 
         masks = self._masks[slots]
         bits = masks.view(np.uint32)
@@ -128,7 +128,7 @@ class GrammarMasks:
 
     def _begin(self, started: Started) -> Answer | None:
         """None if the grammar can not be followed this far."""
-        from ..model.grammar import GrammarError
+        from ...model.grammar import GrammarError
 
         structured = started.params.structured_outputs
         assert structured is not None

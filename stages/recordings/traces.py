@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from .messages import Ints, StepDone, TokenRequest
+from ..messages import Ints, StepDone, TokenRequest
 from .recorded import Recording, RecordingError, ScheduleCall
 from .recording import Given, Wrong, shown
 

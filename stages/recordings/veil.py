@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .messages import Ints
+from ..messages import Ints
 
 Words = NDArray[np.uint64]
 

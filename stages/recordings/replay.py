@@ -14,20 +14,20 @@ from typing import Any
 
 import orjson
 
-from ..runtime.channel import ControlLane
-from ..runtime.stage import Context
-from ..runtime.trace import Tracer
-from ..runtime.virtual import VirtualEnv, run_at_once
-from .allocate import Allocate
-from .errors import ConfigError
-from .host import HostTier
-from .messages import PlanReport, Rates, StepGrant, StepPlan
-from .policy import BUILT_IN, AgeingPriority, Policy
-from .prefix import PrefixCache
+from ...runtime.channel import ControlLane
+from ...runtime.stage import Context
+from ...runtime.trace import Tracer
+from ...runtime.virtual import VirtualEnv, run_at_once
+from ..allocate import Allocate
+from ..errors import ConfigError
+from ..host import HostTier
+from ..messages import PlanReport, Rates, StepGrant, StepPlan
+from ..policy import BUILT_IN, AgeingPriority, Policy
+from ..prefix import PrefixCache
+from ..schedule import Schedule
+from ..scheduler import Limits
 from .recorded import AllocateCall, CacheReset, Call, Recording, RecordingError, ReportTaken, ScheduleCall
 from .recording import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields, shown
-from .schedule import Schedule
-from .scheduler import Limits
 
 STAGES_REFUSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError)
 

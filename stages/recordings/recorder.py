@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
-from ..runtime.env import Env, Worker
-from ..runtime.log import get_logger
-from .messages import Ints, PlanReport, Rates, StepDone, StepGrant, StepPlan, StepVoid, TokenRequest
+from ...runtime.env import Env, Worker
+from ...runtime.log import get_logger
+from ..messages import Ints, PlanReport, Rates, StepDone, StepGrant, StepPlan, StepVoid, TokenRequest
 from .recording import (
     VERSION,
     Fields,

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..runtime.virtual import run_at_once
+from ...runtime.virtual import run_at_once
+from ..errors import Overloaded
+from ..intake import Intake
+from ..limits import RequestLimits
+from ..messages import Indices, Prompt, Request, StepDone, StepPlan, TokenRequest
+from ..params import SamplingParams
+from ..policy import Policy
 from .cost_model import CostModel
-from .errors import Overloaded
-from .intake import Intake
-from .limits import RequestLimits
-from .messages import Indices, Prompt, Request, StepDone, StepPlan, TokenRequest
 from .modelled_device import Flight, ModelledDevice
-from .params import SamplingParams
-from .policy import Policy
 from .recording import RecordedEngine
 from .replay import Core
 from .traces import Trace, TraceRequest

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..messages import Bools, Indices, StepDone, StepGrant
 from .cost_model import CostModel, StepContents
-from .messages import Bools, Indices, StepDone, StepGrant
 
 
 @dataclass(frozen=True, slots=True, eq=False)

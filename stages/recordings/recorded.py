@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from .messages import Rates, StepDone, StepVoid, TokenRequest
+from ..messages import Rates, StepDone, StepVoid, TokenRequest
 from .recording import VERSION, Fields, Given, RecordedEngine, Unchanged, Wrong, read_add, read_done, read_engine
 from .recording import read_void as _read_void
 

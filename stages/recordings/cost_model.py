@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from .messages import Indices, Ints, StepDone, TokenRequest
+from ..messages import Indices, Ints, StepDone, TokenRequest
 from .recorded import AllocateCall, Recording, RecordingError, ScheduleCall
 from .recording import Fields, Given, RecordedEngine, Wrong, read_engine
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..policy import Policy
 from .memory_state import MemoryState, memory_state
-from .policy import Policy
 from .recorded import AllocateCall, Call, Recording, RecordingError, ScheduleCall
 from .recording import Fields
 from .replay import Decision, Replay

@@ -41,7 +41,7 @@ _HOMES = {
     "Pipeline": "..runtime.pipeline",
     "PoolingParams": ".pooling",
     "SamplingParams": ".params",
-    "StructuredOutputs": ".structured",
+    "StructuredOutputs": ".grammar.structured",
     "Stage": "..runtime.stage",
     "stage": "..runtime.stage",
 }

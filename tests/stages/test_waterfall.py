@@ -174,7 +174,7 @@ async def test_the_bars_of_many_requests_fill_the_time_that_their_clients_measur
         measured[name] = env.now() - began_s
         collect(engine)
 
-    sizes = {"num_gpu_blocks": 34, "max_num_seqs": 8, "num_cpu_blocks": 30, "block_size": 8, "max_model_len": 256}
+    sizes = {"num_gpu_blocks": 20, "max_num_seqs": 8, "num_cpu_blocks": 30, "block_size": 8, "max_model_len": 128}
     async with scripted_engine(
         script=NEVER_ENDS, env=env, max_admitted_requests=2000, max_waiting_requests=2000, **sizes
     ) as engine:

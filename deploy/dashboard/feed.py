@@ -88,7 +88,7 @@ class Feed:
             await peer.end(INTERNAL_ERROR, unforeseen(request[REQUEST_ID]))
         finally:
             self._viewers.discard(viewer)
-            peer.release()
+            await peer.release()
         return peer.response
 
     async def close(self) -> None:

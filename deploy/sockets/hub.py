@@ -85,7 +85,7 @@ class Hub:
             await peer.end(INTERNAL_ERROR, unforeseen(request[REQUEST_ID]))
         finally:
             self._sessions.discard(session)
-            peer.release()
+            await peer.release()
         return peer.response
 
     # -- an orderly end

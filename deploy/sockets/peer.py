@@ -108,13 +108,16 @@ class Peer:
                 await asyncio.Event().wait()  # for the client to close: this task is cancelled then
         self._abort()
 
-    def release(self) -> None:
-        """Whoever served it is done with it."""
+    async def release(self) -> None:
+        """Whoever served it is done with it, and nothing of it is kept: what had come of a message would be, until
+        aiohttp's next ping to a client that is gone."""
         if self._timer is not None:
             self._timer.cancel()
         if self._ending is not None:
             self._ending.cancel()
         self._abort() if self.has_stalled else self._close()
+        self._guard.reader = None
+        await self.response.close(drain=False)  # writes nothing, as the transport is closing: it stops the pings
 
     async def _write(self, payload: bytes, kind: WSMsgType) -> None:
         self._waiting_since = self._loop.time()

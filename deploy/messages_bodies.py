@@ -314,6 +314,8 @@ def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
         raise ApiError("unsupported_parameter", message, param=f"{path}.type")
     function: dict[str, Any] = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     if "input_schema" in tool:
+        if tool["input_schema"] is None:  # as parameters it would be none at all
+            raise ApiError("invalid_type", f"{path}.input_schema must be an object", param=f"{path}.input_schema")
         function["parameters"] = tool["input_schema"]
     return {"type": "function", "function": function}
 

@@ -83,9 +83,7 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError("bad_request", "bad request")
 
 
-def check_keys(
-    keys: Keys, others: Mapping[Callable[..., object], Keys], open_paths: frozenset[str] = frozenset()
-) -> Middleware:
+def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys], open_paths: re.Pattern[str]) -> Middleware:
     """Lets requests with one of `keys` pass, and those to a handler among `others` with one of the handler's own. It
     looks at the handler that the router found, never at the path: no spelling of a path is a way around it. The path
     decides one thing only: a method that one of the `open_paths` does not take is 405 there without a key, too."""
@@ -96,7 +94,8 @@ def check_keys(
         if match.http_exception is None:
             needed = others.get(match.handler, keys)
         else:
-            needed = NO_KEYS if match.http_exception.status == 405 and request.path in open_paths else keys
+            is_open = match.http_exception.status == 405 and open_paths.fullmatch(request.path)
+            needed = NO_KEYS if is_open else keys
         request[OWNER] = needed.check(request)
         return await handler(request)
 

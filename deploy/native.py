@@ -71,7 +71,8 @@ def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
     first = token_ids[0] if isinstance(token_ids, list) and token_ids else None
     if not isinstance(token_ids, list) or isinstance(first, str):
         raise ApiError("invalid_type", "token_ids must be a list of token ids, or of such lists", param="token_ids")
-    sampling = fields.pop("sampling_params", None) or {}
+    sampling = fields.pop("sampling_params", None)
+    sampling = {} if sampling is None else sampling
     if not isinstance(sampling, dict):
         raise ApiError("invalid_type", "sampling_params must be an object", param="sampling_params")
     return {**sampling, **fields, "prompt": token_ids}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -245,8 +246,9 @@ def answer(data: Mapping[str, Any], status: int = 200) -> web.Response:
     return web.Response(status=status, body=orjson.dumps(data), content_type="application/json")
 
 
+@cache
 def package_version() -> str:
-    """Of millrace, as installed."""
+    """Of millrace, as installed: read at the start, as no request may open a file."""
     try:
         return version("millrace")
     except PackageNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -122,7 +123,8 @@ class Server:
         routes = self._routes
         admin = Admin(self.service, self._threads)
         docs = Docs(self.service, self._threads, package_version())
-        open_paths = frozenset(route.path for route in routes.table() if route.handler in routes.public)
+        public = (re.escape(route.path) for route in routes.table() if route.handler in routes.public)
+        open_paths = re.compile("|".join(re.sub(r"\\{\w+\\}", "[^/]+", path) for path in public))
         others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(
             admin.handlers, Keys(self.config.admin_key, "admin key")
         )

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from .bodies import GenerationBody
 
 OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+EMPTY: dict[str, tuple[Any, ...]] = {  # of those: what older clients send where they ask for nothing
+    "guided_json": ({}, ""),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+}
 FIELDS = ("response_format", "structured_outputs", *OLDER)
 OPTIONS = (*KINDS, "disable_any_whitespace")
 # of vLLM's own: which library does the work is not a client's to choose, and what it falls back to neither
@@ -40,7 +46,7 @@ def field_of(body: GenerationBody) -> str:
 
 def _read(body: GenerationBody, name: str) -> StructuredOutputs | None:
     value = getattr(body, name)
-    if value is None or (value in ({}, [], "") and name in OLDER):
+    if value is None or value in EMPTY.get(name, ()):
         return None
     try:
         if name == "response_format":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from datetime import datetime
 from typing import Any, NoReturn
@@ -85,6 +86,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner := getattr(method, "__self__", None), str | bytes | int | float):
             _pay_for_method(budget, method.__name__, owner, [*args, *kwargs.values()])
         return super().call(__context, __obj, *args, **kwargs)
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """What a render raises, as it is. Jinja makes its traceback one of the template's lines, for which it compiles
+        and runs code: for a template that does not compile (`source`) it may, for a request nothing does."""
+        error = sys.exception()
+        if source is None and error is not None:
+            raise error
+        super().handle_exception(source)
 
     @staticmethod
     @jinja2.pass_context

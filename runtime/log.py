@@ -332,18 +332,34 @@ def _tell_error(_logger: Any, _method_name: str, event: EventDict) -> EventDict:
 
 
 def _traceback(error: BaseException) -> str:
-    """As Python prints it, or with the types of exceptions in place of what they say."""
+    """As Python prints it, or with the types of exceptions in place of what they say; without the marks below parts of
+    lines, as to place them Python compiles each line."""
     if _Active.with_error_messages:
-        return "".join(traceback.format_exception(error)).rstrip("\n")
+        printed = traceback.TracebackException.from_exception(error, compact=True)
+        _forget_places(printed)
+        return "".join(printed.format()).rstrip("\n")
     parts: list[str] = []
     told: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in told:
         told.append(cause)
-        frames = "".join(traceback.format_tb(cause.__traceback__))
+        frames = "".join(_lines(traceback.extract_tb(cause.__traceback__)).format())
         parts.insert(0, f"Traceback (most recent call last):\n{frames}{type(cause).__qualname__} (message withheld)")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "\n\n".join(parts)
+
+
+def _forget_places(printed: traceback.TracebackException) -> None:
+    """In this and whatever it came from."""
+    printed.stack = _lines(printed.stack)
+    for other in (printed.__cause__, printed.__context__, *(printed.exceptions or ())):
+        if other is not None:
+            _forget_places(other)
+
+
+def _lines(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """The same frames, each with its line and no place in it."""
+    return traceback.StackSummary.from_list([(at.filename, at.lineno or 0, at.name, at.line) for at in stack])
 
 
 def _stamp(_logger: Any, _method_name: str, event: EventDict) -> EventDict:

@@ -5,20 +5,24 @@
 With "parrot": true it answers a chat with the last user's own words, so that a test says what the model says.
 
 Prints the ready line. Then each line on stdin is answered with a line of JSON on stdout: `stats` says how late the
-event loop was since the last `stats` (it is sampled every 5 ms), and what the engine holds.
+event loop was since the last `stats` (it is sampled every 5 ms), and what the engine holds; `collect` gives back the
+memory that nobody uses. With "audit": true, `arm` begins to watch for what no request may cause (O8), and `audit` says
+what was seen since it was last asked, how many stages were restarted, and whether the engine is ready (O6).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import itertools
 import json
+import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,19 +30,28 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.serve import serve
 from millrace.runtime.log import configure
 from millrace.stages.config import EngineConfig
+from millrace.stages.grammar import grammar_gate
 from millrace.stages.scripted import SPECIAL_TOKENS, Script
 from millrace.stages.testing import SMALL, ScriptedEngine
+from tests.security.audit import Audit
+from tests.security.audited_helper import complaints
+
+HELPER = "tests.security.audited_helper"
 
 
 class LoopLag:
-    """How late a timer of 5 ms was, at worst.
+    """How late a timer of 5 ms was, at worst; and a clock of what it measures.
 
     Time in which this process used no processor is not counted, but for a tenth: on a busy machine that is the time
     others had it, and what a loop of ours is to blame for is what it did itself.
+
+    `clock_s` goes no further than 10 ms and what this process computed from one ring of the timer to the next. It
+    stands still while others have the processor, so it tells how long something took from how long it had to wait.
     """
 
     def __init__(self) -> None:
         self.worst_s = 0.0
+        self.clock_s = 0.0
 
     async def watch(self) -> None:
         while True:
@@ -46,6 +59,7 @@ class LoopLag:
             await asyncio.sleep(0.005)
             late_s, own_s = time.monotonic() - began_s - 0.005, time.process_time() - used_s
             self.worst_s = max(self.worst_s, min(late_s, own_s), late_s / 10)
+            self.clock_s += min(late_s + 0.005, own_s + 0.010)
 
     def take(self) -> float:
         worst_s, self.worst_s = self.worst_s, 0.0
@@ -55,9 +69,16 @@ class LoopLag:
 class Talk:
     """Answers questions from stdin, on the loop."""
 
-    def __init__(self, engine: ScriptedEngine, lag: LoopLag) -> None:
+    def __init__(self, engine: ScriptedEngine, lag: LoopLag, audit: Audit | None) -> None:
         self._engine = engine
         self._lag = lag
+        self._audit = audit
+        self._answers: dict[str, Callable[[], Any]] = {
+            "stats": self._stats,
+            "collect": _collect,
+            "arm": self._arm,
+            "audit": self._audited,
+        }
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -67,13 +88,27 @@ class Talk:
                 self._loop.call_soon_threadsafe(self._answer, line.strip())
 
     def _answer(self, question: str) -> None:
-        if question == "stats":
-            print(json.dumps(self._stats()), flush=True)
+        print(json.dumps(self._answers[question]()), flush=True)
+
+    def _arm(self) -> None:
+        assert self._audit is not None, "the server was started without audit"
+        self._audit.is_armed = True
+
+    def _audited(self) -> dict[str, Any]:
+        """What was seen in this process and in the helpers it started; and how the engine is."""
+        seen = [] if self._audit is None else self._audit.take()
+        with contextlib.suppress(FileNotFoundError):
+            seen += complaints(os.getpid()).read_text().splitlines()
+            complaints(os.getpid()).unlink()
+        pipeline = self._engine.pipeline
+        num_restarts = sum(runner.num_restarts for runner in pipeline.runners.values())
+        return {"seen": seen, "num_restarts": num_restarts, "is_ready": pipeline.health.is_ready}
 
     def _stats(self) -> dict[str, Any]:
         parts = self._engine.parts
         return {
             "lag_ms": 1e3 * self._lag.take(),
+            "clock_s": self._lag.clock_s,
             "live": len(parts.exit.live),
             "blocks_in_use": parts.allocate.allocator.pool.num_in_use,
             "blocks_quarantined": parts.allocate.allocator.pool.num_quarantined,
@@ -82,6 +117,19 @@ class Talk:
             "violations": self._engine.model.violations,
             "tasks": len(asyncio.all_tasks()),
         }
+
+
+def _collect() -> None:
+    """Objects in cycles, and what the C library keeps of memory that was freed, where it can be asked for it."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def audited() -> Audit:
+    """A hook in this process, and one in each helper in which it has grammars tried."""
+    grammar_gate.HELPER = HELPER
+    return Audit(allowed=[f"subprocess.Popen {sys.executable} -P -m {HELPER}"])
 
 
 def last_words(prompt: Sequence[int], seed: int) -> list[int]:
@@ -100,7 +148,7 @@ async def engine(options: dict[str, Any]) -> AsyncIterator[Any]:
     async with ScriptedEngine(config, script, step_s=options.get("step_s", 0.0)) as scripted:
         lag = LoopLag()
         watching = asyncio.create_task(lag.watch())
-        Talk(scripted, lag)
+        Talk(scripted, lag, audited() if options.get("audit") else None)
         try:
             yield scripted
         finally:

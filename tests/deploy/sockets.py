@@ -51,6 +51,12 @@ class Serving:
         await until(lambda: not self.server.service.live)
         await self.engine.check_quiet()
 
+    async def check_ended(self, num_steps: int = 150) -> None:
+        """The same, and so few steps later that no answer of 400 tokens has come to its own end."""
+        before = self.engine.model.num_steps
+        await self.check_quiet()
+        assert self.engine.model.num_steps - before < num_steps
+
 
 @asynccontextmanager
 async def serving(

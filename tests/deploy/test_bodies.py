@@ -173,22 +173,26 @@ def test_fields_of_a_beam_search_are_refused_without_one(field, value):
     complete(use_beam_search=False, length_penalty=1.0, early_stopping=False, best_of=1)
 
 
-def test_what_asks_for_nothing_passes():
-    chat(
-        tools=[],
-        tool_choice="none",
-        response_format={"type": "text"},
-        echo=False,
-        suffix=None,
-        best_of=1,
-        modalities=["text"],
-        parallel_tool_calls=True,
-        metadata={"a": "b"},
-        service_tier="auto",
-        store=True,
-        user="somebody",
-        n=None,
-        stop=None,
+def test_what_asks_for_nothing_changes_nothing():
+    assert (
+        chat(stop=["x"])
+        != chat()
+        == chat(
+            tools=[],
+            tool_choice="none",
+            response_format={"type": "text"},
+            echo=False,
+            suffix=None,
+            best_of=1,
+            modalities=["text"],
+            parallel_tool_calls=True,
+            metadata={"a": "b"},
+            service_tier="auto",
+            store=True,
+            user="somebody",
+            n=None,
+            stop=None,
+        )
     )
 
 

@@ -136,7 +136,7 @@ def test_what_is_wrong_with_pairs_is_said_by_its_name(server: RunningServer):
 
 def test_a_client_that_leaves_frees_what_its_embeddings_hold(slow_server: RunningServer):
     with slow_server.connect() as connection:
-        connection.sendall(post_bytes("/v1/embeddings", {"input": ["x" * 500] * 64}))
+        connection.sendall(post_bytes("/v1/embeddings", {"input": ["x" * 500] * 250}))  # of 5 s, half a prompt a step
         while not slow_server.stats()["blocks_in_use"]:
             pass
     assert slow_server.wait_until_idle() < 2.0

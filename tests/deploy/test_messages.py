@@ -89,6 +89,7 @@ def test_tokens_are_counted_as_they_are_charged(server):
         ({"messages": []}, 400, "invalid_request_error", "messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, 400, "invalid_request_error", "thinking.budget_tokens"),
+        ({"tools": [{"name": "f", "input_schema": None}]}, 400, "invalid_request_error", "tools[0].input_schema"),
         ({"model": "other"}, 404, "not_found_error", "'other'"),
     ],
 )

@@ -249,3 +249,10 @@ def test_tokenize_truncates_and_spells_tokens(server):
     body = {"prompt": "Größe", "truncate_prompt_tokens": 3, "return_token_strs": True, "add_special_tokens": False}
     assert server.post("/tokenize", body).json["token_strs"] == ["\ufffd", "\ufffd", "e"]
     assert server.post("/tokenize", body | {"truncation_side": "right"}).json["tokens"] == list("Größe".encode()[:3])
+
+
+@pytest.mark.parametrize("value", [False, 0, "", [], "x"])
+def test_sampling_params_that_are_no_object_are_refused(server, value):
+    answer = server.post(GENERATE, {"token_ids": [97], "sampling_params": value})
+    assert (answer.status, answer.error["param"]) == (400, "sampling_params")
+    assert server.post(GENERATE, {"token_ids": [97], "sampling_params": None}).status == 200

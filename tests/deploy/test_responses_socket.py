@@ -116,16 +116,19 @@ def test_many_at_a_time_with_stream_ids(client: openai.OpenAI):
 
 @on_loop
 async def test_the_asynchronous_client_too_and_what_it_leaves_behind_ends():
-    async with serving(step_s=0.002, script=ENDLESS) as running:
+    async with serving(step_s=0.005, script=ENDLESS) as running:
         async with openai.AsyncOpenAI(base_url=running.server.url + "/v1", api_key="unused") as client:
             async with client.beta.responses.connect() as connection:
                 await connection.response.create(**ASKED)
+                events = []
                 async for event in connection:
+                    events.append(event)
                     if event.type == "response.incomplete":
                         break
+                assert joined(events) == events[-1].response.output[0].content[0].text != ""
                 await connection.response.create(**ASKED | {"max_output_tokens": 400})
                 await until(lambda: running.server.service.live)
-        await running.check_quiet()
+        await running.check_ended()
 
 
 @on_loop

@@ -113,14 +113,14 @@ def test_what_is_shown_can_be_read_back_but_for_keys(tmp_path):
 def test_other_addresses_than_loopback_need_a_key_or_a_word():
     with pytest.raises(ConfigError, match="--api-key, or --allow-no-key"):
         ServerConfig(host="0.0.0.0")
-    for config in (
-        ServerConfig(host="0.0.0.0", api_key=("k",)),
-        ServerConfig(host="0.0.0.0", allow_no_key=True),
-        ServerConfig(host="::1"),
-        ServerConfig(host="localhost"),
-        ServerConfig(host="0.0.0.0", uds="/tmp/s"),
+    for config, is_private in (
+        (ServerConfig(host="0.0.0.0", api_key=("k",)), False),
+        (ServerConfig(host="0.0.0.0", allow_no_key=True), False),
+        (ServerConfig(host="::1"), True),
+        (ServerConfig(host="localhost"), True),
+        (ServerConfig(host="0.0.0.0", uds="/tmp/s"), True),
     ):
-        assert config.is_private or config.api_key or config.allow_no_key
+        assert config.is_private is is_private
 
 
 def test_an_admin_key_is_given_as_an_api_key_is_and_is_none_of_them(tmp_path):

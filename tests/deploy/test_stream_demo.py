@@ -98,4 +98,6 @@ def test_a_wrong_key_is_told(keyed: RunningServer, browser: Any):
     page.fill("#key", "wrong")
     page.click("text=Ask")
     page.locator("#state", has_text="cut").wait_for()
+    assert page.locator("#state").text_content() in ("cut", "closed"), "it is not open, and says so"
+    assert not page.locator("article p").first.text_content() and keyed.stats()["live"] == 0
     page.close()

@@ -21,6 +21,7 @@ from typing import Any
 
 from tests.deploy.running import ROOT, RunningServer
 from tests.security.oracle import ADMIN_KEY, KEY
+from tests.security.watch import warm_up
 
 CONTEXT = 64  # short: bodies at the bound of max_tokens are many, and so are searches 64 wide
 OPTIONS = {
@@ -58,17 +59,22 @@ api_key = "{ADMIN_KEY}"
 
 
 def run(cases: int, *more: str, **pipes: Any) -> subprocess.CompletedProcess[str]:
-    """Schemathesis, with so many cases an operation and `more` arguments."""
-    with RunningServer(**OPTIONS) as server, tempfile.TemporaryDirectory() as folder:
+    """Schemathesis, with so many cases an operation and `more` arguments. Raises AssertionError if the server did what
+    no request may cause (O8)."""
+    key = {"Authorization": f"Bearer {KEY}"}
+    with RunningServer(**OPTIONS, audit=True) as server, tempfile.TemporaryDirectory() as folder:
+        warm_up(server, key, fully=True)
         config = Path(folder) / "schemathesis.toml"
         config.write_text(f'hooks = "tests.generators.hooks"\n{AUTHORIZATION}')
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
         document = Path(folder) / "openapi.json"  # which needs a key itself
-        document.write_bytes(server.get("/openapi.json", {"Authorization": f"Bearer {KEY}"}).body)
+        document.write_bytes(server.get("/openapi.json", key).body)
         command += [str(document), "--url", server.url, "--checks", "all", "--max-examples", str(cases)]
         command += ["--phases", "examples,coverage,fuzzing,stateful", "--no-color", "--request-timeout", "60"]
         environment = os.environ | {"MILLRACE_TEST_CONTEXT": str(CONTEXT), "PYTHONPATH": str(ROOT)}
-        return subprocess.run([*command, *more], cwd=folder, env=environment, text=True, check=False, **pipes)
+        done = subprocess.run([*command, *more], cwd=folder, env=environment, text=True, check=False, **pipes)
+        assert server.ask("audit") == {"seen": [], "num_restarts": 0, "is_ready": True}
+        return done
 
 
 def main() -> int:

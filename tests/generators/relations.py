@@ -108,6 +108,13 @@ def has_as_many(body: Body, _context: int) -> bool:
     return True
 
 
+def has_more_than_thoughts(body: Body, _context: int) -> bool:
+    """Items of type reasoning belong to the message behind them."""
+    items = body.get("input")
+    is_thought = [isinstance(item, Mapping) and item.get("type") == "reasoning" for item in items or ()]
+    return not isinstance(items, list) or not all(is_thought)
+
+
 def thinks_less_than_it_may(body: Body, _context: int) -> bool:
     thinking = body.get("thinking") if isinstance(body.get("thinking"), Mapping) else {}
     budget = thinking.get("budget_tokens")
@@ -155,6 +162,13 @@ RELATIONS = (
             "messages": [{"role": "user", "content": ""}],
         },
         "/v1/messages",
+    ),
+    Relation(
+        "an input is more than thoughts",
+        "input",
+        has_more_than_thoughts,
+        {"input": [{"type": "reasoning", "summary": []}]},
+        "/v1/responses",
     ),
     Relation("min_tokens is at most max_tokens", "min_tokens", is_short_enough, PROMPT | {"min_tokens": 17}),
 )

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from tests.deploy.running import RunningServer
 from tests.generators import bodies, http_mutator
+from tests.security.watch import watched
 
 IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.security]
 
 
-def test_bodies_with_wrong_fields_are_refused_by_the_right_name():
-    with RunningServer() as server:
-        bodies.run(server, 2_000 if IS_FULL else 300)
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with RunningServer(server={"log_format": "json"}, audit=True) as running, watched(running):
+        yield running
 
 
-def test_mutated_http_breaks_nothing():
-    seed = random.randrange(2**32)
-    with RunningServer(server={"log_format": "json"}) as server:
-        http_mutator.run(server, 500, seed)
-        assert "unhandled error" not in server.errors() and "request.failed" not in server.errors()
+def test_bodies_with_wrong_fields_are_refused_by_the_right_name(server: RunningServer):
+    bodies.run(server, 2_000 if IS_FULL else 300)
+
+
+def test_mutated_http_breaks_nothing(server: RunningServer):
+    http_mutator.run(server, 500, random.randrange(2**32))
+    assert "unhandled error" not in server.errors() and "request.failed" not in server.errors()

@@ -180,9 +180,13 @@ def test_other_weight_formats_are_refused_unread(name: str, root: Path, tmp_path
         load(tmp_path)
 
 
-def test_other_weight_formats_beside_safetensors_are_ignored(copy: Path) -> None:
-    (copy / "pytorch_model.bin").write_bytes(b"x")
-    load(copy)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.ckpt", "model.gguf"])
+def test_other_weight_formats_beside_safetensors_are_ignored(
+    name: str, root: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(copy)
+    (copy / name).write_bytes(b"cos\nsystem\n(S'touch marker'\ntR.")
+    assert tokens(copy) == tokens(root) and not (copy / "marker").exists()
 
 
 def test_no_weights_at_all_is_said(root: Path, tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ import fcntl
 import json
 import logging
 import os
+import re
 import select
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -95,6 +97,23 @@ def test_a_traceback_in_the_console_stays_behind_its_bar_whatever_the_exception_
     first, *rest = lines_of()
     assert " error    stage.crashed " in first and rest and all(line.startswith("  | ") for line in rest)
     assert r"  | 2026-01-01 critical forged\u001b[31m" in rest
+
+
+def test_a_traceback_is_as_python_prints_it_but_for_the_marks_below_lines(lines_of):
+    """With what an exception came from, and of each in a group."""
+    lines_of.start("json")
+    try:
+        try:
+            {"a": [1]}["a"][0]["b"]
+        except TypeError as inner:
+            raise ExceptionGroup("both", [KeyError("c"), inner]) from inner
+    except ExceptionGroup as error:
+        logger.error("stage.crashed", exc_info=error)
+        printed = traceback.format_exception(error)
+    (line,) = map(json.loads, lines_of())
+    marks = re.compile(r"[ |]*[~^]+[ ]*")
+    expected = [line for line in "".join(printed).splitlines() if not marks.fullmatch(line)]
+    assert line["exception"].splitlines() == expected != "".join(printed).splitlines()
 
 
 TEXTS = st.text('ab é€😀\n\r\t\0\x1b\x7f\x9b\u2028\u202e\ud800\udfff"\\={}[]', max_size=40)

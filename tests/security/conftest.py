@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -7,9 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from tests.deploy.running import RunningServer
+from tests.security.audit import Audit
 from tests.security.oracle import ADMIN_KEY, CANARIES, KEY, TEXT
+from tests.security.watch import Watch, warm_up
 
+SHARED = ("server", "keyed_server", "two_keys_server", "slow_server")
 NUM_CANARIES = 8 if os.environ.get("MILLRACE_FULL") else 2
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "memory(peak_mib, left_mib): O4 with other limits, for a reason beside it")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,22 +26,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.security)
 
 
+@pytest.fixture(scope="session")
+def audit() -> Audit:
+    """O8 for servers in this process, in which their clients are too."""
+    return Audit(allowed=["socket.connect 127.0.0.1:", "socket.getaddrinfo '127.0.0.1'"])
+
+
+@pytest.fixture(autouse=True)
+def watches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """O4 and O8 around each test of a server that several share."""
+    servers = [request.getfixturevalue(name) for name in SHARED if name in request.fixturenames]
+    limits = request.node.get_closest_marker("memory")
+    watches = [Watch(server, **({} if limits is None else limits.kwargs)) for server in servers]
+    yield
+    for watch in watches:
+        watch.check()
+
+
 @pytest.fixture(scope="package")
 def server() -> Iterator[RunningServer]:
     """An open server. Greedy streams run on it throughout, and none may notice what the tests do (O5)."""
-    with RunningServer(server={"log_format": "json"}) as running:
+    with RunningServer(server={"log_format": "json"}, audit=True) as running:
+        warm_up(running, fully=True)
         with CanaryStreams(running, num=NUM_CANARIES) as canaries:
             yield running
         assert not canaries.complaints
         assert canaries.num_finished > 0
         running.wait_until_idle()
+        for line in running.errors().splitlines():
+            assert json.loads(line), "a line of the log is no JSON"
 
 
 @pytest.fixture(scope="package")
 def keyed_server() -> Iterator[RunningServer]:
     """A server that asks for a key, has an admin key, and takes no unknown field."""
     keys = {"api_key": [KEY], "admin_key": [ADMIN_KEY]}
-    with RunningServer(server=keys | {"strict_fields": True, "log_format": "json"}) as running:
+    with RunningServer(server=keys | {"strict_fields": True, "log_format": "json"}, audit=True) as running:
+        warm_up(running, {"Authorization": f"Bearer {KEY}"})
+        yield running
+
+
+@pytest.fixture(scope="package")
+def two_keys_server() -> Iterator[RunningServer]:
+    """A server of key-a and key-b, who share no cache, with long steps."""
+    keys = {"api_key": ["key-a", "key-b"], "cache_salt_per_key": True}
+    with RunningServer(server=keys, step_s=0.01, script={"eos_probability": 0.0}, audit=True) as running:
+        warm_up(running, {"Authorization": "Bearer key-a"})
         yield running
 
 
@@ -52,7 +90,8 @@ def slow_server() -> Iterator[RunningServer]:
             "max_connections": 64,
         },
     }
-    with RunningServer(**options) as running:
+    with RunningServer(**options, audit=True) as running:
+        warm_up(running)
         yield running
 
 

@@ -4,6 +4,7 @@ them, alone.) Its requests are 400 within the budget, streams beside them go on,
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from millrace.stages.encoder import ModelEncoder
 from millrace.stages.testing import ScriptedEngine
 from tests.deploy.running import Answer
 from tests.security.oracle import CHAT, TEXT, check_error
+from tests.security.watch import PEAK_MIB, Memory
 
 HOSTILE = {
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "invalid_value",
@@ -38,7 +40,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("template", "code"), HOSTILE.items(), ids=lambda value: value[:40])
-def test_a_hostile_template_is_400_and_holds_nobody_up(tokenizer, template, code):
+def test_a_hostile_template_is_400_and_holds_nobody_up(tokenizer, audit, template, code):
     async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Answer:
         began = time.perf_counter()
         async with session.post(url, json=body) as response:
@@ -49,8 +51,15 @@ def test_a_hostile_template_is_400_and_holds_nobody_up(tokenizer, template, code
         async with Server(ServerConfig(port=0)) as server, ScriptedEngine() as engine:
             server.attach(engine)
             tokenize: Any = engine.pipeline.stages["tokenize"]
-            tokenize.encoder = ModelEncoder(tokenizer, ChatTemplate(template, tokenizer), "hostile")
             async with aiohttp.ClientSession() as session:
+                body = {"prompt": "a", "max_tokens": 2}
+                assert (await post(session, server.url + TEXT, body)).status == 200
+                assert (await post(session, server.url + CHAT, {"messages": "none"})).status == 400
+                tokenize.encoder = ModelEncoder(tokenizer, ChatTemplate(template, tokenizer), "hostile")
+                memory = Memory(os.getpid())
+                before = memory.now
+                memory.forget_peak()
+                audit.is_armed = True
                 chat = {"messages": [{"role": "user", "content": "a" * 600}], "max_tokens": 2}  # long: in a thread
                 pending = asyncio.create_task(post(session, server.url + CHAT, chat))
                 while not pending.done():
@@ -60,7 +69,8 @@ def test_a_hostile_template_is_400_and_holds_nobody_up(tokenizer, template, code
                 answer = await pending
                 check_error(answer, 400)
                 assert answer.error["code"] == code and answer.seconds < 20
-                body = {"prompt": "a", "max_tokens": 2}
+                audit.is_armed = False
+                assert audit.take() == [] and memory.peak - before <= PEAK_MIB
                 tokenize.encoder = engine.tokenizer
                 assert (await post(session, server.url + TEXT, body)).status == 200
 

@@ -37,7 +37,7 @@ def panic(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED, ids=str)
-def test_a_panic_ends_its_request_and_nothing_else(path, body):
+def test_a_panic_ends_its_request_and_nothing_else(audit, path, body):
     async def run() -> None:
         async with Server(ServerConfig(port=0)) as server, ScriptedEngine(max_model_len=1024) as engine:
             server.attach(engine)
@@ -50,9 +50,11 @@ def test_a_panic_ends_its_request_and_nothing_else(path, body):
                         headers = {name.lower(): value for name, value in response.headers.items()}
                         return Answer(response.status, headers, await response.read(), 0.0)
 
+                await ask()
                 for name in sound:
                     setattr(tokenizer, name, panic)
-                answer = await asyncio.wait_for(ask(), 10)
+                with audit.armed():
+                    answer = await asyncio.wait_for(ask(), 10)
                 check_error(answer, 500)
                 assert answer.error["code"] in ("tokenizer_error", "detokenizer_error")
                 for name, function in sound.items():

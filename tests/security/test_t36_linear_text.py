@@ -12,7 +12,7 @@ import pytest
 import millrace.model.demo as demo
 from millrace.model.tokenizer import Tokenizer
 
-CHARS = 1 << (20 if os.environ.get("MILLRACE_FULL") else 17)
+CHARS = 1 << (20 if os.environ.get("MILLRACE_FULL") else 16)
 TRIES = 5
 
 

@@ -14,6 +14,7 @@ from millrace.deploy.gate import Gate
 from millrace.stages.errors import ConfigError
 from tests.deploy.running import Answer, RunningServer, post_bytes
 from tests.security.oracle import CHAT, KEY, TEXT, check_error, refused
+from tests.security.watch import watched
 from tests.security.wire import tell
 
 CHAT_PAGE, OTHER_PAGE = "https://chat.example.com", "https://other.example.com:8443"
@@ -108,8 +109,9 @@ def test_a_page_of_its_own_is_no_foreign_one(server):
 @pytest.fixture(scope="module")
 def cors_server() -> Iterator[RunningServer]:
     options = {"api_key": [KEY], "cors_allow_origin": [CHAT_PAGE], "allowed_origin": [OTHER_PAGE]}
-    with RunningServer(server=options | {"allowed_host": ["box.lan"]}) as running:
-        yield running
+    with RunningServer(server=options | {"allowed_host": ["box.lan"]}, audit=True) as running:
+        with watched(running, {"Authorization": f"Bearer {KEY}"}):
+            yield running
 
 
 def test_a_preflight_is_answered_without_a_key_and_only_for_its_page(cors_server):

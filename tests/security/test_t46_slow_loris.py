@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import select
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from tests.deploy.running import RunningServer, head_bytes, read_answer, send
+from tests.deploy.running import Answer, RunningServer, head_bytes, read_answer, send
 from tests.security.conftest import CanaryStreams
 from tests.security.oracle import TEXT, check_error
-from tests.security.wire import listen
+from tests.security.watch import watched
+from tests.security.wire import Told, listen
 
 BEGUN = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: "  # well-formed so far: what goes wrong is the time
 
 
-def test_headers_that_trickle_are_given_up(slow_server):
-    connections = [slow_server.connect() for _ in range(30)]
+def trickling_headers(server: RunningServer) -> list[Told]:
+    connections = [server.connect() for _ in range(30)]
     began = time.monotonic()
     try:
         for connection in connections:
@@ -26,37 +30,67 @@ def test_headers_that_trickle_are_given_up(slow_server):
             for connection in connections:
                 send(connection, b"X")
             time.sleep(0.2)
-        for connection in connections:
-            told = listen(connection, 5.0)
-            assert told.is_closed and (not told.data or told.status == 408)
-        assert slow_server.get("/health").status == 200
+        return [listen(connection, 5.0) for connection in connections]
     finally:
         for connection in connections:
             connection.close()
 
 
-def test_headers_that_trickle_are_told_why(slow_server):
-    with slow_server.connect() as connection:
+def half_a_header(server: RunningServer) -> Answer:
+    with server.connect() as connection:
         send(connection, b"GET /health HTTP/1.1\r\nHost:")
-        answer = read_answer(connection)
-        assert 0.9 < answer.seconds < 6.0
-    check_error(answer, 408)
+        return read_answer(connection)
 
 
-def test_a_body_that_trickles_is_given_up(slow_server):
-    with slow_server.connect() as connection:
+def trickling_body(server: RunningServer) -> Answer:
+    with server.connect() as connection:
         head = head_bytes("POST", TEXT, {"Content-Type": "application/json", "Content-Length": "1000"})
         send(connection, head)
         for _ in range(8):
             send(connection, b" ")
             time.sleep(0.2)
-        check_error(read_answer(connection), 408)
+        return read_answer(connection)
 
 
-def test_a_connection_without_a_request_is_closed(slow_server):
-    with slow_server.connect() as connection:
-        told = listen(connection, 6.0)
+def silence(server: RunningServer) -> Told:
+    with server.connect() as connection:
+        return listen(connection, 6.0)
+
+
+@pytest.fixture(scope="module")
+def found(slow_server: RunningServer) -> dict[str, Any]:
+    """What became of each by its name, as all it does is wait: side by side."""
+    waiting = (trickling_headers, half_a_header, trickling_body, silence)
+    with ThreadPoolExecutor(len(waiting)) as threads:
+        results = {wait.__name__: threads.submit(wait, slow_server) for wait in waiting}
+    return {name: result.result() for name, result in results.items()}
+
+
+def test_headers_that_trickle_are_given_up(slow_server, found):
+    assert len(found["trickling_headers"]) == 30
+    for told in found["trickling_headers"]:
+        assert told.is_closed and (not told.data or told.status == 408)
+    assert slow_server.get("/health").status == 200
+
+
+def test_headers_that_trickle_are_told_why(found):
+    assert 0.9 < found["half_a_header"].seconds < 6.0
+    check_error(found["half_a_header"], 408)
+
+
+def test_a_body_that_trickles_is_given_up(found):
+    check_error(found["trickling_body"], 408)
+
+
+def test_a_connection_without_a_request_is_closed(found):
+    told = found["silence"]
     assert told.is_closed and not told.data and told.seconds > 0.9
+
+
+def is_served(server: RunningServer) -> bool:
+    with suppress(ConnectionError):
+        return server.get("/health").status == 200
+    return False
 
 
 def test_connections_over_the_limit_are_turned_away(slow_server):
@@ -76,8 +110,9 @@ def test_connections_over_the_limit_are_turned_away(slow_server):
     finally:
         for connection in connections:
             connection.close()
-    time.sleep(0.2)
-    assert slow_server.get("/health").status == 200
+    deadline = time.monotonic() + 5
+    while not is_served(slow_server):  # until it has seen them go
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.skipif(not os.environ.get("MILLRACE_FULL"), reason="takes 40 s: MILLRACE_FULL=1")
@@ -91,7 +126,11 @@ def test_connections_over_the_limit_are_turned_away(slow_server):
 )
 def test_five_hundred_that_send_a_byte_a_second_are_given_up_and_nobody_notices(first, limit_s):
     """With the limits as they are by default; streams run beside them."""
-    with RunningServer(step_s=0.001) as server, CanaryStreams(server, num=8) as canaries:
+    with (
+        RunningServer(step_s=0.001, audit=True) as server,
+        watched(server),
+        CanaryStreams(server, num=8) as canaries,
+    ):
         began, ends = time.monotonic(), []  # before the first of them: connecting takes a while, too
         connections = [server.connect() for _ in range(500)]
         try:

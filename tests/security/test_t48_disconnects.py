@@ -26,8 +26,8 @@ def leave(server: RunningServer, body: dict, after_s: float, wait_for_bytes: boo
 
 
 def gone_in_time(server: RunningServer) -> None:
-    """The second is that of a machine that is not busy with others: asked for in one of three tries by the caller."""
-    assert server.wait_until_idle(10.0) <= GONE_S
+    """The second is one of the server's own clock, that of a machine that is not busy with others."""
+    assert server.wait_until_idle(20.0) <= GONE_S
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -51,10 +51,7 @@ def test_while_queued(slow_server):
             connection.recv(1, 2)
         for stream in (False, True):
             leave(slow_server, LONG | {"stream": stream}, 0.1)
-        deadline = time.monotonic() + GONE_S
-        while slow_server.stats()["admitted"] > 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert slow_server.wait_until_held({"admitted": 2}) <= GONE_S
         for connection in (first, second):
             assert read_answer(connection).events()[-2]["choices"][0]["finish_reason"] == "length"
     slow_server.wait_until_idle()

@@ -39,6 +39,7 @@ def test_everything_is_free_soon_after_the_client_has_left(slow_server, fields, 
 
 
 @pytest.mark.slow
+@pytest.mark.memory(left_mib=4 + NUM_ROUNDS / 10)  # twenty at a time leave the allocator's memory in pieces
 def test_at_random_moments(slow_server):
     seed = random.randrange(2**32)
     print(f"seed {seed}")

@@ -6,6 +6,7 @@ import json
 
 from tests.deploy.running import RunningServer, head_bytes
 from tests.security.oracle import TEXT
+from tests.security.watch import Watch, warm_up
 from tests.security.wire import tell
 
 EVIL = ["a\r\nfake: line", "\x1b[31mred\x1b[0m", "%s%s%n{0}", "\u2028line", '","level":"error', "x" * 2**20]
@@ -13,7 +14,9 @@ PROMPT = "the-prompt-that-nobody-may-log"
 
 
 def test_the_log_stays_one_json_object_a_line(tmp_path):
-    with RunningServer(server={"log_format": "json", "log_level": "debug"}) as server:
+    with RunningServer(server={"log_format": "json", "log_level": "debug"}, audit=True) as server:
+        warm_up(server)
+        watch = Watch(server)
         for text in EVIL:
             for body in (
                 {"prompt": PROMPT, "model": text},
@@ -24,7 +27,9 @@ def test_the_log_stays_one_json_object_a_line(tmp_path):
                 {"prompt": PROMPT, "temperature": text},
             ):
                 assert server.post(TEXT, body).status in (200, 400, 404)
-            head = head_bytes("GET", "/nope", {"User-Agent": text[:4000], "X-Request-Id": text[:4000]})
+            head = head_bytes(
+                "GET", "/nope", {"User-Agent": text[:4000], "X-Request-Id": text[:4000], "Connection": "close"}
+            )
             tell(server, head, patience_s=0.2)
             tell(
                 server,
@@ -33,6 +38,7 @@ def test_the_log_stays_one_json_object_a_line(tmp_path):
             )
         with server.connect() as connection:
             connection.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+        watch.check()
         server.signal()
         assert server.process.wait(20) == 0
         lines = server.errors().splitlines()

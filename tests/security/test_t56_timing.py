@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,10 +26,11 @@ from tests.deploy.running import RunningServer
 from tests.security.oracle import TEXT
 
 NUM_PAIRS = (
-    200 if os.environ.get("MILLRACE_FULL") else 80
+    200 if os.environ.get("MILLRACE_FULL") else 40
 )  # over HTTP; half as many where each of them takes a preemption
-NUM_EXACT_PAIRS = 40 if os.environ.get("MILLRACE_FULL") else 20  # in virtual time, of each manner
-NUM_CONTROL_PAIRS = 10  # in virtual time
+NUM_EXACT_PAIRS = 40 if os.environ.get("MILLRACE_FULL") else 8  # in virtual time, of each manner
+NUM_CONTROL_PAIRS = 4  # in virtual time
+NUM_TELLING_PAIRS = 15  # over HTTP, where each tells
 SIZES = {"block_size": 4, "max_model_len": 48, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 SHORT, LONG = 16, 40  # tokens of a prompt: four or ten steps to compute, of which a cached one needs one
 ROOMY, TIGHT = 256, 12  # blocks: of the tight pool, two short prompts take 8, and with their answers 16
@@ -233,8 +237,19 @@ class Clients:
         return answer.seconds
 
 
-def serving(manner: Manner) -> RunningServer:
-    return RunningServer(script=SCRIPT, engine={**SIZES, "num_gpu_blocks": manner.num_blocks})
+Serving = Callable[[Manner], RunningServer]
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    """Servers by their blocks, each started when it is first asked for."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(num_blocks: int) -> RunningServer:
+            return stack.enter_context(RunningServer(script=SCRIPT, engine={**SIZES, "num_gpu_blocks": num_blocks}))
+
+        yield lambda manner: start(manner.num_blocks)
 
 
 def ks_p_value(first: list[float], second: list[float]) -> float:
@@ -262,24 +277,23 @@ def test_the_kolmogorov_smirnov_test_gives_the_p_values_of_the_tables(shift: int
 @pytest.mark.parametrize(
     "manner", [Manner(), Manner(num_choices=3, preempts_a=True)], ids=["alone", "n = 3, preempted"]
 )
-def test_over_http_the_times_of_what_another_tenant_has_asked_look_like_all_others(manner: Manner):
+def test_over_http_the_times_of_what_another_tenant_has_asked_look_like_all_others(serving: Serving, manner: Manner):
     """Chance alone gives p <= 0.01 once in a hundred times, and a leak every time, so it is measured again once."""
-    with serving(manner) as server:
-        clients = Clients(server, manner, has_salts=True)
-        num_pairs = manner.num_pairs(NUM_PAIRS)
-        p_values = [ks_p_value(*clients.seconds(num_pairs))]
-        if p_values[0] <= 0.01:
-            p_values.append(ks_p_value(*clients.seconds(num_pairs)))
-        assert p_values[-1] > 0.01, p_values
-        assert clients.num_cached == {True: 0, False: 0}
-        assert not manner.preempts_a or clients.num_preemptions() >= num_pairs
-        server.wait_until_idle()
+    server = serving(manner)
+    clients = Clients(server, manner, has_salts=True)
+    num_pairs = manner.num_pairs(NUM_PAIRS)
+    p_values = [ks_p_value(*clients.seconds(num_pairs))]
+    if p_values[0] <= 0.01:
+        p_values.append(ks_p_value(*clients.seconds(num_pairs)))
+    assert p_values[-1] > 0.01, p_values
+    assert clients.num_cached == {True: 0, False: 0}
+    assert not manner.preempts_a or clients.num_preemptions() >= num_pairs
+    server.wait_until_idle()
 
 
 @pytest.mark.slow
-def test_over_http_without_salts_the_times_tell_what_another_tenant_has_asked():
+def test_over_http_without_salts_the_times_tell_what_another_tenant_has_asked(serving: Serving):
     """The control."""
-    with serving(MANNERS["alone"]) as server:
-        clients = Clients(server, MANNERS["alone"], has_salts=False)
-        assert ks_p_value(*clients.seconds(NUM_PAIRS // 4)) < 0.001
-        assert clients.num_cached[True] == NUM_PAIRS // 4 * (LONG - 1) and clients.num_cached[False] == 0
+    clients = Clients(serving(MANNERS["alone"]), MANNERS["alone"], has_salts=False)
+    assert ks_p_value(*clients.seconds(NUM_TELLING_PAIRS)) < 0.001
+    assert clients.num_cached[True] == NUM_TELLING_PAIRS * (LONG - 1) and clients.num_cached[False] == 0

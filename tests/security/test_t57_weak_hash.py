@@ -16,7 +16,7 @@ from millrace.stages.reading import read_outputs
 from millrace.stages.testing import Script, scripted_engine
 from tests.simulation.bugs import BUGS
 
-NUM_PROMPTS = 10_000 if os.environ.get("MILLRACE_FULL") else 4_000
+NUM_PROMPTS = 10_000 if os.environ.get("MILLRACE_FULL") else 1_000
 AT_ONCE = 64  # prompts of a request
 SIZES = {"block_size": 4, "num_gpu_blocks": 512, "max_model_len": 64, "max_num_seqs": 64}
 SCRIPT = Script(eos_probability=0.0)

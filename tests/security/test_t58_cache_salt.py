@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.deploy.running import RunningServer
 from tests.security.oracle import CHAT, TEXT, refused
 
 
@@ -20,34 +19,31 @@ def test_a_salt_is_a_string(server, salt):
     refused(server, lambda: server.post(TEXT, {"prompt": "hi", "cache_salt": salt}), 400, param="cache_salt")
 
 
-def test_with_a_salt_per_key_the_holders_of_two_keys_share_nothing():
+def test_with_a_salt_per_key_the_holders_of_two_keys_share_nothing(two_keys_server):
     """Salted alike or not at all; each finds what it has asked itself, and another salt of its own finds nothing."""
-    keys = {"api_key": ["key-a", "key-b"], "cache_salt_per_key": True}
-    with RunningServer(server=keys) as server:
 
-        def num_cached(key: str, salt: str | None) -> int:
-            body = {"prompt": "a" * 100, "max_tokens": 1, "cache_salt": salt}
-            answer = server.post(TEXT, body, {"Authorization": f"Bearer {key}"})
-            return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    def num_cached(key: str, salt: str | None) -> int:
+        body = {"prompt": "a" * 100, "max_tokens": 1, "cache_salt": salt}
+        answer = two_keys_server.post(TEXT, body, {"Authorization": f"Bearer {key}"})
+        return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-        for salt in (None, "one", "two"):
-            assert num_cached("key-a", salt) == 0
-            assert num_cached("key-b", salt) == 0
-            assert num_cached("key-a", salt) > 0 and num_cached("key-b", salt) > 0
+    for salt in (None, "one", "two"):
+        assert num_cached("key-a", salt) == 0
+        assert num_cached("key-b", salt) == 0
+        assert num_cached("key-a", salt) > 0 and num_cached("key-b", salt) > 0
 
 
-def test_with_a_salt_per_key_what_is_embedded_for_one_key_is_not_cached_for_another():
+def test_with_a_salt_per_key_what_is_embedded_for_one_key_is_not_cached_for_another(two_keys_server):
     bodies = {
-        "/v1/embeddings": {"input": "a" * 100},
-        "/score": {"queries": "b" * 100, "documents": ["c" * 100]},
-        "/rerank": {"query": "d" * 100, "documents": ["e" * 100]},
+        "/v1/embeddings": {"input": "b" * 100},
+        "/score": {"queries": "c" * 100, "documents": ["d" * 100]},
+        "/rerank": {"query": "e" * 100, "documents": ["f" * 100]},
     }
-    with RunningServer(server={"api_key": ["key-a", "key-b"], "cache_salt_per_key": True}) as server:
 
-        def is_cached(key: str, path: str) -> bool:
-            answer = server.post(path, bodies[path], {"Authorization": f"Bearer {key}"})
-            return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    def is_cached(key: str, path: str) -> bool:
+        answer = two_keys_server.post(path, bodies[path], {"Authorization": f"Bearer {key}"})
+        return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
-        for path in bodies:
-            found = [is_cached(key, path) for key in ("key-a", "key-b", "key-a", "key-b")]
-            assert found == [False, False, True, True], path
+    for path in bodies:
+        found = [is_cached(key, path) for key in ("key-a", "key-b", "key-a", "key-b")]
+        assert found == [False, False, True, True], path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,9 @@ MODEL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "i
 SIZES = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 256, "threads": 1}
 ROOMY = {"num_gpu_blocks": 2048, "max_num_seqs": 2 * AT_ONCE, "enable_prefix_caching": False}
 TIGHT = {"num_gpu_blocks": 40}
-POISONS = {"NaN, no host": (math.nan, 300, 0), "10,000": (1e4, 100, 0), "NaN, a host": (math.nan, 200, 60)}
+IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
+NUM_REQUESTS = 1000 if IS_FULL else 120
+POISONS = {"NaN, no host": (math.nan, 0), "10,000": (1e4, 0), "NaN, a host": (math.nan, 60)}
 
 
 @dataclass(frozen=True)
@@ -157,20 +160,17 @@ def _gap_at_first_difference(found: CompletionOutput, right: CompletionOutput) -
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     model = tmp_path_factory.mktemp("llama")
     make_checkpoint("llama", model, **MODEL)
-    asks = draw_asks(max(num_requests for _, num_requests, _ in POISONS.values()))
+    asks = draw_asks(NUM_REQUESTS)
     reference = asyncio.run(ask_all(model, asks, ROOMY, None))
     assert reference.num_preemptions == reference.num_hits == 0
     return Subject(model, asks, reference.answers)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("poison", "num_requests", "num_host_blocks"), POISONS.values(), ids=POISONS.keys())
-def test_poison_in_every_freed_block_changes_no_answer(
-    subject: Subject, poison: float, num_requests: int, num_host_blocks: int
-):
-    """Six hundred requests in all; 1,000 each were run once."""
-    run = subject.run(poison, num_requests, num_host_blocks)
-    assert run.num_preemptions > 2 and run.num_hits > num_requests and run.num_poisoned > num_requests
+@pytest.mark.parametrize(("poison", "num_host_blocks"), POISONS.values(), ids=POISONS.keys())
+def test_poison_in_every_freed_block_changes_no_answer(subject: Subject, poison: float, num_host_blocks: int):
+    run = subject.run(poison, NUM_REQUESTS, num_host_blocks)
+    assert run.num_preemptions > 2 and run.num_hits > NUM_REQUESTS and run.num_poisoned > NUM_REQUESTS
     gaps = subject.differences(run)
     assert len(gaps) <= MOST_TIES and max(gaps, default=0.0) < TIE, f"{len(gaps)} answers differ, decided by {gaps}"
 
@@ -179,11 +179,12 @@ def test_poison_in_every_freed_block_changes_no_answer(
 def test_a_kernel_that_read_unwritten_places_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch):
     """The control: without zeros in the rest of a last block, a probability of 0 meets NaN."""
     monkeypatch.setattr(plans, "_unwritten_tokens", lambda *_: np.zeros(0, np.int64))
-    gaps = subject.differences(subject.run(math.nan, 200))
+    gaps = subject.differences(subject.run(math.nan, 120))
     assert max(gaps) > TIE
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not IS_FULL, reason="400 requests, for some of them to meet the poison: MILLRACE_FULL=1")
 def test_blocks_that_come_free_while_a_step_may_still_read_them_would_be_noticed(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ):

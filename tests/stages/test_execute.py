@@ -275,7 +275,7 @@ async def test_steps_behind_a_failed_one_are_not_run_until_a_higher_generation_c
 @sim_test(seeds=12, fault_names={"execute.crash.before": 0.4, "execute.crash.after": 0.4})
 async def test_each_grant_leaves_once_and_in_order_whatever_crashes(env):
     found = await run_alone(env, Scripted(), list(range(4)))
-    assert all(end in (f"logits {step}", "InjectedCrash") for step, end in enumerate(found, 5))
+    assert len(found) == 4 and all(end in (f"logits {step}", "InjectedCrash") for step, end in enumerate(found, 5))
     assert found.count("InjectedCrash") == 0 or env.faults_fired["execute.crash.before"] > 0
 
 

@@ -60,6 +60,7 @@ def test_nothing_that_went_out_is_ever_the_beginning_of_the_match(stops, text):
         if found is not None:
             assert found == match
             return
+    assert match is None and out + watcher.flush() == text
 
 
 def test_only_what_may_begin_a_stop_string_is_held_back():

@@ -248,10 +248,9 @@ def test_everything_up_to_schedule_runs_without_a_device() -> None:
     async def main() -> None:
         async with scripted_pipeline().pipeline.slice("intake", "schedule") as part:
             await part.channel("intake.in").send(Request("r", (Prompt(text="Hello"),), SamplingParams()))
-            async for plan in part.channel("schedule.out"):
-                assert isinstance(plan, StepPlan)
-                assert plan.num_wanted.tolist() == [5] and plan.started[0].request_id == "r"
-                return
+            plan = await anext(aiter(part.channel("schedule.out")))
+            assert isinstance(plan, StepPlan)
+            assert plan.num_wanted.tolist() == [5] and plan.started[0].request_id == "r"
 
     asyncio.run(main())
 

@@ -7,6 +7,7 @@ import re
 import ssl
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,8 +124,8 @@ class Server:
         routes = self._routes
         admin = Admin(self.service, self._threads)
         docs = Docs(self.service, self._threads, package_version())
-        public = (re.escape(route.path) for route in routes.table() if route.handler in routes.public)
-        open_paths = re.compile("|".join(re.sub(r"\\{\w+\\}", "[^/]+", path) for path in public))
+        public = (route.path for route in routes.table() if route.handler in routes.public)
+        open_paths = re.compile("|".join(_pattern(path) for path in public))
         others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(
             admin.handlers, Keys(self.config.admin_key, "admin key")
         )
@@ -199,3 +200,10 @@ def _remove_socket(path: str) -> None:
 
 
 __all__ = ["Server", "ServerConfig"]
+
+
+def _pattern(path: str) -> str:
+    """A route's path as a regular expression: `{name}` is one part of a path, `{name:regex}` what that says."""
+    pieces = re.split(r"\{\w+(?::([^}]*))?\}", path)  # literal, regex, literal, ...
+    fixed, parts = map(re.escape, pieces[::2]), (part or "[^/]+" for part in pieces[1::2])
+    return "".join(piece for pair in zip_longest(fixed, parts, fillvalue="") for piece in pair)

@@ -100,7 +100,8 @@ class Viewer:
                 raise ApiError("invalid_api_key", f"the API key {wrong}: the hello brings it as key")
             self._owner = owner
         if hello.admin_key:
-            if not feed.admin_keys or feed.admin_keys.holder(hello.admin_key) is None:
+            holder = feed.admin_keys.holder(hello.admin_key)
+            if not feed.admin_keys or holder is None:
                 raise ApiError("invalid_api_key", "the admin key is wrong")
             self._is_admin = True
 

@@ -39,7 +39,7 @@ OPTIONS = {
 # HTTP alone opens no WebSocket: their operations answer 426 to it, however well asked. And how a response was made, in
 # the background or with events, decides what can be asked of it: that is 400.
 EXPECTED = """[[operations]]
-include-operation-id = ["streamSocket", "responsesSocket"]
+include-operation-id = ["streamSocket", "responsesSocket", "dashboardFeed"]
 checks.positive_data_acceptance.expected-statuses = ["101", "426", "401"]
 
 [[operations]]

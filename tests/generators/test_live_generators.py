@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.security]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with RunningServer(server={"log_format": "json"}, audit=True) as running, watched(running):
+    with RunningServer(server={"log_format": "json"}, audit=True) as running, watched(running, fully=True):
         yield running
 
 

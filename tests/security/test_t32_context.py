@@ -19,6 +19,7 @@ def test_the_last_prompt_that_fits_leaves_room_for_one_token(server, as_ids):
         refused(server, lambda body=body: server.post(TEXT, body), code="context_length_exceeded")
 
 
+@pytest.mark.memory(left_mib=9)  # what a body of megabytes was read into is kept for the next one
 def test_four_mebibytes_of_text_are_refused_before_they_are_tokenized(server):
     text = "x" * (4 * 1024 * 1024 - 100)
     answer = refused(

@@ -56,6 +56,7 @@ def test_what_is_not_called_json_is_415(server, content_type):
     refused(server, lambda: server.post(TEXT, {"prompt": "hi"}, headers), 415, code="unsupported_media_type")
 
 
+@pytest.mark.memory(left_mib=9)  # what a body of megabytes was read into is kept for the next one
 @pytest.mark.parametrize(
     "data",
     [

@@ -30,10 +30,10 @@ WARM_UP: list[tuple[str, dict[str, object]]] = [
 
 @contextmanager
 def watched(
-    server: RunningServer, headers: Mapping[str, str] | None = None, **limits: float
+    server: RunningServer, headers: Mapping[str, str] | None = None, *, fully: bool = False, **limits: float
 ) -> Iterator[RunningServer]:
     """A server of one test, which was started with `audit`: warm, then watched within the block."""
-    warm_up(server, headers)
+    warm_up(server, headers, fully=fully)
     watch = Watch(server, **limits)
     yield server
     watch.check()

@@ -13,17 +13,21 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tests.counts import count
 from tests.simulation.bugs import BUGS
 from tests.simulation.world import run_seed
 
 R = TypeVar("R")
 
-NUM_SEEDS = 250  # `python -m tests.simulation.run` runs as many as one likes
+NUM_SEEDS = count(120, 500)  # `python -m tests.simulation.run` runs as many as one likes
 MAX_SEEDS_TO_FIND = 300  # a planted bug
 FOUND_BY = {  # seeds that are known to find it, tried first: the others take a while to get there
     "missed_wake_up": (41,),
     "kept_despite_void": (42,),
-    "shared_too_early": (42,),
+    "shared_too_early": (54,),
+    "tail_found_too_early": (42,),
+    "fork_source_not_held": (42,),
+    "fork_source_reused_while_copied": (42,),
     "swap_kept_despite_void": (98,),
     "moved_despite_void": (19,),
 }

@@ -64,8 +64,8 @@ def test_every_fault_point_is_known_and_strikes(totals: Totals) -> None:
 
 
 def test_every_sometimes_state_and_outcome_is_reached(totals: Totals) -> None:
-    missing = [name for name in SOMETIMES if totals.states[name] < 5]
-    missing += [name for name in OUTCOMES if totals.outcomes[name] < 5]
+    missing = [name for name in SOMETIMES if totals.states[name] < NUM_SEEDS // 50]
+    missing += [name for name in OUTCOMES if totals.outcomes[name] < NUM_SEEDS // 50]
     assert not missing, f"{missing} in {dict(totals.states)}, {dict(totals.outcomes)}"
 
 

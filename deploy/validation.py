@@ -32,6 +32,16 @@ def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tup
     return body, ignored
 
 
+def read_typed(kinds: Mapping[str, type[B]], raw: Mapping[str, Any], strict_fields: bool) -> B:
+    """A message of the kind that its `type` names. `ApiError` 400 names the field that is wrong."""
+    kind = raw.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        shown = "" if kind is None else f" = {shorten(repr(kind), 32)}"
+        raise ApiError("invalid_value", f"type{shown}: must be one of {', '.join(kinds)}", param="type")
+    message, _ = read_body(kinds[kind], raw, strict_fields)
+    return message
+
+
 _CODES = {"missing": "missing_required_parameter", "unsupported_content_type": "unsupported_content_type"}
 
 

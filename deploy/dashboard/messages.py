@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..bodies import Body
-from ..errors import ApiError, shorten
 from ..keys import MAX_KEY_CHARS
 from ..sockets.envelopes import MAX_ID_CHARS
-from ..validation import read_body
+from ..validation import read_typed
 
 MAX_OFFSET = 2**31 - 1
 
@@ -83,9 +82,4 @@ KINDS: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "cancel"
 
 def read_message(raw: Mapping[str, Any], strict_fields: bool) -> Body:
     """What a message says. `ApiError` 400 names the field that is wrong."""
-    kind = raw.get("type")
-    if not isinstance(kind, str) or kind not in KINDS:
-        shown = "" if kind is None else f" = {shorten(repr(kind), 32)}"
-        raise ApiError("invalid_value", f"type{shown}: must be one of {', '.join(KINDS)}", param="type")
-    message, _ = read_body(KINDS[kind], raw, strict_fields)
-    return message
+    return read_typed(KINDS, raw, strict_fields)

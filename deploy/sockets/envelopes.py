@@ -12,9 +12,9 @@ import orjson
 from pydantic import Field
 
 from ..bodies import Body
-from ..errors import ApiError, shorten
+from ..errors import ApiError
 from ..parsing import JsonLimits, parse_object
-from ..validation import read_body
+from ..validation import read_typed
 
 MAX_CREDIT = 2**31 - 1
 
@@ -76,12 +76,7 @@ def parse(data: bytes, max_bytes: int) -> dict[str, Any]:
 
 def read_envelope(raw: Mapping[str, Any], strict_fields: bool) -> Envelope:
     """What a message says. `ApiError` 400 names the field that is wrong."""
-    kind = raw.get("type")
-    if not isinstance(kind, str) or kind not in KINDS:
-        shown = "" if kind is None else f" = {shorten(repr(kind), 32)}"
-        raise ApiError("invalid_value", f"type{shown}: must be one of {', '.join(KINDS)}", param="type")
-    envelope, _ = read_body(KINDS[kind], raw, strict_fields)
-    return envelope
+    return read_typed(KINDS, raw, strict_fields)
 
 
 def members(said: Mapping[str, Any]) -> bytes:

@@ -94,12 +94,20 @@ function Connection() {
     feed.hello && html`<br /><span class="model">${feed.hello.models.join(", ")} · ${feed.hello.version}</span>`}</p>`;
 }
 
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const chosenTheme = () => localStorage.getItem("millrace.theme") ?? "auto";
+
 // Follows the system unless told otherwise.
+function paint() {
+  const theme = chosenTheme();
+  document.documentElement.dataset.theme = theme !== "auto" ? theme : dark.matches ? "dark" : "light";
+}
+
 function Theme() {
-  const [theme, setTheme] = useState(localStorage.getItem("millrace.theme") ?? "auto");
+  const [theme, setTheme] = useState(chosenTheme());
   useEffect(() => {
-    document.documentElement.dataset.theme = theme;
     localStorage.setItem("millrace.theme", theme);
+    paint();
     redraw();
   }, [theme]);
   return html`<label class="theme"><span>Theme</span> <select aria-label="Theme" value=${theme} onChange=${(event) => setTheme(event.target.value)}>
@@ -146,9 +154,9 @@ function Lock() {
 }
 
 addEventListener("hashchange", route);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+dark.addEventListener("change", () => { paint(); redraw(); });
 setInterval(() => { if (!document.hidden && feed.state === "live") redraw(); }, 1000); // ages go on while nothing else does
-document.documentElement.dataset.theme = localStorage.getItem("millrace.theme") ?? "auto";
+paint();
 globalThis.millraceDashboard = app; // for whoever looks at the page from its console, and for its tests
 route();
 feed.connect({ key: sessionStorage.getItem("millrace.key") || null, admin_key: sessionStorage.getItem("millrace.admin_key") || null });

@@ -6,9 +6,12 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .config import ModelConfig
+
+Ids = NDArray[np.int64]  # [C], of blocks, on the host
 
 
 class KVCache:
@@ -37,12 +40,11 @@ class KVCache:
         """Keys and values of one layer, views of [N, G, B, D] each."""
         return self._layers[index]
 
-    def copy_blocks(self, source: Tensor, destination: Tensor) -> None:
-        """Copy whole blocks, all layers: `destination[i]` becomes what `source[i]` is. [C] i64 ids each, on the host;
-        no block is both."""
+    def copy_blocks(self, source: Ids, destination: Ids) -> None:
+        """Copy whole blocks, all layers: `destination[i]` becomes what `source[i]` is; no block is both."""
         if self.is_block_major and len(source) > 1:  # two kernels for all of them
-            source, destination = source.to(self.data.device), destination.to(self.data.device)
-            self.data.index_copy_(0, destination, self.data.index_select(0, source))
+            from_here, to_there = (torch.from_numpy(ids).to(self.data.device) for ids in (source, destination))
+            self.data.index_copy_(0, to_there, self.data.index_select(0, from_here))
         else:
             self._copy(self.data, source, self.data, destination)
 
@@ -53,15 +55,15 @@ class KVCache:
         shape = self._shape(num_blocks, tuple(heads), tuple(self.data.shape[4:]))
         return torch.empty(shape, dtype=self.data.dtype, pin_memory=self.data.is_cuda)
 
-    def copy_out(self, blocks: Tensor, host: Tensor, places: Tensor) -> None:
-        """Block `places[i]` of `host` (see `make_host_blocks`) becomes block `blocks[i]`, [C] i64 each, all layers."""
+    def copy_out(self, blocks: Ids, host: Tensor, places: Ids) -> None:
+        """Block `places[i]` of `host` (see `make_host_blocks`) becomes block `blocks[i]`, all layers."""
         self._copy(self.data, blocks, host, places)
 
-    def copy_in(self, host: Tensor, places: Tensor, blocks: Tensor) -> None:
-        """Block `blocks[i]` becomes block `places[i]` of `host`, [C] i64 each, all layers."""
+    def copy_in(self, host: Tensor, places: Ids, blocks: Ids) -> None:
+        """Block `blocks[i]` becomes block `places[i]` of `host`, all layers."""
         self._copy(host, places, self.data, blocks)
 
-    def _copy(self, source: Tensor, source_ids: Tensor, destination: Tensor, destination_ids: Tensor) -> None:
+    def _copy(self, source: Tensor, source_ids: Ids, destination: Tensor, destination_ids: Ids) -> None:
         """Block by block: on a GPU one transfer each, on the stream; on a CPU twice as fast as indexing by a list."""
         axis = 0 if self.is_block_major else 3
         for source_id, destination_id in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):

@@ -63,10 +63,11 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.max_positions = max_positions or config.max_position_embeddings
         self._scale = config.head_dim**-0.5
-        self._cos, self._sin = rope_tables(config.rope, self.max_positions, self.device)  # [P, D_rot / 2] f32 each
+        tables = rope_tables(config.rope, self.max_positions)
+        self._cos, self._sin = (torch.from_numpy(table).to(self.device) for table in tables)  # [P, D_rot / 2] f32 each
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+    def forward(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
         """Run one step: write the new tokens' keys and values into the cache, return logits for `inputs.logits_rows`.
 
         [L, V], float32 on a CPU and the model's dtype elsewhere.
@@ -74,7 +75,7 @@ class Decoder:
         return self.logits(self.hidden(inputs, cache).index_select(0, inputs.logits_rows))
 
     @torch.inference_mode()
-    def hidden(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+    def hidden(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
         """The layers' part of a step: what they make of each of its tokens, [T, hidden]."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
         residual = self.weights.embedding.index_select(0, inputs.input_ids)  # [T, hidden]
@@ -96,7 +97,9 @@ class Decoder:
         """The last hidden states of some of those tokens, as embeddings are made of them, [L, hidden] both."""
         return self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
 
-    def _attention(self, index: int, layer: LayerWeights, x: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
+    def _attention(
+        self, index: int, layer: LayerWeights, x: Tensor, inputs: StepInputs[Tensor], cache: KVCache
+    ) -> Tensor:
         """Queries, keys and values of x, the cache written, and what the queries see, [T, H * D]."""
         config, kernels = self.config, self.kernels
         num_tokens = x.shape[0]

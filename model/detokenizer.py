@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CheckpointError
-from .tokenizer import Tokenizer, is_byte_token
+from .tokenizer import Tokenizer, byte_level_bytes, is_byte_token, sentencepiece_bytes
 
 
 class TextTable:
@@ -28,9 +28,10 @@ class TextTable:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.is_byte_level, self.strips_first_space = _decoder_rules(tokenizer)
         size = len(tokenizer)
-        tokens = [tokenizer.token(token_id) for token_id in range(size)]
+        tokens = tokenizer.tokens
+        spell = byte_level_bytes if self.is_byte_level else sentencepiece_bytes
         self.special_ids = tokenizer.special_ids
-        self.bytes = [tokenizer.token_bytes(token_id) for token_id in range(size)]
+        self.bytes = [b"" if token is None else spell(token) for token in tokens]
         self.is_byte: NDArray[np.bool_] = np.zeros(size, np.bool_)  # a `<0xNN>` token
         if not self.is_byte_level:
             self.is_byte[:] = [token is not None and is_byte_token(token) for token in tokens]

@@ -27,11 +27,6 @@ def weights_bytes(weights: DecoderWeights) -> int:
     return sum(sizes.values())
 
 
-def tables_bytes(config: ModelConfig, num_positions: int) -> int:
-    """The tables of rotary positions, cos and sin in float32."""
-    return 2 * num_positions * (config.rope.dim // 2) * 4
-
-
 def step_bytes(config: ModelConfig, weights: DecoderWeights, num_tokens: int, max_model_len: int) -> int:
     """The most that `Decoder.forward` has allocated at a time with the torch kernels on a CPU, logits left out.
 

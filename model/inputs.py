@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from torch import Tensor
+Array = TypeVar("Array", bound=Sized)  # tensors, or numpy arrays for a model that runs without torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepInputs:
+class StepInputs(Generic[Array]):
     """New tokens of S sequences back to back, T in all; logits are wanted for L of them. All on the decoder's device.
 
     The first `num_decode` sequences have exactly one new token each. When that is all of them (num_decode == S == T)
     the step takes the decode kernel, otherwise the one for mixed lengths.
     """
 
-    input_ids: Tensor  # [T] i64
-    positions: Tensor  # [T] i64, from 0 in each sequence
-    slot_mapping: Tensor  # [T] i64, block * block_size + offset of each token's place in the cache; -1 = none
-    block_tables: Tensor  # [S, M] i32, block ids in token order
-    query_starts: Tensor  # [S + 1] i32, sequence s has the new tokens [query_starts[s], query_starts[s + 1])
-    lengths: Tensor  # [S] i32, tokens in the cache, the new ones included
-    logits_rows: Tensor  # [L] i64, which of the T tokens
+    input_ids: Array  # [T] i64
+    positions: Array  # [T] i64, from 0 in each sequence
+    slot_mapping: Array  # [T] i64, block * block_size + offset of each token's place in the cache; -1 = none
+    block_tables: Array  # [S, M] i32, block ids in token order
+    query_starts: Array  # [S + 1] i32, sequence s has the new tokens [query_starts[s], query_starts[s + 1])
+    lengths: Array  # [S] i32, tokens in the cache, the new ones included
+    logits_rows: Array  # [L] i64, which of the T tokens
     num_decode: int
 
     @property
     def is_decode(self) -> bool:
-        return self.num_decode == self.lengths.shape[0] == self.input_ids.shape[0]
+        return self.num_decode == len(self.lengths) == len(self.input_ids)

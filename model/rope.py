@@ -1,29 +1,37 @@
-"""The cos and sin tables of rotary positions, one row per position, made once when a model is loaded."""
+"""The cos and sin tables of rotary positions, one row per position, made once when a model is loaded. No torch."""
 
 from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from .config import RopeConfig
 
+Floats = NDArray[np.float32]
 
-def rope_tables(rope: RopeConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+
+def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[Floats, Floats]:
     """cos and sin, [num_positions, rope.dim / 2] each, f32, already times `rope.attention_factor`."""
-    positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = positions[:, None] * inverse_frequencies(rope)[None, :]  # [P, D_rot / 2]
-    return (angles.cos() * rope.attention_factor).to(device), (angles.sin() * rope.attention_factor).to(device)
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * inverse_frequencies(rope)  # [P, D_rot / 2]
+    factor = np.float32(rope.attention_factor)
+    return np.cos(angles) * factor, np.sin(angles) * factor
 
 
-def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Radians per position of each rotated pair, [dim / 2] f32, on the CPU.
+def tables_bytes(rope: RopeConfig, num_positions: int) -> int:
+    """Memory of both."""
+    return 2 * num_positions * (rope.dim // 2) * 4
+
+
+def inverse_frequencies(rope: RopeConfig) -> Floats:
+    """Radians per position of each rotated pair, [dim / 2] f32.
 
     "dynamic" equals "default" up to the length the checkpoint states, which is the longest sequence served.
     """
-    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
-    plain = 1.0 / (rope.theta**exponents)
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    powers = np.float64(rope.theta) ** exponents  # in double precision: rounded once, it is what torch's power gives
+    plain: Floats = np.float32(1.0) / powers.astype(np.float32)
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
@@ -33,7 +41,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     return plain
 
 
-def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+def _llama3(rope: RopeConfig, plain: Floats) -> Floats:
     """Short waves stay, long ones are stretched by `factor`, and those between are blended by how long they are."""
     wavelengths = 2 * math.pi / plain
     longest_kept = rope.original_max_position / rope.high_freq_factor
@@ -42,12 +50,12 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
         rope.high_freq_factor - rope.low_freq_factor
     )
     blended = (1 - kept_share) * plain / rope.factor + kept_share * plain
-    stretched = torch.where(wavelengths > shortest_stretched, plain / rope.factor, plain)
+    stretched = np.where(wavelengths > shortest_stretched, plain / rope.factor, plain)
     is_between = (wavelengths >= longest_kept) & (wavelengths <= shortest_stretched)
-    return torch.where(is_between, blended, stretched)
+    return np.where(is_between, blended, stretched)
 
 
-def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
+def _yarn(rope: RopeConfig, plain: Floats) -> Floats:
     """Pairs that turn often in the original context stay, those that turn rarely are stretched, with a ramp between."""
 
     def pair_that_turns(times: float) -> float:
@@ -58,5 +66,6 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
     high = high if high != low else high + 0.001
-    stretched_share = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return plain / rope.factor * stretched_share + plain * (1 - stretched_share)
+    stretched_share = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    stretched: Floats = plain / rope.factor * stretched_share + plain * (1 - stretched_share)
+    return stretched.astype(np.float32)

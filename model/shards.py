@@ -1,4 +1,4 @@
-"""Memory-mapped safetensors: every header checked before a byte of a tensor is used. No pickle, ever.
+"""Memory-mapped safetensors: every header checked before a byte of a tensor is used. No pickle, ever, and no torch.
 
 A checkpoint is one `model.safetensors`, or several shards with a `model.safetensors.index.json`.
 """
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from .errors import CheckpointError
 from .files import checkpoint_file, read_json
 
 HEADER_BYTES = 100_000_000  # largest header the format allows
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BFLOAT16 = np.dtype(np.uint16)  # numpy has none: its 16 bits, the upper half of a float32
+DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 
 
@@ -58,15 +59,20 @@ class Checkpoint:
         name = name.removeprefix(self._prefix)
         return self._shards[name].entries[name].shape
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor as stored, a view of the map: copy it before the Checkpoint goes, and never write to it."""
+    def array(self, name: str) -> NDArray[Any]:
+        """The tensor as stored, a view of the map, so never write to it; of `BFLOAT16` where that is what it is."""
         name = name.removeprefix(self._prefix)
-        return self._shards[name].tensor(name)
+        return self._shards[name].array(name)
+
+    def forget(self, name: str) -> None:
+        """The tensor has been copied: its pages leave this process, and are read again if anyone asks."""
+        name = name.removeprefix(self._prefix)
+        self._shards[name].forget(name)
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    dtype: torch.dtype
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
     begin: int  # in the file
     num_bytes: int
@@ -90,13 +96,21 @@ class _Shard:
             self._fail(f"its header claims {header_bytes} bytes of a file of {size}")
         self.entries = self._entries(self._header(self._map[8 : 8 + header_bytes]), 8 + header_bytes, size)
 
-    def tensor(self, name: str) -> Tensor:
+    def array(self, name: str) -> NDArray[Any]:
         entry = self.entries[name]
-        count = math.prod(entry.shape)
-        if entry.begin % entry.dtype.itemsize == 0:
-            return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=entry.begin).view(entry.shape)
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.begin)
-        return raw.clone().view(entry.dtype).view(entry.shape)
+        raw = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.begin)
+        if entry.begin % entry.dtype.itemsize:
+            raw = raw.copy()
+        return raw.view(entry.dtype).reshape(entry.shape)
+
+    def forget(self, name: str) -> None:
+        if not hasattr(mmap, "MADV_DONTNEED"):  # no Linux
+            return
+        entry = self.entries[name]
+        begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: others have the ends
+        end = (entry.begin + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _header(self, raw: bytes) -> dict[str, Any]:
         def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,7 +138,7 @@ class _Shard:
             dtype, shape = self._dtype(name, value), self._shape(name, value)
             begin, end = self._offsets(name, value)
             if end - begin != math.prod(shape) * dtype.itemsize:
-                self._fail(f"tensor {name}: {list(shape)} of {dtype} does not take {end - begin} bytes")
+                self._fail(f"tensor {name}: {list(shape)} of {value['dtype']} does not take {end - begin} bytes")
             if begin == end:
                 self._fail(f"tensor {name}: has no elements")
             if begin != position:
@@ -135,7 +149,7 @@ class _Shard:
             self._fail(f"its tensors end at byte {data_begin + position} of {size}; the file is cut or has grown")
         return entries
 
-    def _dtype(self, name: str, value: dict[str, Any]) -> torch.dtype:
+    def _dtype(self, name: str, value: dict[str, Any]) -> np.dtype[Any]:
         stored = value.get("dtype")
         if not isinstance(stored, str) or stored not in DTYPES:
             self._fail(f"tensor {name}: dtype {stored!r} is not supported; supported: {', '.join(DTYPES)}")

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Tokenizer:
         )
         self.is_byte_level = self.decoder_config["type"] == "ByteLevel"
         added = rust.get_added_tokens_decoder()
+        self._added_ids = list(added)
         self.special_tokens = {str(token.content): index for index, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
         self.bos_token = _token_text(config.get("bos_token"))
@@ -69,7 +71,7 @@ class Tokenizer:
 
     def __len__(self) -> int:
         """One more than the largest id, added tokens included. An embedding may have more rows, or by mistake fewer."""
-        return max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return len(self.tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text in which special tokens may be spelled, as in a completion prompt."""
@@ -113,6 +115,17 @@ class Tokenizer:
             return b""
         return byte_level_bytes(token) if self.is_byte_level else sentencepiece_bytes(token)
 
+    @cached_property
+    def tokens(self) -> list[str | None]:
+        """`token` of every id, and no more: in a tenth of the time that asking for one after the other takes."""
+        vocabulary = self._rust.get_vocab(with_added_tokens=True)
+        entries: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            entries[token_id] = token
+        for token_id in self._added_ids:  # NOTE: the vocabulary has them as they were written, before normalising
+            entries[token_id] = self.token(token_id)
+        return entries
+
     def to_json(self) -> str:
         """The tokenizer.json of this tokenizer as it is used, what tokenizer_config.json says included."""
         return self._rust.to_str()
@@ -155,8 +168,8 @@ class Tokenizer:
 def byte_level_bytes(token: str) -> bytes:
     """Bytes of a byte-level token; one with a character outside the substitute alphabet stands for itself."""
     try:
-        return bytes(BYTE_OF_CHARACTER[character] for character in token)
-    except KeyError:
+        return token.translate(LATIN_1_OF_CHARACTER).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()
 
 
@@ -180,7 +193,10 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-BYTE_OF_CHARACTER = _byte_alphabet()
+# Other characters below U+0100 become one that Latin-1 has not, so that it complains of them.
+LATIN_1_OF_CHARACTER = dict.fromkeys(range(256), "\u0100") | {
+    ord(character): chr(byte) for character, byte in _byte_alphabet().items()
+}
 
 
 def _configure(rust: RustTokenizer, config: dict[str, Any], text: str) -> None:

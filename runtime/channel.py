@@ -16,6 +16,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_Future = asyncio.Future  # looked up once: a step waits six times
+
 
 class ChannelClosed(Exception):
     """The channel takes nothing more. What was queued before still reaches the receiver."""
@@ -44,11 +46,12 @@ class Bell:
     `while not bell.heard(): await bell.next_ring()` is `wait`, without the price of a coroutine each time.
     """
 
-    __slots__ = ("_rung", "_waiter")
+    __slots__ = ("_loop", "_rung", "_waiter")
 
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
         self._rung = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # of whoever waits
 
     def ring(self) -> None:
         """Wakes the waiter, or lets the next `wait` return at once."""
@@ -66,8 +69,10 @@ class Bell:
 
     def next_ring(self) -> asyncio.Future[None]:
         """Resolves at the next ring; ask `heard` first. One waiter at a time."""
-        self._waiter = asyncio.Future(loop=asyncio.get_running_loop())
-        return self._waiter
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        waiter = self._waiter = _Future(loop=self._loop)
+        return waiter
 
     async def wait(self) -> None:
         """Returns after the next ring, or at once if it rang since the last `wait`. One waiter at a time."""
@@ -122,13 +127,13 @@ class Channel(Generic[T]):
         self._num_promised = 0
         self._bell = Bell()
         self._wakes: Callable[[], bool] = _always
-        self._high_water = 0
-        self._recent_high_water = 0  # as `take_high_water` says
+        self._high_water = 0  # at any time that something was received, as the next
+        self._recent_high_water = 0  # since `take_high_water`
         self._num_sent = 0
         self._seconds_full = 0.0
         self._seconds_empty = 0.0
         self._full_since: float | None = None
-        self._empty_since: float | None = clock()
+        self._empty_since = clock()  # holds while nothing is queued
         self.waiting_since = 0.0  # when the oldest queued item came, by this channel's clock; inf if it woke nobody
 
     def __len__(self) -> int:
@@ -153,13 +158,14 @@ class Channel(Generic[T]):
 
     # -- sending
 
-    def try_send(self, item: T) -> bool:
-        """Queues `item` if there is room and nobody waits before it; True if so."""
+    def try_send(self, item: T, now: float | None = None) -> bool:
+        """Queues `item` if there is room and nobody waits before it; True if so. `now` is the time by this channel's
+        clock, from whoever has just looked."""
         if self.is_closed:
             self._check_open()
         if self._senders or len(self._items) + self._num_promised >= self.capacity:
             return False
-        self._put(item)
+        self._put(item, now)
         return True
 
     async def send(self, item: T) -> None:
@@ -196,28 +202,23 @@ class Channel(Generic[T]):
     def _has_room(self) -> bool:
         return len(self._items) + self._num_promised < self.capacity
 
-    def _put(self, item: T) -> None:
-        self._items.append(item)
+    def _put(self, item: T, now: float | None = None) -> None:
+        items = self._items
+        items.append(item)
         self._num_sent += 1
-        depth = len(self._items)
-        if depth > self._recent_high_water:
-            self._recent_high_water = depth
-            if depth > self._high_water:
-                self._high_water = depth
+        depth = len(items)
         if depth == 1 or depth == self.capacity:
-            self._note_time(depth)
+            self._note_time(depth, self._clock() if now is None else now)
         if self._wakes is _always or self._wakes():
             self._bell.ring()
         elif depth == 1:
             self.waiting_since = math.inf
 
-    def _note_time(self, depth: int) -> None:
-        now = self._clock()
-        if self._empty_since is not None:
+    def _note_time(self, depth: int, now: float) -> None:
+        if depth == 1:
             self.waiting_since = now
             self._seconds_empty += now - self._empty_since
-            self._empty_since = None
-        if depth == self.capacity and self._full_since is None:
+        if depth == self.capacity:
             self._full_since = now
 
     def _pass_room_on(self) -> None:
@@ -229,14 +230,17 @@ class Channel(Generic[T]):
 
     # -- receiving
 
-    def recv_all(self) -> list[T]:
-        """Everything queued, in order, without waiting: the natural batch. Empty if there is nothing."""
+    def recv_all(self, now: float | None = None) -> list[T]:
+        """Everything queued, in order, without waiting: the natural batch. Empty if there is nothing. `now` as in
+        `try_send`."""
         if not self._items:
             return []
         items = list(self._items)
         self._items.clear()
-        now = self._clock()
-        self._empty_since = now
+        if len(items) > self._recent_high_water:
+            self._recent_high_water = len(items)
+            self._high_water = max(self._high_water, len(items))
+        self._empty_since = now = self._clock() if now is None else now
         if self._full_since is not None:
             self._seconds_full += now - self._full_since
             self._full_since = None
@@ -275,7 +279,7 @@ class Channel(Generic[T]):
 
     def take_high_water(self) -> int:
         """The most that were queued at once since the last time this was asked."""
-        highest, self._recent_high_water = self._recent_high_water, len(self._items)
+        highest, self._recent_high_water = max(self._recent_high_water, len(self._items)), len(self._items)
         return highest
 
     def _check_open(self) -> None:
@@ -288,11 +292,11 @@ class Channel(Generic[T]):
         return ChannelStats(
             capacity=self.capacity,
             depth=len(self._items),
-            high_water=self._high_water,
+            high_water=max(self._high_water, len(self._items)),
             num_sent=self._num_sent,
             num_received=self._num_sent - len(self._items),
             seconds_full=self._seconds_full + (now - self._full_since if self._full_since is not None else 0.0),
-            seconds_empty=self._seconds_empty + (now - self._empty_since if self._empty_since is not None else 0.0),
+            seconds_empty=self._seconds_empty + (0.0 if self._items else now - self._empty_since),
         )
 
 

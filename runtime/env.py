@@ -20,6 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
+from .cpus import lower_priority
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -110,6 +112,11 @@ class Env(ABC):
         thread."""
 
     @abstractmethod
+    def yield_to(self, name: str) -> None:
+        """From now on the threads of the worker `name` go first: all others of this env, begun or not, run at a lower
+        priority where the system has such. In simulation nothing."""
+
+    @abstractmethod
     async def aclose(self) -> None:
         """Closes every worker, the pool and the side threads, in the order they were made. May be called again."""
 
@@ -147,9 +154,10 @@ class LiveEnv(Env):
         self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
         self._streams: dict[str, random.Random] = {}
         self._handover = _Handover()
-        self._workers: dict[Worker, None] = {}
+        self._workers: dict[_ThreadWorker, None] = {}
         self._side_threads: list[_LiveSideThread] = []
         self._pool: Worker | None = None
+        self._first: str | None = None  # the worker whose threads go first
 
     def random(self, name: str) -> random.Random:
         if name not in self._streams:
@@ -167,6 +175,7 @@ class LiveEnv(Env):
 
     def worker(self, name: str, threads: int = 1) -> Worker:
         worker = _ThreadWorker(name, threads, self._handover, on_closed=lambda closed: self._workers.pop(closed, None))
+        worker.gives_way = self._first not in (None, name)
         self._workers[worker] = None
         return worker
 
@@ -174,6 +183,12 @@ class LiveEnv(Env):
         thread = _LiveSideThread(name)
         self._side_threads.append(thread)
         return thread
+
+    def yield_to(self, name: str) -> None:
+        self._first = name
+        for worker in self._workers:
+            if worker.name != name:
+                worker.give_way()
 
     async def aclose(self) -> None:
         used = [thread for thread in self._side_threads if thread.is_used]
@@ -261,7 +276,9 @@ class _Handover:
 class _ThreadWorker(Worker):
     """A worker with real threads. They are daemons: a process may end under a job that hangs."""
 
-    def __init__(self, name: str, threads: int, handover: _Handover, on_closed: Callable[[Worker], object]) -> None:
+    def __init__(
+        self, name: str, threads: int, handover: _Handover, on_closed: Callable[[_ThreadWorker], object]
+    ) -> None:
         if threads < 1:
             raise ValueError(f"worker {name!r}: threads = {threads}, needs at least 1")
         self.name = name
@@ -272,6 +289,13 @@ class _ThreadWorker(Worker):
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._waiting: dict[Job, bool] = {}
         self._is_closed = False
+        self.gives_way = False  # its threads run at a lower priority
+
+    def give_way(self) -> None:
+        """Its threads run at a lower priority from now on."""
+        self.gives_way = True
+        for thread in self._threads:
+            lower_priority(thread.native_id)
 
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         if self._is_closed:
@@ -308,6 +332,8 @@ class _ThreadWorker(Worker):
             thread.start()
 
     def _serve(self, ended: asyncio.Future[None]) -> None:
+        if self.gives_way:
+            lower_priority()
         while (job := self._queue.get()) is not None:
             if job.begin():
                 self._handover.put(job, *run_job(job))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from .channel import Bell, Channel, ChannelOverrun
 from .exit import Exit
 from .graph import Edge
@@ -23,6 +25,7 @@ from .trace import Emit, EventKind
 
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; one more and the stage counts as broken
 RESTART_WINDOW_S = 10.0
+COUNTED_AT_ONCE = 256  # batches: to count one by one costs each 4 us more than to note it
 
 STAGE_BATCH = int(EventKind.STAGE_BATCH)  # a member of an enum takes longer to find
 
@@ -60,23 +63,26 @@ class Output:
 class CollectingOutlet:
     """The `Outlet` a runner gives to `handle`: it collects, and delivers when `handle` is done."""
 
-    __slots__ = ("_runner", "blocked_s", "has_flushed", "items")
+    __slots__ = ("_outputs", "_runner", "blocked_s", "has_flushed", "items")
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner = runner
-        self.items: list[tuple[str, Any]] = []  # (port, item), not delivered yet
+        self._outputs = runner.outputs
+        self.items: list[tuple[Output, Any]] = []  # not delivered yet
         self.blocked_s = 0.0  # spent waiting for room
         self.has_flushed = False
 
     def send(self, item: Any, port: str = "out") -> None:
-        if port not in self._runner.outputs:
-            raise KeyError(f"stage {self._runner.name} has no output {port}: it has {', '.join(self._runner.outputs)}")
-        self.items.append((port, item))
+        output = self._outputs.get(port)
+        if output is None:
+            raise KeyError(f"stage {self._runner.name} has no output {port}: it has {', '.join(self._outputs)}")
+        self.items.append((output, item))
 
     async def flush(self) -> None:
         if self.items:
             self.has_flushed = True
-            await self._runner.deliver(self)
+            if not self._runner.deliver_at_once(self):
+                await self._runner.deliver(self)
 
     def discard(self) -> None:
         """Forgets what was collected and not delivered."""
@@ -111,8 +117,9 @@ class StageRunner:
         self.outputs = dict(outputs)
         self.exit = exit
         self.times = StageTimes()
-        self.wait_us = Histogram(STAGE_BOUNDS_US)  # of each batch: how long its oldest item had waited
-        self.service_us = Histogram(STAGE_BOUNDS_US)  # of each batch, without the wait for room behind
+        self._wait_us = Histogram(STAGE_BOUNDS_US)
+        self._service_us = Histogram(STAGE_BOUNDS_US)
+        self._uncounted: list[tuple[float, float]] = []  # seconds (waited, worked on) of batches that are in neither
         self.num_restarts = 0
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
@@ -136,7 +143,9 @@ class StageRunner:
         self._idle_since_s = context.env.now()
         # looked up once, as a step passes here eight times
         self._now = context.env.now
+        self._source = context.source
         self._emit: Emit | None = None
+        self._outlet = CollectingOutlet(self)  # of whole batches, which come one at a time
         self._ports = tuple(self.inputs.items())
         self._wants = stage.wants if type(stage).wants is not Stage.wants else None
         self._injects_faults = context.env.injects_faults
@@ -155,15 +164,17 @@ class StageRunner:
         at_once, bell = self.stage.concurrency, self._bell
         self._idle_since_s = self._now()
         try:
-            while not (self._is_broken or self._has_ended()):
+            while not self._is_broken:
                 if not bell.heard():
+                    if self._has_ended():
+                        break
                     await bell.next_ring()
-                elif (batch := self._receive()) is not None:
+                elif (batch := self._receive(now := self._now())) is not None:
                     if at_once is None:
-                        await self._carry(batch)
+                        await self._carry(batch, now, self._outlet)
                     else:
                         await self._carry_singly(batch, at_once)
-                    if self._wants is not None:
+                    if self.unwanted_ports:
                         bell.ring()  # it may want now what it did not want before
             await self._finish_items_in_hand()
         finally:
@@ -176,23 +187,25 @@ class StageRunner:
         """Whether `handle` has something now."""
         return self._num_carried > 0
 
-    def _receive(self) -> list[Any] | None:
+    def _receive(self, now: float) -> list[Any] | None:
         """What is waiting at the ports the stage wants, in their order; None if there is nothing to do."""
         batch: list[Any] = []
-        self.unwanted_ports.clear()
+        wants = self._wants
+        if self.unwanted_ports:
+            self.unwanted_ports.clear()
         for port, channel in self._ports:
-            if self._wants is not None and not self._wants(port):
+            if wants is not None and not wants(port):
                 self.unwanted_ports.add(port)
-            elif items := channel.recv_all():
+            elif items := channel.recv_all(now):
                 if not batch or channel.waiting_since < self._oldest_since_s:
                     self._oldest_since_s = channel.waiting_since
-                batch += items
+                batch = batch + items if batch else items
         if batch and self.exit is not None:
             batch = self._still_wanted(batch)
         if batch:
             return batch
         if self.stage.reads_lane and len(self._context.lane):
-            self._oldest_since_s = self._now()
+            self._oldest_since_s = now
             return batch
         return None
 
@@ -222,14 +235,12 @@ class StageRunner:
 
     # -- one batch
 
-    async def _carry(self, batch: list[Any]) -> None:
-        now, tracer = self._now, self._context.tracer
-        began, names_requests = now(), self._names_requests
-        waited = max(0.0, began - self._oldest_since_s)
+    async def _carry(self, batch: list[Any], began: float, out: CollectingOutlet) -> None:
+        """Has the stage handle a batch that was received just now, and delivers what it made."""
+        names_requests, waited = self._names_requests, max(0.0, began - self._oldest_since_s)
         if not self._num_carried:
             self.times.idle += began - self._idle_since_s
             self.busy_since_s = began
-        out = CollectingOutlet(self)
         self._num_carried += 1
         try:
             try:
@@ -244,22 +255,49 @@ class StageRunner:
                 if not self._is_crash(error):
                     raise
                 await self._pick_up(batch, out, error)
-            if out.items and (self._injects_faults or not self._deliver_at_once(out)):
+            ended = self._now()
+            if out.items and not self.deliver_at_once(out, ended):
                 await self.deliver(out)
+                ended = self._now()
         finally:
             self._num_carried -= 1
-        ended = self._idle_since_s = self.last_progress_s = now()
-        busy = ended - began - out.blocked_s
+        self._idle_since_s = self.last_progress_s = ended
+        blocked, out.blocked_s, out.has_flushed = out.blocked_s, 0.0, False
+        self._note_times(batch, waited, ended - began - blocked, blocked, names_requests)
+
+    def _note_times(self, batch: list[Any], waited: float, busy: float, blocked: float, names_requests: bool) -> None:
+        """Seconds that a batch waited, was worked on, and waited for room behind."""
         self.times.busy += busy
-        wait_us, service_us = int(waited * 1e6), int(busy * 1e6)
-        self.wait_us.observe(wait_us)
-        self.service_us.observe(service_us)
-        times_us = (wait_us, service_us, int(out.blocked_s * 1e6))
+        self._uncounted.append((waited, busy))
+        if len(self._uncounted) >= COUNTED_AT_ONCE:
+            self._count()
+        tracer = self._context.tracer
         if tracer.enabled:
             emit = self._emit = self._emit or tracer.bind()
-            emit(STAGE_BATCH, self._context.source, _step_of(batch), len(batch), *times_us)
+            times_us = (int(waited * 1e6), int(busy * 1e6), int(blocked * 1e6))
+            emit(STAGE_BATCH, self._source, _step_of(batch), len(batch), *times_us)
         if names_requests:
-            self._tell_requests(batch, times_us)
+            self._tell_requests(batch, (int(waited * 1e6), int(busy * 1e6), int(blocked * 1e6)))
+
+    def _count(self) -> None:
+        """Puts into the histograms what was noted since, to the microsecond as in the trace."""
+        if self._uncounted:
+            times_us = (np.array(self._uncounted) * 1e6).astype(np.int64)  # [N, 2]
+            self._uncounted.clear()
+            self._wait_us.observe_many(times_us[:, 0])
+            self._service_us.observe_many(times_us[:, 1])
+
+    @property
+    def wait_us(self) -> Histogram:
+        """Of each batch: how long its oldest item had waited."""
+        self._count()
+        return self._wait_us
+
+    @property
+    def service_us(self) -> Histogram:
+        """Of each batch, without the wait for room behind."""
+        self._count()
+        return self._service_us
 
     def _tell_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
         """That live requests were in the batch: to the exit, and to the trace."""
@@ -295,9 +333,12 @@ class StageRunner:
             if not self._is_wanted(item):
                 self.num_dropped += 1
                 continue
-            task = asyncio.get_running_loop().create_task(self._carry([item]), name=f"{self.name}.item")
+            task = asyncio.get_running_loop().create_task(self._carry_one(item), name=f"{self.name}.item")
             self._items_in_hand[task] = (item.request_id,) if hasattr(item, "request_id") else ()
             task.add_done_callback(self._item_done)
+
+    async def _carry_one(self, item: Any) -> None:
+        await self._carry([item], self._now(), CollectingOutlet(self))
 
     def _item_done(self, task: asyncio.Task[None]) -> None:
         self._items_in_hand.pop(task, None)
@@ -321,12 +362,13 @@ class StageRunner:
 
     # -- delivering
 
-    def _deliver_at_once(self, out: CollectingOutlet) -> bool:
-        """Sends what there is room for, in order. Whether that was all."""
+    def deliver_at_once(self, out: CollectingOutlet, now: float | None = None) -> bool:
+        """Sends what there is room for, in order, at the time `now`. Whether that was all."""
+        if self._injects_faults:
+            return False  # an edge may be slow
         items = out.items
-        for count, (port, item) in enumerate(items):
-            output = self.outputs[port]
-            if not output.channel.try_send(item):
+        for count, (output, item) in enumerate(items):
+            if not output.channel.try_send(item, now):
                 del items[:count]
                 return False
             for tap in output.taps:
@@ -337,8 +379,7 @@ class StageRunner:
     async def deliver(self, out: CollectingOutlet) -> None:
         """Sends each item to its port's channel, waiting where the edge waits."""
         env, items, out.items = self._context.env, out.items, []
-        for port, item in items:
-            output = self.outputs[port]
+        for output, item in items:
             if env.fault("channel.delay"):
                 await env.sleep(env.random("channel.delay").uniform(0.0, 0.02))
             if not output.channel.try_send(item):

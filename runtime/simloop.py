@@ -383,10 +383,10 @@ class SimEnv(Env):
         self._wall_offset_s = START_WALL_S - START_S
 
     def now(self) -> float:
-        return self.loop.time()
+        return self.loop._now
 
     def now_ns(self) -> int:
-        return round(self.loop.time() * 1e9)
+        return round(self.loop._now * 1e9)
 
     def wall_time(self) -> float:
         """Follows the virtual time; where the fault point `env.wall_clock_jump` strikes it jumps, an hour at most."""
@@ -413,6 +413,9 @@ class SimEnv(Env):
 
     def side_thread(self, name: str) -> SideThread:
         return _SimSideThread()
+
+    def yield_to(self, name: str) -> None:
+        pass
 
     async def aclose(self) -> None:
         for worker in list(self._workers):

@@ -91,19 +91,24 @@ def _pct(stream: random.Random) -> Pick:
 def _starve(pattern: str, stream: random.Random) -> Pick:
     """Any but the starved tasks while another task is ready; callbacks do not count, for the reason given in `_pct`."""
     pick_any = _uniform(stream)
-    known: dict[str, bool] = {}  # a task's label -> whether it is starved
+    starved: dict[int, bool] = {}  # a task's number -> whether it is starved
 
     def pick(ready: list[Any]) -> Any:
-        tasks = [task_of(handle) for handle in ready]
-        if not any(task is not None and not is_starved(task) for task in tasks):
+        others, has_task = [], False
+        for i, handle in enumerate(ready):
+            task = getattr(handle._callback, "__self__", None)
+            if type(task) is not SimTask:
+                others.append(i)
+            elif not (starved[task.number] if task.number in starved else look(task)):
+                others.append(i)
+                has_task = True
+        if not has_task:
             return pick_any(ready)
-        others = [i for i, task in enumerate(tasks) if task is None or not is_starved(task)]
         return ready.pop(others[int(stream.random() * len(others))])
 
-    def is_starved(task: SimTask) -> bool:
-        if task.label not in known:
-            known[task.label] = fnmatchcase(task.get_name(), pattern)
-        return known[task.label]
+    def look(task: SimTask) -> bool:
+        starved[task.number] = fnmatchcase(task.get_name(), pattern)
+        return starved[task.number]
 
     return pick
 

@@ -21,6 +21,7 @@ class StepRows:
         self._tracer = tracer
         self._source = source
         self._decoding = np.full(num_slots, -1, np.int64)  # [S] the sequence that decodes there, -1 if none
+        self._is_here = np.zeros(num_slots, np.bool_)  # [S] in the step in hand; false between steps
         self._last_slots = np.empty(0, np.int64)
         self._decoding_slots: Column | None = None  # of the last step, if all its rows decoded
 
@@ -49,7 +50,10 @@ class StepRows:
             return  # as many rows, all of which decoded before: the same ones
         emit_many, source = self._tracer.emit_many, self._source
         extends, begins = ~decodes, decodes & is_new
-        left = np.concatenate([np.setdiff1d(self._last_slots, slots), slots[before != sequence_ids]])  # or taken over
+        self._is_here[slots] = True
+        gone = self._last_slots[~self._is_here[self._last_slots]]
+        self._is_here[slots] = False
+        left = np.concatenate([gone, slots[before != sequence_ids]])  # or taken over
         left = left[self._decoding[left] >= 0]
         if len(left):
             emit_many(EventKind.ROW_LEAVE, source, step, self._decoding[left], left)

@@ -51,6 +51,9 @@ class VirtualEnv(Env):
     def side_thread(self, name: str) -> SideThread:
         raise RuntimeError(f"side thread {name!r}: there are no threads where time is set from outside")
 
+    def yield_to(self, name: str) -> None:
+        pass
+
     async def aclose(self) -> None:
         pass
 

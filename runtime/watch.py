@@ -1,5 +1,5 @@
 """Writes, a few times a second, what no stage writes: how full the edges are, how late the loop is, and how long the
-collector of garbage held everything up.
+collector of garbage held everything up. The one clock of a running pipeline: who looks after it listens here.
 
 Knows channels and the loop. Refuses to judge: who reads the trace says what is too late or too full.
 """
@@ -29,6 +29,8 @@ class Watch:
         self._edges = [(tracer.source(name), channel) for name, channel in channels.items()]
         self._last: dict[int, ChannelStats] = {}  # by source
         self._loop_source, self._gc_source = tracer.source("loop"), tracer.source("gc")
+        self.on_tick: list[Callable[[float], object]] = []  # told at each tick by how many seconds it was late
+        self.on_pause: list[Callable[[int], object]] = []  # told of each collection, in its thread: microseconds
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._gc_began_s = 0.0
@@ -67,14 +69,16 @@ class Watch:
         self._timer = loop.call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        lag_us = int((self._now() - self._due_s) * 1e6)
-        if lag_us >= MIN_LAG_US:
-            self._tracer.emit(EventKind.LOOP_LAG, self._loop_source, 0, lag_us)
+        late_s = self._now() - self._due_s
+        self._wait()
+        if late_s * 1e6 >= MIN_LAG_US:
+            self._tracer.emit(EventKind.LOOP_LAG, self._loop_source, 0, int(late_s * 1e6))
         pauses, self._pauses = self._pauses, []
         for pause in pauses:
             self._tracer.emit(EventKind.GC_PAUSE, self._gc_source, 0, *pause)
         self.look()
-        self._wait()
+        for tell in self.on_tick:
+            tell(late_s)
 
     def _on_gc(self, phase: str, info: Mapping[str, int]) -> None:
         """Called by the collector, in whichever thread it struck and whatever that was doing, the making of a ring
@@ -83,6 +87,8 @@ class Watch:
             self._gc_began_s = self._now()
             return
         pause_us = int((self._now() - self._gc_began_s) * 1e6)
+        for tell in self.on_pause:
+            tell(pause_us)
         if pause_us < MIN_PAUSE_US:
             return
         pause = (pause_us, info["generation"], info["collected"])

@@ -18,6 +18,7 @@ from .host import HostTier
 from .messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan
 from .prefix import PrefixCache
 from .pressure import Pressure
+from .stride import Stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class Allocator:
         self._holdings = Holdings(num_blocks, block_size, num_slots, blocks_per_slot, cache, host)
         self._ones = np.ones(num_slots, np.int32)
         self._nothing = np.zeros(num_slots, np.int32)  # what most plans' rows begin with
+        self._stride: Stride | None = None  # of the last plan's rows, if there were two of the same that only decode
+        self._last_slots: Indices | None = None  # of the last plan, if its rows only decode
 
     # -- looking at it
 
@@ -117,6 +120,9 @@ class Allocator:
         whoever planned it."""
         holdings = self._holdings
         holdings.take_note(plan)
+        stride = self._stride_of(plan)
+        if stride is not None:
+            return self._go_on(plan, stride)
         beginners = holdings.beginners(plan)
         if beginners:
             plan = replace(plan, num_wanted=plan.num_wanted.copy())  # from here on: what is left to compute
@@ -132,11 +138,51 @@ class Allocator:
                 holdings.detach(plan, row, num_wanted)
             pressure = Pressure(holdings, plan, beginners)
             pressure.serve()
-            grows = np.flatnonzero(pressure.new_blocks)
+            grows = pressure.new_blocks.nonzero()[0]
             counts = pressure.new_blocks[grows]
             tally = _Tally(pressure.granted, grows, counts, int(counts.sum()), pressure.preempted)
         grant = self._grant(plan, tally)
-        return grant, self._report(plan, tally, is_void=grant is None)
+        return grant, self._report(plan, tally.granted, tally.preempted, is_void=grant is None)
+
+    # -- rows that go on as they are
+
+    def _stride_of(self, plan: StepPlan) -> Stride | None:
+        """What is known ahead of the plan's rows, if they are the last plan's, and there is all that they need."""
+        is_same = plan.is_decode and plan.slots is self._last_slots
+        self._last_slots = plan.slots if plan.is_decode and plan.num_reserved is None else None
+        if not is_same or self._last_slots is None or self._holdings.started or len(plan.slots) > plan.token_budget:
+            self._stride = None
+            return None
+        if self._stride is None:
+            self._stride = Stride(plan.slots, self.tables)
+        if not self._stride.is_whole or self._stride.num_blocks > self.pool.num_available:
+            self._stride = self._last_slots = None
+        return self._stride
+
+    def _go_on(self, plan: StepPlan, stride: Stride) -> tuple[StepGrant, PlanReport]:
+        table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
+        if stride.num_blocks:
+            blocks = self.pool.take(stride.num_blocks)
+            table_slots, table_places = stride.grow(blocks)
+        starts = stride.step()
+        self.last_granted = plan.step
+        self._holdings.last_step[plan.slots] = plan.step
+        grant = StepGrant(
+            step=plan.step,
+            generation=plan.generation,
+            slots=plan.slots,
+            starts=starts,
+            num_tokens=plan.num_wanted,
+            is_sampled=plan.reaches_end,
+            table_slots=table_slots,
+            table_places=table_places,
+            table_blocks=blocks,
+            is_decode=True,
+            copies=tuple(self._holdings.copies),
+        )
+        return grant, self._report(plan, plan.num_wanted, ())
+
+    # -- any others
 
     def _detach_idle(self, plan: StepPlan, beginners: dict[int, int], granted: Ints) -> None:
         for row, num_wanted in beginners.items():
@@ -162,14 +208,14 @@ class Allocator:
         holdings, tables = self._holdings, self.tables
         slots, granted, is_sampled = plan.slots, tally.granted, plan.reaches_end
         if granted is not plan.num_wanted:
-            rows = np.flatnonzero(granted)
+            rows = granted.nonzero()[0]
             slots, granted = plan.slots[rows], tally.granted[rows]
             is_sampled = plan.reaches_end[rows] & (granted == plan.num_wanted[rows])
         if not len(slots) and not holdings.copies:
             return None
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
         if tally.num_blocks or holdings.begun:
-            table_slots, table_places, blocks = holdings.grow(plan.slots[tally.grows], tally.counts)
+            table_slots, table_places, blocks = holdings.grow(plan.slots[tally.grows], tally.counts, tally.num_blocks)
         starts = tables.num_tokens[slots]
         ends = starts + granted
         tables.num_tokens[slots] = ends
@@ -202,17 +248,21 @@ class Allocator:
             return self._nothing[: len(slots)]
         return np.array([begun[slot].num_tokens if slot in begun else 0 for slot in slots.tolist()], np.int32)
 
-    def _report(self, plan: StepPlan, tally: _Tally, *, is_void: bool, is_reset: bool = False) -> PlanReport:
+    def _report(
+        self, plan: StepPlan, granted: Ints, preempted: Sequence[int], *, is_void: bool = False, is_reset: bool = False
+    ) -> PlanReport:
+        holdings = self._holdings
+        pool, host = holdings.pool, holdings.host
         return PlanReport(
             step=plan.step,
-            num_granted=tally.granted,
+            num_granted=granted,
             num_cached=self._num_begun(plan.slots),
-            preempted=tally.preempted,
-            num_free=self.pool.num_available,
-            num_quarantined=self.pool.num_quarantined,
-            num_host_free=0 if self.host is None else self.host.pool.num_available,
-            num_host_quarantined=0 if self.host is None else self.host.pool.num_quarantined,
-            swapped=self._holdings.swapped,
+            preempted=preempted,
+            num_free=pool.num_available,
+            num_quarantined=pool.num_quarantined,
+            num_host_free=0 if host is None else host.pool.num_available,
+            num_host_quarantined=0 if host is None else host.pool.num_quarantined,
+            swapped=holdings.swapped,
             is_void=is_void,
             is_reset=is_reset,
         )
@@ -223,8 +273,8 @@ class Allocator:
         """Forgets every table. All blocks are free again once the steps granted so far are done."""
         self.last_granted = min(self.last_granted, plan.step - 1)  # a grant that was made was not sent
         self._holdings.reset(plan.completed_step, self.last_granted)
-        nothing = _Tally(np.zeros_like(plan.num_wanted), NO_INDICES, NO_INTS, 0)
-        return self._report(plan, nothing, is_void=True, is_reset=True)
+        self._stride = self._last_slots = None
+        return self._report(plan, np.zeros_like(plan.num_wanted), (), is_void=True, is_reset=True)
 
 
 def _cut_to_budget(plan: StepPlan) -> Ints:

@@ -23,6 +23,10 @@ class BlockState(enum.IntEnum):
     QUARANTINED = 3  # in no table, while steps in flight may still touch it
 
 
+# Plain numbers: numpy looks for an `__array_ufunc__` of an enum's member each time it meets one, and that takes long.
+FREE, IN_USE, CACHED, QUARANTINED = (int(state) for state in BlockState)
+
+
 class BlockPool:
     """The ids [0, num_blocks), the state of each, and how many tables hold it.
 
@@ -42,7 +46,7 @@ class BlockPool:
         self.num_moves = 0  # times that blocks came to another state, but from free to in use
         self.num_evicted = 0  # cached blocks that were taken, ever
         self.on_evicted: Callable[[list[int]], object] = _ignore  # told of cached blocks whose contents are given up
-        self.state = np.full(num_blocks, BlockState.FREE, np.int8)  # [N]
+        self.state = np.full(num_blocks, FREE, np.int8)  # [N]
         self.num_tables = np.zeros(num_blocks, np.int32)  # [N] that hold the block
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of `num_free`, its top at the end
         self._is_kept = np.zeros(num_blocks, np.bool_)  # [N] the contents may be wanted again
@@ -78,7 +82,7 @@ class BlockPool:
         rest = self.num_free - count
         blocks = self._free[rest : self.num_free][::-1].copy()
         self.num_free = rest
-        self.state[blocks] = BlockState.IN_USE
+        self.state[blocks] = IN_USE
         self.num_tables[blocks] = 1
         return blocks
 
@@ -86,11 +90,11 @@ class BlockPool:
         """One more table holds each of `blocks`, whose contents were kept: in use, cached or quarantined ones."""
         states = self.state[blocks]
         assert self._is_kept[blocks].all(), f"blocks {blocks.tolist()} shared, not all of them kept"
-        for block in blocks[states == BlockState.CACHED].tolist():
+        for block in blocks[states == CACHED].tolist():
             del self._cached[block]
-        self.num_quarantined -= int(np.count_nonzero(states == BlockState.QUARANTINED))
+        self.num_quarantined -= int(np.count_nonzero(states == QUARANTINED))
         self.num_moves += 1
-        self.state[blocks] = BlockState.IN_USE
+        self.state[blocks] = IN_USE
         self.num_tables[blocks] += 1
 
     def keep(self, blocks: Ints) -> None:
@@ -100,7 +104,7 @@ class BlockPool:
     def forget(self, block: int) -> None:
         """The contents of `block` are not wanted any more."""
         self._is_kept[block] = False
-        if self.state[block] == BlockState.CACHED:
+        if self.state[block] == CACHED:
             del self._cached[block]
             self._push(np.array([block], np.int32))
 
@@ -109,7 +113,7 @@ class BlockPool:
         may touch them."""
         if not len(blocks):
             return
-        assert (self.state[blocks] == BlockState.IN_USE).all(), f"blocks {blocks.tolist()} given back, not all in use"
+        assert (self.state[blocks] == IN_USE).all(), f"blocks {blocks.tolist()} given back, not all in use"
         self.num_tables[blocks] -= 1
         self._last_step[blocks] = np.maximum(self._last_step[blocks], last_step)
         blocks = blocks[self.num_tables[blocks] == 0]
@@ -119,7 +123,7 @@ class BlockPool:
             blocks = blocks[~is_done]
         if len(blocks):
             self.num_moves += 1
-            self.state[blocks] = BlockState.QUARANTINED
+            self.state[blocks] = QUARANTINED
             self.num_quarantined += len(blocks)
             self._quarantine.append((int(self._last_step[blocks].max()), blocks))
 
@@ -130,7 +134,7 @@ class BlockPool:
             if last_step > completed_step:
                 self._quarantine.append((last_step, blocks))
                 continue
-            is_due = (self.state[blocks] == BlockState.QUARANTINED) & (self._last_step[blocks] <= completed_step)
+            is_due = (self.state[blocks] == QUARANTINED) & (self._last_step[blocks] <= completed_step)
             blocks = blocks[is_due]  # others were shared in the meantime, and perhaps given back again
             self.num_quarantined -= len(blocks)
             self._release(blocks)
@@ -148,7 +152,7 @@ class BlockPool:
         self._cached.clear()
         self._is_kept[:] = False
         self.num_moves += 1
-        self.state[:] = BlockState.QUARANTINED
+        self.state[:] = QUARANTINED
         self.num_tables[:] = 0
         self._last_step[:] = last_step
         self.num_free = 0
@@ -162,7 +166,7 @@ class BlockPool:
         if np.count_nonzero(is_kept):
             self.num_moves += 1
             kept = blocks[is_kept]
-            self.state[kept] = BlockState.CACHED
+            self.state[kept] = CACHED
             self._cached.update(dict.fromkeys(kept[::-1].tolist()))
             blocks = blocks[~is_kept]
         self._push(blocks)
@@ -177,31 +181,33 @@ class BlockPool:
 
     def _push(self, blocks: Ints) -> None:
         self.num_moves += 1
-        self.state[blocks] = BlockState.FREE
+        self.state[blocks] = FREE
         self._free[self.num_free : self.num_free + len(blocks)] = blocks[::-1]
         self.num_free += len(blocks)
 
     def kept(self) -> set[int]:
         """Blocks whose contents may be wanted again."""
-        return set(np.flatnonzero(self._is_kept).tolist())
+        return set(self._is_kept.nonzero()[0].tolist())
 
     def check(self) -> None:
         """Raises AssertionError unless the counts, the states and the stacks tell the same story (I3, I4)."""
         counted = np.bincount(self.state, minlength=len(BlockState))
         told = [self.num_free, self.num_in_use, self.num_cached, self.num_quarantined]
         assert counted.tolist() == told, f"blocks by state are {counted.tolist()}, the counters say {told}"
-        free = self._free[: self.num_free]
-        assert len(np.unique(free)) == self.num_free, "a block is on the free stack twice"
-        assert (self.state[free] == BlockState.FREE).all(), "a block on the free stack is not free"
-        is_used = self.state == BlockState.IN_USE
+        num_times_free = np.bincount(self._free[: self.num_free], minlength=self.num_blocks)
+        wrong = (num_times_free != (self.state == FREE)).nonzero()[0]
+        assert not len(wrong), f"blocks {wrong.tolist()} are not on the free stack once and free, or neither"
+        is_used = self.state == IN_USE
         assert ((self.num_tables > 0) == is_used).all(), "a block is in use by no table, or in a table and not in use"
-        cached = np.array(list(self._cached), np.int64)
-        assert (self.state[cached] == BlockState.CACHED).all(), "a block among the cached ones is not cached"
-        assert self._is_kept[cached].all(), "a block is cached whose contents nobody wants"
-        waiting = {block for _, blocks in self._quarantine for block in blocks.tolist()}
-        assert waiting.issuperset(np.flatnonzero(self.state == BlockState.QUARANTINED).tolist()), (
-            "a quarantined block waits for no step"
-        )
+        if self._cached:
+            cached = np.array(list(self._cached), np.int64)
+            assert (self.state[cached] == CACHED).all(), "a block among the cached ones is not cached"
+            assert self._is_kept[cached].all(), "a block is cached whose contents nobody wants"
+        if self.num_quarantined:
+            is_waiting = np.zeros(self.num_blocks, np.bool_)
+            for _, blocks in self._quarantine:
+                is_waiting[blocks] = True
+            assert is_waiting[self.state == QUARANTINED].all(), "a quarantined block waits for no step"
 
 
 def _ignore(blocks: list[int]) -> None:

@@ -34,8 +34,8 @@ class EngineConfig:
 
     # where it runs
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention_backend: Literal["auto", "torch", "triton"] = "auto"  # auto: triton on cuda, torch on cpu
-    threads: int | None = None  # compute threads on a CPU; None: one a core
+    attention_backend: Literal["auto", "native", "torch", "triton"] = "auto"  # auto: on cuda triton, on cpu native
+    threads: int | None = None  # compute threads on a CPU; None: one a core, or what a quota keeps running
     tokenizer_workers: int = 2  # threads; a long prompt keeps one busy while others pass
 
     # the batch
@@ -68,6 +68,10 @@ class EngineConfig:
 
     # rehearsals
     inject: tuple[str, ...] = ()  # faults on purpose, as `runtime/inject.py` has them
+
+    def dtype_of(self, own: str) -> str:
+        """The name of the dtype that weights are kept in; `own` is the checkpoint's."""
+        return {"auto": own, "half": "float16"}.get(self.dtype, self.dtype)
 
     def __post_init__(self) -> None:
         for text in self.inject:

@@ -137,21 +137,21 @@ class Detokenize(Stage[StepTokens, StepText]):
         for started in step.started:
             self._start(started, step.began_s)
         slots, places = step.slots, step.places
-        is_ours = self._sequence_ids[slots] == step.sequence_ids
-        next_places = self._next_places[slots]
-        is_fast = (self._traits[step.token_ids] & self._cares[slots]) == 0
-        is_fast &= is_ours & (places == next_places) & (step.finishes == 0)
         now_us = self._now_us()
         self._is_halfway = True
-        if np.count_nonzero(is_fast) == len(is_fast):
+        if self._is_plain(step):
             self.gaps.step(slots, places, now_us)
             rows = self._read_fast(slots, places, step.sequence_ids, step.token_ids)
         else:
+            is_ours = self._sequence_ids[slots] == step.sequence_ids
+            next_places = self._next_places[slots]
+            is_fast = (self._traits[step.token_ids] & self._cares[slots]) == 0
+            is_fast &= is_ours & (places == next_places) & (step.finishes == 0)
             is_new = is_ours & (places >= next_places)
             self.gaps.step(slots[is_new], places[is_new], now_us)
             columns = (slots, places, step.sequence_ids, step.token_ids)
             rows = self._read_fast(*(column[is_fast] for column in columns))
-            await self._read_slow(step, np.flatnonzero(is_new & ~is_fast), rows, out)
+            await self._read_slow(step, (is_new & ~is_fast).nonzero()[0], rows, out)
         if step.pooled:
             out.send(StepText(step.step, (), (), (), pooled=tuple(step.pooled.values())))
         if rows.texts or step.prompt_logprobs or step.progress:
@@ -159,6 +159,17 @@ class Detokenize(Stage[StepTokens, StepText]):
             if self._begun:
                 self._begun = {}
         self._is_halfway = False
+
+    def _is_plain(self, step: StepTokens) -> bool:
+        """Whether nothing in the step needs a closer look: each row goes on with the next token of a sequence that is
+        known here, and its text is in the table."""
+        num, slots = np.count_nonzero, step.slots
+        return not (
+            num(step.finishes)
+            or num(self._traits[step.token_ids] & self._cares[slots])
+            or num(self._sequence_ids[slots] != step.sequence_ids)
+            or num(self._next_places[slots] != step.places)
+        )
 
     def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> Rows:
         """Rows whose text is in the table."""

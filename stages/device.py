@@ -57,7 +57,9 @@ class Device:
     Each step that was submitted to one phase must be submitted to all: the thread waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enter: Callable[[], object] | None = None) -> None:
+        """`enter` is what the thread calls first."""
+        self._enter = enter
         self._worker: Worker | None = None
         self._env: Env | None = None
         self._queue: StepQueue | None = None
@@ -77,6 +79,8 @@ class Device:
         if self._worker is None:
             self._env, self._worker = context.env, context.env.worker("device")
             self._now_ns, self._tracer = context.env.now_ns, context.tracer
+            if self._enter is not None:
+                self._worker.submit(self._enter).add_done_callback(_retrieve)
         self._sources[phase] = context.source
         self._num_phases = max(self._num_phases, phase + 1)
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..model.pooling import PoolingKind, read_pooling
 from ..model.tokenizer import Tokenizer
+from ..runtime.cpus import ComputeThreads
 from .config import EngineConfig
 from .encoder import ModelEncoder
 from .encoder_runner import EncoderRunner
@@ -19,6 +18,7 @@ from .outputs import ModelInfo
 from .params import SamplingParams
 from .phases import Phases
 from .tasks import Task
+from .torch_loading import choose_device, torch_dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,14 +35,15 @@ def load_encoder(
     config: EngineConfig,
     root: Path,
     model_id: str,
-    device: torch.device,
-    dtype: torch.dtype | None,
     pooling: PoolingKind | None,
     phases: Phases,
+    threads: ComputeThreads,
 ) -> LoadedEncoder:
     """Blocks for as long as it takes. Raises as `load_model` does."""
     if config.load_format == "dummy":
         raise ConfigError("load_format = dummy: random weights are made for models that generate; this one only reads")
+    device = choose_device(config, threads)
+    dtype = None if config.dtype == "auto" else torch_dtype(config, "")
     with phases("tokenizer"):
         tokenizer = Tokenizer.read(root)
     with phases("weights"):

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..runtime.cpus import lower_priority
 from ..runtime.env import Env, LiveEnv
 from ..runtime.histogram import Histogram
 from ..runtime.inject import Fault, parse_fault
@@ -152,6 +153,8 @@ class Engine:
             await self._parts.pipeline.start()
         with phases("warm_up"):
             await self._warm_up()
+        if self._computes_here:
+            self._env.yield_to("device")
         self._parts.pipeline.inject(faults)
         self._health = Health("ready")
         seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
@@ -166,6 +169,18 @@ class Engine:
             num_host_blocks=info.num_host_blocks,
             **seconds,
         )
+
+    def give_way(self) -> None:
+        """For whoever owns the event loop's thread, to be called on it once the engine is ready: that thread, and what
+        it starts from then on, runs at a lower priority than those that compute. An engine does so with its own threads
+        by itself, and with its caller's never."""
+        if self._computes_here:
+            lower_priority()
+
+    @property
+    def _computes_here(self) -> bool:
+        """Whether steps are computed by threads of ours, which all else takes the cores from."""
+        return self._info is not None and self._info.attention_backend == "native"
 
     def _faults(self, pipeline: Pipeline) -> list[Fault]:
         """Those that the configuration asks for. `ConfigError` if there is no such stage."""
@@ -187,7 +202,7 @@ class Engine:
         return self._parts.record(path, self.config, self._env)
 
     def _make_device(self, loaded: LoadedModel) -> Device:
-        return Device()
+        return Device(loaded.enter)
 
     async def _warm_up(self) -> None:
         """A real answer: whatever is made at first use is made now, and what does not work shows."""
@@ -567,12 +582,10 @@ class Engine:
 
 
 def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel | LoadedEncoder, Phases]:
-    """In a thread: importing torch alone takes longer than a loop may stand still."""
-    began = env.now()
-    from .loading import load_model
-
+    """In a thread: what is imported for a model alone takes longer than a loop may stand still."""
     phases = Phases(env.now)
-    phases.seconds["import"] = round(env.now() - began, 4)
+    with phases("import"):
+        from .loading import load_model
     return load_model(config, phases, env), phases
 
 

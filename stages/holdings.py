@@ -197,9 +197,10 @@ class Holdings:
 
     # -- granting
 
-    def grow(self, slots: Indices, counts: Ints) -> tuple[Indices, Indices, Ints]:
-        """New blocks, `counts[i]` for `slots[i]`, and those that sequences begin with: (slot, place, block) of each."""
-        blocks = self.pool.take(int(counts.sum()))
+    def grow(self, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
+        """`num_blocks` new blocks, `counts[i]` for `slots[i]`, and those that sequences begin with: (slot, place,
+        block) of each."""
+        blocks = self.pool.take(num_blocks)
         table_slots, table_places = self.tables.append(slots, counts, blocks)
         for slot, beginning in self.begun.items():
             found = beginning.shared
@@ -288,7 +289,7 @@ class Holdings:
         the pool says, and the pool keeps what the cache knows."""
         self.pool.check()
         num_tables = np.bincount(self.tables.held(), minlength=self.pool.num_blocks)
-        wrong = np.flatnonzero(num_tables != self.pool.num_tables)
+        wrong = (num_tables != self.pool.num_tables).nonzero()[0]
         assert not len(wrong), f"blocks {wrong.tolist()} are in other tables than the pool knows of"
         if self.sharing is None:
             assert num_tables.max(initial=0) <= 1, "two tables hold one block"

@@ -72,7 +72,7 @@ class KVTrace:
         """Blocks that are in no table now have another state than the trace has said."""
         pool, source = self._allocator.pool, self._source
         self._num_moves = pool.num_moves
-        changed = np.flatnonzero(pool.state != self._told)
+        changed = (pool.state != self._told).nonzero()[0]
         states = self._told[changed] = pool.state[changed]
         is_told = states != BlockState.IN_USE  # the others are in the grant's tables
         changed, states = changed[is_told], states[is_told].astype(np.intp)
@@ -91,6 +91,6 @@ def _ranges(steps: Indices, keys: Indices, blocks: Ints | Indices) -> tuple[Indi
     if not len(blocks):
         return NO_INDICES, NO_INDICES, NO_INDICES, NO_INDICES
     is_new = (np.diff(keys) != 0) | (np.diff(blocks) != 1) | (np.diff(steps) != 0)
-    begins = np.flatnonzero(np.concatenate([[True], is_new]))
+    begins = np.concatenate([[True], is_new]).nonzero()[0]
     counts = np.diff(np.concatenate([begins, [len(blocks)]]))
     return steps[begins], keys[begins], blocks[begins].astype(np.intp), counts

@@ -25,7 +25,7 @@ class Lineup:
     @classmethod
     def of(cls, table: SlotTable) -> Lineup:
         slots = table.served()
-        parked = np.flatnonzero(table.is_running & table.is_parked)
+        parked = (table.is_running & table.is_parked).nonzero()[0]
         is_victim = table.reserve[slots] == 0
         is_victim[:1] = False  # the first in line is never preempted
         behind = np.cumsum(is_victim[::-1])[::-1] - is_victim

@@ -1,46 +1,46 @@
-"""From a model's name to a device that runs it: files, tokenizer, weights, cache, runner and sampler.
+"""From a model's name to what an engine needs of it: files, tokenizer, what computes its steps, and the sampler.
 
-Runs in a thread, once, before the pipeline starts. Imports torch, so it is itself imported only then.
+Runs in a thread, once, before the pipeline starts. What computes is chosen here: the native library on a CPU, unless
+something asks for more than it does; else torch, which is imported only then.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..kernels import backend
+from ..kernels.native.errors import NativeUnavailableError, UnsupportedModelError
 from ..model import hub
-from ..model.cache import KVCache
 from ..model.chat import ChatTemplate
 from ..model.config import ModelConfig
-from ..model.decoder import Decoder
 from ..model.detokenizer import IncrementalDecoder, TextTable
+from ..model.expected import without_missing_head
 from ..model.families import is_bidirectional
 from ..model.generation import GenerationDefaults
-from ..model.pooling import PoolingKind, read_pooling
+from ..model.pooling import PoolingConfig, PoolingKind, read_pooling
 from ..model.tokenizer import Tokenizer
 from ..model.vocabulary import Vocabulary
-from ..model.weights import load_weights, without_missing_head
+from ..runtime.cpus import ComputeThreads, Cpus
 from ..runtime.env import Env
 from ..runtime.log import get_logger
+from .computing import Computing
 from .config import EngineConfig
 from .encoder import ModelEncoder
-from .encoder_loading import LoadedEncoder, load_encoder
 from .errors import ConfigError, Refused
 from .grammar.grammars import Grammars
 from .grammar.masks import GrammarMasks
-from .measuring import check_room_for_weights, sizing_of
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .phases import Phases
 from .runner import ModelRunner
 from .sampling import Sampler
-from .sizing import num_host_blocks
-from .trials import make_runner, measure_rates, peak_step_bytes
+
+if TYPE_CHECKING:
+    from .encoder_loading import LoadedEncoder
 
 log = get_logger("millrace.stages")
 
@@ -56,6 +56,7 @@ class LoadedModel:
     runner: ModelRunner
     sampler: Sampler
     grammars: Grammars
+    enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first
 
     def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
         """For an answer, which goes on after its prompt: a space it begins with belongs to it."""
@@ -65,8 +66,6 @@ class LoadedModel:
 def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     """Blocks for as long as it takes. Raises `ConfigError` for settings, and `ModelError` for a model, that do not
     fit together; each says what would."""
-    device = _device(config)
-    kernels = backend.load(_backend_name(config, device))
     with phases("resolve"):
         root = hub.resolve(
             config.model,
@@ -74,77 +73,142 @@ def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | 
             download_dir=Path(config.download_dir) if config.download_dir else None,
             offline=config.offline,
         )
+    threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
     model_id = config.model or hub.BUNDLED
     if is_bidirectional(root):
-        dtype = None if config.dtype == "auto" else _dtype(config, "")
-        return load_encoder(config, root, model_id, device, dtype, asked_pooling(config), phases)
-    with phases("tokenizer"):
-        shape = ModelConfig.read(root)
-        if config.load_format != "dummy":
-            shape = without_missing_head(root, shape)
-        tokenizer = Tokenizer.read(root)
-        template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None
-        encoder = ModelEncoder(tokenizer, template or ChatTemplate.read(root, tokenizer), model_id)
-        text_table = TextTable(tokenizer)
-        defaults = GenerationDefaults.read(root, shape)
-        pooling = read_pooling(root, shape.hidden_size, "last", asked_pooling(config))
-    if len(tokenizer) > shape.vocab_size:
-        log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
+        with phases("import"):
+            from .encoder_loading import load_encoder
+
+        return load_encoder(config, root, model_id, asked_pooling(config), phases, threads)
+    shape = ModelConfig.read(root)
+    if config.load_format != "dummy":
+        shape = without_missing_head(root, shape)
     max_model_len = _max_model_len(config, shape)
-    with phases("weights"):
-        dtype = _dtype(config, shape.dtype)
-        check_room_for_weights(shape, dtype, device)
-        load_format = "dummy" if config.load_format == "dummy" else "safetensors"
-        weights = load_weights(root, shape, device, dtype, load_format=load_format)
-        decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
-    with phases("cache"):
-        bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, decoder.dtype)
-        host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, device.type)
-        measure_step = partial(peak_step_bytes, config, shape, decoder, max_model_len)
-        memory = sizing_of(config, shape, decoder, max_model_len, measure_step, host_blocks).plan(max_model_len)
-        if memory.max_model_len < max_model_len:  # auto
-            max_model_len = memory.max_model_len
-            decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
-        runner = make_runner(config, shape, decoder, memory.num_blocks, max_model_len, host_blocks)
+    text = env.side_thread("load").submit(_read_text, config, root, shape, model_id, phases)
+    computing = _load_computing(config, root, shape, max_model_len, phases, threads)
+    return _put_together(config, shape, model_id, computing, text.result(), phases, env)
+
+
+def _put_together(
+    config: EngineConfig,
+    shape: ModelConfig,
+    model_id: str,
+    computing: Computing,
+    text: _Text,
+    phases: Phases,
+    env: Env,
+) -> LoadedModel:
+    tokenizer, text_table, memory, runner = text.tokenizer, text.table, computing.memory, computing.runner
     log.info("memory.plan", **memory.to_event(), table=memory.to_text())
-    with phases("rates"):
-        rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
-    eos_token_ids = defaults.eos_token_ids or tuple(i for i in (tokenizer.eos_token_id,) if i is not None)
+    eos_token_ids = text.defaults.eos_token_ids or tuple(i for i in (tokenizer.eos_token_id,) if i is not None)
     info = ModelInfo(
         model_id=model_id,
-        max_model_len=max_model_len,
+        max_model_len=computing.max_model_len,
         vocab_size=shape.vocab_size,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        attention_backend=kernels.name,
+        dtype=computing.dtype,
+        device=computing.device,
+        attention_backend=computing.backend,
         eos_token_ids=eos_token_ids,
         num_blocks=memory.num_blocks,
         block_size=config.block_size,
-        has_chat_template=encoder.template is not None,
-        default_params=_default_params(config, defaults),
-        num_host_blocks=host_blocks,
-        rates=rates,
+        has_chat_template=text.encoder.template is not None,
+        default_params=_default_params(config, text.defaults),
+        num_host_blocks=computing.num_host_blocks,
+        rates=computing.rates,
         startup_s=phases.seconds,
         memory=memory,
         tasks=frozenset({"generate", "embed"} if shape.has_head else {"embed"}),
-        pooling=pooling,
+        pooling=text.pooling,
     )
     grammars = Grammars(
         lambda: Vocabulary(
             text_table.bytes, tokenizer.special_ids, eos_token_ids, shape.vocab_size, tokenizer.to_json()
         )
     )
-    masks = GrammarMasks(grammars, config.max_num_seqs, shape.vocab_size, env)
     sampler = Sampler(
         runner.last_tokens,
         shape.vocab_size,
-        max_model_len,
+        computing.max_model_len,
         eos_token_ids,
-        masks,
+        GrammarMasks(grammars, config.max_num_seqs, shape.vocab_size, env),
         runner.pooler,
         logprobs_mode=config.logprobs_mode,
+        choose=computing.choose,
     )
-    return LoadedModel(info, tokenizer, encoder, text_table, runner, sampler, grammars)
+    return LoadedModel(info, tokenizer, text.encoder, text_table, runner, sampler, grammars, computing.enter)
+
+
+# -- what computes
+
+
+def _load_computing(
+    config: EngineConfig, root: Path, shape: ModelConfig, max_model_len: int, phases: Phases, threads: ComputeThreads
+) -> Computing:
+    """The steps by the native library where that does all that is asked for, else by torch."""
+    reason = _why_not_native(config, shape)
+    if reason is None:
+        from .native_loading import load_natively
+
+        log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
+        try:
+            return load_natively(config, root, shape, max_model_len, phases, threads)
+        except (NativeUnavailableError, UnsupportedModelError) as error:
+            reason = str(error)
+            costs = "torch instead: a second and 200 MiB more at the start, and longer steps"
+            if config.attention_backend == "auto":
+                log.warning("native.unavailable", reason=reason, costs=costs)
+    if config.attention_backend == "native":
+        raise ConfigError(f"attention_backend = native: {reason}; use auto, which then takes torch")
+    with phases("import"):
+        from .torch_loading import load_on_torch
+    return load_on_torch(config, root, shape, max_model_len, phases, threads)
+
+
+def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
+    """What is asked for that the native library does not do; None: nothing."""
+    if config.attention_backend not in ("auto", "native"):
+        return f"attention_backend = {config.attention_backend}"
+    if config.device == "cuda" or (config.device == "auto" and has_cuda_driver()):
+        return f"device = {config.device}: it computes on CPUs, and this is for a GPU"
+    if config.dtype_of(shape.dtype) == "float16":
+        return "dtype = float16: it computes in bfloat16 and float32"
+    return None
+
+
+def has_cuda_driver() -> bool:
+    """Whether this machine may have a GPU, so that torch is to be asked: which takes a second that others need not."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+# -- text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Text:
+    """The parts of a model that know text, and what the checkpoint says besides."""
+
+    tokenizer: Tokenizer
+    encoder: ModelEncoder
+    table: TextTable
+    defaults: GenerationDefaults
+    pooling: PoolingConfig
+
+
+def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, phases: Phases) -> _Text:
+    """Beside the loading of weights, on a thread of its own."""
+    with phases("tokenizer"):
+        tokenizer = Tokenizer.read(root)
+        template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None
+        encoder = ModelEncoder(tokenizer, template or ChatTemplate.read(root, tokenizer), model_id)
+        defaults = GenerationDefaults.read(root, shape)
+        pooling = read_pooling(root, shape.hidden_size, "last", asked_pooling(config))
+        if len(tokenizer) > shape.vocab_size:
+            log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
+        return _Text(tokenizer, encoder, TextTable(tokenizer), defaults, pooling)
 
 
 # -- what the configuration left open
@@ -153,30 +217,6 @@ def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | 
 def asked_pooling(config: EngineConfig) -> PoolingKind | None:
     """The pooling that is asked for whatever the checkpoint says."""
     return None if config.pooling == "auto" else config.pooling
-
-
-def _device(config: EngineConfig) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError(
-            "device = cuda: torch sees no CUDA device; use device = cpu, or install a driver and torch+cu"
-        )
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)  # NOTE: of the whole process, torch knows no other
-    return torch.device("cuda", 0) if has_cuda and config.device != "cpu" else torch.device("cpu")
-
-
-def _backend_name(config: EngineConfig, device: torch.device) -> backend.BackendName:
-    if config.attention_backend != "auto":
-        return config.attention_backend
-    return "triton" if device.type == "cuda" else "torch"
-
-
-def _dtype(config: EngineConfig, own: str) -> torch.dtype:
-    name = {"auto": own, "half": "float16"}.get(config.dtype, config.dtype)
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:

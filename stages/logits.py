@@ -3,20 +3,20 @@
 What happens to a row depends on nothing but that row: sums run over one row in one order, however many rows there are
 and whatever they ask for. So a sequence gets the same tokens alone and in a batch, as long as its logits are the same.
 
-N rows, V tokens in the vocabulary. Rows of V numbers are torch tensors, on any device; everything small is numpy.
+N rows, V tokens in the vocabulary. Rows of V numbers are numpy arrays or tensors on any device, whatever the model
+gives (`arrays.py`); everything small is numpy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from .arrays import Array, HostArray, arrays_of
 from .messages import TopLogprobs
 
 Longs = NDArray[np.int64]
@@ -24,7 +24,7 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-BLOCK = 128  # tokens; small enough to look at twice, large enough that torch reduces whole vectors
+BLOCK = 128  # tokens; small enough to look at twice, large enough to reduce whole vectors
 LOWEST = float(np.finfo(np.float32).min)  # below every number that is a candidate; a masked token is -inf
 NUM_LIKELY = 256  # blocks, or a quarter of them; the guess for top_p is the least of so many largest maxima
 WHOLE_SIZE = 2**20  # entries that are sorted at a time where rows are sorted whole; 40 MB
@@ -52,38 +52,39 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 # -- edits, in place, of single entries of float32 logits [N, V]. `rows` and `ids` broadcast; ids may repeat in a row
 
 
-def penalise_repetition(logits: Tensor, rows: Tensor, ids: Tensor, penalty: Tensor) -> None:
+def penalise_repetition(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
     """Divides positive logits by `penalty` and multiplies others, once for each distinct id. All [n, W] or [n, 1]."""
     seen = logits[rows, ids]
-    logits[rows, ids] = torch.where(seen < 0, seen * penalty, seen / penalty)
+    logits[rows, ids] = arrays_of(logits).where(seen < 0, seen * penalty, seen / penalty)
 
 
-def penalise_frequency(logits: Tensor, rows: Tensor, ids: Tensor, penalty: Tensor) -> None:
+def penalise_frequency(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
     """Takes `penalty` off each id as often as it is listed. `penalty` [n, W]: 0 where the listing is padding."""
-    logits.index_put_((rows.expand_as(ids), ids), -penalty, accumulate=True)
+    arrays_of(logits).add(logits, (rows, ids), -penalty)
 
 
-def penalise_presence(logits: Tensor, rows: Tensor, ids: Tensor, penalty: Tensor) -> None:
+def penalise_presence(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
     """Takes `penalty` off, once for each distinct id. All [n, W] or [n, 1]."""
     logits[rows, ids] = logits[rows, ids] - penalty
 
 
-def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, bias: Tensor) -> None:
+def add_bias(logits: Array, rows: Array, ids: Array, bias: Array) -> None:
     """Adds `bias[i]` to token `ids[i]` of row `rows[i]`. All [n]."""
-    logits.index_put_((rows, ids), bias, accumulate=True)
+    arrays_of(logits).add(logits, (rows, ids), bias)
 
 
-def forbid(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+def forbid(logits: Array, rows: Array, ids: Array) -> None:
     """Token `ids[i]` of row `rows[i]` cannot be chosen. Both [n]."""
-    logits[rows, ids] = -torch.inf
+    logits[rows, ids] = -np.inf
 
 
-def allow_only(logits: Tensor, rows: Tensor, is_forbidden: Tensor) -> None:
+def allow_only(logits: Array, rows: Longs, is_forbidden: Array) -> None:
     """In each of `rows` [n], in rising order, the tokens of `is_forbidden` [n, V] cannot be chosen."""
+    arrays = arrays_of(logits)
     if len(rows) == len(logits):
-        logits.masked_fill_(is_forbidden, -torch.inf)
+        arrays.hide(logits, is_forbidden)
     else:
-        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_forbidden, -torch.inf))
+        arrays.put(logits, rows, arrays.hide(arrays.take(logits, rows), is_forbidden))
 
 
 # -- rows in blocks
@@ -96,47 +97,58 @@ class Blocks:
     of a maximum found in this way takes 0.4 ns an entry, `torch.argmax` 6.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Array) -> None:
         num_whole = x.shape[1] // BLOCK
-        self._head = x[:, : num_whole * BLOCK].view(len(x), num_whole, BLOCK)
-        self._tail = x[:, num_whole * BLOCK :]
+        self._arrays = arrays_of(x)
+        self._rows = x
+        self._head = x[:, : num_whole * BLOCK].reshape(len(x), num_whole, BLOCK)
+        self._tail = x[:, None, num_whole * BLOCK :]
 
+    @cached_property
     def maxima(self) -> Floats:
         """The largest number of each block, [N, ceil(V / 128)]. NaN where a block holds one."""
-        return _to_numpy(self._reduced(lambda x, keepdim: x.amax(-1, keepdim=keepdim)).float())
+        return self._arrays.on_host(self._arrays.floats(self._reduced(self._arrays.maxima)))
 
     def sums(self) -> Doubles:
         """The sum of each block, [N, ceil(V / 128)]; each sum is of one block in one order."""
-        sums: Doubles = _to_numpy(self._reduced(lambda x, keepdim: x.sum(-1, keepdim=keepdim))).astype(np.float64)
+        sums: Doubles = self._arrays.on_host(self._reduced(self._arrays.sums)).astype(np.float64)
         return sums
 
-    def _reduced(self, reduce: Callable[[Tensor, bool], Tensor]) -> Tensor:
-        if not self._tail.shape[1]:
-            return reduce(self._head, False)
-        tail = reduce(self._tail, True)
-        return torch.cat([reduce(self._head, False), tail], dim=1) if self._head.shape[1] else tail
+    def _reduced(self, reduce: Callable[[Array], Array]) -> Array:
+        if not self._tail.shape[2]:
+            return reduce(self._head)
+        tail = reduce(self._tail)
+        return self._arrays.join(reduce(self._head), tail) if self._head.shape[1] else tail
 
     def take(self, rows: Longs, blocks: Longs) -> Floats:
         """Block `blocks[i]` of row `rows[i]`, [n, 128]; -inf past the end of the vocabulary."""
         is_whole = blocks < self._head.shape[1]
         if is_whole.all():
-            if self._head.device.type == "cpu":
-                return np.asarray(self._head.float())[rows, blocks]  # half the time of torch's indexing
-            return _to_numpy(self._head[_like(self._head, rows), _like(self._head, blocks)].float())
+            return self._arrays.pick(self._head, rows, blocks)
         found = np.full((len(rows), BLOCK), -np.inf, np.float32)
         found[is_whole] = self.take(rows[is_whole], blocks[is_whole])
-        tail = self._tail[_like(self._tail, rows[~is_whole])]
-        found[~is_whole, : tail.shape[1]] = _to_numpy(tail.float())
+        tail = self._arrays.pick(self._tail, rows[~is_whole], np.zeros(np.count_nonzero(~is_whole), np.int64))
+        found[~is_whole, : tail.shape[1]] = tail
         return found
 
-    def argmax(self, maxima: Floats, rows: Longs) -> Longs:
-        """The likeliest token of each of `rows`, the lowest id among equals. `maxima` are those of this object."""
-        blocks = maxima[rows].argmax(1)
+    def likeliest(self) -> tuple[Longs, Floats]:
+        """The likeliest token of each row, the lowest id among equals, and its number: NaN where a row holds one."""
+        rows = np.arange(len(self._rows))
+        if isinstance(self._rows, np.ndarray):  # there, unlike in torch, the plain way is the fast one
+            ids: Longs = self._rows.argmax(1)
+            return ids, self._rows[rows, ids]
+        blocks = self.maxima.argmax(1)
         token_ids: Longs = blocks * BLOCK + self.take(rows, blocks).argmax(1)
-        return token_ids
+        return token_ids, self.maxima[rows, blocks]
+
+    def clear(self, rows: Bools) -> None:
+        """Makes these rows zeros."""
+        self._rows[self._arrays.beside(self._rows, rows)] = 0.0
+        if "maxima" in self.__dict__:
+            self.maxima[rows] = 0.0
 
 
-# -- drawing
+# -- choosing
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +161,39 @@ class Drawing:
     min_p: Doubles  # 0 is off
     u: Doubles  # the randomness, in [0, 1)
 
+    @property
+    def is_truncated(self) -> Bools:
+        is_cut: Bools = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        return is_cut
+
     def __getitem__(self, rows: NDArray[np.intp] | slice) -> Drawing:
         return Drawing(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.u[rows])
 
 
-def draw(logits: Tensor, best: Doubles, drawing: Drawing) -> Longs:
+def choose(logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Longs, Bools]:
+    """(token ids, rows that hold no number), [n] each: of `logits` [n, V] a token that is drawn where `is_random`, and
+    elsewhere the likeliest, the lowest id among equals. Without a `drawing` no row is random. A row is broken if it has
+    no finite maximum; its token is 0 and its logits are changed."""
+    blocks = Blocks(logits)
+    token_ids, best = blocks.likeliest()
+    is_broken = ~np.isfinite(best)
+    has_broken = np.count_nonzero(is_broken) > 0
+    if has_broken:
+        blocks.clear(is_broken)  # numbers to go on with; the choice is not used
+        best[is_broken] = 0.0
+    if drawing is not None:
+        is_cut = drawing.is_truncated
+        whole, cut = np.flatnonzero(is_random & ~is_cut), np.flatnonzero(is_random & is_cut)
+        if len(whole):
+            token_ids[whole] = draw(rows_of(logits, whole), best[whole].astype(np.float64), drawing[whole])
+        if len(cut):
+            token_ids[cut] = draw_truncated(rows_of(logits, cut), blocks.maxima[cut], drawing[cut])
+    if has_broken:
+        token_ids[is_broken] = 0
+    return token_ids, is_broken
+
+
+def draw(logits: Array, best: Doubles, drawing: Drawing) -> Longs:
     """Tokens by inverse CDF in the order of the vocabulary: the first whose cumulative probability is above `u`.
 
     logits [n, V] with finite maxima `best` [n]. Truncation is not looked at.
@@ -168,7 +208,7 @@ def draw(logits: Tensor, best: Doubles, drawing: Drawing) -> Longs:
     return block * BLOCK + _first_above(inside, target - before)
 
 
-def draw_truncated(logits: Tensor, maxima: Floats, drawing: Drawing) -> Longs:
+def draw_truncated(logits: Array, maxima: Floats, drawing: Drawing) -> Longs:
     """As `draw`, from what top_k, top_p and min_p leave, in that order. `maxima` [n, B] are those of `Blocks(logits)`.
 
     Each of the three keeps every token that is at least as likely as some threshold, so tokens that tie with the last
@@ -257,12 +297,12 @@ def _draw_candidates(found: _Candidates, rows: Longs, drawing: Drawing, mass: Do
     return chosen[rows]
 
 
-def _draw_whole(logits: Tensor, best: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
+def _draw_whole(logits: Array, best: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
     """One token for each row, some rows at a time: an entry takes about 40 bytes here."""
     parts, num_rows = [], max(WHOLE_SIZE // logits.shape[1], 1)
     for start in range(0, len(best), num_rows):
         some = slice(start, start + num_rows)
-        values = _to_numpy(logits[some].float()).astype(np.float64)
+        values = arrays_of(logits).on_host(arrays_of(logits).floats(logits[some])).astype(np.float64)
         values -= best[some, None]
         values /= drawing.temperature[some, None]
         parts.append(_draw_from(values, drawing[some], mass[some]))
@@ -296,20 +336,19 @@ def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
     return highest
 
 
-def truncated(logits: Tensor, drawing: Drawing) -> Tensor:
-    """Logits [n, V] that are over their temperature already, -inf where top_k, top_p and min_p leave nothing."""
-    values = _to_numpy(logits).astype(np.float64)
+def truncated(logits: Array, drawing: Drawing) -> Array:
+    """Logits [n, V] that are over their temperature already, -inf where top_k, top_p and min_p leave nothing: in
+    place."""
+    arrays = arrays_of(logits)
+    values = arrays.on_host(logits).astype(np.float64)
     values -= values.max(1, keepdims=True)
     least = thresholds(values, drawing, np.exp(values).sum(1))
-    return logits.masked_fill(torch.from_numpy(values < least[:, None]).to(logits.device), -torch.inf)
+    return arrays.hide(logits, arrays.beside(logits, values < least[:, None]))
 
 
-def _weights(logits: Tensor, best: Doubles, temperature: Doubles) -> Tensor:
-    """exp((logits - best) / temperature), [n, V] f32, a new tensor: probabilities up to a factor; the largest is 1."""
-    scaled = logits.float() - _column(logits, best)
-    if (temperature != 1).any():
-        scaled.div_(_column(logits, temperature))
-    return scaled.exp_()
+def _weights(logits: Array, best: Doubles, temperature: Doubles) -> Array:
+    """exp((logits - best) / temperature), [n, V] f32, new: probabilities up to a factor; the largest is 1."""
+    return arrays_of(logits).weights(logits, best, temperature if (temperature != 1).any() else None)
 
 
 def _log(x: Doubles) -> Doubles:
@@ -329,36 +368,44 @@ def _first_above(sums: Doubles, target: Doubles) -> Longs:
 # -- log-probabilities
 
 
-def top_logprobs(logits: Tensor, token_ids: Longs, num_top: Longs) -> list[TopLogprobs]:
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of n tokens, and of the k likeliest in the place of each."""
+
+    logprobs: Floats  # [n] natural logarithms
+    ranks: Longs  # [n] 1 is the likeliest
+    top_ids: Longs  # [n, k] in falling order
+    top_logprobs: Floats  # [n, k]
+
+
+def score(logits: Array, token_ids: Longs, num_top: int) -> Scores:
+    """How likely `logits` [n, V] f32, with finite maxima, make `token_ids` [n]; and the `num_top` likeliest."""
+    arrays = arrays_of(logits)
+    best = Blocks(logits).likeliest()[1].astype(np.float64)
+    total = np.log(Blocks(arrays.weights(logits, best, None)).sums().cumsum(1)[:, -1])
+    chosen = logits[arrays.beside(logits, np.arange(len(token_ids))), arrays.beside(logits, token_ids)]
+    ranks = arrays.on_host((logits > chosen[:, None]).sum(1)) + 1
+    top_ids, top = arrays.likeliest(logits, num_top)
+
+    def logprob(values: HostArray) -> Floats:
+        relative: Floats = ((values.T - best) - total).T.astype(np.float32)
+        return relative
+
+    return Scores(logprob(arrays.on_host(chosen)), ranks, top_ids, logprob(top))
+
+
+def top_logprobs(logits: Array, token_ids: Longs, num_top: Longs) -> list[TopLogprobs]:
     """Natural logarithms of the probabilities that `logits` [n, V] give, in float32: the chosen `token_ids` [n], its
     rank, and the `num_top` [n] likeliest tokens."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logprobs.gather(1, _like(logits, token_ids[:, None]))
-    ranks = _to_numpy((logprobs > chosen).sum(1) + 1).tolist()
-    top = logprobs.topk(min(int(num_top.max()), logits.shape[1]), dim=1)
-    ids, values = _to_numpy(top.indices).tolist(), _to_numpy(top.values).tolist()
+    scores = score(arrays_of(logits).floats(logits), token_ids, min(int(num_top.max()), logits.shape[1]))
+    ids, values = scores.top_ids.tolist(), scores.top_logprobs.tolist()
+    chosen = zip(scores.logprobs.tolist(), scores.ranks.tolist(), num_top.tolist(), strict=True)
     return [
-        TopLogprobs(lp, rank, tuple(ids[i][:k]), tuple(values[i][:k]))
-        for i, (lp, rank, k) in enumerate(zip(_to_numpy(chosen[:, 0]).tolist(), ranks, num_top.tolist(), strict=True))
+        TopLogprobs(logprob, rank, tuple(ids[i][:k]), tuple(values[i][:k]))
+        for i, (logprob, rank, k) in enumerate(chosen)
     ]
 
 
-# -- between numpy and torch
-
-
-def rows_of(x: Tensor, rows: NDArray[np.intp]) -> Tensor:
+def rows_of(x: Array, rows: Longs) -> Array:
     """These rows of `x`, in rising order; `x` itself when that is all of them."""
-    return x if len(rows) == len(x) else x.index_select(0, _like(x, rows))
-
-
-def _column(x: Tensor, values: Doubles) -> Tensor:
-    return torch.from_numpy(values.astype(np.float32)).to(x.device)[:, None]
-
-
-def _like(x: Tensor, indices: NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(indices).to(x.device)
-
-
-def _to_numpy(x: Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = x.cpu().numpy()
-    return array
+    return x if len(rows) == len(x) else arrays_of(x).take(x, rows)

@@ -37,6 +37,7 @@ class LLM:
         self._is_closed = False
         try:
             self._run(self._engine.start())
+            self._loop.call_soon_threadsafe(self._engine.give_way)
         except BaseException:
             self.close()
             raise

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Never
 
-from ..runtime.channel import Bell, ControlLane
+from ..runtime.bells import BellTower, SharedBell
+from ..runtime.channel import ControlLane
 from ..runtime.exit import Exit
 from ..runtime.log import get_logger
 from ..runtime.pipeline import NotServing
@@ -71,6 +72,7 @@ class Outboxes(Exit["RequestOutbox"]):
         self.on_open: list[Callable[[RequestOutbox], None]] = []  # called with each request that comes in
         self.on_start: list[Callable[[str], None]] = []  # called with the id of a request at its first token
         self.on_end.append(self._let_go)
+        self._bells = BellTower()  # of the outboxes
         self._choices: dict[int, Choice] = {}  # by sequence id: those that have not finished
         self._next_sequence_id = 0
         self._batch: Sequence[Any] = ()  # in hand, or last
@@ -86,7 +88,7 @@ class Outboxes(Exit["RequestOutbox"]):
         first, self._next_sequence_id = self._next_sequence_id, self._next_sequence_id + request.num_sequences
         is_new = self._context is not None and request.parent_id is None  # a step of a search came when that did
         arrival_s = self._context.env.now() if self._context is not None and is_new else request.arrival_s
-        return RequestOutbox(replace(request, first_sequence_id=first, arrival_s=arrival_s))
+        return RequestOutbox(replace(request, first_sequence_id=first, arrival_s=arrival_s), self._bells.bell())
 
     def open(self, request: Request, deadline_s: float | None = None) -> RequestOutbox:
         outbox = super().open(request, deadline_s)
@@ -280,7 +282,7 @@ class RequestOutbox:
     finish reason, or raises the `RequestError` that ended the request. One reader.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, bell: SharedBell) -> None:
         self.request = request  # as it enters the pipeline
         self.request_id = request.request_id
         self.choices = [Choice(self, index) for index in range(request.num_sequences)]
@@ -289,7 +291,7 @@ class RequestOutbox:
         self.has_started = False
         self.cause: str | None = None  # why it ended: finish, error, cancel, disconnect, deadline, ...
         self.error: RequestError | None = None
-        self.bell = Bell()
+        self.bell = bell  # rung when there is something to read; who does not iterate waits for it otherwise
         self.stall_timer: asyncio.TimerHandle | None = None  # runs while a choice is parked
         self.queue_timer: asyncio.TimerHandle | None = None
         self.times = RequestTimes(request.arrival_s)
@@ -339,17 +341,22 @@ class RequestOutbox:
         return self
 
     async def __anext__(self) -> list[Delta]:
-        while True:
-            if self.has_news and (deltas := self._take()):
-                return deltas
+        while not self.has_news or not (deltas := self._take()):
             if self.cause is not None:
-                break
-            if not self.bell.heard():
-                await self.bell.next_ring()
+                return self._end()
+            await self.bell
+        return deltas
+
+    def _end(self) -> Never:
+        """No more is to come."""
         if self._is_over or self.error is None:
             raise StopAsyncIteration
         self._is_over = True
         raise self.error
+
+    def poll(self) -> list[Delta]:
+        """What has arrived, without waiting for more; nothing of how it ends."""
+        return self._take() if self.has_news else []
 
     def _take(self) -> list[Delta]:
         self.has_news = False
@@ -435,8 +442,7 @@ class Choice:
         if not self.token_ids and not is_end:
             return None if progress is None else Delta(self.index, "", (), progress=progress)
         text, token_ids = "".join(self.texts), tuple(self.token_ids)
-        self.texts.clear()
-        self.token_ids.clear()
+        self.texts, self.token_ids = [], []
         self.num_read += len(token_ids)
         self.num_unspoken_chars += len(text)
         logprobs = self._take_logprobs() if self.logprobs else ()

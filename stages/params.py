@@ -82,7 +82,7 @@ class SamplingParams:
     extra_args: Mapping[str, Any] = field(default_factory=dict)  # for a `LogitsProcessor`; nobody else looks
     return_progress: bool = False  # tell how much of the prompt is computed, while it is
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # no effect, as with any fast tokenizer of transformers
     structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
     thinking_budget: ThinkingBudget | None = None  # tokens of thoughts, after which their closing mark is forced
 

@@ -18,4 +18,4 @@ class Phases:
     def __call__(self, name: str) -> Generator[None]:
         began = self.clock()
         yield
-        self.seconds[name] = round(self.clock() - began, 4)
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + self.clock() - began, 4)

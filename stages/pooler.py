@@ -6,30 +6,29 @@ Knows positions and sums. Refuses to know blocks, and what is done with a vector
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from .arrays import Array, arrays_of
 from .messages import Begun, Indices, Pooled, Started, StepGrant
 from .pooling import Floats, PoolingParams
-
-_FLOAT = torch.float32
 
 
 class Pooler:
     """Shared by the runner, which hands it the hidden states of each step with pooled rows, and the sampler, which
-    takes the vectors of those that have reached their end. `num_slots` sequences, hidden states of `size` numbers.
+    takes the vectors of those that have reached their end. Those are summed up in `sums`, zeros [S, H] in float32 on
+    the device: one row for each slot, as wide as a hidden state.
 
     Chunks of a prompt arrive in order; a sequence that starts again, after a preemption or a void step, starts over.
     """
 
-    def __init__(self, num_slots: int, size: int, device: torch.device) -> None:
+    def __init__(self, sums: Array) -> None:
+        num_slots = len(sums)
         self.num_pooled = 0  # slots in use by pooled sequences: while it is 0, steps need not be looked at
         self.is_pooled = np.zeros(num_slots, np.bool_)  # [S]
         self._is_mean = np.zeros(num_slots, np.bool_)  # [S]
         self._is_first = np.zeros(num_slots, np.bool_)  # [S]
         self._started: list[Started | None] = [None] * num_slots
-        self._device = device
-        self.sums = torch.zeros(num_slots, size, dtype=_FLOAT, device=device)  # [S, H] of the positions that count
+        self._arrays = arrays_of(sums)
+        self.sums = sums  # [S, H] of the positions that count
 
     def start(self, started: Started) -> None:
         """A sequence takes a slot, pooled or not; what was there is forgotten."""
@@ -55,14 +54,13 @@ class Pooler:
         tokens = np.concatenate([offsets[first], (offsets + counts - 1)[last], *means])
         return tokens, np.concatenate([slots[first], slots[last], np.repeat(slots[is_mean], counts[is_mean])])
 
-    def add(self, slots: Indices, hidden: Tensor) -> None:
+    def add(self, slots: Indices, hidden: Array) -> None:
         """The hidden states [W, H] that `tokens_of_interest` asked for."""
-        rows = torch.from_numpy(slots).to(self._device)
-        self.sums.index_add_(0, rows, hidden.to(_FLOAT))
+        self._arrays.add_rows(self.sums, slots, hidden)
 
     def take(self, slots: Indices) -> dict[int, Pooled]:
         """By slot, what became of the sequences in `slots` [P], whose prompts are computed. They are over."""
-        vectors = self.sums[torch.from_numpy(slots).to(self._device)].cpu().numpy()
+        vectors = self._arrays.on_host(self._arrays.take(self.sums, slots))
         pooled = {}
         for slot, vector in zip(slots.tolist(), vectors, strict=True):
             started = self._started[slot]

@@ -42,7 +42,8 @@ class LogitsProcessor:
 
     def process(self, slots: Indices, logits: Any) -> None:
         """Changes `logits` [n, V], a float32 tensor on the device, in place: row i is of `slots[i]`, [n]. After
-        penalties, bias and min_tokens, before temperature and truncation. A token at -inf is not chosen."""
+        penalties, bias and min_tokens, before temperature and truncation. A token at -inf is not chosen. Where the
+        model itself needs no torch, this is what imports it."""
 
     def note(self, slots: Indices, token_ids: Indices) -> None:
         """Each of `slots` [n] got a token, [n] too: rows that are processed, and maybe no others."""

@@ -2,7 +2,7 @@
 
 A prompt of thousands of tokens has gigabytes of logits. So what goes from the forward pass to the sampler is the last
 hidden states and the way from them to logits; and the sampler takes a bounded piece, keeps each token's log-probability
-and the k likeliest, and forgets the piece before it takes the next. Imports torch; lives on the device thread.
+and the k likeliest, and forgets the piece before it takes the next. Lives on the device thread.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from . import logits as maths
+from .arrays import Array, arrays_of
 from .messages import PromptLogprobs
 from .prompt_runs import PromptRun
 
@@ -24,20 +24,21 @@ PIECE_BYTES = 32 * 2**20  # of logits at a time, as float32
 class LogitsWithPrompts:
     """What a forward pass hands to the sampler in the place of bare logits when a row wants its prompt scored."""
 
-    sampled: Tensor  # [L, V] as always
+    sampled: Array  # [L, V] as always
     runs: Sequence[PromptRun]
-    hidden: Tensor  # [sum of C, H] of all runs, one after the other
-    to_logits: Callable[[Tensor], Tensor]  # [n, H] -> [n, V]
+    hidden: Array  # [sum of C, H] of all runs, one after the other
+    to_logits: Callable[[Array], Array]  # [n, H] -> [n, V]
     max_rows: int  # of a piece: no more than the sampler has memory for anyway
 
-    def pieces(self) -> Iterator[tuple[int, slice, Tensor]]:
+    def pieces(self) -> Iterator[tuple[int, slice, Array]]:
         """Each run in pieces of [n, V] f32: (which run, which of its tokens, logits of the tokens before them)."""
         num_rows = max(1, min(self.max_rows, PIECE_BYTES // (4 * self.sampled.shape[1])))
         begin = 0
         for index, run in enumerate(self.runs):
             for start in range(0, len(run), num_rows):
                 end = min(start + num_rows, len(run))
-                yield index, slice(start, end), self.to_logits(self.hidden[begin + start : begin + end]).float()
+                piece = self.to_logits(self.hidden[begin + start : begin + end])
+                yield index, slice(start, end), arrays_of(piece).floats(piece)
             begin += len(run)
 
 
@@ -49,14 +50,8 @@ def prompt_logprobs(logits: LogitsWithPrompts) -> tuple[PromptLogprobs, ...]:
     return made
 
 
-def _fill(kept: PromptLogprobs, piece: slice, logits: Tensor) -> None:
+def _fill(kept: PromptLogprobs, piece: slice, logits: Array) -> None:
     """`logits` [n, V] f32."""
-    chosen_ids = torch.from_numpy(kept.token_ids[piece].astype(np.int64)).to(logits.device)
-    chosen = logits.gather(1, chosen_ids[:, None])
-    total = torch.logsumexp(logits, dim=1)
-    kept.logprobs[piece] = (chosen[:, 0] - total).cpu().numpy()
-    kept.ranks[piece] = ((logits > chosen).sum(1) + 1).cpu().numpy()
-    if kept.top_ids.shape[1]:
-        top = logits.topk(kept.top_ids.shape[1], dim=1)
-        kept.top_ids[piece] = top.indices.cpu().numpy()
-        kept.top_logprobs[piece] = (top.values - total[:, None]).cpu().numpy()
+    scores = maths.score(logits, kept.token_ids[piece].astype(np.int64), kept.top_ids.shape[1])
+    kept.logprobs[piece], kept.ranks[piece] = scores.logprobs, scores.ranks
+    kept.top_ids[piece], kept.top_logprobs[piece] = scores.top_ids, scores.top_logprobs

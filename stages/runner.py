@@ -1,20 +1,18 @@
-"""Turns a grant into the tensors a decoder reads, and runs it. Lives on the device thread.
+"""Turns a grant into the arrays a decoder reads, and runs it. Lives on the device thread.
 
-Knows where each slot's tokens and blocks are. Refuses to know who gets them (allocate does) and what comes next
-(the sampler does).
+Knows where each slot's tokens and blocks are. Refuses to know who gets them (allocate does), what comes next (the
+sampler does) and whether the arrays are numpy's or torch's (the decoder's are of the kind of `last_tokens`).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ..model.cache import KVCache
 from ..model.inputs import StepInputs
+from .arrays import Array, HostArray, arrays_of
 from .messages import BlockCopy, Bools, Direction, Indices, Ints, StepGrant
 from .pooler import Pooler
 from .prompt_logits import LogitsWithPrompts
@@ -23,13 +21,24 @@ from .prompt_runs import PromptRun, ScoredPrompts, rows_of
 Longs = NDArray[np.int64]
 
 
+class Cache(Protocol):
+    """What a runner needs of a KV cache: whole blocks copied, all layers. Block ids are [C] i64 on the host."""
+
+    block_size: int
+
+    def copy_blocks(self, source: Longs, destination: Longs) -> None: ...
+    def make_host_blocks(self, num_blocks: int) -> Any: ...
+    def copy_out(self, blocks: Longs, host: Any, places: Longs) -> None: ...
+    def copy_in(self, host: Any, places: Longs, blocks: Longs) -> None: ...
+
+
 class Model(Protocol):
     """What a runner needs of a decoder."""
 
-    def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
-    def hidden(self, inputs: StepInputs, cache: KVCache) -> Tensor: ...
-    def normed(self, hidden: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def forward(self, inputs: StepInputs[Any], cache: Any) -> Array: ...
+    def hidden(self, inputs: StepInputs[Any], cache: Any) -> Array: ...
+    def normed(self, hidden: Array) -> Array: ...
+    def logits(self, hidden: Array) -> Array: ...
 
 
 class ModelRunner:
@@ -43,8 +52,8 @@ class ModelRunner:
     def __init__(
         self,
         decoder: Model,
-        cache: KVCache,
-        last_tokens: Tensor,
+        cache: Cache,
+        last_tokens: Array,
         max_blocks_per_slot: int,
         num_host_blocks: int = 0,
         pooler: Pooler | None = None,
@@ -55,7 +64,7 @@ class ModelRunner:
         self.host_blocks = cache.make_host_blocks(num_host_blocks) if num_host_blocks else None
         self.last_tokens = last_tokens
         self.pooler = pooler
-        self.device = last_tokens.device
+        self._arrays = arrays_of(last_tokens)
         self.block_size = cache.block_size
         self.tables: Ints = np.zeros((num_slots, max_blocks_per_slot), np.int32)  # block ids in token order
         self._device_tables = self._upload(self.tables)  # the same memory on a CPU
@@ -63,16 +72,16 @@ class ModelRunner:
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
         self._scored = ScoredPrompts(num_slots)
 
-    def forward(self, grant: StepGrant) -> Tensor | LogitsWithPrompts:
+    def forward(self, grant: StepGrant) -> Array | LogitsWithPrompts:
         """[L, V] logits of the grant's sampled rows, in their order, but for pooled sequences: the pooler has what
         becomes of those. [0, 0] for a grant of copies alone. With them, if that was asked for, what the logits of
         prompt tokens are made of."""
         self._take_news(grant)
-        with torch.inference_mode():
+        with self._arrays.inference():
             for copy in grant.copies:
                 self._copy(copy)
             if not len(grant.slots):
-                return torch.zeros(0, 0, device=self.device)
+                return self._upload(np.zeros((0, 0), np.float32))
             inputs = self.inputs(grant)
             runs = self._scored.runs(grant)
             if not runs and (self.pooler is None or not self.pooler.num_pooled):
@@ -80,28 +89,28 @@ class ModelRunner:
             return self._forward_in_parts(grant, inputs, runs)
 
     def _forward_in_parts(
-        self, grant: StepGrant, inputs: StepInputs, runs: tuple[PromptRun, ...]
-    ) -> Tensor | LogitsWithPrompts:
+        self, grant: StepGrant, inputs: StepInputs[Any], runs: tuple[PromptRun, ...]
+    ) -> Array | LogitsWithPrompts:
         """A step of which more is wanted than logits of its sampled rows, or less."""
         hidden, rows = self.decoder.hidden(inputs, self.cache), inputs.logits_rows
         if self.pooler is not None and self.pooler.num_pooled:
             self._pool(grant, hidden, self.pooler)
             rows = rows[self._upload(~self.pooler.is_pooled[grant.slots[grant.is_sampled]])]
-        sampled = self.decoder.logits(hidden.index_select(0, rows))
+        sampled = self.decoder.logits(hidden[rows])
         if not runs:
             return sampled
-        wanted = hidden.index_select(0, self._upload(rows_of(runs)))
+        wanted = self._arrays.take(hidden, rows_of(runs))
         return LogitsWithPrompts(sampled, runs, wanted, self.decoder.logits, max_rows=len(self._known))
 
-    def _pool(self, grant: StepGrant, hidden: Tensor, pooler: Pooler) -> None:
+    def _pool(self, grant: StepGrant, hidden: Array, pooler: Pooler) -> None:
         tokens, slots = pooler.tokens_of_interest(grant, _offsets(grant))
         if len(tokens):
-            pooler.add(slots, self.decoder.normed(hidden.index_select(0, self._upload(tokens))))
+            pooler.add(slots, self.decoder.normed(self._arrays.take(hidden, tokens)))
 
     def _copy(self, copy: BlockCopy) -> None:
         """In order with the steps: what earlier ones have written is there, and this one reads what is copied."""
-        sources = torch.from_numpy(copy.sources.astype(np.int64))
-        destinations = torch.from_numpy(copy.destinations.astype(np.int64))
+        sources = copy.sources.astype(np.int64)
+        destinations = copy.destinations.astype(np.int64)
         if copy.direction is Direction.FORK:
             return self.cache.copy_blocks(sources, destinations)
         assert self.host_blocks is not None, "blocks are copied to or from the host, and there are none"
@@ -120,11 +129,11 @@ class ModelRunner:
                 self.pooler.start(started)
         if len(grant.table_slots):
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
-            if self.device.type != "cpu":
+            if not self._arrays.is_on_host(self.last_tokens):
                 where = (self._upload(grant.table_slots), self._upload(grant.table_places))
                 self._device_tables[where] = self._upload(grant.table_blocks)
 
-    def inputs(self, grant: StepGrant) -> StepInputs:
+    def inputs(self, grant: StepGrant) -> StepInputs[Any]:
         """The grant as the decoder reads it. Rows with one token come first there; logits keep the grant's order."""
         slots, starts = grant.slots, grant.starts.astype(np.int64)
         is_fed = starts >= self._num_known[slots]  # its input is the newest token
@@ -138,10 +147,9 @@ class ModelRunner:
         offsets = ends - counts  # [S] of each row's first token in the step
         row_of = np.empty_like(order)
         row_of[order] = np.arange(len(order))
-        rows = self._upload(slots)
         return self._make(
             input_ids=self._input_ids(slots, starts, counts, offsets, is_fed),
-            rows=rows,
+            slots=slots,
             token_slots=np.repeat(slots, counts),
             positions=np.arange(ends[-1]) - np.repeat(offsets - starts, counts),
             query_starts=np.concatenate([offsets, ends[-1:]]),
@@ -150,12 +158,11 @@ class ModelRunner:
             num_decode=int(np.count_nonzero(is_single)),
         )
 
-    def _decode_inputs(self, slots: Longs, starts: Longs, is_sampled: Bools) -> StepInputs:
+    def _decode_inputs(self, slots: Longs, starts: Longs, is_sampled: Bools) -> StepInputs[Any]:
         """The usual step: each row reads its newest token, and nothing is to be put together."""
-        rows = self._upload(slots)
         return self._make(
-            input_ids=self.last_tokens.index_select(0, rows),
-            rows=rows,
+            input_ids=self._arrays.take(self.last_tokens, slots),
+            slots=slots,
             token_slots=slots,
             positions=starts,
             query_starts=np.arange(len(slots) + 1),
@@ -164,7 +171,7 @@ class ModelRunner:
             num_decode=len(slots),
         )
 
-    def _input_ids(self, slots: Longs, starts: Longs, counts: Longs, offsets: Longs, is_fed: Bools) -> Tensor:
+    def _input_ids(self, slots: Longs, starts: Longs, counts: Longs, offsets: Longs, is_fed: Bools) -> Array:
         """[T] i64. A row that is not fed reads from what came with `Started`."""
         ids = np.empty(int(counts.sum()), np.int64)
         for row in np.flatnonzero(~is_fed).tolist():
@@ -172,22 +179,22 @@ class ModelRunner:
             ids[offset : offset + count] = self._known[slots[row]][start : start + count]
         input_ids = self._upload(ids)
         if is_fed.any():
-            newest = self.last_tokens.index_select(0, self._upload(slots[is_fed]))
-            input_ids.index_copy_(0, self._upload(offsets[is_fed]), newest)
+            newest = self._arrays.take(self.last_tokens, slots[is_fed])
+            self._arrays.put(input_ids, offsets[is_fed], newest)
         return input_ids
 
     def _make(
         self,
         *,
-        input_ids: Tensor,
-        rows: Tensor,
+        input_ids: Array,
+        slots: Longs,
         token_slots: Longs,
         positions: Longs,
         query_starts: Longs,
         lengths: Longs,
         logits_rows: Longs,
         num_decode: int,
-    ) -> StepInputs:
+    ) -> StepInputs[Any]:
         place, offset = np.divmod(positions, self.block_size)
         blocks = self.tables[token_slots, place].astype(np.int64)
         width = -(-int(lengths.max()) // self.block_size)
@@ -195,16 +202,19 @@ class ModelRunner:
             input_ids=input_ids,
             positions=self._upload(positions),
             slot_mapping=self._upload(blocks * self.block_size + offset),
-            block_tables=self._device_tables[:, :width].index_select(0, rows),
+            block_tables=self._arrays.take(self._device_tables[:, :width], slots),
             query_starts=self._upload(query_starts.astype(np.int32)),
             lengths=self._upload(lengths.astype(np.int32)),
             logits_rows=self._upload(logits_rows),
             num_decode=num_decode,
         )
 
-    def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+    def _upload(self, array: HostArray) -> Array:
+        return self._arrays.beside(self.last_tokens, array)
+
+    def wait(self) -> None:
+        """Returns when the device has done all that was asked of it."""
+        self._arrays.wait(self.last_tokens)
 
 
 def _offsets(grant: StepGrant) -> Indices:

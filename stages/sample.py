@@ -105,23 +105,19 @@ class Sample(Stage[StepLogits, StepTokens]):
         progress = self._watch.done(grant)
         if tokens.started or progress:
             tokens = replace(tokens, began_s=self._began_s, progress=progress)
-        self._trace_done(done)
-        self._note_pace(grant)
+        self._note_done(grant, done)
         if len(tokens.slots) or tokens.started or tokens.prompt_logprobs or tokens.pooled or progress:
             out.send(tokens)
 
-    def _trace_done(self, done: StepDone) -> None:
+    def _note_done(self, grant: StepGrant, done: StepDone) -> None:
+        """Tells the trace, and the pace of steps, how long this one took."""
         assert self._context is not None
-        tracer, source, now_s = self._context.tracer, self._context.source, self._context.env.now()
+        now_s, tracer = self._context.env.now(), self._context.tracer
+        step_s, self._began_s = now_s - self._began_s, now_s
+        self._pace.note(grant.num_computed, step_s)
         if tracer.enabled:
-            num_finished, step_us = int(np.count_nonzero(done.is_finished)), int((now_s - self._began_s) * 1e6)
-            tracer.bind()(STEP_DONE, source, done.step, len(done.slots), num_finished, step_us)
-
-    def _note_pace(self, grant: StepGrant) -> None:
-        assert self._context is not None
-        now_s = self._context.env.now()
-        self._pace.note(grant.num_computed, now_s - self._began_s)
-        self._began_s = now_s
+            num_finished = int(np.count_nonzero(done.is_finished))
+            tracer.bind()(STEP_DONE, self._context.source, done.step, len(done.slots), num_finished, int(step_s * 1e6))
 
     def _trace_void(self, grant: StepGrant, error: BaseException | None) -> None:
         assert self._context is not None

@@ -5,18 +5,17 @@ Knows which rows need what, so that a row pays for nothing it did not ask for. R
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from . import logits as maths
+from .arrays import Array, HostArray, arrays_of
 from .config import LogprobsMode
 from .grammar.masks import Allowed, GrammarMasks
-from .logits import Blocks, Drawing
+from .logits import Drawing, Longs
 from .messages import (
     Bools,
     FinishReason,
@@ -34,7 +33,7 @@ from .processors import LogitsProcessor
 from .prompt_logits import LogitsWithPrompts, prompt_logprobs
 from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
 
-Longs = NDArray[np.int64]
+Choose = Callable[[Array, Bools, Drawing | None], tuple[Longs, Bools]]  # `maths.choose`, or what does as it does
 
 NO_ROWS: Longs = np.zeros(0, np.int64)
 
@@ -58,7 +57,7 @@ class Sampler:
 
     def __init__(
         self,
-        last_tokens: Tensor,
+        last_tokens: Array,
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: Collection[int] = (),
@@ -66,10 +65,12 @@ class Sampler:
         pooler: Pooler | None = None,
         *,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        choose: Choose = maths.choose,
     ) -> None:
         self.last_tokens = last_tokens
         self.pooler = pooler
-        self._last_on_host = last_tokens.numpy() if last_tokens.device.type == "cpu" else None  # the same memory
+        self._arrays = arrays_of(last_tokens)
+        self._choose = choose
         self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
         self.masks = masks  # None: nobody brings a grammar
         self.logprobs_mode: LogprobsMode = logprobs_mode
@@ -93,7 +94,7 @@ class Sampler:
             if self._is_processed[started.slot]:
                 self.table.needs[started.slot] |= EDITS
 
-    def sample(self, grant: StepGrant, logits: Tensor | LogitsWithPrompts) -> StepTokens:
+    def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts) -> StepTokens:
         """One token for each sampled row of the grant whose sequence goes on, and what was made of those that are
         pooled. `logits` [L, V], of the others, may be changed.
 
@@ -104,7 +105,7 @@ class Sampler:
             self._start(started)
         of_prompts: tuple[PromptLogprobs, ...] = ()
         if isinstance(logits, LogitsWithPrompts):
-            with torch.inference_mode():
+            with self._arrays.inference():
                 of_prompts = prompt_logprobs(logits)
             logits = logits.sampled
         slots = grant.slots[grant.is_sampled]
@@ -116,7 +117,7 @@ class Sampler:
             slots, needs = slots[~is_pooled], needs[~is_pooled]
             alive = np.flatnonzero(needs & ENDED == 0)
             slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
-        with torch.inference_mode():
+        with self._arrays.inference():
             tokens = self._sample(grant, slots, needs, logits, of_prompts)
         return replace(tokens, pooled=pooled) if pooled else tokens
 
@@ -125,7 +126,7 @@ class Sampler:
         grant: StepGrant,
         slots: Indices,
         needs: NDArray[np.uint8],
-        logits: Tensor,
+        logits: Array,
         of_prompts: tuple[PromptLogprobs, ...],
     ) -> StepTokens:
         table = self.table
@@ -134,24 +135,26 @@ class Sampler:
         guided = np.flatnonzero(needs & GRAMMAR) if _any(needs, GRAMMAR) else NO_ROWS
         allowed = self._allowed(slots[guided]) if len(guided) else None
         is_raw = self.logprobs_mode == "raw_logprobs"
-        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) and is_raw else None  # a copy
+        raw = self._arrays.take(logits, asked) if len(asked) and is_raw else None  # a copy
         is_edited = _any(needs, EDITS)
         if is_edited:
-            logits = logits.float()
+            logits = self._arrays.floats(logits)
             self._edit(slots, logits)
         if allowed is not None:
-            maths.allow_only(logits, *_tensors(logits, guided, ~allowed.tokens))
+            maths.allow_only(logits, guided, self._arrays.beside(logits, ~allowed.tokens))
         if len(asked) and not is_raw:
             raw = self._processed(logits, asked, slots, needs)
         if len(slots):
-            token_ids, is_broken = self._choose(slots, needs, logits)
+            is_random = needs & RANDOM != 0
+            drawing = self._drawing(slots) if np.count_nonzero(is_random) else None
+            token_ids, is_broken = self._choose(logits, is_random, drawing)
             if _any(needs, THINKING):
                 table.steer(slots, np.flatnonzero(needs & THINKING), token_ids)
         else:
             token_ids, is_broken = NO_ROWS, np.zeros(0, np.bool_)
         over = NO_ROWS if allowed is None else guided[allowed.is_over]
         token_ids[over], is_broken[over] = table.eos_token_id, False
-        self._note_last(slots, token_ids)
+        self._arrays.put(self.last_tokens, slots, self._arrays.beside(self.last_tokens, token_ids))
         if is_edited:
             table.limits.note(slots, token_ids)
             self._note_processed(slots, token_ids)
@@ -179,48 +182,7 @@ class Sampler:
         assert self.pooler is not None, "a pooled sequence, and no pooler"
         return self.pooler.take(slots)
 
-    def _note_last(self, slots: Indices, token_ids: Longs) -> None:
-        if self._last_on_host is not None:
-            self._last_on_host[slots] = token_ids
-            return
-        device = self.last_tokens.device
-        at = torch.from_numpy(slots).to(device)
-        self.last_tokens.index_copy_(0, at, torch.from_numpy(token_ids).to(device))
-
     # -- choosing
-
-    def _choose(self, slots: Indices, needs: NDArray[np.uint8], logits: Tensor) -> tuple[Longs, Bools]:
-        """(token ids, rows that hold no number), [L] each."""
-        blocks = Blocks(logits)
-        maxima = blocks.maxima()
-        is_broken = ~np.isfinite(maxima.max(1))
-        has_broken = np.count_nonzero(is_broken) > 0
-        if has_broken:
-            logits[torch.from_numpy(is_broken).to(logits.device)] = 0.0  # numbers to go on with; the choice is not used
-            maxima[is_broken] = 0.0
-        if _any(needs, RANDOM):
-            token_ids = self._choose_mixed(slots, logits, blocks, maxima, needs & RANDOM != 0)
-        else:
-            token_ids = blocks.argmax(maxima, np.arange(len(slots)))
-        if has_broken:
-            token_ids[is_broken] = 0
-        return token_ids, is_broken
-
-    def _choose_mixed(
-        self, slots: Indices, logits: Tensor, blocks: Blocks, maxima: maths.Floats, is_random: Bools
-    ) -> Longs:
-        is_truncated = is_random & self.table.is_truncated[slots]
-        token_ids = np.zeros(len(slots), np.int64)
-        greedy, whole, truncated = (np.flatnonzero(m) for m in (~is_random, is_random & ~is_truncated, is_truncated))
-        if len(greedy):
-            token_ids[greedy] = blocks.argmax(maxima, greedy)
-        if len(whole):
-            best = maxima[whole].max(1).astype(np.float64)
-            token_ids[whole] = maths.draw(maths.rows_of(logits, whole), best, self._drawing(slots[whole]))
-        if len(truncated):
-            rows = maths.rows_of(logits, truncated)
-            token_ids[truncated] = maths.draw_truncated(rows, maxima[truncated], self._drawing(slots[truncated]))
-        return token_ids
 
     def _drawing(self, slots: Indices) -> Drawing:
         table = self.table
@@ -237,7 +199,7 @@ class Sampler:
 
     # -- edits
 
-    def _edit(self, slots: Indices, logits: Tensor) -> None:
+    def _edit(self, slots: Indices, logits: Array) -> None:
         penalised = np.flatnonzero(self.table.is_penalised[slots])
         if len(penalised):
             self._penalise(slots, penalised, logits)
@@ -246,30 +208,29 @@ class Sampler:
             self._add_bias(slots, biased, logits)
         rows, ids = self.table.forbidden(slots)
         if len(rows):
-            maths.forbid(logits, *_tensors(logits, rows, ids))
+            maths.forbid(logits, *_beside(logits, rows, ids))
         table = self.table
         if np.count_nonzero(table.limits.is_limited[slots]):
             table.limits.apply(slots, logits)
         if self.processor is not None:
             self._process(slots, logits)
 
-    def _process(self, slots: Indices, logits: Tensor) -> None:
+    def _process(self, slots: Indices, logits: Array) -> None:
         assert self.processor is not None
         rows = np.flatnonzero(self._is_processed[slots])
         if len(rows) == len(slots):
-            self.processor.process(slots, logits)
+            self.processor.process(slots, self._arrays.as_tensor(logits))
         elif len(rows):
-            (at,) = _tensors(logits, rows)
-            some = logits[at]
-            self.processor.process(slots[rows], some)
-            logits[at] = some
+            some = self._arrays.take(logits, rows)
+            self.processor.process(slots[rows], self._arrays.as_tensor(some))
+            self._arrays.put(logits, rows, some)
 
     def _note_processed(self, slots: Indices, token_ids: Longs) -> None:
         rows = np.flatnonzero(self._is_processed[slots])
         if self.processor is not None and len(rows):
             self.processor.note(slots[rows], token_ids[rows])
 
-    def _penalise(self, slots: Indices, rows: Longs, logits: Tensor) -> None:
+    def _penalise(self, slots: Indices, rows: Longs, logits: Array) -> None:
         """`rows` index into `slots`. Listings of tokens are padded by their last one, whose edit is the same twice."""
         table = self.table
         at = slots[rows]
@@ -284,11 +245,11 @@ class Sampler:
             ids = table.tokens[at[:, None], table.num_prompt[at, None] + np.minimum(column, num_generated[:, None] - 1)]
             frequency = table.frequency_penalty[at, None] * is_token
             presence = table.presence_penalty[at, None]
-            row, token, often, once = _tensors(logits, rows[:, None], ids.astype(np.int64), frequency, presence)
+            row, token, often, once = _beside(logits, rows[:, None], ids.astype(np.int64), frequency, presence)
             maths.penalise_frequency(logits, row, token, often)
             maths.penalise_presence(logits, row, token, once)
 
-    def _penalise_repetition(self, slots: Indices, rows: Longs, num_tokens: Ints, logits: Tensor) -> None:
+    def _penalise_repetition(self, slots: Indices, rows: Longs, num_tokens: Ints, logits: Array) -> None:
         penalty = self.table.repetition_penalty[slots]
         repeated = np.flatnonzero(penalty != 1)
         if not len(repeated):
@@ -296,36 +257,36 @@ class Sampler:
         num_tokens = num_tokens[repeated, None]
         column = np.minimum(np.arange(num_tokens.max()), num_tokens - 1)
         ids = self.table.tokens[slots[repeated, None], column].astype(np.int64)
-        row, token, factor = _tensors(logits, rows[repeated, None], ids, penalty[repeated, None])
+        row, token, factor = _beside(logits, rows[repeated, None], ids, penalty[repeated, None])
         maths.penalise_repetition(logits, row, token, factor)
 
-    def _add_bias(self, slots: Indices, rows: Longs, logits: Tensor) -> None:
+    def _add_bias(self, slots: Indices, rows: Longs, logits: Array) -> None:
         table = self.table
         at = slots[rows]
         width = int(table.num_biased[at].max())
         index, column = np.nonzero(np.arange(width) < table.num_biased[at, None])
         ids, bias = table.biased_ids[at[index], column].astype(np.int64), table.bias[at[index], column]
-        maths.add_bias(logits, *_tensors(logits, rows[index], ids, bias))
+        maths.add_bias(logits, *_beside(logits, rows[index], ids, bias))
 
     # -- log-probabilities
 
-    def _processed(self, logits: Tensor, rows: Longs, slots: Indices, needs: NDArray[np.uint8]) -> Tensor:
+    def _processed(self, logits: Array, rows: Longs, slots: Indices, needs: NDArray[np.uint8]) -> Array:
         """The logits that the tokens of some rows are drawn by, [n, V] f32: edited, and unless a row is greedy over its
         temperature and -inf where truncation leaves nothing."""
-        found = logits[torch.from_numpy(rows).to(logits.device)].float()
+        arrays = self._arrays
+        found = arrays.floats(arrays.take(logits, rows))
         is_random = needs[rows] & RANDOM != 0
         at = slots[rows]
         if np.count_nonzero(is_random):
             temperature = np.where(is_random, self.table.temperature[at], 1.0).astype(np.float32)
-            found = found / torch.from_numpy(temperature).to(logits.device)[:, None]
+            found = found / arrays.beside(logits, temperature)[:, None]
         cut = np.flatnonzero(is_random & self.table.is_truncated[at])
         if len(cut):
-            (index,) = _tensors(logits, cut)
-            found[index] = maths.truncated(found[index], self._drawing(at[cut]))
+            arrays.put(found, cut, maths.truncated(arrays.take(found, cut), self._drawing(at[cut])))
         return found
 
     def _logprobs(
-        self, raw: Tensor, asked: Longs, slots: Indices, token_ids: Longs, finishes: NDArray[np.int8]
+        self, raw: Array, asked: Longs, slots: Indices, token_ids: Longs, finishes: NDArray[np.int8]
     ) -> dict[int, TopLogprobs]:
         """Row -> log-probabilities that the logits `raw` give, for the rows `asked`."""
         whole = np.flatnonzero(finishes[asked] != FinishReason.ERROR)
@@ -340,5 +301,5 @@ def _any(needs: NDArray[np.uint8], bit: int) -> bool:
     return bool(int(np.bitwise_or.reduce(needs)) & bit)
 
 
-def _tensors(like: Tensor, *arrays: NDArray[np.generic]) -> tuple[Tensor, ...]:
-    return tuple(torch.from_numpy(array).to(like.device) for array in arrays)
+def _beside(x: Array, *arrays: HostArray) -> tuple[Array, ...]:
+    return tuple(arrays_of(x).beside(x, array) for array in arrays)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .recordings.recording import CallLog
 
 
+NO_CAUSES: Mapping[int, str] = {}
+
+
 class Schedule(Stage[TokenRequest, StepPlan]):
     """Plans steps from what it is told. Reports are taken before feedback, as a step is granted before it is done, and
     both before new work, so the loop never waits for itself.
@@ -79,6 +82,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     def _take_lane(self) -> Mapping[int, str]:
         assert self._context is not None and self._trace is not None
+        if not len(self._context.lane):
+            return NO_CAUSES
         causes = self._context.lane.take()
         for sequence_id, cause in causes.items():
             match cause:

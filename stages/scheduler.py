@@ -275,7 +275,7 @@ class Scheduler:
         """Takes slots from parked sequences for any that wait; and their blocks before they are wanted, while there is
         one left for each row and what the first in line begins with: a copy takes some steps, and nobody is to wait."""
         first, report, table = self.waiting.peek(), self._report, self.slots
-        parked = np.flatnonzero(table.is_running & table.is_parked).tolist()
+        parked = (table.is_running & table.is_parked).nonzero()[0].tolist()
         num_slots = len(self.waiting) - table.num_free - table.num_leaving
         num_blocks = 0
         if report is not None:
@@ -404,14 +404,14 @@ class Scheduler:
             steady.num_plans -= 1
             return
         self._steady = None
-        rows = np.flatnonzero(report.num_granted)
+        rows = report.num_granted.nonzero()[0]
         slots, granted, num_cached = plan.slots[rows], report.num_granted[rows], report.num_cached[rows]
         self._flights.append(_Flight(report.step, plan.generation, slots))
-        for row in np.flatnonzero(num_cached).tolist():
+        for row in num_cached.nonzero()[0].tolist():
             lives.note_begun(int(slots[row]), int(num_cached[row]))
         if np.count_nonzero(granted > 1):
             lives.note_computed(slots.tolist(), granted)
-        for row in np.flatnonzero(table.num_computed[slots] == 0).tolist():
+        for row in (table.num_computed[slots] == 0).nonzero()[0].tolist():
             self._note_found(int(slots[row]), int(num_cached[row]))
         progress = np.where(table.is_running[slots], granted + num_cached, 0)
         table.num_computed[slots] += progress

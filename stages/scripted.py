@@ -272,7 +272,7 @@ class ScriptedModel:
         within = np.arange(len(slots), dtype=np.int32) - np.repeat(ends - grant.num_tokens, grant.num_tokens)
         positions = np.repeat(grant.starts, grant.num_tokens) + within
         tokens = self._last_tokens[slots]
-        for row in np.flatnonzero(grant.starts < self._num_known[grant.slots]).tolist():
+        for row in (grant.starts < self._num_known[grant.slots]).nonzero()[0].tolist():
             start, count, end = int(grant.starts[row]), int(grant.num_tokens[row]), int(ends[row])
             known = self._known[grant.slots[row]][start : start + count]
             tokens[end - count : end - count + len(known)] = known
@@ -295,7 +295,7 @@ class ScriptedModel:
     def sample(self, grant: StepGrant, logits: Hashes) -> StepTokens:
         """One token for each sampled row whose sequence goes on; rows that have ended appear no more."""
         self._check_contents(grant, logits)
-        rows = np.flatnonzero(grant.is_sampled)
+        rows = grant.is_sampled.nonzero()[0]
         is_alive = ~self._is_finished[grant.slots[rows]]
         pooled = self._pool(grant, grant.slots[rows], logits) if self._is_pooled.any() else {}
         is_alive &= ~self._is_pooled[grant.slots[rows]]
@@ -345,7 +345,7 @@ class ScriptedModel:
         is_ours = ~self._is_finished[slots]
         after = self._read_back(grant)
         for found, when in ((contexts, "read"), (after, "left")):
-            for row in np.flatnonzero(is_ours & (found != self._contexts[slots])).tolist():
+            for row in (is_ours & (found != self._contexts[slots])).nonzero()[0].tolist():
                 self.violations.append(
                     f"step {grant.step} {when} another history of sequence {self._sequence_ids[slots[row]]} "
                     f"(slot {slots[row]}) than was written"
@@ -362,7 +362,7 @@ class ScriptedModel:
         may_end = places >= self._min_tokens[slots]
         finishes = np.where(places + 1 >= self._max_tokens[slots], FinishReason.LENGTH, FinishReason.NONE)
         finishes[(tokens == EOS) & may_end & ~self._ignores_eos[slots]] = FinishReason.STOP
-        for row in np.flatnonzero(self._has_extras[slots] & may_end).tolist():
+        for row in (self._has_extras[slots] & may_end).nonzero()[0].tolist():
             params = self._params[slots[row]]
             if params is not None and int(tokens[row]) in params.stop_token_ids:
                 finishes[row] = FinishReason.STOP
@@ -373,7 +373,7 @@ class ScriptedModel:
     def _logprobs(self, slots: Indices, tokens: Indices) -> dict[int, TopLogprobs]:
         """Made up, in shape: the chosen token is the likeliest, the first letters follow."""
         found = {}
-        for row in np.flatnonzero(self._has_extras[slots]).tolist():
+        for row in self._has_extras[slots].nonzero()[0].tolist():
             params = self._params[slots[row]]
             if params is not None and params.logprobs is not None:
                 others = [letter for letter in dict.fromkeys(ALPHABET) if letter != tokens[row]]

@@ -105,7 +105,7 @@ class Sharing:
     def forget(self) -> None:
         """Nothing that was computed so far is to be found. What runs is not put in any more either, as it may have
         begun with what was found."""
-        for slot in np.flatnonzero(self._sequence_ids >= 0).tolist():
+        for slot in (self._sequence_ids >= 0).nonzero()[0].tolist():
             self.cut(slot)
         self.cache.clear()
 
@@ -122,7 +122,7 @@ class Sharing:
 
     def note_grant(self, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> None:
         """A step was granted; row i begins at `starts[i]`, of which `found[i]` tokens were found just now."""
-        rows = np.flatnonzero(starts < self._num_known[slots]).tolist()
+        rows = (starts < self._num_known[slots]).nonzero()[0].tolist()
         prefill = [(int(slots[row]), self._chain(int(slots[row])), int(ends[row])) for row in rows]
         for row, (_, chain, end) in zip(rows, prefill, strict=True):
             if starts[row] == found[row]:
@@ -165,7 +165,7 @@ class Sharing:
         positions = self._num_prompt[slots] + places
         self._newest[slots, positions % self._newest.shape[1]] = token_ids
         self._num_settled[slots] = positions  # in the order of the steps, so the last one stays
-        filled = np.flatnonzero(positions % self._tables.block_size == 0)
+        filled = (positions % self._tables.block_size == 0).nonzero()[0]
         self._put_filled(slots[filled], positions[filled] // self._tables.block_size - 1)
 
     def _put_filled(self, slots: Indices, places: Indices) -> None:

@@ -55,11 +55,11 @@ class SlotTable:
 
     def running(self) -> Indices:
         """Slots of running sequences, [R]."""
-        return np.flatnonzero(self.is_running)
+        return self.is_running.nonzero()[0]
 
     def served(self) -> Indices:
         """Slots of running sequences that are not parked, in the order of service, [R]."""
-        slots = np.flatnonzero(self.is_running & ~self.is_parked)
+        slots = (self.is_running & ~self.is_parked).nonzero()[0]
         return slots[np.lexsort((self.sequence_id[slots], self.weight[slots]))]
 
     def enter(self, sequence: Sequence, weight: float) -> int:

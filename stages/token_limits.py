@@ -8,15 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays import Array
 from .messages import Indices, Started
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Longs = NDArray[np.int64]
 
@@ -65,7 +62,7 @@ class TokenLimits:
         allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
         return _Limit(allowed, bad_words, newest)
 
-    def apply(self, slots: Indices, logits: Tensor) -> None:
+    def apply(self, slots: Indices, logits: Array) -> None:
         """Takes what they may not choose from the rows of `slots`, in place. `logits` [n, V] f32."""
         for row in np.flatnonzero(self.is_limited[slots]).tolist():
             limit = self._limits[int(slots[row])]

@@ -1,5 +1,5 @@
 """Steps that are run before an engine serves: the largest, to see what memory it takes, and some to see how long they
-take. Imports torch.
+take.
 """
 
 from __future__ import annotations
@@ -8,40 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import torch
 
-from ..model.cache import KVCache
-from ..model.config import ModelConfig
-from ..model.decoder import Decoder
 from .config import EngineConfig
 from .messages import BlockCopy, Direction, Rates, Started, StepGrant
 from .params import SamplingParams
-from .pooler import Pooler
 from .runner import ModelRunner
 
 RATE_TOKENS = 64  # of the prompt that shows how fast the model computes one
-
-
-def make_runner(
-    config: EngineConfig, shape: ModelConfig, decoder: Decoder, blocks: int, max_model_len: int, host_blocks: int = 0
-) -> ModelRunner:
-    """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
-    cache = KVCache(shape, blocks, config.block_size, decoder.dtype, decoder.device)
-    last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
-    pooler = Pooler(config.max_num_seqs, shape.hidden_size, decoder.device)
-    return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)
-
-
-def peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
-    """Runs the largest step on a cache of its own and sees what it took besides."""
-    grant = largest_grant(config, max_model_len)
-    runner = make_runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
-    torch.cuda.synchronize(decoder.device)
-    torch.cuda.reset_peak_memory_stats(decoder.device)
-    before = torch.cuda.memory_allocated(decoder.device)
-    runner.forward(grant)
-    torch.cuda.synchronize(decoder.device)
-    return torch.cuda.max_memory_allocated(decoder.device) - before
 
 
 def measure_rates(
@@ -61,8 +34,7 @@ def measure_rates(
 def _seconds(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
     began = clock()
     runner.forward(grant)
-    if runner.device.type != "cpu":
-        torch.cuda.synchronize(runner.device)
+    runner.wait()
     return clock() - began
 
 

@@ -21,18 +21,11 @@ MAY_IMPORT = {
 }
 STAGES = {"intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "encode", "outbox"}
 STAGE_FILES_WITH_TORCH = {
-    "runner",
-    "trials",
-    "pooler",
+    "tensors",
+    "torch_loading",
     "encoder_loading",
     "encoder_runner",
-    "sampling",
-    "logits",
-    "prompt_logits",
-    "token_limits",
-    "loading",
-    "measuring",
-}  # what execute, sample and a real start run
+}  # what a real start runs where torch is needed
 OUTSIDE_THE_ENV = {
     "offline": {"threading", "concurrent"},  # an event loop of its own, for callers that have none
     "scripted": {"time"},  # a device that takes real time

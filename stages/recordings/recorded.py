@@ -6,7 +6,7 @@ bounded before anything of that size is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -95,35 +95,24 @@ class Recording:
         except Wrong as error:
             raise RecordingError(f"{path}:1: {error}") from None
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Reading:
         """The calls, in order."""
-        self.end = None
-        unchanged = Unchanged()
-        time_s = 0.0
-        with self.path.open("rb") as file:
-            file.readline(MAX_LINE_BYTES + 1)
-            for number, values in self._lines(file):
-                try:
-                    given = Given("line", values)
-                    if "end" in values:
-                        self.end = given.text("end", END_CAUSES)
-                        return
-                    time_s = given.number("t", time_s)
-                    call = self._call(number, time_s, values, unchanged)
-                except Wrong as error:
-                    raise RecordingError(f"{self.path}:{number}: {error}") from None
-                yield call
+        return Reading(self)
 
-    def _lines(self, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
-        number = 1
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
-                return  # cut off
-            values = self._parse(number, line)
-            if not isinstance(values, dict):
-                raise RecordingError(f"{self.path}:{number}: must be a JSON object")
-            yield number, values
+    def call(self, number: int, least_s: float, line: bytes, unchanged: Unchanged) -> Call | None:
+        """What line `number` says, which is of `least_s` or later; None if it is the last one. Raises
+        `RecordingError`."""
+        values = self._parse(number, line)
+        if not isinstance(values, dict):
+            raise RecordingError(f"{self.path}:{number}: must be a JSON object")
+        try:
+            given = Given("line", values)
+            if "end" in values:
+                self.end = given.text("end", END_CAUSES)
+                return None
+            return self._call(number, given.number("t", least_s), values, unchanged)
+        except Wrong as error:
+            raise RecordingError(f"{self.path}:{number}: {error}") from None
 
     def _parse(self, number: int, line: bytes) -> Any:
         if len(line) > MAX_LINE_BYTES:
@@ -167,6 +156,57 @@ class Recording:
             reports.append(unchanged.put_back("report", _object(answer, "report")))
             grants.append(unchanged.put_back("grant", _object(answer, "grant")) if "grant" in answer else None)
         return AllocateCall(number, time_s, _rates(told), reports, grants)
+
+
+class Reading:
+    """The calls of a recording from some place on, in order. `copy` goes on from the same place, by itself."""
+
+    def __init__(self, recording: Recording) -> None:
+        recording.end = None
+        self._recording = recording
+        self._unchanged = Unchanged()
+        self._number, self._offset, self._time_s = 1, -1, 0.0  # of what was read last; -1: nothing was
+        self._file: BinaryIO | None = None
+
+    def __iter__(self) -> Reading:
+        return self
+
+    def __next__(self) -> Call:
+        if self._file is None:
+            self._open()
+        assert self._file is not None
+        line = self._file.readline(MAX_LINE_BYTES + 1)
+        is_whole = line.endswith(b"\n") or len(line) > MAX_LINE_BYTES  # a longer one is refused
+        call = self._recording.call(self._number + 1, self._time_s, line, self._unchanged) if is_whole else None
+        if call is None:
+            self.close()
+            raise StopIteration
+        self._number, self._offset, self._time_s = call.line, self._offset + len(line), call.time_s
+        return call
+
+    def copy(self) -> Reading:
+        """Another one at this place."""
+        other = Reading.__new__(Reading)
+        other._recording, other._unchanged = self._recording, self._unchanged.copy()
+        other._number, other._offset, other._time_s = self._number, self._offset, self._time_s
+        other._file = None
+        return other
+
+    def close(self) -> None:
+        """Gives the file back. Reading on opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> None:
+        self._file = self._recording.path.open("rb")
+        if self._offset < 0:
+            self._offset = len(self._file.readline(MAX_LINE_BYTES + 1))
+        else:
+            self._file.seek(self._offset)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _rates(told: dict[str, Any]) -> list[Rates]:

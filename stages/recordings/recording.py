@@ -118,6 +118,12 @@ class Unchanged:
         told = self._last[kind] = {**self._last.get(kind, {}), **new}
         return told
 
+    def copy(self) -> Unchanged:
+        """Another one that has seen the same messages."""
+        other = Unchanged()
+        other._last = dict(self._last)
+        return other
+
 
 def plain(told: Fields) -> Fields:
     """Fields with lists in place of arrays, as they are read back."""

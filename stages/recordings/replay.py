@@ -6,6 +6,7 @@ and draw no dice, so all is the same, unless code or settings are not.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,9 +61,16 @@ class Decision:
 
 
 class Core:
-    """The two stages that decide, as an engine has them, driven call by call."""
+    """The two stages that decide, as an engine has them, driven call by call. With a `tracer` made of `env` they trace
+    what they do as they would in an engine; else nothing is traced."""
 
-    def __init__(self, engine: RecordedEngine, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        engine: RecordedEngine,
+        policy: Policy | None = None,
+        env: VirtualEnv | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         limits = Limits(
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -74,19 +82,19 @@ class Core:
         cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching else None
         host = HostTier(engine.num_host_blocks, engine.block_size) if engine.num_host_blocks else None
         sizes = (engine.num_blocks, engine.block_size, engine.max_num_seqs, engine.max_model_len)
-        self.env = VirtualEnv()
+        self.env = env or VirtualEnv()
+        self.tracer = tracer or Tracer(self.env, enabled=False)
         self.lane = ControlLane("control")
         self.schedule = Schedule(limits, engine.max_waiting, policy or built_in_policy(engine))
         self.allocate = Allocate(*sizes, cache, host)
         self.schedule.call_log = self.allocate.call_log = self._heard = _Heard()
-        for stage in (self.schedule, self.allocate):
-            run_at_once(stage.setup(self.context()))
+        run_at_once(self.schedule.setup(self.context("schedule")))
+        run_at_once(self.allocate.setup(self.context("allocate")))
 
-    def context(self) -> Context:
-        """For a stage that runs here. Nothing is traced."""
-        tracer = Tracer(self.env)
-        tracer.enabled = False
-        return Context(self.env, tracer, 0, self.lane, lambda request_id: True, _escalate)
+    def context(self, name: str) -> Context:
+        """For a stage of that name that runs here."""
+        source = self.tracer.source(name)
+        return Context(self.env, self.tracer, source, self.lane, lambda request_id: True, _escalate)
 
     def run_schedule(self, batch: Sequence[Any]) -> tuple[Sequence[StepPlan], Sequence[int]]:
         """One `handle` of schedule. The plans that it made, and the sequences that it gave up."""
@@ -106,9 +114,9 @@ class Replay:
     names what is imported. Raises `RecordingError` for what the stages can not take.
     """
 
-    def __init__(self, recording: Recording, policy: Policy | None = None) -> None:
+    def __init__(self, recording: Recording, policy: Policy | None = None, core: Core | None = None) -> None:
         self.recording = recording
-        self.core = Core(recording.engine, policy)
+        self.core = core or Core(recording.engine, policy)
         self.difference: Difference | None = None
         self.time_s = 0.0
         self.num_calls = self.num_decisions = 0
@@ -130,19 +138,33 @@ class Replay:
     def calls(self) -> Iterator[tuple[Call, Sequence[Decision]]]:
         """Runs it, call by call; stops after the first one that decides differently."""
         for call in self.recording:
-            self.time_s = self.core.env.time_s = call.time_s
-            try:
-                decisions = self._run(call)
-            except STAGES_REFUSE as error:
-                raise RecordingError(
-                    f"{self.recording.path}:{call.line}: no engine was ever told this ({type(error).__name__}: {error})"
-                ) from error
-            self.num_calls += 1
-            for decision in decisions:
-                self._compare(call, decision)
-            yield call, decisions
+            yield call, self.take(call)
             if self.difference is not None:
                 return
+
+    def take(self, call: Call) -> Sequence[Decision]:
+        """Runs the next call of the recording: what is decided now, beside what was."""
+        self.time_s = call.time_s
+        self.core.env.time_s = self.recording.began_s + call.time_s  # the engine's clock
+        try:
+            decisions = self._run(call)
+        except STAGES_REFUSE as error:
+            raise RecordingError(
+                f"{self.recording.path}:{call.line}: no engine was ever told this ({type(error).__name__}: {error})"
+            ) from error
+        self.num_calls += 1
+        for decision in decisions:
+            self._compare(call, decision)
+        return decisions
+
+    def copy(self) -> Replay:
+        """Another one that has come as far, and goes its own way from here. It traces nothing."""
+        other = copy.copy(self)
+        tracer = Tracer(self.core.env, enabled=False)
+        shared = {id(self.core.tracer): tracer}  # it is of threads, and can not be copied
+        other.core, other._plans, other._reports = copy.deepcopy((self.core, self._plans, self._reports), shared)
+        other._hash = self._hash.copy()
+        return other
 
     def _run(self, call: Call) -> list[Decision]:
         match call:

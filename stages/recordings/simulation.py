@@ -133,7 +133,7 @@ class Simulation:
         self._intake = Intake(
             RequestLimits(VOCAB_SIZE, engine.max_model_len), door.max_admitted_requests, door.max_waiting_requests
         )
-        run_at_once(self._intake.setup(self.core.context()))
+        run_at_once(self._intake.setup(self.core.context("intake")))
         self._device = ModelledDevice(model, engine.max_num_seqs)
         self._tokenized: deque[TokenRequest] = deque()  # that schedule does not want yet
         self._reports: list[Any] = []  # that woke nobody

@@ -5,14 +5,19 @@ A recording says what happened, not what the books looked like; so it is run aga
 
 from __future__ import annotations
 
+import copy
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..policy import Policy
 from .memory_state import MemoryState, memory_state
-from .recorded import AllocateCall, Call, Recording, RecordingError, ScheduleCall
-from .recording import Fields
-from .replay import Decision, Replay
+from .recorded import AllocateCall, Call, Reading, Recording, RecordingError, ScheduleCall
+from .recording import Fields, RecordedEngine
+from .replay import Core, Decision, Replay
+
+MARK_CALLS = 128  # between two places to go back to, at first
+MAX_MARKS, MAX_MARK_BYTES = 64, 2**29
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +50,117 @@ class Moment:
     preemptions: tuple[Preemption, ...]  # up to now, oldest first
 
 
-class TimeMachine:
-    """A recording to be looked at, moment by moment. Going forward costs what lies between, going back begins anew.
+@dataclass(slots=True, eq=False)
+class _Place:
+    """How far a recording was run again, and what is to come."""
 
-    Raises `RecordingError` for what can not be read or run.
+    replay: Replay
+    reading: Reading
+    upcoming: Call | None  # read and not run
+    done_s: float = 0.0  # time of the last call that was run
+    preemptions: list[Preemption] = field(default_factory=list)
+    taken: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    # slot -> (cause, for whom), until allocate was told
+
+    @property
+    def num_calls(self) -> int:
+        """That were run."""
+        return self.replay.num_calls
+
+    def copy(self) -> _Place:
+        """The same place, to go on from by itself."""
+        books = (self.done_s, list(self.preemptions), dict(self.taken))
+        return _Place(self.replay.copy(), self.reading.copy(), self.upcoming, *books)
+
+
+class Marks:
+    """Places of a recording that were passed, to go back to: some evenly spread ones, however long it is."""
+
+    def __init__(self, engine: RecordedEngine, spacing: int = MARK_CALLS) -> None:
+        self._spacing = spacing  # calls between two, at least
+        self._most = min(MAX_MARKS, max(4, MAX_MARK_BYTES // _place_bytes(engine)))
+        self._places: list[_Place] = []  # in order
+
+    def passed(self, place: _Place) -> None:
+        """Keeps a copy, if the last one is far behind."""
+        last = self._places[-1].num_calls if self._places else 0
+        if place.num_calls - last < self._spacing:
+            return
+        self._places.append(place.copy())
+        if len(self._places) > self._most:
+            self._places = self._places[1::2]
+            self._spacing *= 2
+
+    def before(self, time_s: float) -> _Place | None:
+        """The last one that is no later, to be copied; None if there is none."""
+        number = bisect_right(self._places, time_s, key=lambda place: place.done_s)
+        return self._places[number - 1] if number else None
+
+
+def _place_bytes(engine: RecordedEngine) -> int:
+    """About what a place takes: the books of blocks, of the prefix cache and of the slots."""
+    num_blocks = engine.num_blocks + engine.num_host_blocks
+    of_tables = 4 * engine.max_num_seqs * engine.max_model_len // engine.block_size
+    return (1024 if engine.enable_prefix_caching else 32) * num_blocks + of_tables + 2**16
+
+
+class TimeMachine:
+    """A recording to be looked at, moment by moment. Going anywhere costs what lies between it and here, or the last
+    mark before it; marks are left where nobody has been.
+
+    `core` is an own one, which may trace. Raises `RecordingError` for what can not be read or run.
     """
 
-    def __init__(self, recording: Recording, policy: Policy | None = None) -> None:
+    def __init__(
+        self, recording: Recording, policy: Policy | None = None, core: Core | None = None, marks: Marks | None = None
+    ) -> None:
         self.recording = recording
-        self._policy = policy
-        self._begin()
+        self.marks = marks or Marks(recording.engine)
+        reading = Reading(recording)
+        self._begin = _Place(Replay(recording, policy), reading, next(reading, None))
+        self._here = self._begin.copy()
+        if core is not None:
+            self._here.replay.core = core
+
+    def another(self) -> TimeMachine:
+        """One of the same recording, at its begin, which goes its own way by the same marks."""
+        other = copy.copy(self)
+        other._here = self._begin.copy()
+        return other
+
+    @property
+    def core(self) -> Core:
+        """The stages as they are now. Another one after going back."""
+        return self._here.replay.core
+
+    @property
+    def replay(self) -> Replay:
+        """How it has gone so far."""
+        return self._here.replay
+
+    @property
+    def preemptions(self) -> Sequence[Preemption]:
+        """Up to now, oldest first."""
+        return self._here.preemptions
 
     def at(self, time_s: float) -> Moment:
         """The engine at `time_s` seconds since the recording began; at its end for any time behind that."""
-        if time_s < self._replay.time_s:
-            self._begin()
-        while self._next is not None and self._next.time_s <= time_s:
-            self._step()
-        core = self._replay.core
-        memory = memory_state(core.schedule.scheduler, core.allocate.allocator)
-        return Moment(self._done_s, memory, tuple(self._preemptions))
+        self.go(time_s)
+        memory = memory_state(self.core.schedule.scheduler, self.core.allocate.allocator)
+        return Moment(self._here.done_s, memory, tuple(self.preemptions))
+
+    def go(self, time_s: float) -> None:
+        """Goes there, and looks at nothing."""
+        mark = self.marks.before(time_s) or self._begin
+        if time_s < self._here.done_s or mark.num_calls > self._here.num_calls:
+            self._here = mark.copy()
+        for _ in self.calls(time_s):
+            pass
+
+    def calls(self, until_s: float = float("inf")) -> Iterator[tuple[Call, Sequence[Decision]]]:
+        """Goes on call by call, through those at or before that time."""
+        while (call := self._here.upcoming) is not None and call.time_s <= until_s:
+            yield call, self._step(call)
 
     def times(self) -> Iterator[float]:
         """The times of all calls, in order, for a bar to scrub along."""
@@ -72,49 +168,43 @@ class TimeMachine:
 
     # -- running
 
-    def _begin(self) -> None:
-        self._replay = Replay(self.recording, self._policy)
-        self._upcoming = iter(self.recording)
-        self._next: Call | None = next(self._upcoming, None)
-        self._calls = self._replay.calls()
-        self._done_s = 0.0
-        self._preemptions: list[Preemption] = []
-        self._taken: dict[int, tuple[str, tuple[int, ...]]] = {}  # slot -> (cause, for whom), until allocate was told
-
-    def _step(self) -> None:
-        call, decisions = next(self._calls)
-        self._next, self._done_s = next(self._upcoming, None), call.time_s
-        if self._replay.difference is not None:
+    def _step(self, call: Call) -> Sequence[Decision]:
+        here = self._here
+        decisions = here.replay.take(call)
+        if here.replay.difference is not None:
             where = f"{self.recording.path}: the stages decide differently now, and what comes then can not be rebuilt"
-            raise RecordingError(f"{where}: {self._replay.difference}")
+            raise RecordingError(f"{where}: {here.replay.difference}")
+        here.upcoming, here.done_s = next(here.reading, None), call.time_s
         if isinstance(call, ScheduleCall):
             self._note_taken(decisions)
         elif isinstance(call, AllocateCall):
             self._note_preempted(call, decisions)
+        self.marks.passed(here)
+        return decisions
 
     def _note_taken(self, decisions: Sequence[Decision]) -> None:
         """Slots that schedule took."""
-        scheduler = self._replay.core.schedule.scheduler
+        scheduler = self.core.schedule.scheduler
         for plan in _replayed(decisions, "plan"):
             for slot in plan["preempted"]:
                 sequence, first = scheduler.slots.sequences[slot], scheduler.waiting.peek()
                 cause = "slot" if sequence is None else "parked" if sequence.is_parked else sequence.lost_for
-                self._taken[slot] = cause, () if first is None else (first.sequence_id,)
+                self._here.taken[slot] = cause, () if first is None else (first.sequence_id,)
 
     def _note_preempted(self, call: AllocateCall, decisions: Sequence[Decision]) -> None:
-        ids = self._replay.core.allocate.allocator.sequence_ids
+        ids = self.core.allocate.allocator.sequence_ids
         for report, grant in zip(_replayed(decisions, "report"), _replayed(decisions, "grant"), strict=True):
             served = () if not grant else tuple(dict.fromkeys(int(ids[slot]) for slot in grant["table_slots"]))
-            for slot, (cause, whom) in self._taken.items():
-                self._preemptions.append(self._preemption(call, report, slot, cause, whom))
-            self._taken.clear()
+            for slot, (cause, whom) in self._here.taken.items():
+                self._here.preemptions.append(self._preemption(call, report, slot, cause, whom))
+            self._here.taken.clear()
             for slot in report["preempted"]:
-                self._preemptions.append(self._preemption(call, report, slot, "blocks", served))
+                self._here.preemptions.append(self._preemption(call, report, slot, "blocks", served))
 
     def _preemption(
         self, call: AllocateCall, report: Fields, slot: int, cause: str, whom: tuple[int, ...]
     ) -> Preemption:
-        core = self._replay.core
+        core = self.core
         sequence_id = int(core.allocate.allocator.sequence_ids[slot])
         sequence = core.schedule.scheduler.sequences.get(sequence_id)
         num_tokens = dict(map(tuple, report["swapped"])).get(slot, 0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -192,9 +193,9 @@ def test_a_block_can_be_copied_to_many_at_once(device: str, pair: Pair) -> None:
     for layer in range(decoder.config.num_layers):
         for half in cache.layer(layer):
             half.copy_(torch.arange(4.0)[:, None, None, None].expand_as(half))
-    cache.copy_blocks(torch.tensor([1, 1]), torch.tensor([3, 0]))
+    cache.copy_blocks(np.array([1, 1]), np.array([3, 0]))
     for half in cache.layer(2):
         assert half[:, 0, 0, 0].tolist() == [1.0, 1.0, 2.0, 1.0]
-    cache.copy_blocks(torch.tensor([2]), torch.tensor([1]))
+    cache.copy_blocks(np.array([2]), np.array([1]))
     for half in cache.layer(0):
         assert half[:, 0, 0, 0].tolist() == [1.0, 2.0, 2.0, 1.0]

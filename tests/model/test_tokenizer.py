@@ -113,6 +113,11 @@ def test_files_that_cannot_be_used_are_named(
         Tokenizer.read(changed)
 
 
+def test_the_list_of_tokens_is_each_of_them_added_ones_as_they_are_normalised(tokenizer: Tokenizer) -> None:
+    assert tokenizer.tokens == [tokenizer.token(token_id) for token_id in range(len(tokenizer))]
+    assert tokenizer.token(len(tokenizer)) is None
+
+
 def pushed(decoder: IncrementalDecoder, ids: list[int]) -> str:
     text = ""
     for token_id in ids:

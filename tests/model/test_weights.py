@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from millrace.model.config import ModelConfig
 from millrace.model.errors import CheckpointError
-from millrace.model.weights import expected_shapes, load_weights
+from millrace.model.expected import expected_shapes
+from millrace.model.weights import load_weights
 from tests.model.checkpoints import make_checkpoint
 from tests.model.stepping import greedy, load_decoder
 

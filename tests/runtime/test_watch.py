@@ -99,3 +99,26 @@ def test_a_collection_while_a_ring_is_being_made_does_not_stop_the_thread():
         other.join(5.0)
         assert not other.is_alive()
     assert not tracer.readers()
+
+
+def test_who_listens_hears_of_every_tick_and_every_collection_until_it_has_stopped():
+    ticks: list[float] = []
+    pauses: list[int] = []
+
+    async def main() -> None:
+        watch = Watch(Tracer(enabled=False), {}, time.monotonic)
+        watch.on_tick.append(ticks.append)
+        watch.on_pause.append(pauses.append)
+        watch.start()
+        time.sleep(0.2)  # the loop, which is due at 0.1 s
+        gc.collect()
+        while not ticks:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        watch.stop()
+        heard = len(ticks), len(pauses)
+        gc.collect()
+        await asyncio.sleep(0.15)
+        assert heard == (len(ticks), len(pauses))
+
+    asyncio.run(main())
+    assert ticks[0] > 0.09 and min(pauses) >= 0

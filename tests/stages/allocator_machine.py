@@ -543,6 +543,9 @@ def _weak_digest(before: bytes, tokens: bytes) -> bytes:
 # -- at random
 
 
+RUNS_BETWEEN_LINES = 1000  # of progress
+
+
 def walk(seed: int, num_rules: int) -> Counter[str]:
     """One run of `num_rules` rules. Returns how often rare things happened."""
     dice = Random(seed)
@@ -579,6 +582,9 @@ def main() -> int:
             print(f"seed {seed} failed; again: {again}")
             if failures == 5:
                 break
+        if (seed + 1 - options.first) % RUNS_BETWEEN_LINES == 0:
+            done = (seed + 1 - options.first) * options.rules_per_run
+            print(f"{done} rules, {failures} failed, {time.perf_counter() - began:.0f} s", flush=True)
     num_rules = len(seeds) * options.rules_per_run
     print(
         f"{num_rules} rules in {len(seeds)} runs, {failures} failed, {time.perf_counter() - began:.0f} s: {dict(seen)}"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.runtime.bells import BellTower
 from millrace.runtime.channel import ControlLane
 from millrace.runtime.runner import StageCrashed
 from millrace.runtime.simloop import SimEnv, run
@@ -163,7 +164,7 @@ async def test_an_answer_goes_on_in_another_slot_after_a_preemption(env: SimEnv)
 async def test_nothing_is_kept_of_requests_that_ended(env: SimEnv):
     bench = Bench(env)
     await bench(step(0, (0, 0, 0, "a"), (1, 1, 0, "b"), starts=[started(0, 0), started(1, 1, stop=("x",))]))
-    outbox = RequestOutbox(request("p", request_id="r0", n=2))
+    outbox = RequestOutbox(request("p", request_id="r0", n=2), BellTower().bell())
     outbox.request = outbox.request.__class__("r0", outbox.request.prompts, outbox.request.params, first_sequence_id=0)
     bench.stage.request_ended(outbox, "cancel", None)
     bench.check_empty()

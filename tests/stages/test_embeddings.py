@@ -86,8 +86,12 @@ def test_embeddings_are_transformers_pooled_hidden_states_in_any_company(checkpo
         async with Engine(EngineConfig(model=str(folder)), **SMALL | SETTINGS[setting]) as engine:
             lone = (await engine.embed(prompts[0])).embedding
             assert np.abs(lone - expected(model, prompts[0], "last")).max() < TOLERANCE
-            for vector, other in zip(await everything(engine, prompts, kinds), right, strict=True):
-                assert np.abs(vector - other).max() < TOLERANCE
+            for _ in range(10):  # whether they get in each other's way is a matter of milliseconds: until they have
+                for vector, other in zip(await everything(engine, prompts, kinds), right, strict=True):
+                    assert np.abs(vector - other).max() < TOLERANCE
+                if engine.scheduler.num_preemptions or "few" not in setting:
+                    break
+                engine.reset_prefix_cache()
             return engine.scheduler.num_preemptions
 
     num_preemptions = asyncio.run(main())

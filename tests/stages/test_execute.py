@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from millrace.runtime.env import Env
 from millrace.runtime.graph import Port
 from millrace.runtime.pipeline import Pipeline
 from millrace.runtime.testing import sim_test
+from millrace.stages.arrays import Array, arrays_of
 from millrace.stages.device import Device
 from millrace.stages.execute import Execute
 from millrace.stages.messages import BlockCopy, Direction, StepGrant
@@ -38,15 +39,24 @@ class Recorder:
     def __init__(self) -> None:
         self.inputs: list[StepInputs] = []
 
-    def forward(self, inputs: StepInputs, cache: Cache) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, cache: Cache) -> Array:
         self.inputs.append(inputs)
-        return inputs.logits_rows[:, None].float()
+        return arrays_of(inputs.logits_rows).floats(inputs.logits_rows[:, None])
 
 
-def make(num_slots: int = 6) -> tuple[ModelRunner, Recorder]:
-    decoder = Recorder()
-    runner = ModelRunner(decoder, Cache(), torch.arange(100, 100 + num_slots), 5)  # last token of slot s: 100 + s
-    return runner, decoder
+Make = Callable[[], tuple[ModelRunner, Recorder]]
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """A runner of 6 slots, on arrays of either kind; the last token of slot s is 100 + s."""
+
+    def make() -> tuple[ModelRunner, Recorder]:
+        decoder, last_tokens = Recorder(), np.arange(100, 106)
+        return ModelRunner(decoder, Cache(), torch.from_numpy(last_tokens) if torches else last_tokens, 5), decoder
+
+    torches = request.param == "torch"
+    return make
 
 
 def table(slot: int, *blocks: int) -> list[tuple[int, int, int]]:
@@ -60,7 +70,7 @@ def tokens_of(inputs: StepInputs, row: int) -> list[tuple[int, int, int]]:
     return list(zip(*(column[start:end].tolist() for column in columns), strict=True))
 
 
-def test_decoding_rows_read_their_newest_token_and_write_behind_their_last():
+def test_decoding_rows_read_their_newest_token_and_write_behind_their_last(make: Make):
     runner, decoder = make()
     news = [started(2, (1, 2, 3)), started(0, (7,) * 9)]
     tables = table(2, 9) + table(0, 3, 1, 4)
@@ -74,7 +84,7 @@ def test_decoding_rows_read_their_newest_token_and_write_behind_their_last():
     assert inputs.logits_rows.tolist() == [0, 1]
 
 
-def test_a_chunk_of_a_prompt_reads_what_came_with_the_sequence():
+def test_a_chunk_of_a_prompt_reads_what_came_with_the_sequence(make: Make):
     runner, decoder = make()
     news, tables = [started(1, (11, 12, 13, 14, 15), (16, 17))], table(1, 8, 2)
     runner.forward(grant([(1, 0, 4, False)], started=news, tables=tables))
@@ -88,7 +98,7 @@ def test_a_chunk_of_a_prompt_reads_what_came_with_the_sequence():
     assert tokens_of(third, 0) == [(101, 7, 11)]
 
 
-def test_single_tokens_come_first_and_logits_keep_the_grants_order():
+def test_single_tokens_come_first_and_logits_keep_the_grants_order(make: Make):
     runner, decoder = make()
     news = [started(slot, range(10, 16)) for slot in (0, 1, 2, 3)]
     tables = [entry for slot in range(4) for entry in table(slot, 2 * slot, 2 * slot + 1)]
@@ -103,7 +113,7 @@ def test_single_tokens_come_first_and_logits_keep_the_grants_order():
     assert logits[:, 0].tolist() == [0, 8, 1]  # rows 1, 2 and 3 of the grant
 
 
-def test_a_slot_that_is_given_again_forgets_its_past():
+def test_a_slot_that_is_given_again_forgets_its_past(make: Make):
     runner, decoder = make()
     runner.forward(grant([(0, 0, 2, True)], started=[started(0, (1, 2))], tables=table(0, 3)))
     runner.forward(grant([(0, 0, 1, True)], started=[started(0, (9,))], tables=table(0, 5)))
@@ -113,7 +123,7 @@ def test_a_slot_that_is_given_again_forgets_its_past():
     assert tokens_of(decoder.inputs[2], 0) == [(100, 1, 21)]  # generated, though the one before knew two tokens
 
 
-def test_news_of_a_step_that_fails_are_known_to_the_next():
+def test_news_of_a_step_that_fails_are_known_to_the_next(make: Make):
     runner, decoder = make()
     decoder.forward = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -123,7 +133,7 @@ def test_news_of_a_step_that_fails_are_known_to_the_next():
     assert tokens_of(recorder.inputs[0], 0) == [(5, 0, 4), (6, 1, 5)]
 
 
-def test_a_random_schedule_reads_and_writes_as_a_plain_reading_says():
+def test_a_random_schedule_reads_and_writes_as_a_plain_reading_says(make: Make):
     rng = np.random.default_rng(1)
     runner, decoder = make()
     prompts = [rng.integers(0, 50, rng.integers(1, 12)).tolist() for _ in range(6)]
@@ -145,7 +155,7 @@ def test_a_random_schedule_reads_and_writes_as_a_plain_reading_says():
         inputs, step = decoder.inputs[-1], step + 1
         assert (np.diff(inputs.query_starts)[: inputs.num_decode] == 1).all()
         by_row = {int(inputs.block_tables[row, 0]): tokens_of(inputs, row) for row in range(len(rows))}
-        sampled = iter(logits[:, 0].long().tolist())
+        sampled = iter(np.asarray(logits)[:, 0].astype(int).tolist())
         for slot, start, count, is_sampled in rows:
             expected = [
                 (
@@ -281,6 +291,16 @@ async def test_each_grant_leaves_once_and_in_order_whatever_crashes(env):
 
 @pytest.mark.slow
 def test_the_stages_need_no_torch():
-    names = ("execute", "sample", "device", "messages", "sampling_table")
+    names = (
+        "execute",
+        "sample",
+        "device",
+        "messages",
+        "sampling_table",
+        "runner",
+        "sampling",
+        "pooler",
+        "prompt_logits",
+    )
     code = f"import sys\nfor name in {names}: __import__('millrace.stages.' + name)\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.model.hub import bundled_model_path
 from millrace.stages import Engine, EngineConfig, SamplingParams
-from tests.counts import count
+from tests.counts import FULL, count
 from tests.model.checkpoints import FAMILIES, make_checkpoint
 
 LENGTHS = (1, 15, 16, 17, 500)
@@ -87,9 +87,17 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), dtype="float32", **{**fields, **settings})
 
 
+def ways(*in_ci: tuple[Any, str]) -> list[tuple[Any, str]]:
+    """Settings, each with the backend that it is tried on: by default ("auto": native where the machine has it) or on
+    torch; the full count has both for each."""
+    return [(each, name) for each, _ in in_ci for name in ("auto", "torch")] if FULL else list(in_ci)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_greedy_tokens_equal_transformers_alone_and_among_others(subject: Subject, settings: dict[str, Any]):
+@pytest.mark.parametrize(("name", "backend"), ways(*zip(SETTINGS, ("auto", "torch", "torch", "auto"), strict=True)))
+def test_greedy_tokens_equal_transformers_alone_and_among_others(subject: Subject, name: str, backend: str):
+    settings = {**SETTINGS[name], "attention_backend": backend}
+
     async def run() -> None:
         async with Engine(config(subject.folder, **settings)) as engine:
             assert [await answer(engine, prompt) for prompt in subject.prompts] == subject.answers
@@ -100,17 +108,16 @@ def test_greedy_tokens_equal_transformers_alone_and_among_others(subject: Subjec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps_in_flight", "num_cpu_blocks"), [(1, 500), (2, 9)])
-def test_greedy_tokens_equal_transformers_when_memory_runs_out(
-    subject: Subject, steps_in_flight: int, num_cpu_blocks: int
-):
+@pytest.mark.parametrize(("counts", "backend"), ways(((1, 500), "torch"), ((2, 9), "auto")))
+def test_greedy_tokens_equal_transformers_when_memory_runs_out(subject: Subject, counts: tuple[int, int], backend: str):
     """The pool holds one longest sequence and little more, so sequences are preempted: swapped to the host as long as
     there is room, computed again when there is none."""
 
     async def run() -> None:
-        settings = {"steps_in_flight": steps_in_flight, "num_gpu_blocks": 42, "max_num_batched_tokens": 128}
-        settings["num_cpu_blocks"] = num_cpu_blocks
-        async with Engine(config(subject.folder, **settings)) as engine:
+        steps_in_flight, num_cpu_blocks = counts
+        settings = {"steps_in_flight": steps_in_flight, "num_gpu_blocks": 42, "num_cpu_blocks": num_cpu_blocks}
+        limits = {"max_num_batched_tokens": 128, "attention_backend": backend}
+        async with Engine(config(subject.folder, **settings, **limits)) as engine:
             long_answers = [answer(engine, other, num_new=NUM_LONG) for other in subject.others]
             answers = asyncio.gather(*(answer(engine, prompt) for prompt in subject.prompts))
             results = await asyncio.gather(*long_answers, answers)

@@ -31,7 +31,7 @@ def drawing(u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Drawing:
 
 
 def drawn(logits: torch.Tensor, how: Drawing) -> np.ndarray:
-    maxima = Blocks(logits).maxima()
+    maxima = Blocks(logits).maxima
     is_truncated = bool(((how.top_k > 0) | (how.top_p < 1) | (how.min_p > 0)).any())
     if is_truncated:
         return maths.draw_truncated(logits, maxima, how)
@@ -61,7 +61,7 @@ def by_transformers(row: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_
 def test_the_likeliest_token_is_torchs_argmax(vocab):
     logits = rows(3, vocab)
     blocks = Blocks(logits)
-    assert blocks.argmax(blocks.maxima(), np.arange(3)).tolist() == logits.argmax(-1).tolist()
+    assert blocks.likeliest()[0].tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -71,7 +71,7 @@ def test_among_equals_the_lowest_id_is_the_likeliest(vocab):
     for row, first in enumerate(ties):
         logits[row, [first, vocab - 1]] = 1.0
     blocks = Blocks(logits)
-    assert blocks.argmax(blocks.maxima(), np.arange(4)).tolist() == ties
+    assert blocks.likeliest()[0].tolist() == ties
 
 
 # -- truncation
@@ -143,7 +143,7 @@ def test_candidates_alone_and_whole_rows_draw_the_same(how, monkeypatch):
     logits = rows(40, 5000, 8, spread=2.0)
     how = drawing(np.random.default_rng(0).random(40), **how)
     monkeypatch.setattr(maths, "WHOLE_SIZE", 3 * 5000)
-    maxima = Blocks(logits).maxima()
+    maxima = Blocks(logits).maxima
     best = maxima.max(1).astype(float)
     mass = Blocks(maths._weights(logits, best, how.temperature)).sums().cumsum(1)[:, -1]
     whole = maths._draw_whole(logits, best, how, mass)
@@ -182,11 +182,11 @@ def test_a_row_draws_the_same_alone_and_among_others_to_the_last_bit(threads):
         logits = rows(33, 5000, 9)
         rng = np.random.default_rng(3)
         how = drawing(rng.random(33), rng.uniform(0.2, 2, 33), rng.choice([0, 40], 33), rng.choice([1, 0.9], 33), 0.0)
-        together = maths.draw_truncated(logits, Blocks(logits).maxima(), how)
-        open_sums = Blocks(maths._weights(logits, Blocks(logits).maxima().max(1).astype(float), how.temperature)).sums()
+        together = maths.draw_truncated(logits, Blocks(logits).maxima, how)
+        open_sums = Blocks(maths._weights(logits, Blocks(logits).maxima.max(1).astype(float), how.temperature)).sums()
         for i in range(33):
             alone = logits[i : i + 1].clone()
-            maxima = Blocks(alone).maxima()
+            maxima = Blocks(alone).maxima
             assert maths.draw_truncated(alone, maxima, how[np.array([i])])[0] == together[i]
             weights = maths._weights(alone, maxima.max(1).astype(float), how.temperature[i : i + 1])
             assert (Blocks(weights).sums()[0] == open_sums[i]).all()

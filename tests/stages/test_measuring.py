@@ -39,7 +39,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(path: Path, **settings) -> LoadedModel:
-    return load_model(EngineConfig(model=str(path), **SMALL | settings), Phases(time.monotonic), LiveEnv(0))
+    config = EngineConfig(model=str(path), attention_backend="torch", **SMALL | settings)
+    return load_model(config, Phases(time.monotonic), LiveEnv(0))
 
 
 @pytest.mark.parametrize("family", SHARED)
@@ -142,7 +143,7 @@ def test_no_step_takes_more_than_the_activations_row_and_the_largest_hardly_less
     checkpoints, family, dtype, num_tokens, length
 ):
     settings = {**SMALL, "max_num_batched_tokens": num_tokens, "max_model_len": length + 1, "num_gpu_blocks": 80}
-    config = EngineConfig(model=str(checkpoints[family]), dtype=dtype, **settings)
+    config = EngineConfig(model=str(checkpoints[family]), attention_backend="torch", dtype=dtype, **settings)
     loaded = load_model(config, Phases(time.monotonic), LiveEnv(0))
     row = loaded.info.memory.row("activations").num_bytes
     grant = one_step(config, num_tokens, length)

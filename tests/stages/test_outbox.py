@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from millrace.runtime.bells import BellTower
 from millrace.runtime.channel import ControlLane
 from millrace.runtime.pipeline import Busy, Health, NotServing
 from millrace.runtime.runner import StageCrashed
@@ -203,7 +204,7 @@ async def test_rows_of_strangers_are_dropped(env: SimEnv):
 
 def test_an_item_belongs_to_the_requests_of_its_rows():
     exit, _ = exit_with_lane()
-    exit._choices = {i: choice for i, choice in enumerate(RequestOutbox(request("a", n=2)).choices)}
+    exit._choices = {i: choice for i, choice in enumerate(RequestOutbox(request("a", n=2), BellTower().bell()).choices)}
     assert list(exit.requests_of(text_step(0, (0, "x", 1), (1, "y", 1), (9, "z", 1)))) == ["r"]
     assert list(exit.requests_of(step(0, (0, 1, 0, "x")))) == ["r"]
     assert list(exit.requests_of(request("a", request_id="q"))) == ["q"]

@@ -94,7 +94,7 @@ def quarter_of_demand(asks: Sequence[Ask], max_num_seqs: int, block_size: int) -
 # -- with a scripted device: many requests, and the right answers are known
 
 
-NUM_REQUESTS = count(600, 2_000)
+NUM_REQUESTS = count(300, 2_000)
 SCRIPT = Script(key=5, eos_probability=0.01)
 
 

@@ -1,0 +1,15 @@
+"""What can be wrong with the native step."""
+
+from __future__ import annotations
+
+
+class NativeUnavailableError(RuntimeError):
+    """The native step cannot run here; the message says why and what to do."""
+
+
+class UnsupportedModelError(ValueError):
+    """The native step does not compute such a model; the message says what it lacks."""
+
+
+class NonFiniteError(ValueError):
+    """A tensor holds NaN or infinity in the dtype it is to be kept in."""

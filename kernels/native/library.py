@@ -1,0 +1,97 @@
+"""The C interface of the native library, as ctypes sees it. A call releases the GIL while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+from . import build, machine
+from .errors import NativeUnavailableError
+
+ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces one, for tests
+
+
+class Shape(Structure):
+    """`Shape` of source/model.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
+        *((name, c_int64) for name in ("head_dim", "intermediate_size", "rotary_dim")),
+        ("rms_norm_eps", c_float),
+        *((name, c_int32) for name in ("dtype", "has_head", "is_tied")),
+    ]
+
+
+class StepInputs(Structure):
+    """`StepInputs` of source/step.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_tokens", "num_sequences", "table_width", "num_logits")),
+        *((name, c_void_p) for name in ("input_ids", "positions", "slot_mapping")),
+        *((name, c_void_p) for name in ("block_tables", "query_starts", "lengths", "logits_rows", "cache")),
+        *((name, c_int64) for name in ("num_blocks", "block_size")),
+        *((name, c_void_p) for name in ("hidden", "logits")),
+    ]
+
+
+class Choices(Structure):
+    """`Choices` of source/sampling.h."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("num_rows", "vocab_size")),
+        *((name, c_void_p) for name in ("is_random", "temperature", "top_k", "top_p", "min_p", "u")),
+        *((name, c_void_p) for name in ("token_ids", "is_broken")),
+    ]
+
+
+def choose_instruction_set(asked: str | None = None) -> str:
+    """The one asked for, here or in the environment, or the best the machine has.
+
+    Raises NativeUnavailableError for one that it lacks, and where it has none of them.
+    """
+    asked = asked or os.environ.get(ENVIRONMENT) or None
+    available = machine.instruction_sets()
+    if asked == "avx512_bf16_emulated" and "avx512" in available:
+        return asked
+    if asked is not None and asked not in available:
+        raise NativeUnavailableError(f"instruction set {asked}: this machine has {', '.join(available) or 'none'}")
+    if not available:
+        raise NativeUnavailableError("the native step needs AVX2 and FMA, or AVX-512, on Linux")
+    return asked or available[0]
+
+
+@cache
+def load(instruction_set: str) -> ctypes.CDLL:
+    """The library, with its functions' types. Raises NativeUnavailableError if it can neither be found nor built."""
+    try:
+        library = ctypes.CDLL(str(build.library_path(instruction_set)))
+    except (build.BuildError, OSError) as error:
+        raise NativeUnavailableError(f"the native library ({instruction_set}) could not be had: {error}") from None
+    model = c_void_p
+    library.millrace_is_supported.restype = c_int32
+    library.millrace_model_new.restype = model
+    library.millrace_model_new.argtypes = [POINTER(Shape), c_void_p, c_int32, c_void_p, c_int32, c_int64]
+    library.millrace_model_delete.argtypes = [model]
+    library.millrace_model_delete.restype = None
+    library.millrace_set_positions.argtypes = [model, c_void_p, c_void_p, c_int64]
+    library.millrace_set_positions.restype = c_int32
+    library.millrace_set_tensor.argtypes = [model, c_int64, c_int32, c_void_p, c_int32]
+    library.millrace_set_tensor.restype = c_int32
+    library.millrace_weights_bytes.argtypes = [model]
+    library.millrace_weights_bytes.restype = c_int64
+    library.millrace_step_bytes.argtypes = [model, c_int64, c_int64]
+    library.millrace_step_bytes.restype = c_int64
+    library.millrace_step.argtypes = [model, POINTER(StepInputs)]
+    library.millrace_step.restype = c_int32
+    library.millrace_norm.argtypes = [model, c_void_p, c_int64, c_void_p]
+    library.millrace_norm.restype = None
+    library.millrace_head.argtypes = [model, c_void_p, c_int64, c_void_p]
+    library.millrace_head.restype = c_int32
+    library.millrace_choose.argtypes = [model, POINTER(Choices)]
+    library.millrace_choose.restype = c_int32
+    if not library.millrace_is_supported():
+        raise NativeUnavailableError(f"instruction set {instruction_set}: the processor lacks it")
+    return library

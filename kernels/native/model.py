@@ -1,0 +1,335 @@
+"""A decoder in the native library: weights packed tensor by tensor, the paged cache, and the step.
+
+Arrays in, arrays out. Knows tensors by the names checkpoints give them; refuses to know files, torch and requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import library, machine
+from .errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+Longs = NDArray[np.int64]
+Ints = NDArray[np.int32]
+Doubles = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+DType = Literal["float32", "bfloat16"]
+
+NO_NUMBERS: Doubles = np.zeros(0)
+NO_IDS: Longs = np.zeros(0, np.int64)
+
+_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_MAX_HEAD_DIM = 1024
+
+# suffix of a layer's tensor -> `Kind` of source/model.h
+_LAYER_KINDS = {
+    "input_layernorm.weight": 3,
+    "post_attention_layernorm.weight": 4,
+    "self_attn.q_norm.weight": 5,
+    "self_attn.k_norm.weight": 6,
+    "self_attn.q_proj.weight": 7,
+    "self_attn.k_proj.weight": 8,
+    "self_attn.v_proj.weight": 9,
+    "self_attn.o_proj.weight": 10,
+    "mlp.gate_proj.weight": 11,
+    "mlp.up_proj.weight": 12,
+    "mlp.down_proj.weight": 13,
+    "self_attn.q_proj.bias": 14,
+    "self_attn.k_proj.bias": 15,
+    "self_attn.v_proj.bias": 16,
+    "self_attn.o_proj.bias": 17,
+    "mlp.gate_proj.bias": 18,
+    "mlp.up_proj.bias": 19,
+    "mlp.down_proj.bias": 20,
+}
+_MODEL_KINDS = {"model.embed_tokens.weight": 0, "lm_head.weight": 1, "model.norm.weight": 2}
+
+_PROBLEMS = {
+    1: "an input id is not in the vocabulary",
+    2: "a position is past the rotary tables",
+    3: "a slot is past the cache",
+    4: "query_starts or lengths do not fit the tokens or the block tables",
+    5: "a block table names a block that the cache does not have",
+    6: "a logits row is not one of the tokens",
+    7: "there is no memory for the step's activations",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeShape:
+    """What a decoder computes: Llama 2 and 3, Mistral, Qwen2, Qwen2.5, Qwen3."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rotary_dim: int  # rotated elements of a head, from its start
+    rms_norm_eps: float
+    sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
+    is_tied: bool  # the head is the embedding
+    has_head: bool = True
+
+    def check(self) -> None:
+        """Raises UnsupportedModelError for sizes that the library does not compute with."""
+        even = {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_heads * head_dim": self.num_heads * self.head_dim,
+            "head_dim": self.head_dim,
+        }
+        for name, size in even.items():
+            if size % 2:
+                raise UnsupportedModelError(f"{name} = {size}: the native step needs an even size")
+        if self.head_dim > _MAX_HEAD_DIM:
+            raise UnsupportedModelError(f"head_dim = {self.head_dim}: the native step has room for {_MAX_HEAD_DIM}")
+
+    def bytes_per_block(self, block_size: int, dtype: DType) -> int:
+        """Memory of one block of the cache, all layers, keys and values. Heads are padded to whole vectors."""
+        padded = -(-self.head_dim // 16) * 16
+        return 2 * self.num_layers * self.num_kv_heads * block_size * padded * _item_size(dtype)
+
+
+class NativeCache:
+    """The paged cache: `data` [layers, blocks, numbers of a block], uint16 for bfloat16; zero at the start, from pages
+    that the system hands out when they are first used. What is inside a block is the library's own."""
+
+    def __init__(self, shape: NativeShape, num_blocks: int, block_size: int, dtype: DType) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        numbers = shape.bytes_per_block(block_size, dtype) // shape.num_layers // _item_size(dtype)
+        self.data: Array = np.zeros((shape.num_layers, num_blocks, numbers), _array_type(dtype))
+
+    def copy_blocks(self, sources: Longs, destinations: Longs) -> None:
+        """Block `destinations[i]` becomes what block `sources[i]` is, [C] each, all layers; no block is both."""
+        self._copy(self.data, sources, self.data, destinations)
+
+    def make_host_blocks(self, num_blocks: int) -> Array:
+        """Room for so many blocks, laid out as here. What is never used takes address space and no memory."""
+        return np.empty((len(self.data), num_blocks, self.data.shape[2]), self.data.dtype)
+
+    def copy_out(self, blocks: Longs, host: Array, places: Longs) -> None:
+        """Block `places[i]` of `host` becomes block `blocks[i]`, [C] each."""
+        self._copy(self.data, blocks, host, places)
+
+    def copy_in(self, host: Array, places: Longs, blocks: Longs) -> None:
+        """Block `blocks[i]` becomes block `places[i]` of `host`, [C] each."""
+        self._copy(host, places, self.data, blocks)
+
+    @staticmethod
+    def _copy(source: Array, source_ids: Longs, destination: Array, destination_ids: Longs) -> None:
+        for source_id, destination_id in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
+            destination[:, destination_id] = source[:, source_id]
+
+
+class NativeModel:
+    """A decoder with its weights and its compute threads. Logits of a token do not depend, by one bit, on what else is
+    in the step, how a prompt is cut, the size of blocks, or the number of threads."""
+
+    def __init__(
+        self,
+        shape: NativeShape,
+        dtype: DType,
+        cos: Floats,
+        sin: Floats,
+        *,
+        num_threads: int | None = None,
+        cpus: Sequence[int] | None = None,
+        instruction_set: str | None = None,
+        worth_a_thread: int = 2 << 20,
+    ) -> None:
+        """cos, sin [P, rotary_dim / 2]: of the P positions that sequences may have. `num_threads` None: as many as
+        `machine.default_threads` says. The caller of `step` is the first of them, and each other one is pinned to the
+        processor of `cpus` in its place; None: all there are, in order; fewer than threads: none is pinned.
+        `worth_a_thread`: bytes of weights to read below which another thread does not pay for a token.
+        Weights come with `set_tensor`; all of them before the first step.
+
+        Raises UnsupportedModelError, and NativeUnavailableError if the library cannot be had.
+        """
+        shape.check()
+        self.shape, self.dtype = shape, dtype
+        self.instruction_set = library.choose_instruction_set(instruction_set)
+        self.num_threads = num_threads or machine.default_threads()
+        self._library = library.load(self.instruction_set)
+        names = [name for name, _ in library.Shape._fields_]  # type: ignore[misc]
+        sizes = {name: getattr(shape, name) for name in names if hasattr(shape, name)}
+        c_shape = library.Shape(**sizes, dtype=_TYPES[dtype])
+        windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
+        pinned = np.array(machine.cpus() if cpus is None else cpus, np.int32)
+        self._model = self._library.millrace_model_new(
+            ctypes.byref(c_shape),
+            windows.ctypes.data,
+            self.num_threads,
+            pinned.ctypes.data,
+            len(pinned),
+            worth_a_thread,
+        )
+        if not self._model:
+            raise NativeUnavailableError(f"threads = {self.num_threads}: the system gives no more threads or memory")
+        weakref.finalize(self, self._library.millrace_model_delete, self._model)
+        self.set_positions(cos, sin)
+
+    def set_positions(self, cos: Floats, sin: Floats) -> None:
+        """Takes other rotary tables, [P, rotary_dim / 2] each, for as many positions as they have."""
+        cos, sin = np.ascontiguousarray(cos, np.float32), np.ascontiguousarray(sin, np.float32)
+        if cos.shape != sin.shape or cos.shape[1] != self.shape.rotary_dim // 2:
+            wanted = f"[positions, {self.shape.rotary_dim // 2}]"
+            raise ValueError(f"cos {cos.shape}, sin {sin.shape}: must both be {wanted}")
+        self.max_positions = len(cos)
+        if self._library.millrace_set_positions(self._model, cos.ctypes.data, sin.ctypes.data, len(cos)):
+            raise MemoryError(f"no memory for the tables of {len(cos)} positions")
+
+    def set_tensor(self, name: str, data: Array, dtype: str | None = None) -> None:
+        """Packs a tensor of the checkpoint, as its row-major array, memory-mapped or not; it is not needed afterwards.
+
+        `dtype` says what uint16 holds: "bfloat16" (if nothing is said) or "float16". Raises NonFiniteError.
+        """
+        layer, kind = _place(name)
+        source = np.ascontiguousarray(data)
+        held = dtype or {"uint16": "bfloat16"}.get(str(source.dtype), str(source.dtype))
+        done = self._library.millrace_set_tensor(self._model, layer, kind, source.ctypes.data, _TYPES[held])
+        if done == 1:
+            raise NonFiniteError(f"tensor {name}: holds NaN or infinity as {self.dtype}; fetch the file again")
+        if done:
+            raise MemoryError(f"tensor {name}: no memory for {source.size} numbers as {self.dtype}")
+
+    def set_tensors(self, names: Sequence[str], read: Callable[[str], Array]) -> None:
+        """`set_tensor` for each of `names`, one in memory at a time."""
+        for name in names:
+            self.set_tensor(name, read(name))
+
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of the packed weights."""
+        return int(self._library.millrace_weights_bytes(self._model))
+
+    def step_bytes(self, num_tokens: int, num_logits: int = 0) -> int:
+        """Memory of the largest step's activations, its outputs left out."""
+        return int(self._library.millrace_step_bytes(self._model, num_tokens, num_logits))
+
+    def step(
+        self,
+        cache: NativeCache,
+        *,
+        input_ids: Longs,  # [T]
+        positions: Longs,  # [T], from 0 in each sequence
+        slot_mapping: Longs,  # [T] block * block_size + offset; -1 = nothing is written
+        block_tables: Ints,  # [S, M] block ids in token order
+        query_starts: Ints,  # [S + 1] sequence s has the tokens [query_starts[s], query_starts[s + 1])
+        lengths: Ints,  # [S] tokens in the cache, the new ones included
+        logits_rows: Longs | None = None,  # [L] which of the T tokens
+        logits: Floats | None = None,  # [L, V] to write to
+        hidden: Floats | None = None,  # [T, hidden_size] to write to
+    ) -> None:
+        """Runs one step: writes the new tokens' keys and values into the cache, and `logits` and `hidden` where asked.
+
+        All arrays are contiguous. Blocks the tokens; the GIL is released. Raises ValueError, before anything is
+        computed, for inputs that point outside what there is.
+        """
+        inputs = library.StepInputs(
+            num_tokens=len(input_ids),
+            num_sequences=len(lengths),
+            table_width=block_tables.shape[1],
+            num_logits=0 if logits is None or logits_rows is None else len(logits_rows),
+            input_ids=_pointer(input_ids, np.int64),
+            positions=_pointer(positions, np.int64),
+            slot_mapping=_pointer(slot_mapping, np.int64),
+            block_tables=_pointer(block_tables, np.int32),
+            query_starts=_pointer(query_starts, np.int32),
+            lengths=_pointer(lengths, np.int32),
+            logits_rows=None if logits_rows is None else _pointer(logits_rows, np.int64),
+            cache=cache.data.ctypes.data,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            hidden=None if hidden is None else _pointer(hidden, np.float32),
+            logits=None if logits is None else _pointer(logits, np.float32),
+        )
+        self._check(self._library.millrace_step(self._model, ctypes.byref(inputs)))
+
+    def normed(self, hidden: Floats) -> Floats:
+        """The final norm of hidden states, [L, hidden_size] both."""
+        hidden = np.ascontiguousarray(hidden, np.float32)
+        out = np.empty_like(hidden)
+        self._library.millrace_norm(self._model, hidden.ctypes.data, len(hidden), out.ctypes.data)
+        return out
+
+    def logits(self, hidden: Floats) -> Floats:
+        """Logits [L, V] of hidden states [L, hidden_size]: the same bits as `step` gives."""
+        hidden = np.ascontiguousarray(hidden, np.float32)
+        out = np.empty((len(hidden), self.shape.vocab_size), np.float32)
+        self._check(self._library.millrace_head(self._model, hidden.ctypes.data, len(hidden), out.ctypes.data))
+        return out
+
+    def choose(
+        self,
+        logits: Floats,  # [L, V]
+        is_random: Bools,  # [L] drawn; otherwise the likeliest, the lowest id among equals
+        *,
+        temperature: Doubles = NO_NUMBERS,  # [L] above 0; this and the rest may be left out where no row is drawn
+        top_k: Longs = NO_IDS,  # [L] 0 is off
+        top_p: Doubles = NO_NUMBERS,  # [L] 1 is off
+        min_p: Doubles = NO_NUMBERS,  # [L] 0 is off
+        u: Doubles = NO_NUMBERS,  # [L] the randomness, in [0, 1)
+    ) -> tuple[Longs, Bools]:
+        """(token ids, rows that hold no number), [L] each: by inverse CDF in the order of the vocabulary, from what
+        top_k, then top_p, then min_p keep; tokens that tie with the last one kept are kept.
+
+        A row is broken if it has no finite maximum or a NaN; its token is 0. A row's token depends on that row only.
+        """
+        count = len(logits)
+        assert all(len(column) == count for column in (temperature, top_k, top_p, min_p, u)) or not is_random.any()
+        token_ids, is_broken = np.empty(count, np.int64), np.empty(count, np.bool_)
+        choices = library.Choices(
+            logits=_pointer(logits, np.float32),
+            num_rows=count,
+            vocab_size=logits.shape[1],
+            is_random=_pointer(is_random, np.bool_),
+            temperature=_pointer(temperature, np.float64),
+            top_k=_pointer(top_k, np.int64),
+            top_p=_pointer(top_p, np.float64),
+            min_p=_pointer(min_p, np.float64),
+            u=_pointer(u, np.float64),
+            token_ids=token_ids.ctypes.data,
+            is_broken=is_broken.ctypes.data,
+        )
+        self._check(self._library.millrace_choose(self._model, ctypes.byref(choices)))
+        return token_ids, is_broken
+
+    def _check(self, problem: int) -> None:
+        if problem == 7:
+            raise MemoryError(_PROBLEMS[problem])
+        if problem:
+            raise ValueError(f"native step: {_PROBLEMS[problem]}")
+
+
+def _place(name: str) -> tuple[int, int]:
+    """(layer, kind) of a tensor by its name in a checkpoint."""
+    if name in _MODEL_KINDS:
+        return 0, _MODEL_KINDS[name]
+    index, _, suffix = name.removeprefix("model.layers.").partition(".")
+    return int(index), _LAYER_KINDS[suffix]
+
+
+def _pointer(array: Array, dtype: type[np.generic]) -> int:
+    assert array.dtype == dtype and array.flags.c_contiguous, f"{array.dtype} {array.strides}: not contiguous {dtype}"
+    return int(array.ctypes.data)
+
+
+def _item_size(dtype: DType) -> int:
+    return 2 if dtype == "bfloat16" else 4
+
+
+def _array_type(dtype: DType) -> type[np.generic]:
+    return np.uint16 if dtype == "bfloat16" else np.float32

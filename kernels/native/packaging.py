@@ -1,0 +1,64 @@
+"""How the native library gets to users: a wheel brings it, where the machine that builds the wheel has a compiler; an
+editable install compiles it for this machine, so that the first start need not.
+
+Named by pyproject.toml as commands of setuptools, which loads this file by its path: it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import platform
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).parent
+BUILD: dict[str, Any] = runpy.run_path(str(HERE / "build.py"))
+IN_WHEELS = ("avx512_bf16", "avx512", "avx2")
+
+
+def is_possible() -> bool:
+    """Whether the native step can run on machines like this one, and be compiled here."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return sys.platform == "linux" and is_x86 and BUILD["find_compiler"]() is not None
+
+
+class BuildWithLibrary(build_py):
+    """The package's files, and the library: beside them for every instruction set, or in an editable install in the
+    user's cache folder for the best that this machine has. Without a compiler neither."""
+
+    def run(self) -> None:
+        super().run()
+        if not is_possible():
+            return
+        if self.editable_mode:
+            available = runpy.run_path(str(HERE / "machine.py"))["instruction_sets"]()
+            for name in available[:1]:
+                self._try(name, BUILD["library_path"])
+            return
+        folder = Path(self.build_lib) / "millrace" / "kernels" / "native" / "built"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in IN_WHEELS:
+            self._try(name, lambda name: BUILD["compile_library"](name, folder / BUILD["file_name"](name)))
+
+    def _try(self, name: str, compile_library: Callable[[str], object]) -> None:
+        try:
+            compile_library(name)
+        except BUILD["BuildError"] as error:  # an old compiler lacks the newest instructions
+            print(f"native library for {name} left out: {error}", file=sys.stderr)
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel with the library in it is for this platform, and for any Python: the library knows nothing of that."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = not is_possible()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        tag = super().get_tag()
+        return tag if self.root_is_pure else ("py3", "none", tag[2])

@@ -1,0 +1,114 @@
+// The library's C interface: what library.py calls. Nothing throws past it.
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "model.h"
+#include "sampling.h"
+#include "step.h"
+
+using namespace millrace;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int32_t millrace_is_supported() {
+#if defined(__AVX512F__)
+    bool is = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#if defined(__AVX512BF16__)
+    is = is && __builtin_cpu_supports("avx512bf16");
+#endif
+    return is;
+#else
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+}
+
+// windows [layers]: 0 for none. cpus [num_cpus]: see Pool. worth_a_thread: see Model.
+EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int32_t num_threads, const int32_t* cpus,
+                                 int32_t num_cpus, int64_t worth_a_thread) {
+    try {
+        auto model = std::make_unique<Model>();
+        model->shape = *shape;
+        model->worth_a_thread = std::max<int64_t>(1, worth_a_thread);
+        int64_t hidden = shape->hidden_size, inner = round_up(shape->intermediate_size, 16);
+        model->layers.resize(shape->num_layers);
+        for (int64_t i = 0; i < shape->num_layers; i++) {
+            Layer& layer = model->layers[i];
+            layer.window = windows[i];
+            layer.qkv.n = model->qkv_size(), layer.qkv.k = hidden;
+            layer.output.n = hidden, layer.output.k = model->attended_size();
+            layer.gate_up.n = 2 * inner, layer.gate_up.k = hidden;
+            layer.down.n = hidden, layer.down.k = shape->intermediate_size;
+        }
+        model->head.n = shape->vocab_size, model->head.k = hidden;
+        model->pool = std::make_unique<Pool>(num_threads, std::vector<int>(cpus, cpus + num_cpus));
+        return model.release();
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+EXPORT void millrace_model_delete(Model* model) { delete model; }
+
+// cos, sin [count, rotary_dim / 2]
+EXPORT int32_t millrace_set_positions(Model* model, const float* cos, const float* sin, int64_t count) {
+    try {
+        int64_t size = count * (model->shape.rotary_dim / 2);
+        model->cos.assign(cos, cos + size);
+        model->sin.assign(sin, sin + size);
+        model->num_positions = count;
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+// 0: done; 1: a number is not finite; 2: no memory.
+EXPORT int32_t millrace_set_tensor(Model* model, int64_t layer, int32_t kind, const void* data, int32_t type) {
+    try {
+        return set_tensor(*model, layer, Kind(kind), data, Type(type)) ? 0 : 1;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weights_bytes(); }
+
+EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {
+    return step_bytes(*model, num_tokens, num_logits);
+}
+
+EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
+    try {
+        Error error = check(*model, *inputs);
+        if (error == FINE && inputs->num_tokens > 0) run_step(*model, *inputs);
+        return error;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}
+
+EXPORT void millrace_norm(Model* model, const float* hidden, int64_t count, float* normed) {
+    run_norm(*model, hidden, count, normed);
+}
+
+EXPORT int32_t millrace_head(Model* model, const float* hidden, int64_t count, float* logits) {
+    try {
+        if (count > 0) run_head(*model, hidden, count, logits);
+        return FINE;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}
+
+EXPORT int32_t millrace_choose(Model* model, const Choices* choices) {
+    try {
+        std::lock_guard<std::mutex> lock(model->is_running);
+        if (choices->num_rows > 0) choose(*model->pool, *choices);
+        return FINE;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}

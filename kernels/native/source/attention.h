@@ -1,0 +1,340 @@
+// Attention over the paged cache.
+//
+// The keys of a sequence are seen in chunks of 256, by their absolute positions; a chunk gives each query its largest
+// score, the sum of weights and the weighted sum of values, and chunks are put together in rising order. So a query gets
+// the same bits in a prompt's chunk, alone, among others, and whichever thread sees which chunk. A key that a query may
+// not see has weight 0, which changes no bit of any sum.
+//
+// A block's keys are stored in tiles of 16 tokens, [dim / 2][16][2], so that a vector holds scores of 16 keys, and its
+// values in tiles of [8][dim][2] (float32: [dim][16] and [16][dim]). Blocks smaller than a tile keep rows of [token][dim],
+// which are put into tiles when they are read.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "linear.h"
+
+namespace millrace {
+
+constexpr int64_t TILE = 16;    // keys
+constexpr int64_t CHUNK = 256;  // keys
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // the largest score where no key is seen
+constexpr int MAX_ROWS = GEMM_ROWS;  // queries (tokens x heads of a group) that share the reading of keys
+
+// One layer of the cache: [blocks][keys, values][kv heads][block_size * padded dim].
+struct CacheLayout {
+    int64_t num_blocks, block_size, num_kv_heads, head_dim;
+
+    int64_t padded_dim() const { return round_up(head_dim, 16); }
+    int64_t head_size() const { return block_size * padded_dim(); }  // numbers of one block's keys of one head
+    int64_t block_stride() const { return 2 * num_kv_heads * head_size(); }
+    int64_t layer_stride() const { return num_blocks * block_stride(); }
+    bool is_tiled() const { return block_size % TILE == 0; }
+
+    template <class T>
+    T* keys(T* layer, int64_t block, int64_t head) const {
+        return layer + block * block_stride() + head * head_size();
+    }
+    template <class T>
+    T* values(T* layer, int64_t block, int64_t head) const {
+        return layer + block * block_stride() + (num_kv_heads + head) * head_size();
+    }
+};
+
+// Puts a token's key and value, [head_dim] each, at `offset` of a block's keys and values of that head.
+template <class T>
+void write_token(const CacheLayout& layout, T* keys, T* values, int64_t offset, const float* key, const float* value) {
+    int64_t dim = layout.head_dim, width = layout.padded_dim();
+    if (!layout.is_tiled()) {
+        for (int64_t d = 0; d < dim; d++) narrow(key[d], keys + offset * width + d);
+        for (int64_t d = 0; d < dim; d++) narrow(value[d], values + offset * width + d);
+        return;
+    }
+    keys += offset / TILE * TILE * width, values += offset / TILE * TILE * width, offset %= TILE;
+    for (int64_t d = 0; d < dim; d++) narrow(key[d], keys + place_in_pairs<T>(d, TILE, offset));
+    for (int64_t d = 0; d < dim; d++) narrow(value[d], values + place_in_pairs<T>(offset, width, d));
+}
+
+// Queries of one sequence and kv head that are seen together, and the chunks their keys are in.
+struct Item {
+    int32_t sequence, head, first_row, num_rows;  // rows: tokens x heads of the group
+    int64_t first_chunk, last_chunk;
+    int64_t partial;  // where its partial results begin, if they are kept apart
+};
+
+struct Sequences {  // of a step
+    const int32_t *tables, *query_starts, *lengths;
+    int64_t num_sequences, table_width;
+};
+
+// What a thread computes attention in.
+template <class T>
+struct Scratch {
+    float queries[MAX_ROWS * 1024], scores[MAX_ROWS * CHUNK], chunk[MAX_ROWS * 1024], total[MAX_ROWS * 1024];
+    float largest[MAX_ROWS], sum[MAX_ROWS], chunk_largest[MAX_ROWS], chunk_sum[MAX_ROWS];
+    T keys[CHUNK * 1024], values[CHUNK * 1024];  // tiles put together from small blocks
+};
+constexpr int64_t MAX_HEAD_DIM = 1024;
+
+// Scores [R][CHUNK] of `count` tiles of keys from tile `first`, for queries [R][dim].
+template <int R, class T>
+void score_tiles(const float* queries, const T* const* tiles, int64_t first, int64_t last, int64_t dim, float* scores) {
+    constexpr int K = R <= 2 ? 4 : R <= 6 ? 2 : 1;  // vectors of keys side by side
+    constexpr int PER_TILE = TILE / W;
+    int64_t end = last * PER_TILE;
+    auto run = [&](int64_t vector, auto count) {
+        constexpr int C = decltype(count)::value;
+        const T* at[C];
+        int64_t lane[C];
+        F sums[R][C];
+        UNROLL for (int c = 0; c < C; c++) {
+            at[c] = tiles[(vector + c) / PER_TILE];
+            lane[c] = (vector + c) % PER_TILE * W;
+            UNROLL for (int r = 0; r < R; r++) sums[r][c] = zero();
+        }
+        for (int64_t pair = 0; pair < dim / 2; pair++) {
+            F keys[C];
+            UNROLL for (int c = 0; c < C; c++) keys[c] = even_of(at[c], pair, TILE, lane[c]);
+            UNROLL for (int r = 0; r < R; r++) {
+                F number = splat(queries[r * dim + 2 * pair]);
+                UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, keys[c]);
+            }
+            UNROLL for (int c = 0; c < C; c++) keys[c] = odd_of(at[c], pair, TILE, lane[c]);
+            UNROLL for (int r = 0; r < R; r++) {
+                F number = splat(queries[r * dim + 2 * pair + 1]);
+                UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, keys[c]);
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int c = 0; c < C; c++) store(scores + r * CHUNK + (vector + c) * W, sums[r][c]);
+    };
+    int64_t vector = first * PER_TILE;
+    for (; vector + K <= end; vector += K) run(vector, std::integral_constant<int, K>());
+    for (; vector < end; vector++) run(vector, std::integral_constant<int, 1>());
+}
+
+// Weighted sums [R][width] of the values of keys [first, last) of a chunk, with weights [R][CHUNK].
+template <int R, class T>
+void sum_values(const float* weights, const T* const* tiles, int64_t first, int64_t last, int64_t width, float* sums) {
+    constexpr int D = W == 16 && R <= 4 ? 4 : 2;  // vectors of values side by side
+    auto run = [&](int64_t dim, auto count) {
+        constexpr int C = decltype(count)::value;
+        F total[R][C];
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int c = 0; c < C; c++) total[r][c] = zero();
+        int64_t key = first / 2 * 2;
+        for (; key < last; key += 2) {
+            const T* tile = tiles[key / TILE];
+            int64_t pair = key % TILE / 2;
+            F values[C];
+            UNROLL for (int c = 0; c < C; c++) values[c] = even_of(tile, pair, width, dim + c * W);
+            UNROLL for (int r = 0; r < R; r++) {
+                F weight = splat(weights[r * CHUNK + key]);
+                UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
+            }
+            if (key + 1 == last) break;  // what lies past the last key may be anything
+            UNROLL for (int c = 0; c < C; c++) values[c] = odd_of(tile, pair, width, dim + c * W);
+            UNROLL for (int r = 0; r < R; r++) {
+                F weight = splat(weights[r * CHUNK + key + 1]);
+                UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int c = 0; c < C; c++) store(sums + r * width + dim + c * W, total[r][c]);
+    };
+    int64_t dim = 0;
+    for (; dim + D * W <= width; dim += D * W) run(dim, std::integral_constant<int, D>());
+    for (; dim < width; dim += W) run(dim, std::integral_constant<int, 1>());
+}
+
+constexpr int ROW_SIZES[] = {1, 2, 3, 4, 6, 8, 12};  // for which there is code; in between, rows of zeros fill up
+
+inline int rows_with_code(int rows) {
+    for (int size : ROW_SIZES)
+        if (size >= rows) return size;
+    return rows;
+}
+
+template <class T>
+void score(int rows, const float* queries, const T* const* tiles, int64_t first, int64_t last, int64_t dim, float* s) {
+    switch (rows) {
+        case 1: return score_tiles<1>(queries, tiles, first, last, dim, s);
+        case 2: return score_tiles<2>(queries, tiles, first, last, dim, s);
+        case 3: return score_tiles<3>(queries, tiles, first, last, dim, s);
+        case 4: return score_tiles<4>(queries, tiles, first, last, dim, s);
+        case 6: return score_tiles<6>(queries, tiles, first, last, dim, s);
+#if defined(__AVX512F__)
+        case 8: return score_tiles<8>(queries, tiles, first, last, dim, s);
+        case 12: return score_tiles<12>(queries, tiles, first, last, dim, s);
+#endif
+    }
+}
+
+template <class T>
+void weigh(int rows, const float* weights, const T* const* tiles, int64_t first, int64_t last, int64_t width, float* s) {
+    switch (rows) {
+        case 1: return sum_values<1>(weights, tiles, first, last, width, s);
+        case 2: return sum_values<2>(weights, tiles, first, last, width, s);
+        case 3: return sum_values<3>(weights, tiles, first, last, width, s);
+        case 4: return sum_values<4>(weights, tiles, first, last, width, s);
+        case 6: return sum_values<6>(weights, tiles, first, last, width, s);
+#if defined(__AVX512F__)
+        case 8: return sum_values<8>(weights, tiles, first, last, width, s);
+        case 12: return sum_values<12>(weights, tiles, first, last, width, s);
+#endif
+    }
+}
+
+// Keys [first, last) that a query at `position` sees.
+inline int64_t first_seen(int64_t position, int64_t window) {
+    return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+}
+
+// Attention of one item, chunk by chunk.
+template <class T>
+class ItemAttention {
+  public:
+    ItemAttention(const CacheLayout& layout, const Sequences& sequences, const Item& item, const T* layer,
+                  int64_t group, int64_t window, Scratch<T>* scratch)
+        : layout_(layout), item_(item), layer_(layer), group_(group), window_(window), scratch_(scratch),
+          table_(sequences.tables + item.sequence * sequences.table_width),
+          num_rows_(rows_with_code(item.num_rows)), width_(layout.padded_dim()) {
+        int64_t new_tokens = sequences.query_starts[item.sequence + 1] - sequences.query_starts[item.sequence];
+        start_ = sequences.lengths[item.sequence] - new_tokens;
+        first_token_ = sequences.query_starts[item.sequence];
+    }
+
+    // q: the step's queries, [T][stride], heads of head_dim; `scale` multiplies them first.
+    void take_queries(const float* q, int64_t stride, float scale) {
+        int64_t dim = layout_.head_dim;
+        for (int r = 0; r < num_rows_; r++) {
+            float* to = scratch_->queries + r * dim;
+            if (r >= item_.num_rows) {
+                std::fill(to, to + dim, 0.0f);
+                continue;
+            }
+            const float* from = q + token(r) * stride + (item_.head * group_ + (item_.first_row + r) % group_) * dim;
+            for (int64_t d = 0; d < dim; d++) to[d] = from[d] * scale;
+        }
+    }
+
+    // Largest score, sum of weights and weighted sum of values of one chunk for each row.
+    void see_chunk(int64_t chunk, float* largest, float* sum, float* values) {
+        int64_t base = chunk * CHUNK;
+        int64_t first = std::max(first_seen(position(0), window_) - base, int64_t(0));
+        int64_t last = std::min(position(item_.num_rows - 1) + 1 - base, CHUNK);
+        const T *keys[CHUNK / TILE], *vals[CHUNK / TILE];
+        find_tiles(base, first / TILE, ceil_div(last, TILE), last, keys, vals);
+        score(num_rows_, scratch_->queries, keys, first / TILE, ceil_div(last, TILE), layout_.head_dim, scratch_->scores);
+        for (int r = 0; r < num_rows_; r++) {
+            int64_t at = position(std::min<int>(r, item_.num_rows - 1));
+            int64_t low = first_seen(at, window_) - base, high = std::min(at + 1 - base, last);
+            soften(scratch_->scores + r * CHUNK, first / TILE * TILE, round_up(last, TILE), low, high, largest + r, sum + r);
+        }
+        weigh(num_rows_, scratch_->scores, vals, first, last, width_, values);
+    }
+
+    // Adds a chunk's results to those of the chunks before it.
+    void put_together(const float* largest, const float* sum, const float* values, bool is_first) {
+        Scratch<T>& s = *scratch_;
+        for (int r = 0; r < item_.num_rows; r++) {
+            float* total = s.total + r * width_;
+            if (is_first) {
+                s.largest[r] = largest[r], s.sum[r] = sum[r];
+                std::copy(values + r * width_, values + (r + 1) * width_, total);
+                continue;
+            }
+            float most = std::max(s.largest[r], largest[r]);
+            float old_factor = factor(s.largest[r], most), new_factor = factor(largest[r], most);
+            s.sum[r] = std::fma(sum[r], new_factor, s.sum[r] * old_factor);
+            s.largest[r] = most;
+            F old_f = splat(old_factor), new_f = splat(new_factor);
+            for (int64_t d = 0; d < width_; d += W)
+                store(total + d, fma(load(values + r * width_ + d), new_f, mul(load(total + d), old_f)));
+        }
+    }
+
+    // What the rows see, to out [T, heads of head_dim].
+    template <class Out>
+    void finish(const TiledRows<Out>& out) {
+        int64_t dim = layout_.head_dim;
+        for (int r = 0; r < item_.num_rows; r++) {
+            float *total = scratch_->total + r * width_, factor = 1.0f / scratch_->sum[r];
+            for (int64_t d = 0; d < dim; d++) total[d] *= factor;
+            out.put(token(r), (item_.head * group_ + (item_.first_row + r) % group_) * dim, dim, total);
+        }
+    }
+
+  private:
+    int64_t token(int r) const { return first_token_ + (item_.first_row + r) / group_; }
+    int64_t position(int r) const { return start_ + (item_.first_row + r) / group_; }
+
+    static float factor(float largest, float most) {
+        if (largest == most) return 1.0f;
+        float lanes[W];
+        store(lanes, exp(splat(largest - most)));  // -inf where no key of the chunk is seen: 0
+        return lanes[0];
+    }
+
+    // Scores [begin, end) of a row become weights; those outside [low, high) become 0, whatever is there.
+    static void soften(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high, float* largest, float* sum) {
+        const F least = splat(NOTHING);
+        F most = least;
+        for (int64_t i = begin; i < end; i += W) {
+            F x = load(scores + i);
+            if (i < low || i + W > high) {
+                F key = add(iota(), splat(float(i)));
+                x = where_ge(key, splat(float(low)), x, least);
+                x = where_ge(key, splat(float(high)), least, x);
+                store(scores + i, x);
+            }
+            most = max(x, most);
+        }
+        *largest = max_of(most);
+        F top = splat(*largest == NOTHING ? 0.0f : *largest), total = zero();
+        for (int64_t i = begin; i < end; i += W) {
+            F weight = exp(sub(load(scores + i), top));
+            store(scores + i, weight);
+            total = add(total, weight);
+        }
+        *sum = sum_of(total);
+    }
+
+    void find_tiles(int64_t base, int64_t first, int64_t last, int64_t num_keys, const T** keys, const T** values) {
+        int64_t block_size = layout_.block_size, tile_size = TILE * width_;
+        for (int64_t tile = first; tile < last; tile++) {
+            int64_t at = base + tile * TILE;
+            if (layout_.is_tiled()) {
+                int64_t block = table_[at / block_size], offset = at % block_size / TILE * tile_size;
+                keys[tile] = layout_.keys(layer_, block, item_.head) + offset;
+                values[tile] = layout_.values(layer_, block, item_.head) + offset;
+                continue;
+            }
+            T *key_tile = scratch_->keys + tile * tile_size, *value_tile = scratch_->values + tile * tile_size;
+            for (int64_t i = 0; i < std::min(TILE, num_keys - tile * TILE); i++) {
+                int64_t block = table_[(at + i) / block_size], row = (at + i) % block_size * width_;
+                const T* key = layout_.keys(layer_, block, item_.head) + row;
+                const T* value = layout_.values(layer_, block, item_.head) + row;
+                for (int64_t d = 0; d < layout_.head_dim; d++) {
+                    key_tile[place_in_pairs<T>(d, TILE, i)] = key[d];
+                    value_tile[place_in_pairs<T>(i, width_, d)] = value[d];
+                }
+            }
+            keys[tile] = key_tile, values[tile] = value_tile;
+        }
+    }
+
+    const CacheLayout& layout_;
+    const Item& item_;
+    const T* layer_;
+    int64_t group_, window_;
+    Scratch<T>* scratch_;
+    const int32_t* table_;
+    int num_rows_;
+    int64_t width_, start_, first_token_;
+};
+
+}  // namespace millrace

@@ -1,0 +1,336 @@
+// The step itself, for one type of weights: phases that all threads go through together, with a barrier after each.
+
+#pragma once
+
+#include <map>
+
+#include "attention.h"
+#include "linear.h"
+#include "step.h"
+
+namespace millrace {
+
+// Which items of attention each thread computes, for the layers with one window.
+struct Plan {
+    int64_t window = 0;
+    std::vector<Item> items;
+    std::vector<int64_t> first_item;                      // [threads + 1] while items stay whole
+    bool is_split = false;                                // whether chunks are spread over threads instead
+    std::vector<std::pair<int32_t, int64_t>> chunks;      // (item, chunk) of a split plan
+    int64_t partial_size = 0;                             // floats a chunk leaves behind for MAX_ROWS rows
+};
+
+inline Plan make_plan(const Model& model, const StepInputs& inputs, int64_t window, int num_threads) {
+    Plan plan;
+    plan.window = window;
+    int64_t group = model.shape.num_heads / model.shape.num_kv_heads, total = 0, largest = 0, num_chunks = 0;
+    for (int32_t s = 0; s < inputs.num_sequences; s++) {
+        int64_t count = inputs.query_starts[s + 1] - inputs.query_starts[s], start = inputs.lengths[s] - count;
+        if (count <= 0) continue;
+        for (int32_t head = 0; head < model.shape.num_kv_heads; head++) {
+            for (int64_t row = 0; row < count * group; row += MAX_ROWS) {
+                int64_t rows = std::min<int64_t>(MAX_ROWS, count * group - row);
+                int64_t first = first_seen(start + row / group, window) / CHUNK;
+                int64_t last = (start + (row + rows - 1) / group) / CHUNK + 1;
+                plan.items.push_back({s, head, int32_t(row), int32_t(rows), first, last, num_chunks});
+                total += last - first, largest = std::max(largest, last - first), num_chunks += last - first;
+            }
+        }
+    }
+    plan.is_split = num_threads > 1 && largest > 1 && largest * num_threads * 2 > total;
+    if (plan.is_split) {
+        for (size_t i = 0; i < plan.items.size(); i++)
+            for (int64_t chunk = plan.items[i].first_chunk; chunk < plan.items[i].last_chunk; chunk++)
+                plan.chunks.emplace_back(int32_t(i), chunk);
+        plan.partial_size = MAX_ROWS * (round_up(model.shape.head_dim, 16) + 2);
+        return plan;
+    }
+    int64_t seen = 0;
+    plan.first_item.assign(num_threads + 1, int64_t(plan.items.size()));
+    for (size_t i = plan.items.size(); i-- > 0;) {
+        seen += plan.items[i].last_chunk - plan.items[i].first_chunk;
+        int64_t thread = (total - seen) * num_threads / total;  // whose share this item begins in
+        for (int64_t t = thread; t >= 0 && plan.first_item[t] > int64_t(i); t--) plan.first_item[t] = int64_t(i);
+    }
+    plan.first_item[0] = 0;
+    return plan;
+}
+
+// Where a step's activations are.
+template <class Input>
+struct Activations {
+    float *residual, *qkv;
+    TiledRows<Input> normed, attended, inner;
+    int64_t hidden_stride, qkv_stride;
+    char* end;
+
+    Activations(const Model& model, char* memory, int64_t num_rows)
+        : hidden_stride(row_stride(model.shape.hidden_size)), qkv_stride(row_stride(model.qkv_size())) {
+        auto take = [&](auto** place, int64_t size) {
+            *place = reinterpret_cast<std::remove_reference_t<decltype(*place)>>(memory);
+            memory += round_up(num_rows * size * int64_t(sizeof(**place)), 64);
+        };
+        auto take_tiled = [&](TiledRows<Input>* rows, int64_t size) {
+            rows->num_rows = num_rows, rows->size = size;
+            take(&rows->data, size);
+        };
+        take(&residual, hidden_stride);
+        take(&qkv, qkv_stride);
+        take_tiled(&normed, model.shape.hidden_size);
+        take_tiled(&attended, model.attended_size());
+        take_tiled(&inner, model.shape.intermediate_size);
+        end = memory;
+    }
+};
+
+template <class Input>
+int64_t activation_bytes(const Model& model, int64_t num_rows) {
+    return Activations<Input>(model, nullptr, num_rows).end - static_cast<char*>(nullptr);
+}
+
+// Scales a row to unit mean square, then by `weight`. Sums run over whole vectors, then over the rest.
+inline void norm_row(const float* x, const float* weight, int64_t size, float eps, float* out) {
+    F squares = zero();
+    int64_t whole = size / W * W;
+    for (int64_t i = 0; i < whole; i += W) squares = fma(load(x + i), load(x + i), squares);
+    float sum = sum_of(squares);
+    for (int64_t i = whole; i < size; i++) sum = std::fma(x[i], x[i], sum);
+    float scale = 1.0f / std::sqrt(sum / float(size) + eps);
+    F scales = splat(scale);
+    for (int64_t i = 0; i < whole; i += W) store(out + i, mul(mul(load(x + i), scales), load(weight + i)));
+    for (int64_t i = whole; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+// The same, to row `row` of what a product reads.
+template <class T>
+void norm_to(const TiledRows<T>& rows, int64_t row, const float* x, const float* weight, float eps) {
+    thread_local std::vector<float> normed;
+    normed.resize(rows.size);
+    norm_row(x, weight, rows.size, eps, normed.data());
+    rows.put(row, 0, rows.size, normed.data());
+}
+
+template <class Weight>
+class Step {
+    using Input = InputOf<Weight>;
+
+  public:
+    Step(Model& model, const StepInputs& inputs, int num_threads)
+        : model_(model), shape_(model.shape), inputs_(inputs), num_threads_(num_threads),
+          layout_{inputs.num_blocks, inputs.block_size, shape_.num_kv_heads, shape_.head_dim},
+          sequences_{inputs.block_tables, inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width},
+          at_(model, reserve(model, inputs, num_threads), inputs.num_tokens) {
+        for (const Layer& layer : model.layers)
+            if (!plans_.count(layer.window))
+                plans_[layer.window] = make_plan(model, inputs, layer.window, num_threads);
+        int64_t num_floats = 0;
+        for (auto& [window, plan] : plans_)
+            num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
+        ensure(&model.partials, num_floats * 4);
+    }
+
+    void run(int thread) {
+        embed(thread);
+        wait();
+        for (size_t i = 0; i < model_.layers.size(); i++) run_layer(int(i), thread);
+        finish(thread);
+    }
+
+  private:
+    static char* reserve(Model& model, const StepInputs& inputs, int num_threads) {
+        int64_t rows = std::max(inputs.num_tokens, inputs.num_logits);
+        ensure(&model.activations, activation_bytes<Input>(model, rows));
+        ensure(&model.scratch, int64_t(sizeof(Scratch<Weight>)) * num_threads);
+        return model.activations.as<char>();
+    }
+
+    void wait() { model_.pool->barrier.wait(num_threads_); }
+
+    void rows_of(int thread, int64_t count, int64_t* first, int64_t* last) const {
+        share(count, thread, num_threads_, first, last);
+    }
+
+    void embed(int thread) {
+        int64_t first, last, hidden = shape_.hidden_size;
+        rows_of(thread, inputs_.num_tokens, &first, &last);
+        for (int64_t t = first; t < last; t++) {
+            int64_t id = inputs_.input_ids[t];
+            float* to = at_.residual + t * at_.hidden_stride;
+            if (!shape_.is_tied) {
+                const Weight* row = model_.embedding.as<Weight>() + id * hidden;
+                for (int64_t i = 0; i < hidden; i++) to[i] = widen(row[i]);
+                continue;
+            }
+            const Weight* panel = model_.head.weight.as<Weight>() + id / PANEL * PANEL * hidden;
+            for (int64_t i = 0; i < hidden; i++) to[i] = widen(panel[place_in_pairs<Weight>(i, PANEL, id % PANEL)]);
+        }
+    }
+
+    void run_layer(int index, int thread) {
+        const Layer& layer = model_.layers[index];
+        Weight* cache = static_cast<Weight*>(inputs_.cache) + index * layout_.layer_stride();
+        norm(layer.input_norm, thread);
+        wait();
+        multiply<Weight>(layer.qkv, at_.normed, Rows{at_.qkv, at_.qkv_stride, Into::STORE}, thread, num_threads_);
+        wait();
+        place_tokens(layer, cache, thread);
+        wait();
+        attend(plans_.at(layer.window), cache, thread);
+        wait();
+        Rows residual{at_.residual, at_.hidden_stride, Into::ADD};
+        multiply<Weight>(layer.output, at_.attended, residual, thread, num_threads_);
+        wait();
+        norm(layer.post_norm, thread);
+        wait();
+        multiply<Weight>(layer.gate_up, at_.normed, SiluMul<Input>{at_.inner}, thread, num_threads_);
+        wait();
+        multiply<Weight>(layer.down, at_.inner, residual, thread, num_threads_);
+        wait();
+    }
+
+    void norm(const std::vector<float>& weight, int thread) {
+        int64_t first, last;
+        rows_of(thread, inputs_.num_tokens, &first, &last);
+        for (int64_t t = first; t < last; t++)
+            norm_to(at_.normed, t, at_.residual + t * at_.hidden_stride, weight.data(), shape_.rms_norm_eps);
+    }
+
+    // Norms and rotates queries and keys, and writes keys and values into the cache.
+    void place_tokens(const Layer& layer, Weight* cache, int thread) {
+        int64_t first, last, dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
+        rows_of(thread, inputs_.num_tokens, &first, &last);
+        for (int64_t t = first; t < last; t++) {
+            float *q = at_.qkv + t * at_.qkv_stride, *k = q + heads * dim, *v = k + kv_heads * dim;
+            for (int64_t head = 0; head < heads; head++) turn(q + head * dim, layer.q_norm, inputs_.positions[t]);
+            for (int64_t head = 0; head < kv_heads; head++) turn(k + head * dim, layer.k_norm, inputs_.positions[t]);
+            int64_t slot = inputs_.slot_mapping[t];
+            if (slot < 0) continue;
+            int64_t block = slot / layout_.block_size, offset = slot % layout_.block_size;
+            for (int64_t head = 0; head < kv_heads; head++)
+                write_token(layout_, layout_.keys(cache, block, head), layout_.values(cache, block, head), offset,
+                            k + head * dim, v + head * dim);
+        }
+    }
+
+    // Norms a head, if the model does, and rotates it to its position; the halves are the pairs.
+    void turn(float* head, const std::vector<float>& norm, int64_t position) const {
+        if (!norm.empty()) norm_row(head, norm.data(), shape_.head_dim, shape_.rms_norm_eps, head);
+        int64_t half = shape_.rotary_dim / 2;
+        const float *cos = model_.cos.data() + position * half, *sin = model_.sin.data() + position * half;
+        for (int64_t i = 0; i < half; i++) {
+            float a = head[i], b = head[i + half];
+            head[i] = a * cos[i] - b * sin[i];
+            head[i + half] = b * cos[i] + a * sin[i];
+        }
+    }
+
+    void attend(const Plan& plan, const Weight* cache, int thread) {
+        if (plan.is_split) return attend_in_chunks(plan, cache, thread);
+        for (int64_t i = plan.first_item[thread]; i < plan.first_item[thread + 1]; i++) {
+            const Item& item = plan.items[i];
+            ItemAttention<Weight> attention = begin(plan, item, cache, thread);
+            Scratch<Weight>* scratch = scratch_of(thread);
+            for (int64_t chunk = item.first_chunk; chunk < item.last_chunk; chunk++) {
+                attention.see_chunk(chunk, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
+                attention.put_together(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk,
+                                       chunk == item.first_chunk);
+            }
+            attention.finish(at_.attended);
+        }
+    }
+
+    // Few sequences with long contexts: each thread sees its share of all chunks, then chunks are put together.
+    void attend_in_chunks(const Plan& plan, const Weight* cache, int thread) {
+        int64_t first, last;
+        share(int64_t(plan.chunks.size()), thread, num_threads_, &first, &last);
+        for (int64_t i = first; i < last; i++) {
+            const Item& item = plan.items[plan.chunks[i].first];
+            float* partial = model_.partials.as<float>() + i * plan.partial_size;
+            begin(plan, item, cache, thread)
+                .see_chunk(plan.chunks[i].second, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
+        }
+        wait();
+        share(int64_t(plan.items.size()), thread, num_threads_, &first, &last);
+        for (int64_t i = first; i < last; i++) {
+            const Item& item = plan.items[i];
+            ItemAttention<Weight> attention = begin(plan, item, cache, thread);
+            for (int64_t chunk = item.first_chunk; chunk < item.last_chunk; chunk++) {
+                const float* partial = model_.partials.as<float>() +
+                                       (item.partial + chunk - item.first_chunk) * plan.partial_size;
+                attention.put_together(partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS, chunk == item.first_chunk);
+            }
+            attention.finish(at_.attended);
+        }
+    }
+
+    ItemAttention<Weight> begin(const Plan& plan, const Item& item, const Weight* cache, int thread) {
+        int64_t group = shape_.num_heads / shape_.num_kv_heads;
+        ItemAttention<Weight> attention(layout_, sequences_, item, cache, group, plan.window, scratch_of(thread));
+        attention.take_queries(at_.qkv, at_.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
+        return attention;
+    }
+
+    Scratch<Weight>* scratch_of(int thread) const { return model_.scratch.as<Scratch<Weight>>() + thread; }
+
+    // Hidden states and logits, to whoever asked for them.
+    void finish(int thread) {
+        int64_t first, last, hidden = shape_.hidden_size;
+        if (inputs_.hidden) {
+            rows_of(thread, inputs_.num_tokens, &first, &last);
+            for (int64_t t = first; t < last; t++)
+                std::memcpy(inputs_.hidden + t * hidden, at_.residual + t * at_.hidden_stride, hidden * 4);
+        }
+        if (!inputs_.logits) return;
+        rows_of(thread, inputs_.num_logits, &first, &last);
+        TiledRows<Input> normed{at_.normed.data, inputs_.num_logits, hidden};
+        for (int64_t i = first; i < last; i++)
+            norm_to(normed, i, at_.residual + inputs_.logits_rows[i] * at_.hidden_stride, model_.final_norm.data(),
+                    shape_.rms_norm_eps);
+        wait();
+        multiply<Weight>(model_.head, normed, Rows{inputs_.logits, shape_.vocab_size, Into::STORE}, thread, num_threads_);
+    }
+
+    Model& model_;
+    const Shape& shape_;
+    const StepInputs& inputs_;
+    int num_threads_;
+    CacheLayout layout_;
+    Sequences sequences_;
+    Activations<Input> at_;
+    std::map<int64_t, Plan> plans_;
+};
+
+template <class Weight>
+void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
+    Step<Weight> step(model, inputs, num_threads);
+    model.pool->run(num_threads, [&](int thread) { step.run(thread); });
+}
+
+template <class Weight>
+void run_head_typed(Model& model, const float* hidden, int64_t count, float* logits, int num_threads) {
+    using Input = InputOf<Weight>;
+    const Shape& shape = model.shape;
+    ensure(&model.activations, activation_bytes<Input>(model, count));
+    TiledRows<Input> normed{model.activations.as<Input>(), count, shape.hidden_size};
+    model.pool->run(num_threads, [&](int thread) {
+        int64_t first, last;
+        share(count, thread, num_threads, &first, &last);
+        for (int64_t i = first; i < last; i++)
+            norm_to(normed, i, hidden + i * shape.hidden_size, model.final_norm.data(), shape.rms_norm_eps);
+        model.pool->barrier.wait(num_threads);
+        multiply<Weight>(model.head, normed, Rows{logits, shape.vocab_size, Into::STORE}, thread, num_threads);
+    });
+}
+
+inline void norm_rows(const Model& model, const float* hidden, int64_t count, float* normed) {
+    int64_t size = model.shape.hidden_size;
+    for (int64_t i = 0; i < count; i++)
+        norm_row(hidden + i * size, model.final_norm.data(), size, model.shape.rms_norm_eps, normed + i * size);
+}
+
+template <class Weight>
+int64_t step_bytes_typed(const Model& model, int64_t num_rows) {
+    return activation_bytes<InputOf<Weight>>(model, num_rows) + int64_t(sizeof(Scratch<Weight>)) * model.pool->size();
+}
+
+}  // namespace millrace

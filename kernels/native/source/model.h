@@ -1,0 +1,108 @@
+// A decoder's shape, its packed weights and the memory of a step.
+
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "threads.h"
+
+namespace millrace {
+
+constexpr int64_t PANEL = 32;  // columns of a product that lie together
+
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Rows of activations are this many numbers apart: not a multiple of 4 KiB, which would put a tile's rows in one set of
+// the cache.
+inline int64_t row_stride(int64_t size) { return round_up(size, 32) + 32; }
+
+struct Shape {  // as `_Shape` of library.py
+    int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size;
+    int64_t rotary_dim;
+    float rms_norm_eps;
+    int32_t dtype;  // of weights and cache: FLOAT32 or BFLOAT16
+    int32_t has_head, is_tied;
+};
+
+// Memory on whole pages, large ones where the system gives them; zero at the start.
+class Memory {
+  public:
+    Memory() = default;
+    explicit Memory(int64_t num_bytes);
+    Memory(Memory&& other) noexcept : data_(other.data_), num_bytes_(other.num_bytes_) { other.data_ = nullptr; }
+    Memory& operator=(Memory&& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(num_bytes_, other.num_bytes_);
+        return *this;
+    }
+    ~Memory() { std::free(data_); }
+
+    template <class T>
+    T* as() const {
+        return static_cast<T*>(data_);
+    }
+    int64_t num_bytes() const { return data_ ? num_bytes_ : 0; }
+
+  private:
+    void* data_ = nullptr;
+    int64_t num_bytes_ = 0;
+};
+
+// A weight [n, k] in panels of 32 of its n rows, which are columns of the product: [n / 32][k / 2][32][2] in bf16,
+// [n / 32][k][32] in float32. What is past n is zero.
+struct Linear {
+    int64_t n = 0, k = 0;
+    Memory weight;
+    std::vector<float> bias;  // [n rounded up to 32] in the order of the columns; empty: none
+
+    int64_t num_panels() const { return ceil_div(n, PANEL); }
+};
+
+struct Layer {
+    std::vector<float> input_norm, post_norm, q_norm, k_norm;  // the last two may be empty
+    Linear qkv, output, gate_up, down;                         // gate_up: 16 columns of each in turn
+    int64_t window = 0;                                        // keys a query sees, itself included; 0: all
+};
+
+struct Model {
+    Shape shape;
+    std::vector<Layer> layers;
+    std::vector<float> final_norm;
+    Linear head;
+    Memory embedding;         // [V, hidden], none where it is the head
+    int64_t num_positions = 0;    // P
+    std::vector<float> cos, sin;  // [P, rotary_dim / 2]
+    std::unique_ptr<Pool> pool;
+    int64_t worth_a_thread = 1;  // work that pays for another: bytes of weights read, or as many products of four rows
+    std::mutex is_running;       // one step at a time
+    Memory activations;     // of the largest step so far
+    Memory scratch;         // of attention, for every thread
+    Memory partials;        // of attention that is split over keys
+
+    int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
+    int64_t attended_size() const { return shape.num_heads * shape.head_dim; }
+    int64_t weights_bytes() const;
+};
+
+// Grows memory that holds nothing of worth.
+inline void ensure(Memory* memory, int64_t num_bytes) {
+    if (memory->num_bytes() < num_bytes) *memory = Memory(), *memory = Memory(num_bytes);
+}
+
+// A tensor's place in a model: see `kind` in library.py.
+enum Kind : int32_t {
+    EMBEDDING, HEAD, FINAL_NORM, INPUT_NORM, POST_NORM, Q_NORM, K_NORM,
+    Q, K, V, O, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS
+};
+
+// Puts the tensor `data` [rows, columns] of `type` in its place. False if a number is not finite in the model's dtype.
+bool set_tensor(Model& model, int64_t layer, Kind kind, const void* data, Type type);
+
+}  // namespace millrace

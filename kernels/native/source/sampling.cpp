@@ -1,0 +1,202 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+
+namespace millrace {
+
+namespace {
+
+constexpr int64_t BLOCK = 128;  // tokens that are looked at together
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr int NUM_BUCKETS = 4096;
+constexpr float BUCKETS_PER_UNIT = 128.0f;  // of a log-weight; what is below e ** -32 shares the last bucket
+
+// One row, while its token is chosen.
+class Row {
+  public:
+    void take(const float* logits, int64_t size) {
+        logits_ = logits, size_ = size, num_blocks_ = (size + BLOCK - 1) / BLOCK;
+        maxima_.resize(num_blocks_), sums_.resize(num_blocks_);
+        best_ = NOTHING;
+        F no_numbers = zero();
+        for (int64_t b = 0; b < num_blocks_; b++) {
+            const float* x = block(b);
+            F most = splat(NOTHING);
+            for (int i = 0; i < BLOCK; i += W) {
+                F numbers = load(x + i);
+                most = max(numbers, most);
+                no_numbers = max(no_numbers, where_ge(numbers, numbers, zero(), splat(1.0f)));
+            }
+            maxima_[b] = max_of(most);
+            best_ = std::max(best_, maxima_[b]);
+        }
+        is_broken_ = max_of(no_numbers) > 0 || !std::isfinite(best_);
+    }
+
+    bool is_broken() const { return is_broken_; }
+
+    // The lowest id among the likeliest.
+    int64_t likeliest() {
+        int64_t b = std::find(maxima_.begin(), maxima_.end(), best_) - maxima_.begin();
+        const float* x = block(b);
+        return b * BLOCK + (std::find(x, x + BLOCK, best_) - x);
+    }
+
+    // By inverse CDF in the order of the vocabulary, from what top_k, then top_p, then min_p keep. Each keeps all that
+    // is at least as likely as some token, so tokens that tie with the last one kept are kept.
+    int64_t draw(double temperature, int64_t top_k, double top_p, double min_p, double u) {
+        scale_ = float(1.0 / temperature);
+        is_scaled_ = temperature != 1.0;
+        temperature_ = float(temperature);
+        float least = top_k > 0 && top_k < size_ ? kth_largest(top_k) : NOTHING;
+        if (top_p < 1.0) least = std::max(least, least_of_share(least, top_p));
+        if (min_p > 0.0) least = std::max(least, float(double(best_) + temperature * std::log(min_p)));
+        return first_above(u, std::min(least, best_));
+    }
+
+  private:
+    // 128 logits; past the end of the vocabulary they are -inf.
+    const float* block(int64_t b) {
+        int64_t count = size_ - b * BLOCK;
+        if (count >= BLOCK) return logits_ + b * BLOCK;
+        std::fill(std::copy(logits_ + b * BLOCK, logits_ + size_, tail_), tail_ + BLOCK, NOTHING);
+        return tail_;
+    }
+
+    // Probabilities up to a factor, the largest is 1; 0 below `least`. Returns their sum, which is of one order.
+    double weigh(int64_t b, float least, float* weights) {
+        const float* x = block(b);
+        F best = splat(best_), bound = splat(least), temperature = splat(temperature_), sum = zero();
+        for (int i = 0; i < BLOCK; i += W) {
+            F logits = load(x + i), value = sub(logits, best);
+            if (is_scaled_) value = div(value, temperature);
+            F weight = where_ge(logits, bound, exp(value), zero());
+            store(weights + i, weight);
+            sum = add(sum, weight);
+        }
+        return sum_of(sum);
+    }
+
+    // k blocks have a maximum at or above the k-th largest maximum, so k tokens are: only those are looked at.
+    float kth_largest(int64_t k) {
+        float bound = NOTHING;
+        if (k <= num_blocks_) {
+            found_ = maxima_;
+            std::nth_element(found_.begin(), found_.begin() + k - 1, found_.end(), std::greater<float>());
+            bound = found_[k - 1];
+        }
+        found_.clear();
+        for (int64_t b = 0; b < num_blocks_; b++) {
+            if (maxima_[b] < bound) continue;
+            const float* x = block(b);
+            for (int64_t i = 0; i < std::min(BLOCK, size_ - b * BLOCK); i++)
+                if (x[i] >= bound) found_.push_back(x[i]);
+        }
+        std::nth_element(found_.begin(), found_.begin() + k - 1, found_.end(), std::greater<float>());
+        return found_[k - 1];
+    }
+
+    // The logit of the last token, from the likeliest on, before which less than `share` of what is at or above `least`
+    // has been seen. Tokens are counted in buckets of about the same likelihood, and one bucket is sorted.
+    float least_of_share(float least, double share) {
+        buckets_.assign(NUM_BUCKETS, 0.0);
+        weights_.resize(num_blocks_ * BLOCK);
+        double mass = 0;
+        for (int64_t b = 0; b < num_blocks_; b++) {
+            if (maxima_[b] < least) continue;
+            float* weights = weights_.data() + b * BLOCK;
+            mass += weigh(b, least, weights);
+            const float* x = block(b);
+            for (int i = 0; i < BLOCK; i++)
+                if (weights[i] > 0) buckets_[bucket(x[i])] += weights[i];
+        }
+        double wanted = share * mass, seen = 0;
+        int crossing = 0;
+        while (crossing < NUM_BUCKETS && seen + buckets_[crossing] < wanted) seen += buckets_[crossing++];
+        if (crossing == NUM_BUCKETS) return least;
+        sorted_.clear();
+        for (int64_t b = 0; b < num_blocks_; b++) {
+            if (maxima_[b] < least || bucket(maxima_[b]) > crossing) continue;
+            const float *x = block(b), *weights = weights_.data() + b * BLOCK;
+            for (int i = 0; i < BLOCK; i++)
+                if (weights[i] > 0 && bucket(x[i]) == crossing) sorted_.emplace_back(x[i], weights[i]);
+        }
+        std::sort(sorted_.begin(), sorted_.end(), [](auto& a, auto& b) { return a.first > b.first; });
+        float last = best_;
+        for (auto& [logit, weight] : sorted_) {
+            if (seen >= wanted) break;
+            last = logit;
+            seen += weight;
+        }
+        return last;
+    }
+
+    int bucket(float logit) const {
+        return int(std::min((best_ - logit) * scale_ * BUCKETS_PER_UNIT, float(NUM_BUCKETS - 1)));
+    }
+
+    // The first token at or above `least` whose cumulative probability is above u.
+    int64_t first_above(double u, float least) {
+        float weights[BLOCK];
+        double total = 0;
+        for (int64_t b = 0; b < num_blocks_; b++) {
+            sums_[b] = maxima_[b] >= least ? weigh(b, least, weights) : 0.0;
+            total += sums_[b];
+        }
+        double target = std::min(u * total, std::nextafter(total, 0.0)), before = 0;
+        int64_t b = 0;
+        while (b + 1 < num_blocks_ && before + sums_[b] <= target) before += sums_[b++];
+        while (sums_[b] == 0) b--;  // rounding has brought `target` up to the whole sum
+        weigh(b, least, weights);
+        int64_t chosen = 0;
+        double inside = 0;
+        for (int i = 0; i < BLOCK; i++) {
+            if (weights[i] == 0) continue;
+            chosen = b * BLOCK + i;
+            inside += weights[i];
+            if (inside > target - before) break;
+        }
+        return chosen;
+    }
+
+    const float* logits_ = nullptr;
+    int64_t size_ = 0, num_blocks_ = 0;
+    float best_ = 0, scale_ = 1, temperature_ = 1;
+    bool is_broken_ = false, is_scaled_ = false;
+    alignas(64) float tail_[BLOCK];
+    std::vector<float> maxima_, found_, weights_;
+    std::vector<double> sums_, buckets_;
+    std::vector<std::pair<float, float>> sorted_;
+};
+
+void choose_row(Row& row, const Choices& all, int64_t i) {
+    row.take(all.logits + i * all.vocab_size, all.vocab_size);
+    all.is_broken[i] = row.is_broken();
+    if (row.is_broken())
+        all.token_ids[i] = 0;
+    else if (all.is_random[i])
+        all.token_ids[i] = row.draw(all.temperature[i], all.top_k[i], all.top_p[i], all.min_p[i], all.u[i]);
+    else
+        all.token_ids[i] = row.likeliest();
+}
+
+}  // namespace
+
+void choose(Pool& pool, const Choices& choices) {
+    constexpr int64_t WORTH = 1 << 16;  // logits that pay for another thread
+    int64_t work = choices.num_rows * choices.vocab_size;
+    int num_threads = int(std::min<int64_t>({pool.size(), choices.num_rows, 1 + work / WORTH}));
+    pool.run(num_threads, [&](int thread) {
+        thread_local Row row;
+        int64_t first, last;
+        share(choices.num_rows, thread, num_threads, &first, &last);
+        for (int64_t i = first; i < last; i++) choose_row(row, choices, i);
+    });
+}
+
+}  // namespace millrace

@@ -1,0 +1,26 @@
+// Choosing tokens from logits, row by row; what happens to a row depends on nothing but that row.
+
+#pragma once
+
+#include <cstdint>
+
+#include "threads.h"
+
+namespace millrace {
+
+// L rows of V logits. Arrays of a row's numbers are [L]; those of drawing are not read where is_random is 0.
+struct Choices {  // as `Choices` of library.py
+    const float* logits;
+    int64_t num_rows, vocab_size;
+    const uint8_t* is_random;
+    const double* temperature;  // above 0
+    const int64_t* top_k;       // 0 is off
+    const double *top_p, *min_p;  // 1 and 0 are off
+    const double* u;            // the randomness, in [0, 1)
+    int64_t* token_ids;         // the choices
+    uint8_t* is_broken;         // rows without a finite maximum, or with a NaN; their token is 0
+};
+
+void choose(Pool& pool, const Choices& choices);
+
+}  // namespace millrace

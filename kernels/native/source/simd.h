@@ -1,0 +1,186 @@
+// Vectors of float32 on AVX-512 or AVX2, and pairs of numbers as weights and keys are stored.
+//
+// Knows instructions; refuses to know matrices. One source, compiled once for each instruction set: a vector is as wide
+// as the set allows. Whatever is here gives the same bits for the same element, wherever in a vector the element is.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace millrace {
+
+// Before a loop over registers: compilers keep them as such only where no index is left.
+#define UNROLL _Pragma("GCC unroll 16")
+
+using bf16 = uint16_t;
+
+inline float widen(bf16 x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline float widen(float x) { return x; }
+
+// Rounds to nearest, ties to even; a NaN stays one.
+inline bf16 to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 0x40);
+    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow(float x, bf16* to) { *to = to_bf16(x); }
+inline void narrow(float x, float* to) { *to = x; }
+
+// `fma_to` is an instruction and not an intrinsic, since compilers trade the sum for a factor's register in long runs of
+// them, and pay with a move each.
+
+#if defined(__AVX512F__)
+
+using F = __m512;
+constexpr int W = 16;  // numbers in a vector
+constexpr int GEMM_ROWS = 12, GEMM_VECTORS = 2;  // a tile: 24 of 32 registers are sums
+
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline F splat(float x) { return _mm512_set1_ps(x); }
+inline F zero() { return _mm512_setzero_ps(); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline void fma_to(F& sum, F a, F b) { asm("vfmadd231ps %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b)); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// 2 ** n for whole n in [-126, 127]
+inline F power_of_two(F n) {
+    __m512i bits = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
+}
+// `x` where a >= b, otherwise `y`
+inline F where_ge(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x); }
+inline F iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+// W pairs (a, b) of bf16: the a's and the b's
+inline F load_even(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+inline F load_odd(const bf16* p) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+using F = __m256;
+constexpr int W = 8;
+constexpr int GEMM_ROWS = 6, GEMM_VECTORS = 2;  // 12 of 16 registers are sums
+
+inline F load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+inline F splat(float x) { return _mm256_set1_ps(x); }
+inline F zero() { return _mm256_setzero_ps(); }
+inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline void fma_to(F& sum, F a, F b) { asm("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(a), "x"(b)); }
+inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm256_div_ps(a, b); }
+inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F power_of_two(F n) {
+    __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+}
+inline F where_ge(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+inline F iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
+inline F load_even(const bf16* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
+}
+inline F load_odd(const bf16* p) {
+    __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(int(0xffff0000))));
+}
+
+#else
+#error "the native step needs AVX-512 (F, BW, VL, DQ) or AVX2 with FMA"
+#endif
+
+// Numbers are stored in pairs along the dimension that is summed: in bf16 the two of a pair lie side by side,
+// [pairs][width][2]; in float32 the rows stay whole, [2 * pairs][width]. Both are read through these two.
+inline F even_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
+    return load_even(base + 2 * (pair * width + lane));
+}
+inline F odd_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
+    return load_odd(base + 2 * (pair * width + lane));
+}
+inline F even_of(const float* base, int64_t pair, int64_t width, int64_t lane) {
+    return load(base + 2 * pair * width + lane);
+}
+inline F odd_of(const float* base, int64_t pair, int64_t width, int64_t lane) {
+    return load(base + (2 * pair + 1) * width + lane);
+}
+// Where number `index` of the summed dimension is, in lane `lane`.
+template <class T>
+inline int64_t place_in_pairs(int64_t index, int64_t width, int64_t lane) {
+    if (sizeof(T) == 2) return 2 * ((index / 2) * width + lane) + index % 2;
+    return index * width + lane;
+}
+
+// Sums of two products of bf16 numbers, `pairs` of them with one pair `x` for all lanes.
+#if defined(__AVX512BF16__)
+#define MILLRACE_BF16_DOT 1
+inline F add_dots(F sums, const bf16* pairs, uint32_t x) {
+    return _mm512_dpbf16_ps(sums, __m512bh(_mm512_loadu_si512(pairs)), __m512bh(_mm512_set1_epi32(int(x))));
+}
+inline void store(bf16* p, F x) {
+    __m256bh narrowed = _mm512_cvtneps_pbh(x);
+    std::memcpy(p, &narrowed, 32);
+}
+#elif defined(MILLRACE_EMULATE_BF16_DOT)  // what runs with those instructions, on a machine without them: for tests
+#define MILLRACE_BF16_DOT 1
+inline F add_dots(F sums, const bf16* pairs, uint32_t x) {
+    sums = fma(load_odd(pairs), splat(widen(bf16(x >> 16))), sums);
+    return fma(load_even(pairs), splat(widen(bf16(x))), sums);
+}
+inline void store(bf16* p, F x) {
+    float numbers[W];
+    store(numbers, x);
+    for (int i = 0; i < W; i++) p[i] = to_bf16(numbers[i]);
+}
+#endif
+
+inline float sum_of(F x) {
+    float lanes[W];
+    store(lanes, x);
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+inline float max_of(F x) {
+    float lanes[W];
+    store(lanes, x);
+    float most = lanes[0];
+    for (int i = 1; i < W; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+
+// e ** x to 2 units in the last place; exactly 1 at 0 and exactly 0 below -87.3, where float32 would be subnormal.
+inline F exp(F x) {
+    const F least = splat(-87.3f);
+    F bounded = max(x, least);
+    bounded = sub(zero(), max(sub(zero(), bounded), splat(-88.0f)));
+    F n = round(mul(bounded, splat(1.44269504f)));
+    F r = fma(n, splat(-0.693359375f), bounded);
+    r = fma(n, splat(2.12194440e-4f), r);
+    F sum = splat(1.9875691500e-4f);
+    sum = fma(sum, r, splat(1.3981999507e-3f));
+    sum = fma(sum, r, splat(8.3334519073e-3f));
+    sum = fma(sum, r, splat(4.1665795894e-2f));
+    sum = fma(sum, r, splat(1.6666665459e-1f));
+    sum = fma(sum, r, splat(5.0000001201e-1f));
+    sum = add(fma(mul(sum, r), r, r), splat(1.0f));
+    return where_ge(x, least, mul(sum, power_of_two(n)), zero());
+}
+
+}  // namespace millrace

@@ -1,0 +1,151 @@
+"""Which cores this process may compute on, and for how much of the time: the affinity mask, cgroup quotas of both
+versions, and cores that are two CPUs. And priorities of single threads, where the system has them.
+
+Knows Linux; elsewhere there is only a number of CPUs, and no priority of a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+FIRST = os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0  # of this process, when it began
+LOWER = 5  # more nice than that: a third of the time of a thread of ours that computes on the same core
+
+
+@dataclass(frozen=True, slots=True)
+class Cpus:
+    """What there is to compute on."""
+
+    allowed: tuple[int, ...]  # CPUs, by their numbers
+    cores: tuple[int, ...]  # the first CPU of each core among them
+    quota: float | None = None  # CPUs' worth of time that cgroups give; None: no limit
+
+    @classmethod
+    def of_this_process(cls, root: Path = Path("/")) -> Cpus:
+        """Read from `/proc` and `/sys` under `root`."""
+        if not hasattr(os, "sched_getaffinity"):
+            allowed = tuple(range(os.cpu_count() or 1))
+            return cls(allowed, allowed)
+        allowed = tuple(sorted(os.sched_getaffinity(0)))
+        return cls(allowed, tuple(_cores(root, allowed)), quota(root))
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeThreads:
+    """How many threads compute, and where."""
+
+    count: int
+    pinned: tuple[int, ...]  # a CPU for each; empty: wherever there is room
+    reason: str  # of both
+
+    @classmethod
+    def choose(
+        cls, asked: int | None, cpus: Cpus, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> ComputeThreads:
+        """As many as were asked for, here or by OMP_NUM_THREADS, or one a core, and no more than the quota keeps
+        running.
+
+        They are pinned where they take every core there is for this process. Where they take fewer, others may be on
+        the first ones (containers without CPUs of their own all number them alike), and the system knows better.
+        """
+        num_cores, by_environment = len(cpus.cores), environment.get("OMP_NUM_THREADS", "")
+        if asked is not None:
+            count, reason = asked, f"threads = {asked}"
+        elif by_environment.isdigit() and int(by_environment):
+            asked = count = int(by_environment)
+            reason = f"OMP_NUM_THREADS = {count}"
+        elif cpus.quota is not None and cpus.quota < num_cores:
+            count, reason = max(1, int(cpus.quota)), f"the cgroup's quota of {cpus.quota:g} CPUs"
+        else:
+            count, reason = num_cores, f"one for each of {num_cores} cores"
+        if len(cpus.allowed) > num_cores and asked is None:
+            reason += f" ({len(cpus.allowed)} CPUs)"
+        is_throttled = cpus.quota is not None and cpus.quota < count
+        for some in (cpus.cores, cpus.allowed):
+            if count == len(some) and not is_throttled:
+                return cls(count, some, reason)
+        return cls(count, (), f"{reason}; not pinned, as that is not all of {num_cores} cores")
+
+
+def _cores(root: Path, allowed: tuple[int, ...]) -> Iterator[int]:
+    """The CPUs that are the first of their core, of those that are allowed."""
+    seen: set[str] = set()
+    for cpu in allowed:
+        path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        siblings = _read(path) or str(cpu)
+        if siblings not in seen:
+            seen.add(siblings)
+            yield cpu
+
+
+# -- quotas
+
+
+def quota(root: Path = Path("/")) -> float | None:
+    """CPUs' worth of time that the cgroups of this process leave it, the least of all levels; None: no limit."""
+    limits = [limit for folder in _cgroups(root) if (limit := _limit(folder)) is not None]
+    return min(limits, default=None)
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """The folders of this process's cgroups that may limit its time, from its own to the outermost.
+
+    A container sees its own as the root of the mount, while the path that /proc names may be the host's: folders that
+    are not there are passed over.
+    """
+    mounts = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        bases = (mounts / controllers, mounts / "cpu") if controllers else (mounts / "unified", mounts)
+        base = next((base for base in bases if base.is_dir()), None)
+        if base is None:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for length in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:length])
+
+
+def _limit(folder: Path) -> float | None:
+    """Quota over period, in version 2's file or version 1's two; "max" and -1 are no limit."""
+    text = _read(folder / "cpu.max") or " ".join(
+        _read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+    )
+    numbers = text.split()
+    if len(numbers) != 2 or not all(number.isdigit() for number in numbers) or not int(numbers[1]):
+        return None
+    return int(numbers[0]) / int(numbers[1])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+# -- priorities
+
+
+def lower_priority(native_id: int | None = None) -> bool:
+    """Has a thread of this process, by default the calling one, run when those that compute leave room, and have a
+    small share where they do not. Threads that it starts from now on are like it. There is no way back; again changes
+    nothing.
+
+    False where threads have no priorities of their own. NOTE: elsewhere than on Linux `nice` is the process's.
+    """
+    if sys.platform != "linux":
+        return False
+    thread = threading.get_native_id() if native_id is None else native_id
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, FIRST + LOWER)
+    except OSError:  # it has ended
+        return False
+    return True

@@ -1,0 +1,28 @@
+"""What computes a model's steps, ready to run: what `torch_loading.py` and `native_loading.py` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import logits
+from .memory import MemoryTable
+from .messages import Rates
+from .runner import ModelRunner
+from .sampling import Choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Computing:
+    """A runner with its weights and its cache, and what was decided on the way to it."""
+
+    runner: ModelRunner
+    backend: str  # native, torch or triton
+    device: str
+    dtype: str
+    max_model_len: int  # what was asked for, or what fits
+    memory: MemoryTable
+    num_host_blocks: int
+    rates: Rates | None
+    choose: Choose = logits.choose
+    enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first

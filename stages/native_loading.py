@@ -1,0 +1,111 @@
+"""The steps of a model by the native library: weights packed from the mapped file, cache and runner. No torch."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+
+from ..kernels.native.errors import NonFiniteError
+from ..kernels.native.model import NativeCache, NativeModel
+from ..model.config import ModelConfig
+from ..model.errors import CheckpointError
+from ..model.expected import expected_shapes, open_source
+from ..model.native_decoder import NativeDecoder, native_shape
+from ..model.rope import rope_tables
+from ..runtime.cpus import ComputeThreads
+from .arrays import Array
+from .computing import Computing
+from .config import EngineConfig
+from .logits import Bools, Drawing, Longs
+from .measuring import check_room_for_weights, sizing_on_cpu
+from .phases import Phases
+from .pooler import Pooler
+from .runner import ModelRunner
+from .sizing import free_host_bytes, num_host_blocks
+from .trials import measure_rates
+
+ITEM_SIZES = {"float32": 4, "bfloat16": 2}  # of the dtypes that the library computes in
+
+
+def load_natively(
+    config: EngineConfig, root: Path, shape: ModelConfig, max_model_len: int, phases: Phases, threads: ComputeThreads
+) -> Computing:
+    """Loads the checkpoint in `root`. Raises as `load_model` does, `NativeUnavailableError` where the library can not
+    be had, and `UnsupportedModelError` for a model that it does not compute."""
+    dtype = cast(Literal["float32", "bfloat16"], config.dtype_of(shape.dtype))
+    sizes = native_shape(shape)
+    with phases("library"):
+        cos, sin = rope_tables(shape.rope, max_model_len)
+        model = NativeModel(sizes, dtype, cos, sin, num_threads=threads.count, cpus=threads.pinned)
+    with phases("weights"):
+        check_room_for_weights(shape, dtype, ITEM_SIZES[dtype], "cpu", free_host_bytes())
+        _fill(model, root, shape, config.load_format)
+    with phases("cache"):
+        bytes_per_block = sizes.bytes_per_block(config.block_size, dtype)
+        host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
+        activations = model.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
+        sizing = sizing_on_cpu(
+            config,
+            shape,
+            max_model_len,
+            weights=model.weights_bytes,
+            activations=lambda _: activations,
+            bytes_per_block=bytes_per_block,
+            host_blocks=host_blocks,
+        )
+        memory = sizing.plan(max_model_len)
+        if memory.max_model_len < max_model_len:  # auto
+            model.set_positions(*rope_tables(shape.rope, memory.max_model_len))
+        runner = ModelRunner(
+            NativeDecoder(model),
+            NativeCache(sizes, memory.num_blocks, config.block_size, dtype),
+            np.zeros(config.max_num_seqs, np.int64),
+            -(-memory.max_model_len // config.block_size),
+            host_blocks,
+            Pooler(np.zeros((config.max_num_seqs, shape.hidden_size), np.float32)),
+        )
+    with phases("rates"):
+        rates = measure_rates(runner, config, memory.max_model_len, host_blocks, phases.clock) if host_blocks else None
+    return Computing(
+        runner=runner,
+        backend="native",
+        device="cpu",
+        dtype=dtype,
+        max_model_len=memory.max_model_len,
+        memory=memory,
+        num_host_blocks=host_blocks,
+        rates=rates,
+        choose=partial(_choose, model),
+        enter=partial(os.sched_setaffinity, 0, threads.pinned[:1]) if threads.pinned else None,
+    )
+
+
+def _choose(model: NativeModel, logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Longs, Bools]:
+    """`logits.choose`, by the library."""
+    numbers = np.ascontiguousarray(logits, np.float32)
+    if drawing is None:
+        return model.choose(numbers, is_random)
+    return model.choose(
+        numbers,
+        is_random,
+        temperature=drawing.temperature,
+        top_k=drawing.top_k,
+        top_p=drawing.top_p,
+        min_p=drawing.min_p,
+        u=drawing.u,
+    )
+
+
+def _fill(model: NativeModel, root: Path, shape: ModelConfig, load_format: str) -> None:
+    """Packs each tensor from the map, and lets its pages go: at no time are there two copies of the model."""
+    source = open_source(root, shape, load_format)
+    for name in expected_shapes(shape):
+        try:
+            model.set_tensor(name, source.array(name))
+        except NonFiniteError as error:
+            raise CheckpointError(str(error)) from None
+        source.forget(name)

@@ -1,0 +1,181 @@
+"""The steps of a model by torch: weights, cache and runner on a GPU or, where the native step can not be had, a CPU.
+
+Imports torch, so it is itself imported only where that is needed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ..kernels import backend
+from ..model.cache import KVCache
+from ..model.config import ModelConfig
+from ..model.decoder import Decoder
+from ..model.footprint import step_bytes, weights_bytes
+from ..model.rope import tables_bytes
+from ..model.weights import load_weights
+from ..runtime.cpus import ComputeThreads
+from .computing import Computing
+from .config import EngineConfig
+from .errors import ConfigError
+from .measuring import SORTED_BYTES, check_room_for_weights, sampler_bytes, sizing_on_cpu, slot_bytes
+from .memory import Machine
+from .phases import Phases
+from .pooler import Pooler
+from .runner import ModelRunner
+from .sizing import Needs, Sizing, free_host_bytes, num_host_blocks
+from .trials import largest_grant, measure_rates
+
+GPU_LOGIT_BYTES = 14  # in half precision, and up to three copies in float32
+
+
+def load_on_torch(
+    config: EngineConfig, root: Path, shape: ModelConfig, max_model_len: int, phases: Phases, threads: ComputeThreads
+) -> Computing:
+    """Loads the checkpoint in `root`. Raises as `load_model` does."""
+    device = choose_device(config, threads)
+    kernels = backend.load(_backend_name(config, device))
+    with phases("weights"):
+        dtype = torch_dtype(config, shape.dtype)
+        name = str(dtype).removeprefix("torch.")
+        check_room_for_weights(shape, name, dtype.itemsize, str(device), _free_bytes(device))
+        weights = load_weights(root, shape, device, dtype, load_format=config.load_format)
+        decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
+    with phases("cache"):
+        bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, dtype)
+        host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, device.type)
+        memory = _sizing(config, shape, decoder, max_model_len, host_blocks).plan(max_model_len)
+        if memory.max_model_len < max_model_len:  # auto
+            max_model_len = memory.max_model_len
+            decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
+        runner = make_runner(config, shape, decoder, memory.num_blocks, max_model_len, host_blocks)
+    with phases("rates"):
+        rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
+    return Computing(
+        runner=runner,
+        backend=kernels.name,
+        device=str(device),
+        dtype=name,
+        max_model_len=max_model_len,
+        memory=memory,
+        num_host_blocks=host_blocks,
+        rates=rates,
+    )
+
+
+def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
+    """The GPU, unless there is none or a CPU was asked for. Raises `ConfigError` for a GPU that is not there."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError(
+            "device = cuda: torch sees no CUDA device; use device = cpu, or install a driver and torch+cu"
+        )
+    if config.threads is not None or threads.count < torch.get_num_threads():
+        torch.set_num_threads(threads.count)  # NOTE: of the whole process, torch knows no other
+    return torch.device("cuda", 0) if has_cuda and config.device != "cpu" else torch.device("cpu")
+
+
+def torch_dtype(config: EngineConfig, own: str) -> torch.dtype:
+    """What weights are kept in; `own` is the checkpoint's."""
+    dtype = getattr(torch, config.dtype_of(own))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _backend_name(config: EngineConfig, device: torch.device) -> backend.BackendName:
+    if config.attention_backend == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    assert config.attention_backend != "native"
+    return config.attention_backend
+
+
+def make_runner(
+    config: EngineConfig, shape: ModelConfig, decoder: Decoder, blocks: int, max_model_len: int, host_blocks: int = 0
+) -> ModelRunner:
+    """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
+    cache = KVCache(shape, blocks, config.block_size, decoder.dtype, decoder.device)
+    last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
+    pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
+    return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)
+
+
+def _peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
+    """Runs the largest step on a cache of its own and sees what it took besides."""
+    grant = largest_grant(config, max_model_len)
+    runner = make_runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
+    torch.cuda.synchronize(decoder.device)
+    torch.cuda.reset_peak_memory_stats(decoder.device)
+    before = torch.cuda.memory_allocated(decoder.device)
+    runner.forward(grant)
+    torch.cuda.synchronize(decoder.device)
+    return torch.cuda.max_memory_allocated(decoder.device) - before
+
+
+# -- memory
+
+
+def _free_bytes(device: torch.device) -> int:
+    return free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def _sizing(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int, host_blocks: int) -> Sizing:
+    """Everything that sizes depend on. `decoder` holds tables for `max_model_len` positions, and no cache is there yet.
+    The largest step is run on a GPU; what it takes on a CPU is computed."""
+    bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, decoder.dtype)
+    weights = weights_bytes(decoder.weights)
+    if decoder.device.type == "cpu":
+        return sizing_on_cpu(
+            config,
+            shape,
+            max_model_len,
+            weights=weights,
+            activations=partial(step_bytes, shape, decoder.weights, config.max_num_batched_tokens),
+            bytes_per_block=bytes_per_block,
+            host_blocks=host_blocks,
+        )
+    return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks)
+
+
+def _sizing_on_gpu(
+    config: EngineConfig,
+    shape: ModelConfig,
+    decoder: Decoder,
+    max_model_len: int,
+    weights: int,
+    bytes_per_block: int,
+    host_blocks: int,
+) -> Sizing:
+    try:
+        activations = _peak_step_bytes(config, shape, decoder, max_model_len)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"max_num_batched_tokens = {config.max_num_batched_tokens}: such a step does not fit what the weights "
+            f"leave of {decoder.device}; lower it, or choose a smaller model"
+        ) from None
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(decoder.device)
+    loaded = weights + tables_bytes(shape.rope, max_model_len)
+
+    def needs_of(length: int) -> Needs:
+        return Needs(
+            weights=weights,
+            state=tables_bytes(shape.rope, length) + slot_bytes(config, shape, length),
+            activations=activations,
+            logits=config.max_num_seqs * shape.vocab_size * GPU_LOGIT_BYTES,
+            other=max(0, total - free - loaded),
+            sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
+        )
+
+    machine = Machine(
+        device=str(decoder.device),
+        total_bytes=total,
+        limit_bytes=total,
+        budget_bytes=int(total * config.gpu_memory_utilization),
+        host_free_bytes=free_host_bytes(),
+    )
+    return Sizing(
+        config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
+    )

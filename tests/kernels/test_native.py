@@ -1,0 +1,257 @@
+"""The native step against the definition in float64, and against itself: no bit of a token's logits depends on what
+else is in its step, how the prompt was cut, where its blocks are, or how many threads compute it."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.kernels.native import build, machine
+from millrace.kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
+from millrace.kernels.native.model import DType, NativeCache, NativeModel, NativeShape
+from tests.counts import FULL
+from tests.kernels.native_oracle import SMALL, Checkpoint, Run
+
+AVAILABLE = machine.instruction_sets()
+pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
+
+# Each set the machine has is forced in turn. "avx512_bf16" runs where the processor multiplies bfloat16.
+SETS = [
+    pytest.param(name, marks=pytest.mark.skipif(name not in AVAILABLE, reason=f"this processor has no {name}"))
+    for name in machine.INSTRUCTION_SETS
+]
+if FULL and "avx512" in AVAILABLE:  # all of that path but its one instruction; a third library to build
+    SETS.append(pytest.param("avx512_bf16_emulated"))
+DTYPES: list[DType] = ["float32", "bfloat16"]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied, biases": {"is_tied": False, "has_bias": True},
+    "head norms, a window, part of a head rotated": {
+        "has_qk_norm": True,
+        "sliding_windows": (40, None),
+        "rotary_dim": 16,
+    },
+    "odd sizes": {"head_dim": 26, "rotary_dim": 26, "num_heads": 7, "num_kv_heads": 1, "hidden_size": 46},
+}
+
+
+@cache
+def checkpoint(name: str) -> Checkpoint:
+    return Checkpoint.random(**MODELS[name])
+
+
+@cache
+def load(name: str, dtype: DType, instruction_set: str | None = None, num_threads: int = 2) -> NativeModel:
+    return checkpoint(name).load(dtype, instruction_set=instruction_set, num_threads=num_threads, worth_a_thread=1)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(SMALL["vocab_size"]) for _ in range(count)]
+
+
+def error(ours: Any, exact: Any) -> float:
+    return float(np.abs(ours - exact).max() / np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_logits_are_those_of_float64(name: str, instruction_set: str) -> None:
+    exact = checkpoint(name).logits(tokens(300))
+    wide = Run(load(name, "float32", instruction_set)).whole(tokens(300), [7])
+    half = Run(load(name, "bfloat16", instruction_set)).whole(tokens(300), [7])
+    assert error(wide, exact) < 2e-6
+    assert error(half, exact) < 0.01  # keys and values are rounded to bfloat16; where it is multiplied, inputs are too
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_no_bit_depends_on_how_a_prompt_is_cut_or_on_blocks_or_threads(
+    name: str, dtype: DType, instruction_set: str
+) -> None:
+    """300 tokens pass a chunk of 256 keys; decode is a cut into ones."""
+    prompt, model = tokens(300), load(name, dtype, instruction_set)
+    whole = Run(model).whole(prompt)
+    for run, chunks in {
+        "in ones": (Run(model), [1] * 300),
+        "in odd pieces": (Run(model), [1, 15, 2, 100, 13]),
+        "blocks of 32": (Run(model, block_size=32), [129]),
+        "blocks of 4": (Run(model, block_size=4), [77]),
+        "blocks of 1": (Run(model, block_size=1), [5]),
+        "one thread": (Run(load(name, dtype, instruction_set, 1)), [100]),
+        "five threads": (Run(load(name, dtype, instruction_set, 5)), [31]),
+    }.values():
+        assert np.array_equal(run.whole(prompt, chunks), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_no_bit_depends_on_what_else_is_in_the_step(dtype: DType, instruction_set: str) -> None:
+    """31 others of all lengths, whose prompts come in pieces while the first one decodes."""
+    model, draw = load("head norms, a window, part of a head rotated", dtype, instruction_set), random.Random(5)
+    sequences = {i: tokens(draw.randint(1, 150), seed=i) for i in range(32)}
+    left, run = {i: list(ids) for i, ids in sequences.items()}, Run(model, num_blocks=600)
+    while any(left.values()):
+        sizes = {i: draw.choice([1, 1, 1, 5, 40]) for i, ids in left.items() if ids and draw.random() < 0.8}
+        if sizes:
+            run.step({i: left[i][:size] for i, size in sizes.items()})
+        for i, size in sizes.items():
+            del left[i][:size]
+    for i, ids in sequences.items():
+        assert np.array_equal(np.array(run.logits[i]), Run(model).whole(ids)), f"sequence {i}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_context_that_is_split_over_threads_gives_the_same_bits(dtype: DType) -> None:
+    """1,100 tokens are five chunks of keys: one sequence decodes alone, so its chunks go to all threads."""
+    prompt, name = tokens(1100), "tied"
+    alone, split = (Run(load(name, dtype, None, threads)).whole(prompt, [1090] + [1] * 10) for threads in (1, 4))
+    assert np.array_equal(alone, split)
+    assert error(split, checkpoint(name).logits(prompt)) < (2e-6 if dtype == "float32" else 0.01)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_what_lies_in_unused_places_of_the_cache_has_no_influence(dtype: DType, block_size: int) -> None:
+    name, prompt = "head norms, a window, part of a head rotated", tokens(75)
+    model = load(name, dtype)
+    clean = Run(model, block_size).whole(prompt, [30, 1, 1])
+    for poison in (float("nan"), float("inf")):
+        assert np.array_equal(Run(model, block_size, poison=poison).whole(prompt, [30, 1, 1]), clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_of_which_nobody_samples_only_fills_the_cache(dtype: DType) -> None:
+    model = load("tied", dtype)
+    cache = NativeCache(model.shape, 2, 16, dtype)
+    inputs = {"block_tables": np.zeros((1, 1), np.int32), "query_starts": np.array([0, 3], np.int32)}
+    ids, places = np.array(tokens(3)), np.arange(3)
+    no_logits = np.empty((0, model.shape.vocab_size), np.float32)
+    model.step(
+        cache,
+        input_ids=ids,
+        positions=places,
+        slot_mapping=places,
+        lengths=np.array([3], np.int32),
+        logits_rows=np.zeros(0, np.int64),
+        logits=no_logits,
+        **inputs,
+    )
+    assert np.count_nonzero(cache.data[:, 0]) and not np.count_nonzero(cache.data[:, 1])
+
+
+def test_blocks_that_were_copied_go_on_as_the_originals() -> None:
+    model, prompt = load("tied", "bfloat16"), tokens(40)
+    run = Run(model, num_blocks=8)
+    whole = run.whole(prompt, [32])
+    other = Run(model, num_blocks=8)
+    other.step({0: prompt[:32]})
+    host = other.cache.make_host_blocks(3)
+    table = np.array(other._tables[0])
+    other.cache.copy_out(table, host, np.array([2, 0]))
+    moved = np.array([other._free.pop(), other._free.pop()])
+    other.cache.copy_in(host, np.array([2, 0]), moved)
+    other.cache.data[:, table] = 0x7FC0  # NaN: nothing reads the old ones
+    other._tables[0] = moved.tolist()
+    other.step({0: prompt[32:]})
+    assert np.array_equal(np.array(other.logits[0]), whole)
+
+
+def test_logits_from_hidden_states_are_those_of_the_step() -> None:
+    model, prompt = load("untied, biases", "bfloat16"), tokens(20)
+    run = Run(model)
+    logits = run.whole(prompt)
+    hidden = np.empty((20, model.shape.hidden_size), np.float32)
+    fresh = Run(model)
+    model.step(
+        fresh.cache,
+        input_ids=np.array(prompt),
+        positions=np.arange(20),
+        slot_mapping=np.arange(20),
+        block_tables=np.array([[0, 1]], np.int32),
+        query_starts=np.array([0, 20], np.int32),
+        lengths=np.array([20], np.int32),
+        hidden=hidden,
+    )
+    assert np.array_equal(model.logits(hidden), logits)
+    assert np.array_equal(model.logits(hidden[3:5]), logits[3:5])
+    scale = np.sqrt((hidden**2).mean(1, keepdims=True) + model.shape.rms_norm_eps)
+    expected = hidden / scale * checkpoint("untied, biases").tensors["model.norm.weight"]
+    np.testing.assert_allclose(model.normed(hidden), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"input_ids": np.array([70])}, "input id"),
+        ({"input_ids": np.array([-1])}, "input id"),
+        ({"positions": np.array([1200])}, "position"),
+        ({"slot_mapping": np.array([64])}, "slot"),
+        ({"block_tables": np.array([[4]], np.int32)}, "block table"),
+        ({"lengths": np.array([17], np.int32)}, "lengths"),
+        ({"query_starts": np.array([0, 2], np.int32)}, "query_starts"),
+        ({"logits_rows": np.array([1])}, "logits row"),
+    ],
+)
+def test_inputs_that_point_outside_are_refused_before_any_computing(change: dict[str, Any], problem: str) -> None:
+    model = load("tied", "float32")
+    run = Run(model, num_blocks=4)
+    inputs = {
+        "input_ids": np.array([3]),
+        "positions": np.array([0]),
+        "slot_mapping": np.array([0]),
+        "block_tables": np.array([[0]], np.int32),
+        "query_starts": np.array([0, 1], np.int32),
+        "lengths": np.array([1], np.int32),
+        "logits_rows": np.array([0]),
+        "logits": np.empty((1, 70), np.float32),
+    }
+    model.step(run.cache, **inputs)
+    before = run.cache.data.copy()
+    with pytest.raises(ValueError, match=problem):
+        model.step(run.cache, **inputs | change)
+    assert np.array_equal(run.cache.data, before)
+
+
+def test_a_tensor_with_nan_or_one_that_overflows_bfloat16_is_refused_by_name() -> None:
+    made = Checkpoint.random()
+    for dtype, value in (("float32", np.nan), ("bfloat16", 3.4e38)):
+        model = NativeModel(made.shape, dtype, made.cos, made.sin, num_threads=1)  # type: ignore[arg-type]
+        bad = made.tensors["model.layers.1.mlp.up_proj.weight"].copy()
+        bad[71, 5] = value
+        with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*" + dtype):
+            model.set_tensor("model.layers.1.mlp.up_proj.weight", bad)
+
+
+def test_half_precision_tensors_are_converted() -> None:
+    made = Checkpoint.random()
+    models = [NativeModel(made.shape, "float32", made.cos, made.sin, num_threads=1) for _ in range(3)]
+    for name, tensor in made.tensors.items():
+        half = tensor.astype(np.float16)
+        models[0].set_tensor(name, half)
+        models[1].set_tensor(name, half.view(np.uint16), dtype="float16")
+        models[2].set_tensor(name, half.astype(np.float32))
+    results = [Run(model).whole(tokens(10)) for model in models]
+    assert np.array_equal(results[0], results[2]) and np.array_equal(results[1], results[2])
+
+
+def test_weights_are_counted_as_they_are_packed() -> None:
+    made = Checkpoint.random()
+    half, wide = (made.load(dtype, num_threads=1).weights_bytes for dtype in DTYPES[::-1])  # type: ignore[arg-type]
+    matrices = sum(tensor.size for tensor in made.tensors.values() if tensor.ndim == 2)
+    padding = made.shape.hidden_size * (-70 % 32 + made.shape.num_layers * 2 * (-72 % 16))
+    norms = 4 * sum(tensor.size for tensor in made.tensors.values() if tensor.ndim == 1)
+    assert half == 2 * (matrices + padding) + norms and wide == 4 * (matrices + padding) + norms
+
+
+def test_what_is_not_computed_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(UnsupportedModelError, match="hidden_size = 63.*even"):
+        NativeShape(**SMALL | {"hidden_size": 63}).check()
+    with pytest.raises(NativeUnavailableError, match=f"instruction set amx.*this machine has {AVAILABLE[0]}"):
+        checkpoint("tied").load(instruction_set="amx")

@@ -1,0 +1,133 @@
+"""Tokens as the native library chooses them, against the definition in float64."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.kernels.native import build, machine
+from millrace.kernels.native.model import NativeModel
+from tests.kernels.native_oracle import Array, Checkpoint
+
+pytestmark = pytest.mark.skipif(
+    not machine.instruction_sets() or build.find_compiler() is None, reason="no AVX2, or no C++ compiler"
+)
+
+SIZES = (5, 128, 1_000, 49_152)  # of vocabularies: one block and less, an odd tail, a real one
+NUM_ROWS = 24
+
+
+@cache
+def model() -> NativeModel:
+    return Checkpoint.random().load(num_threads=2)
+
+
+def choose(logits: Array, is_random: bool = True, **asked: Any) -> tuple[Array, Array]:
+    """Each row asks for the same, unless an array says otherwise."""
+    count = len(logits)
+    defaults: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "u": 0.0}
+    columns = {
+        name: np.broadcast_to(value, count).astype(np.int64 if name == "top_k" else np.float64)
+        for name, value in (defaults | asked).items()
+    }
+    return model().choose(logits.astype(np.float32), np.full(count, is_random), **columns)
+
+
+def kept(row: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
+    """Weights [V] of what may be drawn, by the definition; 0 elsewhere."""
+    value = (row.astype(np.float64) - row.max()) / temperature
+    falling, is_kept = np.sort(value)[::-1], np.ones(len(row), np.bool_)
+    if top_k:
+        is_kept &= value >= falling[min(top_k, len(row)) - 1]
+    if top_p < 1:
+        weights = np.exp(falling) * (falling >= value[is_kept].min())
+        before = weights.cumsum() - weights
+        is_kept &= value >= falling[np.count_nonzero(before < top_p * weights.sum()) - 1]
+    if min_p:
+        is_kept &= value >= np.log(min_p)
+    return np.where(is_kept, np.exp(value), 0.0)
+
+
+def rows(size: int, seed: int = 0) -> Array:
+    """Flat ones, peaked ones, and some with many tokens that cannot be chosen."""
+    draw = np.random.default_rng(seed)
+    logits = draw.standard_normal((NUM_ROWS, size)) * np.geomspace(0.05, 12, NUM_ROWS)[:, None]
+    logits[::5] = np.where(draw.random((len(logits[::5]), size)) < 0.5, -np.inf, logits[::5])
+    logits[:, 3] = 0.5
+    return logits.astype(np.float32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_greedy_takes_the_lowest_id_of_the_likeliest(size: int) -> None:
+    logits = rows(size)
+    logits[4, [2, size - 1]] = 99.0
+    token_ids, is_broken = choose(logits, is_random=False)
+    assert token_ids.tolist() == logits.argmax(1).tolist() and token_ids[4] == 2 and not is_broken.any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"temperature": 0.3},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": 500, "temperature": 2.0},
+        {"top_p": 0.95},
+        {"top_p": 0.1, "temperature": 0.7},
+        {"min_p": 0.05},
+        {"top_k": 60, "top_p": 0.8, "min_p": 0.02, "temperature": 1.5},
+    ],
+    ids=str,
+)
+def test_a_token_is_the_first_whose_share_of_what_is_kept_is_above_u(size: int, asked: dict[str, Any]) -> None:
+    logits, u = rows(size), np.random.default_rng(1).random(NUM_ROWS)
+    u[:3] = 0.0, 1 - 2**-53, 0.5
+    token_ids, is_broken = choose(logits, u=u, **asked)
+    assert not is_broken.any()
+    for row, token_id, target in zip(logits, token_ids, u, strict=True):
+        weights = kept(row, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | asked)
+        sums = weights.cumsum() / weights.sum()
+        assert weights[token_id] > 0
+        assert sums[token_id] - weights[token_id] / weights.sum() - 1e-5 <= target <= sums[token_id] + 1e-5
+
+
+def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
+    logits = np.array([[2.0, 1.0, 1.0, 1.0, 0.0]] * 200, np.float32)
+    u = np.arange(200) / 200
+    for asked in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": float(np.exp(-1.0)) - 1e-6}):
+        assert set(choose(logits, u=u, **asked)[0].tolist()) == {0, 1, 2, 3}
+    assert set(choose(logits, u=u, top_k=1)[0].tolist()) == {0}
+    assert set(choose(logits, u=u, min_p=1.0)[0].tolist()) == {0}
+
+
+def test_rows_without_a_finite_maximum_are_broken_and_the_others_are_not() -> None:
+    logits = rows(300)
+    logits[1], logits[2, 299], logits[3, 7], logits[5, 7] = -np.inf, np.nan, np.inf, -np.inf
+    for is_random in (False, True):
+        token_ids, is_broken = choose(logits, is_random=is_random, top_p=0.9, u=0.5)
+        assert np.flatnonzero(is_broken).tolist() == [1, 2, 3] and not token_ids[1:4].any()
+
+
+def test_a_rows_token_depends_on_that_row_only() -> None:
+    logits, u = rows(1_000), np.random.default_rng(2).random(NUM_ROWS)
+    asked = {
+        "temperature": np.linspace(0.2, 3.0, NUM_ROWS),
+        "top_k": np.arange(NUM_ROWS) % 4 * 30,
+        "top_p": np.where(np.arange(NUM_ROWS) % 3, 0.9, 1.0),
+        "min_p": np.where(np.arange(NUM_ROWS) % 5, 0.0, 0.01),
+    }
+    together = choose(logits, u=u, **asked)[0]
+    for i in range(NUM_ROWS):
+        alone = choose(logits[i : i + 1], u=u[i], **{name: values[i] for name, values in asked.items()})[0]
+        assert alone[0] == together[i]
+
+
+def test_drawn_tokens_are_spread_as_their_probabilities() -> None:
+    logits = np.array([[0.0, 1.0, 2.0, -1.0, 0.5]] * 1000, np.float32)
+    counts = np.bincount(choose(logits, u=(np.arange(1000) + 0.5) / 1000)[0], minlength=5)
+    assert np.abs(counts / 1000 - np.exp(logits[0]) / np.exp(logits[0]).sum()).max() < 0.002

@@ -1,0 +1,141 @@
+"""Which cores there are to compute on: of a machine written down in files, and of this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from millrace.runtime import cpus
+from millrace.runtime.cpus import ComputeThreads, Cpus
+
+
+def written(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+V2 = {"proc/self/cgroup": "0::/a/b\n"}
+V1 = {"proc/self/cgroup": "5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n0::/\n"}
+CASES: dict[str, tuple[dict[str, str], float | None]] = {
+    "no cgroups": ({}, None),
+    "v2, no limit": ({**V2, "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
+    "v2, its own": ({**V2, "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n"}, 1.5),
+    "v2, the narrowest of all levels": (
+        {
+            **V2,
+            "sys/fs/cgroup/a/b/cpu.max": "400000 100000",
+            "sys/fs/cgroup/a/cpu.max": "200000 100000",
+            "sys/fs/cgroup/cpu.max": "max 100000",
+        },
+        2.0,
+    ),
+    "v2 in a container, whose root is its own": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"},
+        0.5,
+    ),
+    "v2 beside v1": (
+        {"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/unified/cpu.max": "300000 100000\n"},
+        3.0,
+    ),
+    "v1, no limit": (
+        {
+            **V1,
+            "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n",
+        },
+        None,
+    ),
+    "v1, its own": (
+        {
+            **V1,
+            "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "250000\n",
+            "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n",
+        },
+        2.5,
+    ),
+    "v1 in a container, with the host's path and another mount": (
+        {**V1, "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"},
+        1.0,
+    ),
+    "what makes no sense": ({**V2, "sys/fs/cgroup/a/b/cpu.max": "100000 0\n", "sys/fs/cgroup/a/cpu.max": "x"}, None),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), CASES.values(), ids=CASES.keys())
+def test_the_quota_is_the_narrowest_of_the_processs_cgroups(tmp_path: Path, files, expected) -> None:
+    assert cpus.quota(written(tmp_path, files)) == expected
+
+
+def test_two_cpus_of_one_core_are_one_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 6}, raising=False)
+    siblings = {1: "1,5", 5: "1,5", 2: "2"}  # of 6 the system says nothing
+    place = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    root = written(tmp_path, {place.format(cpu): text for cpu, text in siblings.items()})
+    assert Cpus.of_this_process(root) == Cpus((1, 2, 5, 6), (1, 2, 6), None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "count", "pinned", "reason"),
+    [
+        (None, Cpus((0, 1), (0, 1)), 2, (0, 1), "one for each of 2 cores"),
+        (None, Cpus((0, 1, 2, 3), (0, 2)), 2, (0, 2), "one for each of 2 cores (4 CPUs)"),
+        (None, Cpus((3, 7), (3, 7), 8.0), 2, (3, 7), "one for each of 2 cores"),
+        (None, Cpus((0, 1, 2, 3), (0, 1, 2, 3), 1.5), 1, (), "the cgroup's quota of 1.5 CPUs; not pinned"),
+        (None, Cpus((0, 1, 2, 3), (0, 1, 2, 3), 0.5), 1, (), "the cgroup's quota of 0.5 CPUs; not pinned"),
+        (4, Cpus((0, 1, 2, 3), (0, 2)), 4, (0, 1, 2, 3), "threads = 4"),
+        (1, Cpus((0, 1), (0, 1)), 1, (), "threads = 1; not pinned"),
+        (2, Cpus((0, 1), (0, 1), 1.0), 2, (), "threads = 2; not pinned"),
+        (9, Cpus((0, 1), (0, 1)), 9, (), "threads = 9; not pinned"),
+    ],
+)
+def test_threads_are_as_many_as_asked_or_as_keep_running_and_pinned_where_they_take_all(
+    asked, there, count, pinned, reason
+) -> None:
+    chosen = ComputeThreads.choose(asked, there)
+    assert (chosen.count, chosen.pinned) == (count, pinned)
+    assert chosen.reason.startswith(reason)
+
+
+def test_the_environment_asks_where_nobody_else_does() -> None:
+    there = Cpus((0, 1, 2, 3), (0, 1, 2, 3))
+    asked = ComputeThreads.choose(None, there, {"OMP_NUM_THREADS": "3"})
+    assert asked.count == 3 and asked.reason.startswith("OMP_NUM_THREADS = 3")
+    assert ComputeThreads.choose(2, there, {"OMP_NUM_THREADS": "3"}).count == 2
+    for text in ("", "0", "many", "-1"):
+        assert ComputeThreads.choose(None, there, {"OMP_NUM_THREADS": text}).count == 4
+
+
+def test_of_this_machine_there_is_at_least_one_core() -> None:
+    there = Cpus.of_this_process()
+    assert 1 <= len(there.cores) <= len(there.allowed)
+    assert ComputeThreads.choose(None, there).count >= 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
+def test_one_thread_and_what_it_starts_can_have_a_lower_priority_than_the_others() -> None:
+    found: dict[str, int] = {}
+
+    def note(name: str) -> None:
+        found[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def lowered() -> None:
+        assert cpus.lower_priority() and cpus.lower_priority()
+        note("lowered")
+        child = threading.Thread(target=note, args=("child",))
+        child.start()
+        child.join()
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert before == cpus.FIRST
+    thread = threading.Thread(target=lowered)
+    thread.start()
+    thread.join()
+    note("here")
+    lower = min(before + cpus.LOWER, 19)
+    assert found == {"lowered": lower, "child": lower, "here": before}

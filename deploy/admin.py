@@ -17,6 +17,7 @@ from ..runtime.log import get_logger
 from ..runtime.perfetto import chrome_trace
 from ..runtime.trace import Tracer
 from .errors import ApiError
+from .profiler import Profiler
 from .routes import answer, expect
 from .service import Service
 
@@ -30,6 +31,7 @@ class Admin:
 
     def __init__(self, service: Service, threads: Executor) -> None:
         self.service = service
+        self.profiler = Profiler(service)
         self._threads = threads
 
     @property
@@ -45,6 +47,8 @@ class Admin:
             web.post("/admin/cache/reset", self.reset_cache, expect_handler=expect),
             web.get("/admin/trace", self.trace),
             web.post("/admin/flight", self.record_flight, expect_handler=expect),
+            web.post("/admin/profiler/start", self.profiler.start, expect_handler=expect),
+            web.post("/admin/profiler/stop", self.profiler.stop, expect_handler=expect),
         ]
 
     async def reset_cache(self, request: web.Request) -> web.Response:

@@ -41,10 +41,16 @@ class Chunks:
         self._metrics = metrics
         self._waits_for_tokens = waits_for_tokens
         self._is_opened = False
+        self._num_unfinished = num_choices
+
+    @property
+    def needs_waiting(self) -> bool:
+        """Whether chunks are waited for even when their text is there, so that they can not be polled."""
+        return self._tell is not None
 
     def is_over(self) -> bool:
         """Whether all has been given: known with the last chunk."""
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return not self._num_unfinished
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far, as clients are told."""
@@ -57,25 +63,35 @@ class Chunks:
         if self.is_over():
             raise StopAsyncIteration
         bodies: list[bytes] = []
-        while not bodies and not self.is_over():
+        while not bodies:
             deltas = await anext(self.outbox)
             if self._tell is not None:
                 await self._tell(delta.index for delta in deltas if delta.token_ids or not self._waits_for_tokens)
             bodies = self._encode(deltas)
-        if not self._is_opened:
-            bodies, self._is_opened = self._answer.opening(len(self.choices)) + bodies, True
-        if self.is_over():
-            closing = self._answer.closing(self.usage() if self._answer.has_usage else None, self._metrics())
-            bodies += [] if closing is None else [closing]
         return bodies
 
+    def poll(self) -> list[bytes]:
+        """The same of what is there, without waiting for more; often nothing."""
+        assert not self.needs_waiting
+        deltas = self.outbox.poll()
+        return self._encode(deltas) if deltas else []
+
     def _encode(self, deltas: Sequence[Delta]) -> list[bytes]:
+        """With what stands before the first and behind the last."""
+        answer = self._answer
         bodies: list[bytes] = []
         for delta in deltas:
             choice = self.choices[delta.index]
             if delta.progress is not None:
-                bodies.append(self._answer.progress_chunk(delta.progress))
+                bodies.append(answer.progress_chunk(delta.progress))
             choice.add(delta, keep=False)
-            running = self.usage() if self._answer.has_running_usage else None
-            bodies += self._answer.chunks(choice, delta, running)
+            if delta.finish_reason is not None:
+                self._num_unfinished -= 1
+            running = self.usage() if answer.has_running_usage else None
+            bodies += answer.chunks(choice, delta, running)
+        if bodies and not self._is_opened:
+            bodies, self._is_opened = answer.opening(len(self.choices)) + bodies, True
+        if not self._num_unfinished:
+            closing = answer.closing(self.usage() if answer.has_usage else None, self._metrics())
+            bodies += [] if closing is None else [closing]
         return bodies

@@ -184,7 +184,10 @@ def _add_replay(commands: Any) -> None:
     replay.add_argument("--repeat", type=int, metavar="N", default=1, help="run it so many times (default: 1)")
     text = "package.module:Class of the policy it was made with, if that is none of ours"
     replay.add_argument("--policy", metavar="TEXT", help=text)
+    text = "show it in the browser, moment by moment, at http://127.0.0.1:PORT/dashboard"
+    replay.add_argument("--dashboard", action="store_true", help=text)
     _add_common(replay)
+    _add_engine_flags(replay, LOGGING | {"port"}, of_engine=frozenset())
 
 
 def _add_simulate(commands: Any) -> None:

@@ -14,6 +14,9 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ..kernels.native import build, library
+from ..kernels.native.errors import NativeUnavailableError
+from ..runtime.cpus import ComputeThreads, Cpus
 from ..stages.config import EngineConfig
 from .config import ServerConfig
 from .settings import ENV_PREFIX, SECRET
@@ -52,6 +55,7 @@ def report(environment: Mapping[str, str]) -> Iterator[str]:
     yield f"memory: {_memory()}"
     for name in PACKAGES:
         yield f"{name}: {_version(name)}"
+    yield from _native()
     yield from _torch()
     for name in sorted(environment):
         if name.startswith(ENV_PREFIX):
@@ -91,6 +95,23 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _native() -> Iterator[str]:
+    """What a model on a CPU would run on."""
+    threads = ComputeThreads.choose(None, Cpus.of_this_process(), os.environ)
+    yield f"compute threads: {threads.count} ({threads.reason})"
+    try:
+        name = library.choose_instruction_set()
+    except NativeUnavailableError as error:
+        yield f"native step: none: {error}"
+        return
+    made = (
+        "there"
+        if build.is_ready(name)
+        else f"to be built by {build.find_compiler() or 'a compiler, and there is none'}"
+    )
+    yield f"native step: {name}, {made}"
 
 
 def _torch() -> Iterator[str]:

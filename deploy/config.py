@@ -81,6 +81,7 @@ class ServerConfig:
     stall_timeout_s: float = 10.0  # without progress, while there is work, before the server says that it stalls
     flight_recorder_dir: str | None = None  # folder for what led to a stall or a crash; None: it is not recorded
     flight_recorder_s: float = 30.0  # of the trace, in each such file
+    profiler_dir: str | None = None  # folder for windows of torch's profiler; None: nobody can open one
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

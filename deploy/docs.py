@@ -15,7 +15,6 @@ import orjson
 from aiohttp import web
 
 from .documented import ModelLimits, Schema
-from .openapi import openapi
 from .service import Service
 
 STYLE = """
@@ -69,6 +68,8 @@ class Docs:
         return self._made[1], self._made[2]
 
     def _render(self, limits: ModelLimits | None) -> tuple[bytes, bytes]:
+        from .openapi import openapi  # the shapes of all answers, which nothing else of a server needs
+
         document = openapi(self.service.config, self._version, limits)
         return orjson.dumps(document), render(document).encode()
 

@@ -50,8 +50,10 @@ REGEX = _text(MAX_REGEX_BYTES)
 GRAMMAR = _text(MAX_GRAMMAR_BYTES)
 CHOICE: Schema = array(_text(MAX_GRAMMAR_BYTES), MAX_CHOICES, least=1)
 JSON_SCHEMA: Schema = {"anyOf": [{"type": "object"}, {"const": True}, GRAMMAR], "description": "a JSON schema"}
-GUIDED_JSON, GUIDED_REGEX = nullable(JSON_SCHEMA), nullable(REGEX | {"minLength": 0})
-GUIDED_CHOICE, GUIDED_GRAMMAR = nullable(CHOICE | {"minItems": 0}), nullable(GRAMMAR | {"minLength": 0})
+# of the older names: an empty one asks for nothing
+GUIDED_JSON = nullable({"anyOf": [*JSON_SCHEMA["anyOf"], {"const": ""}]})
+GUIDED_REGEX, GUIDED_GRAMMAR = nullable(REGEX | {"minLength": 0}), nullable(GRAMMAR | {"minLength": 0})
+GUIDED_CHOICE = nullable(CHOICE | {"minItems": 0})
 STRUCTURED_OUTPUTS: Schema = nullable(
     {
         "type": "object",
@@ -152,7 +154,10 @@ RESPONSE_TOOL_CHOICE: Schema = {
 
 _TEXT_BLOCK = _object({"type": {"const": "text"}, "text": _TEXT})
 _BLOCKS = {
-    "user": [_TEXT_BLOCK, _object({"type": {"const": "tool_result"}, "tool_use_id": _CALL_ID}, content=CONTENT)],
+    "user": [
+        _TEXT_BLOCK,
+        _object({"type": {"const": "tool_result"}, "tool_use_id": _CALL_ID}, content=nullable(CONTENT)),
+    ],
     "assistant": [
         _TEXT_BLOCK,
         _object({"type": {"const": "thinking"}, "thinking": _TEXT}),

@@ -19,6 +19,7 @@ from .config import ServerConfig
 from .errors import ApiError, shorten
 
 ANY = "*"
+FOREIGN_VERSION = "foreign_version"  # a request's item: its HTTP version, if not 1.0 or 1.1
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 EXPOSED_HEADERS = "X-Request-Id, X-Ignored-Fields, Retry-After"
 PREFLIGHT_MAX_AGE_S = 600
@@ -52,7 +53,9 @@ class Gate:
 
     def check(self, request: web.BaseRequest) -> None:
         """Raises `ApiError` 403 for a request by a host or from an origin that is not allowed; for one without a host
-        or with a malformed one, 400."""
+        or with a malformed one, or of another HTTP than 1.x, 400."""
+        if (version := request.get(FOREIGN_VERSION)) is not None:
+            raise ApiError("bad_request", f"HTTP/{version.major}.{version.minor} is not spoken here: HTTP/1.1 is")
         hosts = request.headers.getall("Host", [])
         if len(hosts) > 1 or (not hosts and request.version >= (1, 1)):
             raise ApiError("bad_request", "a request must have one Host header")

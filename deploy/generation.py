@@ -26,6 +26,7 @@ from .chunks import Chunks, Tell
 from .errors import ApiError, describe, unforeseen
 from .middleware import OWNER, REQUEST_ID, settled_id
 from .native import GenerateBody, TokensAnswer, flatten, rendered
+from .pump import send_all
 from .ranking import best
 from .reading import read
 from .service import Service
@@ -234,8 +235,7 @@ class Generation:
             async with stream:
                 try:
                     await stream.send(await first)
-                    async for bodies in chunks:
-                        await stream.send(bodies)
+                    await send_all(chunks, stream)
                 except ConnectionError:
                     raise
                 except Exception as error:

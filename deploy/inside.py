@@ -18,12 +18,18 @@ from ..stages.insight.explain import explain, view_of
 from .errors import ApiError, shorten
 from .keys import Keys
 from .middleware import OWNER
+from .queries import whole_number
+from .remembered import Remembered
 from .routes import answer
-from .service import Live, Service
+from .service import MAX_ENDED, Live, Service
 
 if TYPE_CHECKING:
     from ..runtime.graph import Edge
+    from ..runtime.trace import Tracer
     from ..stages.engine import Engine
+
+MAX_LISTED = 1_000  # requests in one answer
+MAX_CURSOR = 2**53
 
 
 class Inside:
@@ -31,6 +37,7 @@ class Inside:
 
     def __init__(self, service: Service, threads: Executor) -> None:
         self.service = service
+        self.remembered = Remembered()
         self._threads = threads
         config = service.config
         self.keys = Keys([*config.api_key, *config.admin_key] if config.api_key else [])
@@ -57,23 +64,41 @@ class Inside:
         return answer(stages_report(engine, load))
 
     async def requests(self, request: web.Request) -> web.Response:
-        """The requests under way, oldest first."""
+        """The requests under way, in the order in which they came: `limit` of them from behind `cursor` on. What came
+        before the cursor may have ended meanwhile; nothing is left out or told twice for that."""
         engine = self.service.require_engine()
+        limit = whole_number(request, "limit", MAX_LISTED, least=1, most=MAX_LISTED)
+        cursor = whole_number(request, "cursor", 0, least=0, most=MAX_CURSOR)
         live = {name: one for name, one in self.service.live.items() if self._may_see(request, one)}
-        return answer({"object": "list", "data": requests_report(engine, live)})
+        rows, next_cursor = requests_report(engine, live, cursor, limit)
+        more = {"has_more": next_cursor is not None, "next_cursor": next_cursor}
+        return answer({"object": "list", "data": rows} | more)
 
     async def explain(self, request: web.Request) -> web.Response:
-        """Where the time of a request went; one that ended a while ago is forgotten."""
+        """Where the time of a request went: by the trace, or as far as it is remembered where that does not reach back
+        to it. One that ended long ago is forgotten."""
         engine, some_id = self.service.require_engine(), request.match_info["id"]
         answer_id = self._find(request, some_id)
         tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
         told = None
         if answer_id is not None:
-            told = await self._in_thread(lambda: explain(view_of(tracer), answer_id, now_ns))
+            told = await self._in_thread(lambda: self._explain(tracer, answer_id, now_ns))
         if told is None:
-            message = f"no request {shorten(repr(some_id), 128)} is under way, nor has one ended a short while ago"
+            message = (
+                f"no request {shorten(repr(some_id), 128)} is under way, nor is it among the last {MAX_ENDED:,} that"
+                " ended, which are remembered; what came before is in the log, in the spans that --otlp-traces-endpoint"
+                " sends, and in what --record writes"
+            )
             raise ApiError("request_not_found", message, param="id")
         return answer(told)
+
+    def _explain(self, tracer: Tracer, answer_id: str, now_ns: int) -> dict[str, Any] | None:
+        """In a thread."""
+        view = view_of(tracer)
+        if told := explain(view, answer_id, now_ns):
+            return {"detail": "trace"} | told
+        moments = self.remembered.find(answer_id)
+        return None if moments is None else moments.explain((now_ns - view.begin_ns) / 1e9)
 
     def _may_see(self, request: web.Request, live: Live) -> bool:
         return request[OWNER] in (live.owner, *self._admins)
@@ -141,17 +166,21 @@ def _edge(edge: Edge, load: Load, engine: Engine) -> dict[str, Any]:
 # -- requests under way
 
 
-def requests_report(engine: Engine, live: Mapping[str, Live]) -> list[dict[str, Any]]:
-    """Of each of `live` that the engine has, without a word of what is said."""
+def requests_report(
+    engine: Engine, live: Mapping[str, Live], cursor: int = 0, limit: int = MAX_LISTED
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Of each of `live` that the engine has, without a word of what is said: the first `limit` of those whose number is
+    at least `cursor`, and the cursor for what follows; None if that is all. Numbers go up with each request."""
     exit, now_s = engine.pipeline.exit, engine.pipeline.env.now()
     assert exit is not None
-    found = []
-    for answer_id, one in live.items():
-        outbox = exit.live.get(answer_id)
-        if outbox is not None:
-            stage, _ = exit.locate(outbox)  # type: ignore[attr-defined]
-            found.append(_request(engine, one, outbox, stage, now_s))
-    return sorted(found, key=lambda request: -request["age_s"])
+    found = [(outbox, one) for name, one in live.items() if (outbox := exit.live.get(name)) is not None]
+    found = [pair for pair in found if pair[0].request.first_sequence_id >= cursor]
+    found.sort(key=lambda pair: pair[0].request.first_sequence_id)
+    rows = []
+    for outbox, one in found[:limit]:
+        stage, _ = exit.locate(outbox)  # type: ignore[attr-defined]
+        rows.append(_request(engine, one, outbox, stage, now_s))
+    return rows, found[limit][0].request.first_sequence_id if len(found) > limit else None
 
 
 def _request(engine: Engine, live: Live, outbox: Any, stage: str, now_s: float) -> dict[str, Any]:

@@ -85,10 +85,12 @@ class LiveRequest(Shape):
 
 
 class Requests(Shape):
-    """Oldest first."""
+    """Oldest first. `next_cursor` leads to those behind them, if there are more."""
 
     object: Literal["list"]
     data: list[LiveRequest]
+    has_more: bool
+    next_cursor: Count | None
 
 
 class CauseOfTime(Shape):
@@ -131,9 +133,11 @@ class WaterfallBar(Shape):
 
 
 class Explanation(Shape):
-    """Where a request's time went. Of very many bars the first and the last are told."""
+    """Where a request's time went. Of very many bars the first and the last are told; with `detail` summary, as the
+    trace does not reach back to it, only what was noted of its life."""
 
     id: str
+    detail: Literal["trace", "summary"]
     finished: bool
     finish_cause: str | None
     total_ms: Milliseconds

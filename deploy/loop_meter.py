@@ -5,10 +5,9 @@ What blocks the loop blocks whoever would say so, so the guard is a thread of it
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from prometheus_client.metrics_core import Metric
 
@@ -23,22 +22,12 @@ log = get_logger("millrace.deploy")
 
 
 class LoopMeter:
-    """Lateness of a timer, from one `beat` to the next, and collections of any thread since `start`."""
+    """Lateness of the pipeline's clock, and collections of any thread, as its watch tells of them."""
 
     def __init__(self) -> None:
         self.lag_us = Histogram(LAG_US)
         self.pause_us = Histogram(PAUSE_US)
         self.beat_s = time.monotonic()
-        self._began_s = 0.0
-
-    def start(self) -> None:
-        """From now on collections are counted."""
-        gc.callbacks.append(self._on_gc)
-
-    def stop(self) -> None:
-        """Counts no more. Idempotent."""
-        if self._on_gc in gc.callbacks:
-            gc.callbacks.remove(self._on_gc)
 
     def beat(self, late_s: float) -> None:
         """A timer went off so much later than it was to."""
@@ -51,13 +40,6 @@ class LoopMeter:
         yield histogram("millrace:event_loop_lag_seconds", text, self.lag_us, {}, US)
         text = "How long collections of garbage hold everything up."
         yield histogram("millrace:gc_pause_seconds", text, self.pause_us, {}, US)
-
-    def _on_gc(self, phase: str, info: Mapping[str, int]) -> None:
-        now_s = time.monotonic()
-        if phase == "start":
-            self._began_s = now_s
-        else:
-            self.pause_us.observe(int((now_s - self._began_s) * 1e6))
 
 
 class LoopGuard:

@@ -16,7 +16,6 @@ from .errors import ApiError, describe, shorten, unforeseen
 from .gate import Gate
 from .keys import Keys
 from .messages_events import MESSAGES_PATH, error_body
-from .metrics import Metrics
 from .service import Service
 from .trace_context import CURRENT, TraceContext, read_traceparent
 
@@ -35,8 +34,9 @@ def settled_id(wanted: str | None) -> str:
     return wanted if wanted is not None and _ID_PATTERN.fullmatch(wanted) else uuid.uuid4().hex
 
 
-def identify(metrics: Metrics) -> Middleware:
-    """Gives each request its id, binds it to the log lines, and turns whatever goes wrong into an answer."""
+def identify(count_rejection: Callable[[str], object]) -> Middleware:
+    """Gives each request its id, binds it to the log lines, and turns whatever goes wrong into an answer, whose code is
+    counted."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -51,7 +51,7 @@ def identify(metrics: Metrics) -> Middleware:
                 told = _of_aiohttp(request, error)
             except Exception as error:
                 told = describe(error) or _unforeseen(request, error)
-            metrics.count_rejection(told.code)
+            count_rejection(told.code)
             return error_response(told, _body(request, told))
 
     return middleware

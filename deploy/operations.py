@@ -16,10 +16,13 @@ from .bodies import Body, ChatBody, CompletionBody
 from .documented import Schema
 from .embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
 from .errors import CODES
+from .inside import MAX_CURSOR, MAX_LISTED
 from .messages_bodies import CountTokensBody, MessagesBody
 from .messages_events import MESSAGES_PATH
 from .metrics import CONTENT_TYPE
 from .native import GenerateBody
+from .profiler import DEFAULT_S as PROFILER_S
+from .profiler import MAX_S as PROFILER_MAX_S
 from .responses_bodies import ResponsesBody
 from .responses_routes import MAX_ITEMS_LISTED
 from .token_bodies import DetokenizeBody, TokenizeBody
@@ -398,8 +401,12 @@ OPERATIONS: tuple[Operation, ...] = (
         name="listRequests",
         group="server",
         summary="The requests under way, oldest first: those of the API key, or with the admin key all; no text",
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": MAX_LISTED},
+            "cursor": {"type": "integer", "minimum": 0, "maximum": MAX_CURSOR, "default": 0},
+        },
         answers=_json(inside_shapes.Requests),
-        errors=WITH_ENGINE,
+        errors=(*WITH_ENGINE, "invalid_value"),
     ),
     Operation(
         method="GET",
@@ -568,6 +575,27 @@ OPERATIONS: tuple[Operation, ...] = (
         access="admin",
         answers=_json(shapes.FlightFile),
         errors=(*WITH_ENGINE, "no_flight_recorder"),
+    ),
+    Operation(
+        method="POST",
+        path="/admin/profiler/start",
+        name="startProfiler",
+        group="admin",
+        summary="Open a window of torch's profiler; it closes by itself after `seconds`",
+        access="admin",
+        query={"seconds": {"type": "integer", "minimum": 1, "maximum": PROFILER_MAX_S, "default": PROFILER_S}},
+        answers=_json(shapes.ProfilerStarted),
+        errors=(*WITH_ENGINE, "no_profiler", "profiler_busy", "invalid_value"),
+    ),
+    Operation(
+        method="POST",
+        path="/admin/profiler/stop",
+        name="stopProfiler",
+        group="admin",
+        summary="Close that window, and write what was seen in it to a file at the server",
+        access="admin",
+        answers=_json(shapes.ProfileFile),
+        errors=(*WITH_ENGINE, "no_profiler", "profiler_idle"),
     ),
     *NUMBERS,
     *TOKENS,

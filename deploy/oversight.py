@@ -1,4 +1,4 @@
-"""Looks after one engine, ten times a second: is the loop on time, does everything move, is there news for the log.
+"""Looks after one engine, whenever its pipeline's watch does: is all on time, does it move, is there news to log.
 
 Knows whom to tell: health, the log, the trace and the flight recorder. What a stall is, `runtime/stalls.py` says.
 """
@@ -15,6 +15,7 @@ from ..runtime.flight import FlightRecorder, stack_of
 from ..runtime.log import get_logger
 from ..runtime.stalls import Stall, find_stall
 from ..runtime.trace import EventKind
+from ..runtime.watch import Watch
 from .config import ServerConfig
 from .loop_meter import LoopGuard, LoopMeter
 from .stats_line import StatsLine
@@ -22,8 +23,6 @@ from .stats_line import StatsLine
 if TYPE_CHECKING:
     from ..stages.engine import Engine
     from .metrics import Metrics
-
-TICK_S = 0.1
 
 log = get_logger("millrace.deploy")
 
@@ -42,8 +41,7 @@ class Oversight:
         self._engine: Engine | None = None
         self._stats: StatsLine | None = None
         self._guard: LoopGuard | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._due_s = 0.0
+        self._watch: Watch | None = None
         self._next_look_s = 0.0
 
     def watch(self, engine: Engine, metrics: Metrics) -> None:
@@ -51,19 +49,22 @@ class Oversight:
         self._engine = engine
         self._stats = StatsLine(engine, metrics, self._stats_interval_s)
         engine.pipeline.on_crash.append(self._crashed)
-        self.meter.start()
         self._guard = LoopGuard(self.meter, self._timeout_s, self._loop_stalled)
         self._guard.start()
-        self._wait()
+        self._watch = engine.pipeline.watch
+        assert self._watch is not None, "watch() before the engine has started"
+        self.meter.beat(0.0)
+        self._watch.on_tick.append(self._tick)
+        self._watch.on_pause.append(self.meter.pause_us.observe)
 
     def stop(self) -> None:
         """Looks no more. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.on_tick.remove(self._tick)
+            watch.on_pause.remove(self.meter.pause_us.observe)
         if self._guard is not None:
             self._guard.stop()
-        self.meter.stop()
 
     def record(self, reason: str, **details: object) -> asyncio.Future[Path] | None:
         """Writes a flight file, in a thread; its path. None without a recorder, or if there was one just now."""
@@ -75,20 +76,14 @@ class Oversight:
 
     # -- looking
 
-    def _wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._due_s = loop.time() + TICK_S
-        self._timer = loop.call_later(TICK_S, self._tick)
-
-    def _tick(self) -> None:
+    def _tick(self, late_s: float) -> None:
         now_s = asyncio.get_running_loop().time()
-        self.meter.beat(now_s - self._due_s)
+        self.meter.beat(late_s)
         if self._engine is not None and self._engine.health.is_ready and self._stats is not None:
             self._stats.look()
             if now_s >= self._next_look_s:
                 self._next_look_s = now_s + min(1.0, self._timeout_s / 8)
                 self.look()
-        self._wait()
 
     def look(self) -> None:
         """Whether everything moves."""

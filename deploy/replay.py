@@ -1,4 +1,5 @@
-"""`millrace replay FILE`: the decisions of a recording, made again by the real stages and compared one by one."""
+"""`millrace replay FILE`: the decisions of a recording, made again by the real stages and compared one by one; with
+`--dashboard`, shown moment by moment."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import time
 
 from ..stages.config import EngineConfig
 from ..stages.errors import ConfigError
-from ..stages.policy import make_policy
+from ..stages.policy import Policy, make_policy
 from ..stages.recordings.recorded import Recording, RecordingError
 from ..stages.recordings.replay import Replay
 from .config import ServerConfig
@@ -21,6 +22,10 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     if options.repeat < 1:
         raise ConfigError(f"--repeat {options.repeat}: must be at least 1")
     try:
+        if options.dashboard:
+            from .playback import show
+
+            return show(Recording(options.recording), _policy(options), server_config)
         hashes = set()
         for number in range(options.repeat):
             began_s = time.perf_counter()
@@ -38,8 +43,11 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
 
 
 def _make(options: argparse.Namespace) -> Replay:
-    policy = None if options.policy is None else make_policy(EngineConfig(scheduler=options.policy))
-    return Replay(Recording(options.recording), policy)
+    return Replay(Recording(options.recording), _policy(options))
+
+
+def _policy(options: argparse.Namespace) -> Policy | None:
+    return None if options.policy is None else make_policy(EngineConfig(scheduler=options.policy))
 
 
 def _report(replay: Replay, took_s: float) -> None:

@@ -14,6 +14,7 @@ from aiohttp import web
 from .errors import ApiError, shorten
 from .generation import ignored_headers
 from .middleware import OWNER, REQUEST_ID
+from .queries import flag, whole_number
 from .reading import read
 from .responses import Responses
 from .responses_events import Event
@@ -50,8 +51,8 @@ class ResponsesRoutes:
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/responses/{id}`, and with `stream=true` the events that it was and is made by."""
         stored = self._stored(request)
-        first = _whole_number(request, "starting_after", -1, least=0, most=2**31 - 1) + 1
-        if not _flag(request, "stream"):
+        first = whole_number(request, "starting_after", -1, least=0, most=2**31 - 1) + 1
+        if not flag(request, "stream"):
             return _json(stored.response)
         if stored.events is None:
             message = "stream: only with a response that was made with background and stream, and whose events are kept"
@@ -75,7 +76,7 @@ class ResponsesRoutes:
         stored = self._stored(request)
         chain = self.responses.store.chain(stored.id, request[OWNER], param="response_id")
         parts = [part for one in chain for part in (one.items, one.output)][:-1]
-        limit = _whole_number(request, "limit", 20, least=1, most=MAX_ITEMS_LISTED)
+        limit = whole_number(request, "limit", 20, least=1, most=MAX_ITEMS_LISTED)
         order, after = request.query.get("order", "desc"), request.query.get("after")
         if order not in ("asc", "desc"):
             message = f"order = {shorten(repr(order), 64)}: must be asc or desc"
@@ -135,24 +136,6 @@ def _page(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> dic
         "last_id": page[-1]["id"] if page else "",
         "has_more": first + limit < len(items),
     }
-
-
-def _whole_number(request: web.Request, name: str, default: int, *, least: int, most: int) -> int:
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
-        message = f"{name} = {shorten(repr(text), 64)}: must be a whole number from {least} to {most}"
-        raise ApiError("invalid_value", message, param=name)
-    return int(text)
-
-
-def _flag(request: web.Request, name: str) -> bool:
-    text = request.query.get(name, "false").lower()
-    if text not in ("true", "false"):
-        message = f"{name} = {shorten(repr(text), 64)}: must be true or false"
-        raise ApiError("invalid_value", message, param=name)
-    return text == "true"
 
 
 def _json(body: bytes, headers: Mapping[str, str] | None = None) -> web.Response:

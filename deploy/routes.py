@@ -98,7 +98,7 @@ class Routes:
             web.post("/inference/v1/generate", generation.generate, expect_handler=expect),
             web.post("/tokenize", self.tokenize, expect_handler=expect),
             web.post("/detokenize", self.detokenize, expect_handler=expect),
-            web.delete("/v1/requests/{id:.+}", self.abort),
+            web.delete("/v1/requests/{id:(?!.+/explain$).+}", self.abort),  # what ends so is another route
         ]
 
     async def stop(self, app: web.Application) -> None:

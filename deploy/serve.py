@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -17,12 +19,12 @@ import orjson
 from ..runtime.log import configure, get_logger
 from ..stages.config import EngineConfig
 from .config import ServerConfig
-from .server import Server
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from ..stages.engine import Engine
+    from .server import Server
 
 log = get_logger("millrace.deploy")
 
@@ -31,6 +33,8 @@ MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """The command. 0 once it was told to stop and has, whether or not requests had to be cut short for it."""
+    # aiohttp's client reads the system's certificates, twice: as long as all that it imports, and no Python
+    Thread(target=import_module, args=("aiohttp",), name="millrace-import", daemon=True).start()
     with_messages = server_config.log_error_messages
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -46,21 +50,33 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then drains. A second signal ends the process at once. `sources` says of each
     setting where it came from."""
     stop = _Stop()
-    async with Server(server_config) as server:
-        server.service.sources = sources or {}
-        loading = asyncio.ensure_future(_serve_engine(server, engine_config, make_engine, stop))
-        stop.on_early = loading.cancel
-        try:
-            return await loading
-        except asyncio.CancelledError:
-            if not stop.event.is_set():
-                raise
-            return 0  # told to stop before there was anything to drain
+    listening: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+    serving = asyncio.ensure_future(_serve_engine(listening, engine_config, make_engine, stop))
+    stop.on_early = serving.cancel
+    try:
+        await asyncio.sleep(0)  # the model begins to load, on threads of its own
+        from .server import Server  # meanwhile: that takes half a second
+
+        async with Server(server_config) as server:
+            server.service.sources = sources or {}
+            listening.set_result(server)
+            return await serving
+    except asyncio.CancelledError:
+        if not stop.event.is_set():
+            raise
+        return 0  # told to stop before there was anything to drain
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
 
 
-async def _serve_engine(server: Server, engine_config: EngineConfig, make_engine: MakeEngine, stop: _Stop) -> int:
+async def _serve_engine(
+    listening: asyncio.Future[Server], engine_config: EngineConfig, make_engine: MakeEngine, stop: _Stop
+) -> int:
     async with make_engine(engine_config) as engine:
+        server = await listening
         server.attach(engine)
+        engine.give_way()
         stop.on_early = None
         gc.collect()
         gc.freeze()  # the model and its modules live as long as we do: no collection need look at them again

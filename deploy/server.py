@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import ssl
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
@@ -17,11 +16,11 @@ from ..runtime.log import get_logger
 from ..stages.errors import ConfigError
 from .admin import Admin
 from .config import ServerConfig
-from .connections import LINGER_S, MAX_HEADER_LINE, MAX_HEADERS, Listener
 from .docs import Docs
 from .gate import Gate, guard
 from .inside import Inside
 from .keys import Keys
+from .listening import Runner, Site
 from .metrics import Metrics
 from .middleware import NO_KEYS, add_headers, check_keys, identify
 from .request_log import RequestLog
@@ -56,7 +55,9 @@ class Server:
         self.metrics.telemetry = self.telemetry
         self._routes = Routes(self.service, self.metrics, self._threads)
         self._sockets = self._routes.sockets
-        self._runner: _Runner | None = None
+        self._inside = Inside(self.service, self._threads)
+        self._admin = Admin(self.service, self._threads)
+        self._runner: Runner | None = None
         self._port = config.port
         self._tls = tls_context(config)
 
@@ -70,7 +71,7 @@ class Server:
 
     async def start(self) -> None:
         """Listens. `ConfigError` if the address can not be had."""
-        self._runner = _Runner(self._make_app(), self.config)
+        self._runner = Runner(self._make_app(), self.config)
         await self._runner.setup()
         try:
             await self._make_site(self._runner).start()
@@ -87,6 +88,7 @@ class Server:
         self.metrics.watch(engine)
         self._sockets.watch(engine)
         self._routes.feed.watch(engine)
+        self._inside.remembered.watch(engine)
         self.service.oversight.watch(engine, self.metrics)
         if self.telemetry is not None:
             self.telemetry.watch(engine, self.service.model_names[0])
@@ -107,7 +109,7 @@ class Server:
             await self.telemetry.stop()
         if self._runner is not None:
             runner, self._runner = self._runner, None
-            await asyncio.gather(self._sockets.close(), self._routes.feed.close())
+            await asyncio.gather(self._sockets.close(), self._routes.feed.close(), self._admin.profiler.close())
             await runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.config.uds is not None:
@@ -122,17 +124,21 @@ class Server:
 
     def _make_app(self) -> web.Application:
         routes = self._routes
-        admin = Admin(self.service, self._threads)
+        admin = self._admin
         docs = Docs(self.service, self._threads, package_version())
         public = (route.path for route in routes.table() if route.handler in routes.public)
         open_paths = re.compile("|".join(_pattern(path) for path in public))
         others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(
             admin.handlers, Keys(self.config.admin_key, "admin key")
         )
-        inside = Inside(self.service, self._threads)
+        inside = self._inside
         others |= dict.fromkeys(inside.handlers, inside.keys)
         gate = Gate.of(self.config)
-        middlewares = [identify(self.metrics), guard(gate), check_keys(Keys(self.config.api_key), others, open_paths)]
+        middlewares = [
+            identify(self.metrics.count_rejection),
+            guard(gate),
+            check_keys(Keys(self.config.api_key), others, open_paths),
+        ]
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service, gate))
         app.on_shutdown.append(routes.stop)
@@ -145,52 +151,7 @@ class Server:
     def _make_site(self, runner: web.AppRunner) -> web.BaseSite:
         if self.config.uds is not None:
             return web.UnixSite(runner, self.config.uds, ssl_context=self._tls)
-        return _Site(runner, self.config, self._tls)
-
-
-class _Site(web.TCPSite):
-    """aiohttp's, with a time limit on the TLS handshake, which comes before there is a connection to time."""
-
-    def __init__(self, runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None) -> None:
-        super().__init__(runner, config.host, config.port, backlog=1024, ssl_context=tls)
-        self._handshake_timeout_s = None if tls is None else config.header_timeout_s
-
-    async def start(self) -> None:
-        await web.BaseSite.start(self)
-        assert self._runner.server is not None
-        self._server = await asyncio.get_running_loop().create_server(
-            self._runner.server,
-            self._host,
-            self._port,
-            ssl=self._ssl_context,
-            backlog=self._backlog,
-            ssl_handshake_timeout=self._handshake_timeout_s,
-        )
-
-
-class _Runner(web.AppRunner):
-    """aiohttp's runner, with our connections."""
-
-    def __init__(self, app: web.Application, config: ServerConfig) -> None:
-        super().__init__(app, shutdown_timeout=1.0)
-        self._config = config
-
-    async def _make_server(self) -> web.Server:
-        stock = await super()._make_server()
-        return Listener(
-            stock.request_handler,
-            request_factory=stock.request_factory,
-            handler_cancellation=True,  # a client that leaves ends its request, wherever that is
-            max_connections=self._config.max_connections,
-            header_timeout_s=self._config.header_timeout_s,
-            keepalive_timeout=self._config.keep_alive_s,
-            max_line_size=MAX_HEADER_LINE,
-            max_field_size=MAX_HEADER_LINE,
-            max_headers=MAX_HEADERS,
-            lingering_time=LINGER_S,
-            auto_decompress=False,
-            access_log=None,
-        )
+        return Site(runner, self.config, self._tls)
 
 
 def _remove_socket(path: str) -> None:

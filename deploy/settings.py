@@ -42,8 +42,8 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     },
     "device": {
         "device": "where the model runs",
-        "attention_backend": "auto: triton on cuda, torch on cpu",
-        "threads": "compute threads on a CPU; none: one a core",
+        "attention_backend": "auto: triton on cuda; on cpu native, or torch where that can not be had",
+        "threads": "compute threads on a CPU; none: one a core, and no more than a container's quota keeps running",
         "tokenizer_workers": "threads; a long prompt keeps one busy while others pass",
     },
     "batch": {
@@ -142,6 +142,7 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "stall_timeout_s": "seconds without progress, while there is work, before /health says stalled",
         "flight_recorder_dir": "folder for files on what led to a stall or a crash; none: nothing is written",
         "flight_recorder_s": "seconds of the trace in each of them",
+        "profiler_dir": "folder for windows of torch's profiler, opened with the admin key; none: there are none",
     },
 }
 

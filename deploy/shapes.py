@@ -314,6 +314,20 @@ class FlightFile(Shape):
     file: str | None
 
 
+class ProfilerStarted(Shape):
+    """A window is open, and what is seen in it goes to a file."""
+
+    file: str
+    seconds: Count
+
+
+class ProfileFile(Shape):
+    """What was seen in a window, as Chrome and Perfetto read it."""
+
+    file: str
+    num_bytes: Count
+
+
 class TraceEvents(Shape):
     """Chrome's trace-event format."""
 

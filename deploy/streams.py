@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 DONE = b"[DONE]"  # the data of a stream's last event
 PING = b": ping\n\n"
@@ -55,6 +55,8 @@ class EventStream:
 
     async def __aenter__(self) -> EventStream:
         bound_buffers(self._request)
+        if self._request.version >= HttpVersion11:
+            self._response.enable_chunked_encoding()
         await self._response.prepare(self._request)
         self._watch()
         if self._ping_interval_s:
@@ -69,7 +71,7 @@ class EventStream:
 
     async def send(self, bodies: Iterable[bytes]) -> None:
         """Sends an event for each of some bodies, in one write. Waits only while the client's buffers are full."""
-        await self.write(b"data: " + b"\n\ndata: ".join(bodies) + b"\n\n")
+        await self.write(_framed(bodies))
 
     async def write(self, events: bytes) -> None:
         """Sends whole events that are framed already. Waits as `send` does."""
@@ -77,6 +79,25 @@ class EventStream:
         self._waiting_since = asyncio.get_running_loop().time()
         await self._response.write(events)
         self._waiting_since = None
+
+    @property
+    def can_send_now(self) -> bool:
+        """Whether the client has read all that was sent, and something was: then nothing is to be waited for."""
+        transport = self._request.transport
+        return (
+            self._num_sent > 0  # the first goes with the headers
+            and self._response.chunked
+            and transport is not None
+            and not transport.is_closing()
+            and not transport.get_write_buffer_size()
+        )
+
+    def send_now(self, bodies: Iterable[bytes]) -> None:
+        """The same as `send`, where `can_send_now`: past aiohttp's writer, which might wait."""
+        events, transport = _framed(bodies), self._request.transport
+        assert transport is not None
+        self._num_sent += 1
+        transport.write(b"%x\r\n%b\r\n" % (len(events), events))
 
     async def _ping(self) -> None:
         """Sends a comment whenever nothing was sent for a whole interval: no proxy is to take the stream for dead."""
@@ -106,6 +127,10 @@ class EventStream:
                 self._request.transport.abort()  # the handler is cancelled, as for any client that leaves
             return
         self._timer = loop.call_later(self._patience_s / 8, self._watch)
+
+
+def _framed(bodies: Iterable[bytes]) -> bytes:
+    return b"data: %b\n\n" % b"\n\ndata: ".join(bodies)
 
 
 def bound_buffers(request: web.Request) -> None:

@@ -7,25 +7,38 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...stages.blocks import BlockState
-from .snapshots import owners
-
-if TYPE_CHECKING:
-    from ...stages.engine import Engine
+from ...stages.blocks import BlockPool, BlockState, BlockTables
+from ...stages.scheduler import Scheduler
 
 FREE, CACHED, QUARANTINED, SHARED, FIRST_SLOT = range(5)
 
 Cells = NDArray[np.uint16]
 
 
-def block_cells(engine: Engine) -> Cells:
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Who holds what: of an engine that runs, or of a recording."""
+
+    pool: BlockPool
+    block_tables: BlockTables
+    scheduler: Scheduler
+
+    def owners(self) -> dict[int, str]:
+        """slot -> id of the request that runs there."""
+        slots = self.scheduler.slots
+        found = ((slot, slots.sequences[slot]) for slot in slots.running().tolist())
+        return {slot: sequence.request_id for slot, sequence in found if sequence is not None}
+
+
+def block_cells(books: Books) -> Cells:
     """[N] the number of each block."""
-    pool, tables = engine.pool, engine.block_tables
+    pool, tables = books.pool, books.block_tables
     cells = _BY_STATE[pool.state]
     counts = tables.num_blocks
     slots = np.flatnonzero(counts)
@@ -46,16 +59,16 @@ class BlockMap:
         self._cells: Cells | None = None
         self._owners: dict[int, str] | None = None
 
-    def next(self, engine: Engine, may_see: Callable[[str], bool] = lambda request_id: True) -> dict[str, Any]:
+    def next(self, books: Books, may_see: Callable[[str], bool] = lambda request_id: True) -> dict[str, Any]:
         """`cells` of all blocks, or `at` the ones that changed and what they are now `to`: little-endian u16, u32 and
         u16 in base64. `owners` (slot -> request id, of requests that the viewer
         `may_see`) if they changed."""
-        cells = block_cells(engine)
-        who = {slot: request_id for slot, request_id in owners(engine).items() if may_see(request_id)}
+        cells = block_cells(books)
+        who = {slot: request_id for slot, request_id in books.owners().items() if may_see(request_id)}
         news: dict[str, Any] = {}
         changed = None if self._cells is None else np.flatnonzero(cells != self._cells)
         if changed is None or 3 * len(changed) > len(cells):
-            news = {"num_blocks": len(cells), "block_size": engine.pool.block_size, "cells": _text(cells, "<u2")}
+            news = {"num_blocks": len(cells), "block_size": books.pool.block_size, "cells": _text(cells, "<u2")}
         elif len(changed):
             news = {"at": _text(changed, "<u4"), "to": _text(cells[changed], "<u2")}
         if who != self._owners:

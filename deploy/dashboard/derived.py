@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from ...runtime.trace import Records, Tracer, in_order_of_time
+from ...runtime.trace import Records, in_order_of_time
 from ...stages.insight.bottleneck import judge, load_of
 from ...stages.insight.causes import causes, in_words
 from ...stages.insight.trace_view import TraceView
@@ -25,6 +25,16 @@ SHARES = ("busy", "blocked", "waiting_for")
 MAX_PIECES = 300  # of a row, so that a long answer is no longer to send than a short one
 
 T = TypeVar("T")
+
+
+class TraceReader(Protocol):
+    """What reads the records of one thread: of a ring, or of a recording."""
+
+    def names(self) -> list[str]:
+        """What they mean: `names()[source]`."""
+
+    def read_since(self, cursor: int = 0) -> tuple[Records, int, int]:
+        """Those that came since `cursor`, the cursor for the next time, and how many were lost."""
 
 
 class NowAndThen(Generic[T]):
@@ -59,10 +69,9 @@ def find_bottleneck(parts: list[Records], names: list[str], now_ns: int) -> dict
     return asdict(judge(load)) | shares
 
 
-def explain(tracer: Tracer, sequence_id: int, now_ns: int) -> dict[str, Any] | None:
+def explain(readers: Sequence[TraceReader], sequence_id: int, now_ns: int) -> dict[str, Any] | None:
     """The bars of the request whose first sequence that is, by stage, and the causes of its latency; times in
     microseconds from its begin. None if the rings do not reach back so far."""
-    readers = tracer.readers()
     view = TraceView(in_order_of_time(reader.read_since()[0] for reader in readers), readers[0].names())
     fall = waterfall(view, sequence_id, now_ns)
     if fall is None:

@@ -30,8 +30,9 @@ from ..service import Service
 from ..sockets.peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
 from . import snapshots
 from .derived import NowAndThen
+from .live import LiveViewer
 from .trace_log import TraceLog
-from .viewer import INTERVAL_S, Viewer
+from .viewer import INTERVAL_S
 
 if TYPE_CHECKING:
     from ...stages.engine import Engine
@@ -54,7 +55,7 @@ class Feed:
         self.version = version
         self.keys = Keys(service.config.api_key)
         self.admin_keys = Keys(service.config.admin_key, "admin key")
-        self._viewers: set[Viewer] = set()
+        self._viewers: set[LiveViewer] = set()
         self._log: TraceLog | None = None
         self._read_s = float("-inf")  # when the log was refreshed
         self.recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)  # (owner, request) that have ended
@@ -73,7 +74,7 @@ class Feed:
         """`GET /dashboard/feed`. It answers whatever state the engine is in."""
         peer = Peer(request, self.service.config)
         await peer.open()
-        viewer = Viewer(self, peer)
+        viewer = LiveViewer(self, peer)
         try:
             if len(self._viewers) >= MAX_VIEWERS:
                 message = f"{MAX_VIEWERS} dashboards are open: close one"

@@ -1,4 +1,5 @@
-"""What a viewer of the dashboard says: hello, what it wants to see, and which request to cancel.
+"""What a viewer of the dashboard says: hello, what it wants to see, which request to cancel, and where to go in a
+recording.
 
 Knows the fields of each message. What they do is the feed's to know.
 """
@@ -16,6 +17,7 @@ from ..sockets.envelopes import MAX_ID_CHARS
 from ..validation import read_typed
 
 MAX_OFFSET = 2**31 - 1
+MAX_TIME_S, MAX_SPEED = 1e9, 1_000.0
 
 Key = Annotated[str, Field(max_length=MAX_KEY_CHARS)]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
@@ -61,6 +63,7 @@ class Topics(Body):
     latency: Nothing | None = None
     loop: Nothing | None = None
     config: Nothing | None = None
+    preemptions: Nothing | None = None  # of a recording
 
 
 class Subscribe(Body):
@@ -77,9 +80,25 @@ class Cancel(Body):
     id: Id
 
 
+class Seek(Body):
+    """Of a recording: goes to a moment, in seconds since it began; or by so many steps, back for less than 0."""
+
+    type: Literal["seek"]
+    time_s: Annotated[float, Field(ge=0, le=MAX_TIME_S, allow_inf_nan=False)] | None = None
+    steps: Annotated[int, Field(ge=-MAX_OFFSET, le=MAX_OFFSET)] | None = None
+
+
+class Play(Body):
+    """Of a recording: goes on by itself, so many times as fast as it was; 0: stands still."""
+
+    type: Literal["play"]
+    speed: Annotated[float, Field(ge=0, le=MAX_SPEED, allow_inf_nan=False)] = 1.0
+
+
 KINDS: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "cancel": Cancel}
+OF_RECORDING: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "seek": Seek, "play": Play}
 
 
-def read_message(raw: Mapping[str, Any], strict_fields: bool) -> Body:
-    """What a message says. `ApiError` 400 names the field that is wrong."""
-    return read_typed(KINDS, raw, strict_fields)
+def read_message(raw: Mapping[str, Any], strict_fields: bool, kinds: Mapping[str, type[Body]] = KINDS) -> Body:
+    """What a message says, of one of these kinds. `ApiError` 400 names the field that is wrong."""
+    return read_typed(kinds, raw, strict_fields)

@@ -16,12 +16,16 @@ import numpy as np
 from ...runtime.flight import task_stacks
 from ..information import HIDDEN
 from ..settings import ENGINE_HELP, SECRET, SERVER_HELP
+from .block_map import Books
 
 if TYPE_CHECKING:
     from ...runtime.histogram import Histogram
     from ...runtime.pipeline import Health
+    from ...stages.blocks import BlockPool
     from ...stages.engine import Engine
     from ...stages.outbox import RequestOutbox
+    from ...stages.prefix import PrefixCache
+    from ...stages.scheduler import Scheduler
     from ...stages.sequences import Sequence
     from ..latencies import Latencies
     from ..oversight import Oversight
@@ -39,9 +43,15 @@ def overview(engine: Engine, health: Health) -> dict[str, Any]:
     }
     if not engine.has_core:
         return found
-    scheduler, cache = engine.scheduler, engine.prefix_cache
     host = None if engine.host_tier is None else engine.host_tier.pool
-    return found | {
+    return found | core_figures(engine.scheduler, engine.prefix_cache, engine.pool, host)
+
+
+def core_figures(
+    scheduler: Scheduler, cache: PrefixCache | None, pool: BlockPool, host: BlockPool | None
+) -> dict[str, Any]:
+    """The part of the overview that schedule and allocate know."""
+    return {
         "num_running": scheduler.num_running,
         "num_waiting": scheduler.num_waiting,
         "num_swapped": scheduler.num_swapped,
@@ -51,8 +61,8 @@ def overview(engine: Engine, health: Health) -> dict[str, Any]:
         "max_num_seqs": scheduler.limits.max_num_seqs,
         "admission_blocked_reason": scheduler.admission_blocked_reason,
         "prefix_cache": None if cache is None else {"num_queries": cache.num_queries, "num_hits": cache.num_hits},
-        "blocks": _blocks(engine.pool),
-        "host_blocks": None if host is None else _blocks(host),
+        "blocks": block_counts(pool),
+        "host_blocks": None if host is None else block_counts(host),
     }
 
 
@@ -120,7 +130,7 @@ def request_row(engine: Engine, outbox: RequestOutbox) -> dict[str, Any]:
         "num_cached_tokens": outbox.num_cached_tokens,
         "num_generated_tokens": outbox.num_generated_tokens,
         "max_tokens": sum(sequence.limit - sequence.num_prompt for sequence in sequences) or None,
-        "num_blocks": int(engine.block_tables.num_blocks[slots].sum()) if slots else 0,
+        "num_blocks": sum(int(engine.block_tables.num_blocks[slot]) for slot in slots),  # of few: an array costs more
         "priority": request.priority,
         "num_preempted": sum(sequence.num_preempted for sequence in sequences),
     }
@@ -163,11 +173,9 @@ def _histogram(of: Histogram) -> dict[str, Any]:
     return {"bounds_us": of.bounds, "counts": list(of.counts), "total_us": of.total}
 
 
-def owners(engine: Engine) -> dict[int, str]:
-    """slot -> id of the request that runs there."""
-    scheduler = engine.scheduler
-    found = ((slot, scheduler.slots.sequences[slot]) for slot in scheduler.slots.running().tolist())
-    return {slot: sequence.request_id for slot, sequence in found if sequence is not None}
+def books(engine: Engine) -> Books:
+    """Who holds which block."""
+    return Books(engine.pool, engine.block_tables, engine.scheduler)
 
 
 def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
@@ -207,7 +215,8 @@ def _state(sequences: list[Sequence], outbox: RequestOutbox) -> str:
     return "finishing" if outbox.has_started else "arriving"
 
 
-def _blocks(pool: Any) -> dict[str, int]:
+def block_counts(pool: BlockPool) -> dict[str, int]:
+    """Blocks of one memory by state; those that are shared are in use."""
     return {
         "num_blocks": pool.num_blocks,
         "free": pool.num_free,

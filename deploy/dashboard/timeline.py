@@ -6,7 +6,7 @@ Times are in microseconds from the request's arrival. What has left the rings is
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.trace import EventKind, Reader, Records, Tracer, in_order_of_time
+from ...runtime.trace import EventKind, Records, in_order_of_time
+from .derived import TraceReader
 
 ROWS = (EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE)
 NO_TIMES = np.empty(0, np.int64)
@@ -68,10 +69,10 @@ class Steps:
 class Timeline:
     """One request by its id, live or over. `refresh`, then `tell`."""
 
-    def __init__(self, tracer: Tracer, request_id: str) -> None:
-        self._tracer = tracer
-        self._id = request_id
-        self._readers: list[Reader] = []
+    def __init__(self, readers: Callable[[], Sequence[TraceReader]], request_id: str) -> None:
+        self._find_readers = readers
+        self.request_id = request_id
+        self._readers: list[TraceReader] = []
         self._cursors: list[int] = []
         self._first: int | None = None  # its first sequence id
         self._arrival_us = 0
@@ -83,7 +84,7 @@ class Timeline:
 
     def refresh(self) -> None:
         """Reads what is new in the rings; at first, all that they hold."""
-        readers = self._tracer.readers()
+        readers = self._find_readers()
         self._cursors += [0] * (len(readers) - len(self._readers))
         self._readers += readers[len(self._readers) :]
         parts = []
@@ -117,7 +118,7 @@ class Timeline:
             told = {"sequence_id": sequence_id, "pieces": [piece.to_json() for piece in pieces], "ticks_us": ticks_us}
             sequences.append(told | {"num_cached_tokens": rows[0].start if rows else 0})
         return {
-            "id": self._id,
+            "id": self.request_id,
             "arrival_s": self._arrival_us / 1e6,
             "ended_us": self._ended_us,
             "cause": self._cause or None,
@@ -131,7 +132,7 @@ class Timeline:
     def _find(self, records: Records) -> Records:
         """Looks for its name. Returns the records from its arrival on."""
         named = records[records["kind"] == EventKind.REQUEST_NAME]
-        text = self._id.encode()
+        text = self.request_id.encode()
         candidates: NDArray[Any] | None = None
         for at in range(0, len(text), 12):
             b, c, d = struct.unpack("<III", text[at : at + 12].ljust(12, b"\0"))

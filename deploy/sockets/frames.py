@@ -7,6 +7,7 @@ framing; refuses to know what messages say.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,6 +18,16 @@ PROTOCOL_ERROR, POLICY_VIOLATION, MESSAGE_TOO_BIG = 1002, 1008, 1009
 
 _CONTINUATION, _TEXT, _BINARY, _CLOSE, _PING, _PONG = 0x0, 0x1, 0x2, 0x8, 0x9, 0xA
 _OPCODES = frozenset({_CONTINUATION, _TEXT, _BINARY, _CLOSE, _PING, _PONG})
+
+
+def text_frame(message: bytes) -> bytes:
+    """A server's frame of a whole text message."""
+    length = len(message)
+    if length < 126:
+        return b"\x81%c%b" % (length, message)
+    if length < 1 << 16:
+        return b"\x81\x7e%b%b" % (struct.pack("!H", length), message)
+    return b"\x81\x7f%b%b" % (struct.pack("!Q", length), message)
 
 
 class Reader(Protocol):

@@ -14,9 +14,9 @@ from aiohttp import WSMsgType, web
 from ..config import ServerConfig
 from ..connections import LINGER_S, Connection
 from ..errors import ApiError
-from ..streams import bound_buffers
+from ..streams import HIGH_WATER_BYTES, bound_buffers
 from .envelopes import error_message
-from .frames import PROTOCOL_ERROR, FrameGuard
+from .frames import PROTOCOL_ERROR, FrameGuard, text_frame
 
 PROTOCOL = "millrace.v1"  # the subprotocol of a browser that sends its key as another; nobody else need name one
 MAX_IN_A_ROW = 16  # messages received before others have a turn; each costs tens of microseconds
@@ -46,6 +46,8 @@ class Peer:
         self._is_ending = False
         self._num_received = 0  # messages
         self._turn = asyncio.Lock()  # one at a time waits for the client to read; the others wait for their turn
+        self._gathered: list[bytes] = []  # frames to be written when this turn of the loop is over
+        self._num_gathered = 0  # bytes of them
         self._waiting_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.response = web.WebSocketResponse(
@@ -83,15 +85,47 @@ class Peer:
             self.has_left = message.data == NORMAL
             code = message.data or NORMAL
             code = code if _may_be_sent(code) else PROTOCOL_ERROR
+            self._flush()
             await self.response.close(code=code, drain=False)  # its own code, as it expects
         return None
 
     async def send(self, message: bytes) -> None:
-        """Sends one text message. Waits while the client's buffers are full. `ConnectionError` once it is gone."""
+        """Sends one text message. Waits while the client's buffers are full. `ConnectionError` once it is gone.
+
+        To a client that has read all so far nothing is to be waited for: what all tasks send in one turn of the loop
+        goes in one write."""
+        if self._can_gather:
+            self._gather(message)
+            return
         async with self._turn:
             if self._is_ending:
                 raise ConnectionResetError("nothing may follow the close")
             await self._write(message, WSMsgType.TEXT)
+
+    @property
+    def _can_gather(self) -> bool:
+        transport = self._request.transport
+        return (
+            not (self._is_ending or self._turn.locked() or self.response.closed)
+            and self._num_gathered < HIGH_WATER_BYTES
+            and transport is not None
+            and not transport.is_closing()
+            and not transport.get_write_buffer_size()
+        )
+
+    def _gather(self, message: bytes) -> None:
+        if not self._gathered:
+            self._loop.call_soon(self._flush)
+        self._gathered.append(text_frame(message))
+        self._num_gathered += len(message)
+
+    def _flush(self) -> None:
+        """Writes what was gathered, if anybody is there."""
+        frames, transport = b"".join(self._gathered), self._request.transport
+        self._gathered.clear()
+        self._num_gathered = 0
+        if frames and transport is not None and not transport.is_closing():
+            transport.write(frames)
 
     async def end(self, code: int, error: ApiError) -> None:
         """Ends it for a reason: the error as a last message, then the close code. Nothing that still arrives is read,
@@ -120,6 +154,7 @@ class Peer:
         await self.response.close(drain=False)  # writes nothing, as the transport is closing: it stops the pings
 
     async def _write(self, payload: bytes, kind: WSMsgType) -> None:
+        self._flush()
         self._waiting_since = self._loop.time()
         try:
             await self.response.send_frame(payload, kind)
@@ -130,6 +165,7 @@ class Peer:
         self._ending = self._loop.create_task(self.end(code, ApiError(_VIOLATIONS[code], reason)))
 
     def _close(self) -> None:
+        self._flush()
         if self._request.transport is not None:
             self._request.transport.close()
 

@@ -6,8 +6,9 @@ With "parrot": true it answers a chat with the last user's own words, so that a 
 
 Prints the ready line. Then each line on stdin is answered with a line of JSON on stdout: `stats` says how late the
 event loop was since the last `stats` (it is sampled every 5 ms), and what the engine holds; `collect` gives back the
-memory that nobody uses. With "audit": true, `arm` begins to watch for what no request may cause (O8), and `audit` says
-what was seen since it was last asked, how many stages were restarted, and whether the engine is ready (O6).
+memory that nobody uses; `hold` keeps the loop for 0.2 s, as nothing may. With "audit": true, `arm` begins to watch for
+what no request may cause (O8), and `audit` says what was seen since it was last asked, how many stages were restarted,
+and whether the engine is ready (O6).
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Talk:
         self._answers: dict[str, Callable[[], Any]] = {
             "stats": self._stats,
             "collect": _collect,
+            "hold": lambda: time.sleep(0.2),
             "arm": self._arm,
             "audit": self._audited,
         }
@@ -116,6 +118,7 @@ class Talk:
             "sequences": len(parts.schedule.scheduler.sequences),
             "violations": self._engine.model.violations,
             "tasks": len(asyncio.all_tasks()),
+            "allocated_blocks": sys.getallocatedblocks(),
         }
 
 

@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.deploy.browser import (
+    VIEWS,
+    accessibility,
+    check_that_it_stayed_at_home,
+    opened,
+    show,
+    until,
+    wait_for_updates,
+)
 from tests.deploy.running import RunningServer
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = Path("/usr/bin/chromium")
-VIEWS = (
-    *("pipeline", "steps", "requests", "waterfall", "blocks", "latency", "health", "playground", "recorder", "config"),
-)
 NUM_REQUESTS, NUM_BLOCKS = 2_000, 100_000
-WATCH = "addEventListener('securitypolicyviolation', (e) => (globalThis.violations ??= []).push(e.blockedURI));"
 SHARED_FIGURES = """() => [...document.querySelectorAll('[data-stage], [data-edge]')].map((row) => [
   row.dataset.stage ?? row.dataset.edge,
   Object.fromEntries([...row.querySelectorAll('[data-value]')].map(({ dataset: d }) => [d.figure, +d.value])),
@@ -80,41 +83,10 @@ def load(loaded: RunningServer) -> Iterator[Load]:
 
 @pytest.fixture(scope="module")
 def page(loaded: RunningServer) -> Iterator[Any]:
-    """The dashboard with the admin key. `page.complaints` has what went wrong, `page.asked` what was asked for."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}: apt install chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.complaints, page.asked = [], []
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("console", lambda line: page.complaints.append(line.text) if line.type == "error" else None)
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.on("websocket", lambda socket: page.asked.append(socket.url))
-        page.add_init_script(WATCH + "sessionStorage.setItem('millrace.admin_key', 'boss')")
-        page.goto(loaded.url + "/dashboard")
+    """The dashboard with the admin key."""
+    with opened(loaded.url + "/dashboard", "sessionStorage.setItem('millrace.admin_key', 'boss')") as page:
         page.locator("[data-figure=state]", has_text="ready").wait_for()
         yield page
-        browser.close()
-
-
-def until(page: Any, claim: str, timeout_s: float = 20.0) -> None:
-    """Waits until it holds in the page. Playwright's own way is `eval`, which the page's policy forbids."""
-    deadline = time.monotonic() + timeout_s
-    while not page.evaluate(claim):
-        assert time.monotonic() < deadline, f"{claim} does not become true"
-        time.sleep(0.03)
-
-
-def show(page: Any, view: str) -> None:
-    page.evaluate(f"location.hash = '#/{view}'")
-    until(page, f"millraceDashboard.view === '{view}' && document.querySelector('header.view') !== null")
-
-
-def wait_for_updates(page: Any, count: int) -> None:
-    goal = page.evaluate("millraceDashboard.feed.numUpdates") + count
-    until(page, f"millraceDashboard.feed.numUpdates >= {goal}")
 
 
 def metrics(server: RunningServer, name: str) -> dict[str, float]:
@@ -202,23 +174,7 @@ def test_every_view_shows_a_loaded_server_to_everybody_and_stays_at_home(
     check_waterfall(page)
     check_blocks(page)
     check_cancel(page)
-    assert page.asked and {url.split("/")[2] for url in page.asked} == {loaded.url.split("/")[2]}
-    assert page.evaluate("globalThis.violations ?? []") == []
-    assert page.complaints == []
-
-
-def accessibility(page: Any) -> Callable[[str], None]:
-    """A check that the page as it is has no serious fault by axe-core; none where that is not installed."""
-    axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
-    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
-
-    def check(where: str) -> None:
-        found = page.evaluate("axe.run({ resultTypes: ['violations'] })")["violations"]
-        serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
-        told = [(rule["id"], [node["html"][:160] for node in rule["nodes"][:3]]) for rule in serious]
-        assert not told, (where, json.dumps(told, indent=1))
-
-    return check
+    check_that_it_stayed_at_home(page)
 
 
 def check_bottleneck(loaded: RunningServer, page: Any) -> None:

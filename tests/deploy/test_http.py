@@ -264,6 +264,9 @@ def test_routes_that_are_not_there_say_so(server: RunningServer):
     assert server.get("/nope").error["code"] == "not_found"
     wrong = server.get(TEXT)
     assert (wrong.status, wrong.error["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
+    for path, allowed in (("/v1/requests/a/b", "DELETE"), ("/v1/requests/a/b/explain", "GET,HEAD")):
+        assert server.get(path, method="OPTIONS").headers["allow"] == allowed
+    assert server.get("/v1/requests/explain", method="DELETE").error["code"] == "request_not_found"
 
 
 def test_a_request_can_be_aborted_by_its_id(slow_server: RunningServer):

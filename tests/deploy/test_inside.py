@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace.deploy.inside_shapes import Explanation, Requests, Stages
+from millrace.runtime.trace import EventKind
 from tests.deploy.running import RunningServer, post_bytes, read_answer, send
+from tests.deploy.sockets import ENDLESS, Serving, on_loop, serving, until
 
 TEXT = "/v1/completions"
 SECRET = "zebra crossing"
@@ -113,3 +118,79 @@ def test_the_stages_are_told_with_what_limits_them(inside_server: RunningServer)
     assert shares["execute"] == max(shares.values()) and list(shares)[0] == "intake"
     assert {(edge["from"], edge["to"]) for edge in told["edges"]} >= {("intake", "tokenize"), ("sample", "detokenize")}
     assert told["steps"]["rows"] > 1 and told["steps"]["per_s"] > 10
+
+
+def test_requests_are_listed_page_by_page_in_the_order_in_which_they_came(inside_server: RunningServer):
+    connections = [inside_server.connect() for _ in range(5)]
+    for number, connection in enumerate(connections):
+        ask(connection, "key-a" if number != 2 else "key-b", f"page-{number}")
+        until_listed(inside_server, number + 1)
+    names, cursor, pages = [], "", 0
+    while True:
+        told = inside_server.get(f"/v1/requests?limit=2{cursor}", bearer("admin")).json
+        Requests.model_validate(told)
+        names += [request["client_request_id"] for request in told["data"]]
+        pages += 1
+        if not told["has_more"]:
+            break
+        if pages == 1:  # what was told has ended meanwhile: the next page is the same
+            connections[0].close()
+        cursor = f"&cursor={told['next_cursor']}"
+    assert names == [f"page-{number}" for number in range(5)] and pages == 3 and told["next_cursor"] is None
+    mine = inside_server.get("/v1/requests?limit=1000", bearer("key-a")).json
+    assert "page-2" not in [request["client_request_id"] for request in mine["data"]] and not mine["has_more"]
+    for query, param in (
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("cursor=x", "cursor"),
+        ("cursor=-1", "cursor"),
+    ):
+        answer = inside_server.get(f"/v1/requests?{query}", bearer("key-a"))
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_value", param)
+    for connection in connections[1:]:
+        connection.close()
+    inside_server.wait_until_idle()
+
+
+def until_listed(server: RunningServer, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while len(live(server, "admin")) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@on_loop
+async def test_a_request_that_the_trace_has_lost_is_explained_by_what_was_noted_of_it():
+    """Others wrote over its records, of one that has ended and of one that runs."""
+    async with serving(step_s=0.005, script=ENDLESS) as running:
+        url, body = running.server.url, {"prompt": SECRET, "max_tokens": 20}
+        headers = {"X-Request-Id": "done"}
+        async with running.http.post(url + TEXT, json=body, headers=headers) as answer:
+            assert answer.status == 200
+        long = running.http.post(url + TEXT, json=body | {"max_tokens": 400}, headers={"X-Request-Id": "runs"})
+        asking = asyncio.ensure_future(long)
+        await until(lambda: running.engine.scheduler.num_running)
+        tracer = running.engine.pipeline.tracer
+        explained = await told_of(running, "done")
+        assert explained["detail"] == "trace"
+        tracer.emit_many(EventKind.LOOP_LAG, tracer.source("loop"), 0, np.zeros(70_000, np.int64))
+        for name, is_over in (("done", True), ("runs", False)):
+            explained = await told_of(running, name)
+            Explanation.model_validate(explained)
+            assert (explained["detail"], explained["finished"]) == ("summary", is_over), explained
+            for parts in ("bars", "causes"):
+                assert sum(part["ms"] for part in explained[parts]) == pytest.approx(explained["total_ms"], abs=0.01)
+            assert "the trace reaches back" in explained["sentence"]
+        done = await told_of(running, "done")
+        assert done["steps"]["num_decode_rows"] == 19 and done["finish_cause"] == "finish"
+        decoding = next(cause for cause in done["causes"] if cause["name"] == "decoding")
+        assert decoding["ms"] > 19 * 5 and "20 in all" in decoding["sentence"]
+        async with running.http.get(f"{url}/v1/requests/never/explain") as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"]) == (404, "request_not_found") and "last 1,000" in error["message"]
+        (await asking).close()
+
+
+async def told_of(running: Serving, name: str) -> Any:
+    async with running.http.get(f"{running.server.url}/v1/requests/{name}/explain") as answer:
+        return await answer.json()

@@ -17,6 +17,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.docs import render
 from millrace.deploy.documented import ModelLimits, number_pattern
 from millrace.deploy.errors import CODES, ApiError
+from millrace.deploy.messages_bodies import MessagesBody, read_messages_body
 from millrace.deploy.openapi import openapi, served
 from millrace.deploy.operations import OPERATIONS
 from millrace.deploy.server import Server
@@ -147,6 +148,10 @@ def takes(raw: dict[str, Any]) -> bool:
         ({"use_beam_search": True, "temperature": 0.5}, False),
         ({"length_penalty": 2.0}, False),
         ({"early_stopping": 0}, False),
+        *[({name: ""}, True) for name in ("guided_json", "guided_regex", "guided_grammar")],
+        *[({name: "a" * 70_000}, False) for name in ("guided_json", "guided_regex", "guided_grammar")],
+        ({"guided_json": {}}, True),
+        ({"guided_json": False}, False),
         ({"unknown": [1]}, True),
     ],
     ids=str,
@@ -156,6 +161,19 @@ def test_what_the_document_calls_valid_is_what_the_server_takes(body, is_valid):
     assert validator(SCHEMAS, "CompletionBody").is_valid(body) is is_valid
     if "model" not in body:  # which is looked up behind the body, and is a 404
         assert takes(body) is is_valid
+
+
+@pytest.mark.parametrize("content", [None, "", "x", [], [{"type": "text", "text": "x"}], 5, [5], {}], ids=repr)
+def test_what_a_tool_answered_may_be_left_out_or_null_and_else_is_text(content):
+    block = {"type": "tool_result", "tool_use_id": "t", "content": content}
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
+    try:
+        read_messages_body(MessagesBody, body, strict_fields=False)[0].chat()
+        is_taken = True
+    except ApiError:
+        is_taken = False
+    assert validator(SCHEMAS, "MessagesBody").is_valid(body) is is_taken
+    assert is_taken is (content is None or isinstance(content, (str, list)) and content != [5])
 
 
 def test_with_strict_fields_the_document_has_no_others():

@@ -54,7 +54,8 @@ def test_a_checkpoint_is_served_and_completed_alike(checkpoint):
         assert rows["kv_cache"] == info["blocks"]["num_blocks"] * info["memory"]["kv_cache"]["bytes_per_block"]
         assert (info["config"]["engine"]["max_model_len"], info["model"]["device"]) == (2048, "cpu")
         phases = ("import", "resolve", "tokenizer", "weights", "cache", "rates", "pipeline", "warm_up")
-        assert set(info["startup_s"]) == set(phases) and all(took >= 0 for took in info["startup_s"].values())
+        assert set(info["startup_s"]) - {"library"} == set(phases), "there is a library where torch does not compute"
+        assert all(took >= 0 for took in info["startup_s"].values())
         (head, *table), num_rows = re.findall(r"^.*memory\.plan.*$|^  \| .*$", server.errors(), re.MULTILINE), len(rows)
         assert "memory.plan logger=millrace.stages" in head and len(table) == num_rows + 1  # and the total
         assert table[0].split()[1] == "weights" and table[-1].split()[1] == "total"

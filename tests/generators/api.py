@@ -1,8 +1,8 @@
 """Schemathesis over the OpenAPI document of a scripted server: every phase and every check.
 
-No check is switched off. Three things are said to it that the document alone can not say: bodies are made acceptable
+No check is switched off. Four things are said to it that the document alone can not say: bodies are made acceptable
 where only a compiler or the model can judge them (`tamed.py`), pairs of fields that no schema describes are kept apart
-(`relations.py`), and five operations may answer what `EXPECTED` lists.
+(`relations.py`), five operations may answer what `EXPECTED` lists, and 413 is a refusal as good as any.
 
     python -m tests.generators.api --cases 10000 [any option of schemathesis run, as --seed 1]
 
@@ -36,9 +36,15 @@ OPTIONS = {
     "engine": {"max_model_len": CONTEXT, "max_num_seqs": 64},
     "script": {"eos_probability": 0.2},
 }
-# HTTP alone opens no WebSocket: their operations answer 426 to it, however well asked. And how a response was made, in
-# the background or with events, decides what can be asked of it: that is 400.
-EXPECTED = """[[operations]]
+# A body may be wrong in more than one way: a list of too many of the longest texts is refused for its length in bytes,
+# before anybody counts. HTTP alone opens no WebSocket: their operations answer 426 to it, however well asked. And how a
+# response was made, in the background or with events, decides what can be asked of it: that is 400.
+EXPECTED = """[checks]
+negative_data_rejection.expected-statuses = [
+    "400", "401", "403", "404", "405", "406", "409", "413", "415", "422", "428", "429", "5xx"
+]
+
+[[operations]]
 include-operation-id = ["streamSocket", "responsesSocket", "dashboardFeed"]
 checks.positive_data_acceptance.expected-statuses = ["101", "426", "401"]
 

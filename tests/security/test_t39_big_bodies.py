@@ -21,6 +21,15 @@ def test_an_announced_length_over_the_limit_is_413_before_a_byte_is_read(server,
     refused(server, lambda: server.raw(data), 413, code="body_too_large")
 
 
+def test_too_many_of_the_longest_choices_are_refused_as_too_long_before_they_are_counted(server):
+    """What Schemathesis makes of `maxItems` and `maxLength` together: 1,025 choices, some at 64 KiB."""
+    choices = ["0", "a" * 65536] * 512 + ["0"]
+    long = {"prompt": "a", "guided_choice": choices}  # 32 MiB, which the client sends whole
+    refused(server, lambda: server.post(TEXT, long), 413, code="body_too_large", budget_s=LONG_BODY_S)
+    few = {"prompt": "a", "guided_choice": ["0"] * 1025}
+    refused(server, lambda: server.post(TEXT, few), 400, param="guided_choice")
+
+
 def test_an_endless_chunked_body_is_413_once_it_is_too_long(server):
     with server.connect() as connection:
         send(connection, head_bytes("POST", TEXT, JSON | {"Transfer-Encoding": "chunked"}))

@@ -103,3 +103,10 @@ def test_a_request_of_one_reading_has_one_answer(server, name):
     assert told.is_closed and told.num_responses == 1
     assert told.status in (200, 400)
     assert b'"alive"' not in told.data
+
+
+@pytest.mark.parametrize("version", [b"", b" HTTP/0.9", b" HTTP/2.0"])
+def test_a_request_of_another_http_is_refused_in_words_of_http_1_1(server, version):
+    told = tell(server, request(LENGTH, line=b"POST /v1/completions" + version), patience_s=4.0)
+    assert told.is_closed and told.data.startswith(b"HTTP/1.1 400 ")
+    check_error(told.answer(), (400,))

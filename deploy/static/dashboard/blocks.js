@@ -2,11 +2,11 @@
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, percent, seconds, shortId } from "./format.js";
-import { Card, Choice, colour, Figure, Legend, Missing, useWidth } from "./ui.js";
+import { Card, Choice, colour, Figure, Legend, Missing, useWidth, Wide } from "./ui.js";
 
 export const title = "KV blocks";
 export const about = "Every block of the KV cache, in the order of its id.";
-export const topics = () => ({ blocks: {} });
+export const topics = ({ feed }) => ({ blocks: {}, ...(feed.recording ? { preemptions: {} } : {}) });
 
 const [FREE, CACHED, QUARANTINED, SHARED, FIRST_SLOT] = [0, 1, 2, 3, 4];
 const STATES = ["free", "cached", "quarantined", "shared"];
@@ -14,7 +14,8 @@ const AGES = [1, 10, 60, 600]; // seconds
 const NUM_HUES = 24;
 
 export function View({ app }) {
-  const { blocks: map, overview } = app.feed.data;
+  const { blocks: map, overview, preemptions } = app.feed.data;
+  const nowS = app.feed.nowS() ?? 0;
   const [mode, setMode] = useState("state");
   const [at, setAt] = useState(null);
   if (!map) return html`<${Missing}>${overview && overview.blocks === undefined ? "This model keeps no KV cache." : "Waiting for the map."}<//>`;
@@ -24,15 +25,16 @@ export function View({ app }) {
     <${Card}>
       <div class="bar"><${Choice} label="Colour by" name="mode" value=${mode} onchange=${setMode} options=${[["state", "State"], ["owner", "Owner"], ["age", "Age"]]} />
         <p class="note">${count(map.cells.length)} blocks of ${map.blockSize} tokens</p></div>
-      <${Map} map=${map} mode=${mode} at=${at} setAt=${setAt} />
+      <${Map} map=${map} mode=${mode} at=${at} setAt=${setAt} nowS=${nowS} />
       <${Key} mode=${mode} />
-      <p class="detail-line" aria-live="off">${at === null ? "Point at a block, or move with the arrow keys." : describe(map, at)}</p>
+      <p class="detail-line" aria-live="off">${at === null ? "Point at a block, or move with the arrow keys." : describe(map, at, nowS)}</p>
     <//>
     ${kv && html`<${Card} title="Blocks"><dl class="figures">
       ${["free", "in_use", "shared", "cached", "quarantined"].map(
         (name) => html`<${Figure} name=${name.replace("_", " ")} value=${count(kv[name])} unit=${percent(kv[name] / kv.num_blocks)} id=${`blocks.${name}`} />`)}
       ${host && html`<${Figure} name="on the host" value=${count(host.in_use + host.cached)} unit=${`of ${count(host.num_blocks)}`} />`}
     </dl><//>`}
+    ${app.feed.recording && preemptions && html`<${Card} title="Who gave way, and why" note=${preemptions.num_preemptions > preemptions.rows.length ? `The last ${preemptions.rows.length} of ${count(preemptions.num_preemptions)} so far, newest first.` : "Up to this moment, newest first."}><${Preemptions} app=${app} rows=${preemptions.rows} /><//>`}
     <${Card} title="Who holds most"><${Owners} map=${map} /><//>`;
 }
 
@@ -44,7 +46,7 @@ const Key = ({ mode }) =>
       : html`<${Legend} entries=${[["kv-free", "free"], ...AGES.map((age, i) => [`age-${i}`, `unchanged for under ${seconds(age)}`]), ["age-4", "longer"]]} />`;
 
 // One pixel of an image a block, enlarged without smoothing: what changed costs a pixel, whatever the size of the cache.
-function Map({ map, mode, at, setAt }) {
+function Map({ map, mode, at, setAt, nowS }) {
   const [ref, width] = useWidth();
   const canvas = useRef(null);
   const kept = useRef({});
@@ -52,7 +54,7 @@ function Map({ map, mode, at, setAt }) {
   const size = Math.max(2, Math.min(24, Math.floor(Math.sqrt((width * 420) / total))));
   const columns = Math.max(1, Math.floor(width / size));
   const rows = Math.ceil(total / columns);
-  useEffect(() => paint(canvas.current, kept.current, map, mode, columns, rows));
+  useEffect(() => paint(canvas.current, kept.current, map, mode, columns, rows, nowS));
   const pick = (event) => {
     const box = canvas.current.getBoundingClientRect();
     const place = Math.floor((event.clientY - box.top) / size) * columns + Math.floor((event.clientX - box.left) / size);
@@ -66,14 +68,14 @@ function Map({ map, mode, at, setAt }) {
     event.preventDefault();
   };
   return html`<div ref=${ref} class="map" tabindex="0" role="slider" aria-label="Block" aria-valuemin="0" aria-valuemax=${total - 1} aria-valuenow=${at ?? 0}
-      aria-valuetext=${at === null ? "none chosen" : describe(map, at)} onKeyDown=${move}>
+      aria-valuetext=${at === null ? "none chosen" : describe(map, at, nowS)} onKeyDown=${move}>
     <canvas ref=${canvas} style=${{ width: `${columns * size}px`, height: `${rows * size}px` }} onMouseMove=${pick} onMouseLeave=${() => setAt(null)} onClick=${pick} aria-hidden="true"></canvas>
     ${size >= 6 && html`<span class="grid" style=${{ width: `${columns * size}px`, height: `${rows * size}px`, "background-size": `${size}px ${size}px` }}></span>`}
     ${at !== null && html`<span class="cursor" style=${{ left: `${(at % columns) * size - 1}px`, top: `${Math.floor(at / columns) * size - 1}px`, width: `${size + 2}px`, height: `${size + 2}px` }}></span>`}
   </div>`;
 }
 
-function paint(canvas, kept, map, mode, columns, rows) {
+function paint(canvas, kept, map, mode, columns, rows, nowS) {
   const look = `${mode} ${columns} ${rows} ${colour("surface")}`;
   const isSame = kept.look === look && kept.cells === map.cells;
   if (!isSame) {
@@ -83,8 +85,8 @@ function paint(canvas, kept, map, mode, columns, rows) {
     kept.pixels = new Uint32Array(kept.image.data.buffer);
   }
   const { pixels, palette: colours } = kept;
-  const now = performance.now();
-  const one = mode === "age" ? (i) => colours.age(map.cells[i], (now - map.since[i]) / 1000) : (i) => colours.of(map.cells[i]);
+  const now = nowS;
+  const one = mode === "age" ? (i) => colours.age(map.cells[i], now - map.since[i]) : (i) => colours.of(map.cells[i]);
   if (isSame && mode !== "age" && map.changed) for (const i of map.changed) pixels[i] = one(i);
   else for (let i = 0; i < map.cells.length; i++) pixels[i] = one(i);
   canvas.getContext("2d").putImageData(kept.image, 0, 0);
@@ -110,11 +112,11 @@ function pixel(text) {
   return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 }
 
-function describe(map, at) {
+function describe(map, at, nowS) {
   const cell = map.cells[at];
   const state = cell >= FIRST_SLOT ? `in use by ${shortId(map.owners[cell - FIRST_SLOT] ?? `slot ${cell - FIRST_SLOT}`)}` : STATES[cell];
-  const age = seconds((performance.now() - map.since[at]) / 1000);
-  const atLeast = map.since[at] === map.openedMs ? "at least " : "";
+  const age = seconds(Math.max(0, nowS - map.since[at]));
+  const atLeast = map.since[at] <= map.openedS ? "at least " : "";
   return `Block ${count(at)}: ${state}, unchanged for ${atLeast}${age}`;
 }
 
@@ -128,4 +130,13 @@ function Owners({ map }) {
   return html`<table><thead><tr><th scope="col">request</th><th scope="col" class="num">slot</th><th scope="col" class="num">own blocks</th><th scope="col" class="only-wide"></th></tr></thead>
     <tbody>${most.map(([id, slot, blocks_]) => html`<tr key=${slot}><th scope="row"><a href=${`#/waterfall/${encodeURIComponent(id)}`} title=${id}>${shortId(id)}</a></th><td class="num">${slot}</td><td class="num">${count(blocks_)}</td>
       <td class="only-wide"><span class="split"><span class="busy" style=${{ width: `${(100 * blocks_) / largest}%` }}></span></span></td></tr>`)}</tbody></table>`;
+}
+
+// Of a recording: each with the moment at which it came to pass, to go there.
+function Preemptions({ app, rows }) {
+  if (!rows.length) return html`<p class="missing">Nobody lost its memory so far.</p>`;
+  return html`<${Wide} label="Preemptions"><table><thead><tr><th scope="col" class="num">at</th><th scope="col">request</th><th scope="col">what</th></tr></thead>
+    <tbody>${rows.slice(0, 40).map((row) => html`<tr key=${`${row.time_s} ${row.sequence_id}`} data-preemption=${row.sequence_id}>
+      <td class="num"><button class="quiet" aria-label=${`Go to ${seconds(row.time_s)}, when sequence ${row.sequence_id} gave way`} onClick=${() => app.feed.seek(row.time_s)}>${seconds(row.time_s)}</button></td>
+      <td>${row.request_id ? html`<a href=${`#/waterfall/${encodeURIComponent(row.request_id)}`}>${shortId(row.request_id)}</a>` : "over by now"}</td><td class="free">${row.sentence}</td></tr>`)}</tbody></table><//>`;
 }

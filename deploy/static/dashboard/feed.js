@@ -7,7 +7,7 @@ const RETRY_MS = [250, 1000, 3000, 10000];
 
 export class Feed {
   constructor(url, onchange) {
-    Object.assign(this, { url, onchange, data: {}, hello: null, state: "connecting", error: null, told: null });
+    Object.assign(this, { url, onchange, data: {}, hello: null, recording: null, state: "connecting", error: null, told: null });
     this.keys = { key: null, admin_key: null };
     this.wanted = {};
     this.clockOffsetS = null; // server's clock minus ours
@@ -16,8 +16,9 @@ export class Feed {
     document.addEventListener("visibilitychange", () => this._subscribe());
   }
 
-  // The engine's clock now, in seconds; null before it was told.
+  // The engine's clock now, in seconds; null before it was told. In a recording it stands where the recording does.
   nowS() {
+    if (this.recording) return this.updateS ?? null;
     return this.clockOffsetS === null ? null : performance.now() / 1000 + this.clockOffsetS;
   }
 
@@ -40,6 +41,19 @@ export class Feed {
     if (!same) this._subscribe();
   }
 
+  // In a recording: to a moment, by so many steps, or on by itself, so many times as fast; 0 stops.
+  seek(timeS) {
+    this._send({ type: "seek", time_s: timeS });
+  }
+
+  step(by) {
+    this._send({ type: "seek", steps: by });
+  }
+
+  play(speed) {
+    this._send({ type: "play", speed });
+  }
+
   cancel(id) {
     this.told = null;
     this._send({ type: "cancel", id });
@@ -56,6 +70,7 @@ export class Feed {
   _hear(message) {
     if (message.type === "hello") {
       this.hello = message;
+      this.recording = message.recording ?? null;
       this._tries = 0;
       this._set("live");
       this._subscribe();
@@ -74,16 +89,16 @@ export class Feed {
       const offset = nowS - performance.now() / 1000;
       this.clockOffsetS = this.clockOffsetS === null ? offset : Math.max(offset, this.clockOffsetS - 0.001);
     }
+    this.updateS = nowS;
     for (const [topic, news] of Object.entries(full)) {
       const reduce = this.reducers[topic];
-      this.data[topic] = reduce ? reduce(null, news) : news;
+      this.data[topic] = reduce ? reduce(null, news, this.nowS()) : news;
     }
     for (const [topic, news] of Object.entries(patch)) {
       const reduce = this.reducers[topic] ?? mergePatch;
-      this.data[topic] = reduce(this.data[topic], news);
+      this.data[topic] = reduce(this.data[topic], news, this.nowS());
     }
     this.numUpdates = (this.numUpdates ?? 0) + 1;
-    this.updateS = nowS;
   }
 
   _lost() {

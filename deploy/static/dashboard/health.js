@@ -27,6 +27,7 @@ export function View({ app }) {
   const { state, stage, reason } = overview.health;
   const tone = state === "ready" ? "good" : state === "dead" || state === "stalled" ? "bad" : "warn";
   const rows = [...(incidents?.rows ?? [])].reverse();
+  if (app.feed.recording) return html`<${Recorded} recording=${app.feed.recording} rows=${rows} app=${app} />`;
   return html`
     <p class="sentence"><span class=${`dot ${tone === "warn" ? "warn" : tone}`}></span>${
       state === "ready" ? "Everything moves: requests are taken." : `Not ready (${state})${stage ? ` at ${stage}` : ""}${reason ? `: ${reason}` : ""}.`}</p>
@@ -44,6 +45,13 @@ export function View({ app }) {
       ${rows.length ? html`<${Incidents} rows=${rows} app=${app} />` : html`<p class="missing">Nothing went wrong.</p>`}
     <//>`;
 }
+
+// A recording has no stacks and no event loop, but it has what went wrong with steps and memory.
+const Recorded = ({ recording, rows, app }) => html`
+  ${recording.trouble ? html`<p class="told" role="alert">${recording.trouble}</p>` : html`<p class="sentence"><span class="dot good"></span>Every decision is as it was recorded, to the end.</p>`}
+  <${Card} title="Lately" note="Void steps, preemptions and parked readers up to this moment; newest first.">
+    ${rows.length ? html`<${Incidents} rows=${rows} app=${app} />` : html`<p class="missing">Nothing went wrong so far.</p>`}<//>
+  <${Card} title="Not in a recording"><p>Where each stage's task waited, how late the event loop was, and pauses for garbage collection: a flight file of the server has those (<code>--flight-recorder-dir</code>).</p><//>`;
 
 // Of a histogram: how often, and the bound of its highest buckets.
 function Spread({ name, of }) {

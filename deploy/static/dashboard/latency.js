@@ -23,6 +23,7 @@ export function View({ app }) {
   const names = Object.keys(latency);
   if (!names.length) return html`<${Missing}>Nothing is measured yet.<//>`;
   return html`
+    ${app.feed.recording && html`<p class="note">Up to this moment, as schedule saw it: a token came when it heard of its step. The way to the client is not in a recording. By time there is what this page has played.</p>`}
     <div class="bar"><${Choice} label="Show" name="span" value=${span} onchange=${setSpan} options=${[["all", "Since the start"], ["seen", "Since this page opened"]]} /></div>
     <div class="columns">${names.map((name) => html`<${OfOne} key=${name} one=${{ ...latency[name], title: (NAMES[name] ?? [name])[0], help: (NAMES[name] ?? [])[1] }} readings=${app.history.latencies} name=${name} span=${span} />`)}</div>`;
 }

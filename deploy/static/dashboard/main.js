@@ -4,6 +4,7 @@ import { html, render, useEffect, useState } from "../vendor/htm-preact.standalo
 import { Feed } from "./feed.js";
 import { count, percent, rate, seconds } from "./format.js";
 import { History, reducers, stepRates } from "./store.js";
+import { Scrub } from "./scrub.js";
 import { Figure } from "./ui.js";
 import * as blocks from "./blocks.js";
 import * as config from "./config.js";
@@ -29,7 +30,7 @@ const app = { feed, history, view: "pipeline", arg: null, state: {}, redraw };
 let isDue = false;
 
 function changed() {
-  if (feed.data.pipeline) history.note(feed.updateS, feed.data.pipeline, app.view === "latency" ? feed.data.latency : null);
+  if (feed.data.pipeline || feed.data.position) history.note(feed.updateS, feed.data.pipeline, app.view === "latency" ? feed.data.latency : null);
   redraw();
 }
 
@@ -66,6 +67,7 @@ function Page() {
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to the view</a>
     <${Side} />
     <main id="main" tabindex="-1">
+      ${feed.recording && html`<${Scrub} app=${app} />`}
       <${Vitals} />
       <header class="view"><h1>${title}</h1><p>${about}</p></header>
       <${View} key=${app.view} app=${app} />
@@ -89,9 +91,10 @@ const STATES = {
 };
 
 function Connection() {
-  const [tone, words] = STATES[feed.state];
+  const [tone, words] = feed.recording ? ["good", "a recording"] : STATES[feed.state];
+  const what = feed.hello && [feed.recording?.name ?? feed.hello.models.join(", "), feed.hello.version].join(" · ");
   return html`<p class="connection" role="status"><span class=${`dot ${tone}`}></span>${words}${
-    feed.hello && html`<br /><span class="model">${feed.hello.models.join(", ")} · ${feed.hello.version}</span>`}</p>`;
+    feed.hello && html`<br /><span class="model">${what}</span>`}</p>`;
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -120,7 +123,7 @@ function Vitals() {
   if (!overview) return html`<dl class="vitals" aria-hidden="true"><${Figure} name="waiting for the server" value="…" /></dl>`;
   const rates = stepRates(log, feed.nowS());
   const { health: state, blocks: kv } = overview;
-  const tone = state.state === "ready" ? "good" : state.state === "loading" || state.state === "draining" ? "warn" : "bad";
+  const tone = state.state === "replay" ? "" : state.state === "ready" ? "good" : state.state === "loading" || state.state === "draining" ? "warn" : "bad";
   return html`<dl class="vitals">
     <${Figure} name="state" value=${state.state} tone=${tone} id="state" />
     <${Figure} name="running" value=${count(overview.num_running ?? overview.num_live)} unit=${overview.max_num_seqs && `of ${count(overview.max_num_seqs)}`} id="num_running" />

@@ -2,7 +2,7 @@
 
 import { html } from "../vendor/htm-preact.standalone.module.js";
 import { count, percent, rate, seconds } from "./format.js";
-import { Card, Legend, Missing, useWidth, Wide } from "./ui.js";
+import { Card, Figure, Legend, Missing, useWidth, Wide } from "./ui.js";
 import { WINDOW_S } from "./store.js";
 
 export const title = "Pipeline";
@@ -10,7 +10,8 @@ export const about = `What each stage did in the last ${WINDOW_S} seconds, and h
 export const topics = () => ({});
 
 export function View({ app }) {
-  const { pipeline, overview } = app.feed.data;
+  const { pipeline, overview, position } = app.feed.data;
+  if (app.feed.recording) return html`<${Recorded} recording=${app.feed.recording} overview=${overview} position=${position} />`;
   if (!pipeline) return html`<${Missing}>${overview?.health.reason ?? "Waiting for the first reading."}<//>`;
   const shares = sharesOf(overview?.bottleneck, pipeline) ?? app.history.stageShares();
   const rates = app.history.edgeRates();
@@ -23,6 +24,33 @@ export function View({ app }) {
     <div class="columns">
       <${Card} title="Stages" note="Seconds since the start, and the share of the last seconds."><${Stages} stages=${pipeline.stages} shares=${shares} /><//>
       <${Card} title="Channels" note="A full channel makes its sender wait. That is all the back-pressure there is."><${Edges} edges=${pipeline.edges} rates=${rates} /><//>
+    </div>`;
+}
+
+// A recording holds what schedule and allocate were told and what they decided; of the others it knows what follows.
+function Recorded({ recording, overview, position }) {
+  if (!overview || !position) return html`<${Missing}>Waiting for the first moment.<//>`;
+  const { bottleneck } = overview;
+  const busy = bottleneck?.busy.execute;
+  const { engine } = recording;
+  const pipeline = {
+    stages: { schedule: {}, allocate: {}, execute: {} },
+    edges: {
+      "line -> schedule": { source: "client", target: "schedule", depth: overview.num_waiting, capacity: engine.max_waiting },
+      "plans -> allocate": { source: "schedule", target: "allocate" },
+      "grants -> execute": { source: "allocate", target: "execute", depth: Math.max(0, position.last_granted - position.completed_step), capacity: engine.steps_in_flight },
+    },
+  };
+  const shares = busy === undefined ? {} : { execute: { busy, blocked: 0, idle: 1 - busy } };
+  const figures = [["requests came", "num_arrived"], ["plans", "num_plans"], ["steps granted", "num_grants"], ["steps done", "num_done"], ["steps void", "num_void"], ["newest step granted", "last_granted"], ["newest step done", "completed_step"]];
+  return html`
+    <${Bottleneck} bottleneck=${bottleneck} />
+    <${Card} className="graph"><${Graph} pipeline=${pipeline} shares=${shares} rates=${null} />
+      <p class="note">Before schedule: sequences that wait. Before execute: steps in flight. In execute: the share of the last ${WINDOW_S} seconds in which the device had a step.</p><//>
+    <div class="columns">
+      <${Card} title="Up to this moment" note="What schedule was told, and what was decided."><dl class="figures">${figures.map(([name, id]) => html`<${Figure} name=${name} value=${count(position[id])} id=${`position.${id}`} />`)}</dl><//>
+      <${Card} title="Not in a recording" note="It holds what schedule and allocate were told and decided, and nothing else.">
+        <p>How busy the other stages were, how full the channels, what clients and the event loop did: for these there is the trace of the running server (<code>millrace trace</code>) and its flight files. So the sentence above can name memory, slots, prompts and the device, and never the tokenizer or a client.</p><//>
     </div>`;
 }
 
@@ -64,7 +92,7 @@ function Graph({ pipeline, shares, rates }) {
 
 const spoken = (names, shares) =>
   `The stages in order: ${names
-    .map((name) => (shares ? `${name}, ${percent(shares[name].busy)} busy, ${percent(shares[name].blocked)} blocked` : name))
+    .map((name) => (shares?.[name] ? `${name}, ${percent(shares[name].busy)} busy, ${percent(shares[name].blocked)} blocked` : name))
     .join("; ")}. The tables below have all figures.`;
 
 function across(names, width) {
@@ -120,19 +148,20 @@ function Node({ name, box, share }) {
 function Pipe({ edge, line }) {
   const { x1, y1, x2, y2, isWide } = line;
   const middle = { x: (x1 + x2) / 2, y: (y1 + y2) / 2 };
-  const fill = edge.depth / edge.capacity;
+  const isKnown = edge.capacity !== undefined; // a recording does not tell what is in each channel
+  const fill = isKnown ? edge.depth / edge.capacity : 0;
   const tone = edge.full > 0.05 ? "full" : "";
   const w = isWide ? Math.min(26, x2 - x1 - 12) : 30;
   return html`<g class=${`pipe ${tone}`}>
-    <title>${edge.name}: ${edge.depth} of ${edge.capacity} items, full ${percent(edge.full ?? 0)} of the time</title>
+    <title>${edge.name}${isKnown ? `: ${edge.depth} of ${edge.capacity} items` : ""}${edge.full === undefined ? "" : `, full ${percent(edge.full)} of the time`}</title>
     <line x1=${x1} y1=${y1} x2=${x2} y2=${y2} />
     <path class="arrow" d=${isWide ? `M${x2 - 5} ${y2 - 4}L${x2} ${y2}L${x2 - 5} ${y2 + 4}` : `M${x2 - 4} ${y2 - 5}L${x2} ${y2}L${x2 + 4} ${y2 - 5}`} />
-    <rect class="vessel" x=${middle.x - w / 2} y=${middle.y - 6} width=${w} height="12" rx="6" />
+    ${isKnown && html`<rect class="vessel" x=${middle.x - w / 2} y=${middle.y - 6} width=${w} height="12" rx="6" />`}
     ${fill > 0 && html`<rect class="fill" x=${middle.x - w / 2 + 2} y=${middle.y - 4} width=${Math.max(3, fill * (w - 4))} height="8" rx="4" />`}
     ${isWide
-      ? html`<text class="small" x=${middle.x} y=${middle.y - 12} text-anchor="middle">${edge.depth}</text>
+      ? html`<text class="small" x=${middle.x} y=${middle.y - 12} text-anchor="middle">${edge.depth ?? ""}</text>
              ${edge.full > 0.005 && html`<text class="small warn" x=${middle.x} y=${middle.y + 20} text-anchor="middle">${percent(edge.full)}</text>`}`
-      : html`<text class="small" x=${middle.x + 24} y=${middle.y + 4}>${edge.depth} of ${edge.capacity}${edge.full > 0.005 ? `, full ${percent(edge.full)} of the time` : ""}</text>`}
+      : html`<text class="small" x=${middle.x + 24} y=${middle.y + 4}>${isKnown ? `${edge.depth} of ${edge.capacity}` : ""}${edge.full > 0.005 ? `, full ${percent(edge.full)} of the time` : ""}</text>`}
   </g>`;
 }
 

@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, seconds } from "./format.js";
-import { Canvas, Card, colour, Figure, useWidth } from "./ui.js";
+import { Canvas, Card, colour, Figure, Missing, useWidth } from "./ui.js";
 import { Explained } from "./waterfall.js";
 
 export const title = "Playground";
@@ -12,7 +12,12 @@ const run = { id: null, text: "", ticks: [], begunMs: 0, endedMs: null, error: n
 
 export const topics = () => (run.id ? { request: { id: run.id } } : {});
 
-export function View({ app }) {
+export const View = ({ app }) =>
+  app.feed.recording
+    ? html`<${Missing}>A recording answers nobody. The playground is on the dashboard of a running server: <code>millrace serve</code>.<//>`
+    : html`<${Ask} app=${app} />`;
+
+function Ask({ app }) {
   const [prompt, setPrompt] = useState("Once upon a time");
   const [maxTokens, setMaxTokens] = useState(120);
   const [temperature, setTemperature] = useState(0.8);

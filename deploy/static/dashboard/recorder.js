@@ -1,7 +1,8 @@
 // What can be taken home: the settings' recording, the flight recorder, and the trace for Perfetto.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
-import { Card } from "./ui.js";
+import { count, seconds } from "./format.js";
+import { Card, Figure } from "./ui.js";
 
 export const title = "Recorder";
 export const about = "Take what happened home, and look at it there.";
@@ -9,6 +10,7 @@ export const topics = () => ({ config: {} });
 
 export function View({ app }) {
   const rows = app.feed.data.config?.rows ?? [];
+  if (app.feed.recording) return html`<${Opened} recording=${app.feed.recording} />`;
   const setting = (name) => rows.find((row) => row.name === name);
   return html`<div class="columns">
     <${Recording} setting=${setting("record")} />
@@ -16,6 +18,22 @@ export function View({ app }) {
     <${Perfetto} app=${app} />
   </div>`;
 }
+
+// The recording that this page shows.
+const Opened = ({ recording }) => html`
+  <${Card} title=${recording.name} note=${`Made on ${new Date(recording.began_wall_s * 1000).toLocaleString()}`}>
+    ${recording.trouble && html`<p class="told" role="alert">${recording.trouble}</p>`}
+    <dl class="figures">
+      <${Figure} name="lasts" value=${seconds(recording.duration_s)} />
+      <${Figure} name="requests" value=${count(recording.num_requests)} id="recording.num_requests" />
+      <${Figure} name="steps" value=${count(recording.num_steps)} id="recording.num_steps" />
+      <${Figure} name="decisions" value=${count(recording.num_decisions)} id="recording.num_decisions" />
+    </dl>
+    <p class="hash">Decision hash <code data-figure="decision_hash">${recording.decision_hash}</code></p>
+    <p class="note">Compare it decision by decision: <code>millrace replay ${recording.path}</code></p>
+    <p class="note">Try other settings on it: <code>millrace simulate --trace ${recording.path} --cost-model fit-from-recording --sweep max_num_seqs=16,32,64</code></p>
+  <//>
+  <${Card} title="Not here"><p>Flight files and the trace for Perfetto are a running server's to give.</p><//>`;
 
 const Recording = ({ setting }) => html`<${Card} title="Recording" note="All that schedule and allocate are told and decide, to run again with other settings. No prompts.">
   ${!setting ? html`<p>Recordings are not made by this version.</p>`

@@ -41,7 +41,7 @@ export function View({ app }) {
       <p class="note" data-figure="num_live" data-value=${total}>${count(total)} under way</p></div>
     ${app.feed.told && html`<p class="told" role="alert">${app.feed.told.message}</p>`}
     <div class="list" ref=${box} onScroll=${look} tabindex="0" role="region" aria-label="Live requests">
-      ${total === 0 && html`<p class="missing">Nothing is under way.</p>`}
+      ${total === 0 && html`<p class="missing">Nothing is under way${app.feed.recording ? " at this moment" : ""}.</p>`}
       <table aria-rowcount=${total + 1} hidden=${total === 0}>
         <thead><tr aria-rowindex="1"><th scope="col">request</th><th scope="col">state</th><th scope="col" class="num">age</th><th scope="col" class="num only-wide">prompt</th>
           <th scope="col" class="num">answer</th><th scope="col" class="num only-wide">first token</th><th scope="col" class="num only-wide">blocks</th>
@@ -53,7 +53,7 @@ export function View({ app }) {
         </tbody>
       </table>
     </div>
-    ${!canCancel && html`<p class="note">${app.feed.hello?.has_admin_key
+    ${!canCancel && html`<p class="note">${app.feed.recording ? "As schedule knew them at this moment. In a recording nothing can be cancelled any more." : app.feed.hello?.has_admin_key
       ? "To cancel requests, open the dashboard with the admin key."
       : "Requests can be cancelled here by whoever has the admin key, and this server has none (--admin-key)."}</p>`}
   <//>`;

@@ -20,17 +20,18 @@ const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeA
 const u16 = (text) => new Uint16Array(bytes(text).buffer);
 const u32 = (text) => new Uint32Array(bytes(text).buffer);
 
-// The map of blocks: `cells` as the server numbers them, `since` when each was last seen to change (ms of this page),
-// `changed` the places that the last update touched; null: all.
-function blocks(before, news) {
-  const now = performance.now();
+// The map of blocks: `cells` as the server numbers them, `since` when each changed last (seconds of the engine's clock):
+// as far as this page has seen it, from `openedS` on, or as a recording says. `changed`: the places that the last update
+// touched; null: all.
+function blocks(before, news, now) {
   const owners = news.owners ?? before?.owners ?? {};
   if (news.cells) {
     const cells = u16(news.cells);
     const since = new Float64Array(cells.length).fill(now);
+    if (news.changed_s) return { cells, since: told(news), owners, openedS: news.began_s, changed: null, blockSize: news.block_size };
     if (before?.cells.length === cells.length)
       for (let i = 0; i < cells.length; i++) if (cells[i] === before.cells[i]) since[i] = before.since[i];
-    return { cells, since, owners, openedMs: before?.openedMs ?? now, changed: null, blockSize: news.block_size };
+    return { cells, since, owners, openedS: before?.openedS ?? now, changed: null, blockSize: news.block_size };
   }
   if (!before) return before;
   let changed = new Uint32Array(0);
@@ -42,8 +43,11 @@ function blocks(before, news) {
       before.since[changed[i]] = now;
     }
   }
-  return { ...before, owners, changed };
+  return { ...before, owners, changed, since: news.changed_s ? told(news) : before.since };
 }
+
+const told = ({ began_s: began, changed_s: changed }) =>
+  Float64Array.from(new Float32Array(bytes(changed).buffer), (after) => began + after);
 
 export const reducers = { steps: grown(KEPT_STEPS), incidents: grown(KEPT_INCIDENTS), blocks };
 
@@ -55,6 +59,7 @@ export class History {
   }
 
   note(nowS, pipeline, latency) {
+    if (nowS < this.readings.at(-1)?.nowS || nowS < this.latencies.at(-1)?.nowS) Object.assign(this, { readings: [], latencies: [] });
     const lastLatency = this.latencies.at(-1);
     if (latency && nowS && (!lastLatency || nowS - lastLatency.nowS >= LATENCY_S)) {
       if (lastLatency && nowS - lastLatency.nowS > 5 * LATENCY_S) this.latencies = []; // nobody looked

@@ -21,9 +21,10 @@ const KINDS = {
 export function View({ app }) {
   const { request, recent, requests } = app.feed.data;
   const id = app.arg;
+  const isRecorded = Boolean(app.feed.recording);
   return html`
-    ${id && html`<${Card} title=${html`<code>${id}</code>`}><${Explained} explained=${request} id=${id} nowS=${app.feed.nowS()} /><//>`}
-    <${Card} title="Choose a request" note="Those under way, and the last that ended."><${Chooser} live=${requests?.rows ?? []} recent=${recent?.rows ?? []} chosen=${id} nowS=${app.feed.nowS()} /><//>`;
+    ${id && html`<${Card} title=${html`<code>${id}</code>`}><${Explained} explained=${request} id=${id} nowS=${app.feed.nowS()} isRecorded=${isRecorded} /><//>`}
+    <${Card} title="Choose a request" note=${isRecorded ? "Those under way at this moment, and the last that had ended." : "Those under way, and the last that ended."}><${Chooser} live=${requests?.rows ?? []} recent=${recent?.rows ?? []} chosen=${id} nowS=${app.feed.nowS()} /><//>`;
 }
 
 function Chooser({ live, recent, chosen, nowS }) {
@@ -38,8 +39,9 @@ function Chooser({ live, recent, chosen, nowS }) {
 }
 
 // One request as the feed tells it (see deploy/dashboard/timeline.py). Also shown beside the playground.
-export function Explained({ explained, id, nowS }) {
+export function Explained({ explained, id, nowS, isRecorded }) {
   if (!explained || explained.id !== id) return html`<p class="note">Looking it up in the trace…</p>`;
+  if (!explained.sequences && isRecorded) return html`<p class="missing">It has not arrived yet at this moment, or the recording does not know it.</p>`;
   if (!explained.sequences) return html`<p class="missing">The trace knows nothing of this request: it has not arrived yet, or it was so long ago that newer events took its place.</p>`;
   const isOver = explained.ended_us !== null && explained.ended_us !== undefined;
   const nowUs = nowS === null ? 0 : (nowS - explained.arrival_s) * 1e6;
@@ -49,6 +51,7 @@ export function Explained({ explained, id, nowS }) {
     ${explained.explained && html`<p class="sentence">${explained.explained.sentence}</p>`}
     ${explained.sequences.map((sequence, i) => html`<${Sequence} key=${sequence.sequence_id} sequence=${sequence} span=${span} name=${explained.sequences.length > 1 ? `choice ${i + 1}` : null} isOver=${isOver} cause=${explained.cause} isExplained=${Boolean(explained.explained)} />`)}
     ${explained.explained && html`<${Inside} explained=${explained.explained} />`}
+    ${isRecorded && html`<p class="note">A recording tells a token when schedule heard of it: what came after that (its text, the network) is not here, and sampling is part of execute.</p>`}
   </div>`;
 }
 

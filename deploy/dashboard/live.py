@@ -1,0 +1,192 @@
+"""A viewer of an engine that runs: what it may see and what it may do there, and where each topic's figures come from.
+
+It sees the requests of its own API key; with the admin key, or where there are no keys, those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...runtime.log import get_logger
+from ...runtime.pipeline import NotServing
+from ..bodies import Body
+from ..errors import ApiError
+from ..sockets.peer import Peer
+from . import snapshots
+from .block_map import BlockMap
+from .derived import NowAndThen, explain, find_bottleneck
+from .messages import Cancel, Hello, Topics, Window
+from .timeline import Timeline
+from .viewer import INTERVAL_S, Read, Update, Viewer
+
+if TYPE_CHECKING:
+    from ...stages.engine import Engine
+    from .feed import Feed
+
+log = get_logger("millrace.deploy")
+
+
+class LiveViewer(Viewer):
+    """One socket at a running server."""
+
+    def __init__(self, feed: Feed, peer: Peer) -> None:
+        super().__init__(peer, feed.service.config)
+        self._feed = feed
+        self._service = feed.service
+        self._owner = ""  # of its API key
+        self._is_admin = False  # may see whatever anybody asks, and cancel it
+        self._blocks = BlockMap()
+        self._timeline: Timeline | None = None  # of the request that it looks at
+        self._explained: NowAndThen[dict[str, Any]] = NowAndThen(feed.threads)
+        self._is_explained = False  # for good
+
+    # -- what it says
+
+    def check(self, hello: Hello) -> None:
+        """Its keys."""
+        feed = self._feed
+        if feed.keys:
+            owner = feed.keys.holder(hello.key or "")
+            if owner is None:
+                wrong = "is wrong" if hello.key else "is needed"
+                raise ApiError("invalid_api_key", f"the API key {wrong}: the hello brings it as key")
+            self._owner = owner
+        if hello.admin_key:
+            holder = feed.admin_keys.holder(hello.admin_key)
+            if not feed.admin_keys or holder is None:
+                raise ApiError("invalid_api_key", "the admin key is wrong")
+            self._is_admin = True
+
+    def introduction(self) -> dict[str, Any]:
+        """Of the server, and of what this viewer may do."""
+        return {
+            "type": "hello",
+            "version": self._feed.version,
+            "models": list(self._service.model_names),
+            "interval_s": INTERVAL_S,
+            "has_admin_key": bool(self._feed.admin_keys),
+            "can_cancel": self._is_admin,
+        }
+
+    def hear(self, message: Body) -> None:
+        """It may cancel."""
+        assert isinstance(message, Cancel)
+        if not self._is_admin:
+            raise ApiError("invalid_api_key", "to cancel a request takes the admin key: the hello brings it")
+        engine = self._service.engine
+        if engine is None or not engine.abort(message.id, "cancel"):
+            raise ApiError("request_not_found", f"no request {message.id} is under way", param="id")
+        log.info("request.aborted", request_id=message.id, cause="cancel")
+
+    def changed(self, topics: Topics) -> None:
+        """What was made for the topics before is of no use any more."""
+        if topics.blocks is None:
+            self._blocks = BlockMap()
+        if topics.request != self.topics.request:
+            self._timeline, self._is_explained = None, False
+            self._explained = NowAndThen(self._feed.threads)
+
+    # -- what it is told
+
+    async def think(self) -> None:
+        """Thinks of what takes a while, where it is wanted and due."""
+        engine, feed = self._service.engine, self._feed
+        with suppress(NotServing):
+            if engine is None or not engine.has_core:
+                return
+            tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
+            if self.topics.overview is not None:
+                parts, names = feed.trace_log(engine).window()
+                await feed.bottleneck.refresh(partial(find_bottleneck, parts, names, now_ns))
+            timeline = self._timeline
+            if timeline is not None and timeline.sequence_id is not None and not self._is_explained:
+                is_over = timeline.is_over
+                readers = tracer.readers()
+                is_new = await self._explained.refresh(partial(explain, readers, timeline.sequence_id, now_ns))
+                self._is_explained = is_over and is_new  # what is over need be explained once only
+
+    def fill(self, update: Update) -> None:
+        """From the engine as it is; where there is none, why."""
+        health, engine = self._service.health, self._service.engine
+        try:
+            if engine is None:
+                raise NotServing(health)
+            update["now_s"] = round(engine.pipeline.env.now(), 4)
+            self.read(self._readers(engine), update)
+        except NotServing:
+            update["full"]["overview"] = {"health": {"state": health.state, "reason": health.reason}}
+            self.forget()
+
+    def _readers(self, engine: Engine) -> dict[str, Read]:
+        """topic -> what puts its news into an update."""
+        service, window = self._service, self.topics.requests or Window()
+        trees: dict[str, Callable[[], Any]] = {
+            "overview": lambda: (
+                snapshots.overview(engine, service.health) | {"bottleneck": self._feed.bottleneck.value}
+            ),
+            "pipeline": lambda: snapshots.pipeline(engine),
+            "requests": lambda: snapshots.requests(
+                engine, window.offset, window.limit, newest_first=window.newest_first, only=self._own_requests()
+            ),
+            "request": lambda: self._look_at(engine),
+            "recent": lambda: {"rows": [told for owner, told in self._feed.recent if self._sees(owner)]},
+            "latency": lambda: {} if (times := self._feed.metrics.latencies) is None else snapshots.latency(times),
+            "loop": lambda: snapshots.loop_health(engine, service.oversight),
+            "config": lambda: {"rows": snapshots.configuration(engine, service)},
+        }
+
+        def tree(name: str, update: Update) -> None:
+            self.tree(name, trees[name](), update)
+
+        def steps(name: str, update: Update) -> None:
+            trace = self._feed.trace_log(engine)
+
+            def since(number: int) -> tuple[list[Any], int]:
+                rows, count = trace.steps_since(number)
+                return [tuple(row) for row in rows], count  # orjson knows no named tuples
+
+            self.grown(name, since, trace.num_skipped, update)
+
+        def incidents(name: str, update: Update) -> None:
+            trace = self._feed.trace_log(engine)
+            self.grown(name, trace.incidents_since, trace.num_skipped, update)
+
+        def blocks(name: str, update: Update) -> None:
+            if engine.has_core and (news := self._blocks.next(snapshots.books(engine), self._may_see)):
+                update["full" if "cells" in news else "patch"][name] = news
+
+        return dict.fromkeys(trees, tree) | {"steps": steps, "incidents": incidents, "blocks": blocks}
+
+    def _look_at(self, engine: Engine) -> dict[str, Any]:
+        """The request that it wants to see; only its id if the trace knows nothing of it any more."""
+        assert self.topics.request is not None
+        request_id = self.topics.request.id
+        if not self._may_see(request_id):
+            return {"id": request_id}
+        if self._timeline is None:
+            self._timeline = Timeline(engine.pipeline.tracer.readers, request_id)
+        self._timeline.refresh()
+        told = self._timeline.tell() or {"id": request_id}
+        return told if self._explained.value is None else told | {"explained": self._explained.value}
+
+    # -- what it may see
+
+    def _sees(self, owner: str) -> bool:
+        return self._is_admin or owner == self._owner
+
+    def _own_requests(self) -> frozenset[str] | None:
+        """Ids of the live requests that it may see; None: of all."""
+        if self._is_admin or not self._feed.keys:
+            return None
+        live = self._service.live
+        return frozenset(request_id for request_id, one in live.items() if one.owner == self._owner)
+
+    def _may_see(self, request_id: str) -> bool:
+        if self._is_admin or not self._feed.keys:
+            return True
+        service = self._service
+        live = service.live.get(request_id) or service.ended.get(request_id)
+        return live is not None and live.owner == self._owner

@@ -1,0 +1,130 @@
+"""`millrace replay FILE --dashboard`: the dashboard's page over a recording, with a bar to move along it.
+
+A server of its own, on loopback only: the page, its files and one WebSocket. It reads one file and serves no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from aiohttp import web
+
+from ..runtime.log import get_logger
+from ..stages.errors import ConfigError
+from ..stages.policy import Policy
+from ..stages.recordings.film import film
+from ..stages.recordings.recorded import Recording
+from .config import ServerConfig
+from .dashboard.played import PlayedViewer
+from .dashboard.reel import Reel
+from .errors import ApiError, unforeseen
+from .gate import Gate, guard
+from .listening import Runner, Site
+from .middleware import REQUEST_ID, identify
+from .pages import Pages
+from .routes import package_version
+from .sockets.peer import INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
+
+MAX_VIEWERS = 8  # each holds the books of a moment
+
+log = get_logger("millrace.deploy")
+
+
+def show(recording: Recording, policy: Policy | None, config: ServerConfig) -> int:
+    """Shows it until it is told to stop. 0 then; raises `RecordingError` for one that can not be shown."""
+    print(f"millrace: running {recording.path} once ...", file=sys.stderr)
+    reel = Reel(film(recording, policy, _say_progress if sys.stderr.isatty() else lambda time_s: None))
+    if trouble := reel.film.trouble:
+        print(f"millrace: {trouble}", file=sys.stderr)
+    asyncio.run(_serve(reel, ServerConfig(port=config.port)))
+    return 0
+
+
+def _say_progress(time_s: float) -> None:
+    print(f"\r  {time_s:,.1f} s of it", end="\r", file=sys.stderr, flush=True)
+
+
+async def _serve(reel: Reel, config: ServerConfig) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with Playback(reel, config) as playback:
+        print(f"millrace: {playback.url}/dashboard shows it; Ctrl-C ends that", flush=True)
+        await stop.wait()
+
+
+class Playback:
+    """Serves a reel from `async with` on, at `url`."""
+
+    def __init__(self, reel: Reel, config: ServerConfig) -> None:
+        self._reel = reel
+        self._config = config
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-playback")
+        self._pages = Pages()
+        self._viewers: set[PlayedViewer] = set()
+        self._runner = Runner(self._make_app(), config)
+        self._port = config.port
+
+    @property
+    def url(self) -> str:
+        """Where it is. With port 0, the port that was found."""
+        return f"http://{self._config.host}:{self._port}"
+
+    async def __aenter__(self) -> Playback:
+        await self._runner.setup()
+        try:
+            await Site(self._runner, self._config, None).start()
+        except OSError as error:
+            await self.__aexit__()
+            where = f"{self._config.host}:{self._config.port}"
+            raise ConfigError(f"can not listen on {where}: {error.strerror or error}; try --port 0") from None
+        self._port = int(self._runner.addresses[0][1])
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        goodbye = ApiError("draining", "the recording is put away")
+        await asyncio.gather(*(viewer.peer.end(TRY_AGAIN_LATER, goodbye) for viewer in self._viewers))
+        await self._runner.cleanup()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def socket(self, request: web.Request) -> web.StreamResponse:
+        """`GET /dashboard/feed`."""
+        peer = Peer(request, self._config)
+        await peer.open()
+        viewer = PlayedViewer(self._reel, peer, self._config, self._threads, package_version())
+        try:
+            if len(self._viewers) >= MAX_VIEWERS:
+                message = f"{MAX_VIEWERS} pages show this recording: close one"
+                await peer.end(TRY_AGAIN_LATER, ApiError("too_many_connections", message, retry_after_s=1.0))
+                return peer.response
+            self._viewers.add(viewer)
+            with suppress(ConnectionError):
+                await viewer.run()
+        except Exception as error:
+            log.error("dashboard.failed", error=type(error).__name__, exc_info=error)
+            await peer.end(INTERNAL_ERROR, unforeseen(request[REQUEST_ID]))
+        finally:
+            self._viewers.discard(viewer)
+            await peer.release()
+        return peer.response
+
+    def _make_app(self) -> web.Application:
+        app = web.Application(middlewares=[identify(lambda code: None), guard(Gate.of(self._config))])
+        app.on_response_prepare.append(_add_headers)
+        app.add_routes(
+            [
+                web.get("/dashboard", self._pages.dashboard),
+                web.get("/dashboard/feed", self.socket, allow_head=False),
+                web.get("/static/{name:.+}", self._pages.file),
+            ]
+        )
+        return app
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Server"] = "millrace"

@@ -1,0 +1,1 @@
+"""What the servers do over real sockets and in Chromium."""

@@ -1,0 +1,79 @@
+"""A page of ours in a real Chromium, and what tests ask of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = Path("/usr/bin/chromium")
+VIEWS = (
+    *("pipeline", "steps", "requests", "waterfall", "blocks", "latency", "health", "playground", "recorder", "config"),
+)
+WATCH = "addEventListener('securitypolicyviolation', (e) => (globalThis.violations ??= []).push(e.blockedURI));"
+
+
+@contextmanager
+def opened(url: str, script: str = "") -> Iterator[Any]:
+    """A page, in which `script` runs first. `page.complaints` has what went wrong, `page.asked` what was asked for.
+    Skips the test where there is no browser."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}: apt install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.complaints, page.asked = [], []
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("console", lambda line: page.complaints.append(line.text) if line.type == "error" else None)
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("websocket", lambda socket: page.asked.append(socket.url))
+        page.add_init_script(WATCH + script)
+        page.goto(url)
+        yield page
+        browser.close()
+
+
+def check_that_it_stayed_at_home(page: Any) -> None:
+    """Everything was asked of one server, and nothing went wrong."""
+    (home,) = {url.split("/")[2] for url in page.asked}
+    assert home.startswith("127.0.0.1:")
+    assert page.evaluate("globalThis.violations ?? []") == []
+    assert page.complaints == []
+
+
+def until(page: Any, claim: str, timeout_s: float = 20.0) -> None:
+    """Waits until it holds in the page. Playwright's own way is `eval`, which the page's policy forbids."""
+    deadline = time.monotonic() + timeout_s
+    while not page.evaluate(claim):
+        assert time.monotonic() < deadline, f"{claim} does not become true"
+        time.sleep(0.03)
+
+
+def show(page: Any, view: str) -> None:
+    page.evaluate(f"location.hash = '#/{view}'")
+    until(page, f"millraceDashboard.view === '{view}' && document.querySelector('header.view') !== null")
+
+
+def wait_for_updates(page: Any, count: int) -> None:
+    goal = page.evaluate("millraceDashboard.feed.numUpdates") + count
+    until(page, f"millraceDashboard.feed.numUpdates >= {goal}")
+
+
+def accessibility(page: Any) -> Callable[[str], None]:
+    """A check that the page as it is has no serious fault by axe-core; none where that is not installed."""
+    axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
+
+    def check(where: str) -> None:
+        found = page.evaluate("axe.run({ resultTypes: ['violations'] })")["violations"]
+        serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
+        told = [(rule["id"], [node["html"][:160] for node in rule["nodes"][:3]]) for rule in serious]
+        assert not told, (where, json.dumps(told, indent=1))
+
+    return check

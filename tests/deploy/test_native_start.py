@@ -1,0 +1,121 @@
+"""What starting without torch imports, takes and tells: commands in processes of their own, with the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from millrace.kernels.native import build, machine
+from millrace.stages import EngineConfig
+from millrace.stages.errors import ConfigError
+from millrace.stages.loading import has_cuda_driver
+from tests.deploy.running import RunningServer
+
+HEAVY = ("torch", "transformers", "triton")
+# the command line, and at the end of the process which of some modules it has imported, as the last line of stderr
+TELLING = """
+import atexit, sys
+names = sys.argv.pop(1).split(",")
+atexit.register(lambda: print([name for name in names if name in sys.modules], file=sys.stderr))
+from millrace.deploy.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+needs_native = pytest.mark.skipif(
+    has_cuda_driver() or not machine.instruction_sets() or build.find_compiler() is None,
+    reason="the native step can not be had here, or is not what would be chosen",
+)
+
+
+def telling(names: tuple[str, ...], *arguments: str) -> list[str]:
+    return [sys.executable, "-c", TELLING, ",".join(names), *arguments]
+
+
+def imported(stderr: str) -> list[str]:
+    return json.loads(stderr.strip().splitlines()[-1].replace("'", '"'))
+
+
+def test_help_and_settings_import_nothing_but_settings() -> None:
+    heavy = (*HEAVY, "numpy", "aiohttp", "pydantic", "tokenizers", "yaml", "millrace.stages.engine")
+    for arguments in (["--help"], ["serve", "--help"], ["--version"], ["serve", "--print-config"]):
+        done = subprocess.run(telling(heavy, *arguments), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout and imported(done.stderr) == []
+
+
+@pytest.mark.slow
+@needs_native
+def test_serve_answers_without_torch_in_little_memory_and_rests_when_idle() -> None:
+    with RunningServer(command=telling(HEAVY, "serve", "--port", "0", "--log-format", "json")) as server:
+        asked = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 12, "logprobs": 2}
+        answer = server.post("/v1/completions", asked).json
+        assert answer["usage"]["completion_tokens"] == 12
+        drawn = server.post("/v1/completions", asked | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "n": 3})
+        assert len(drawn.json["choices"]) == 3
+        schema = {"temperature": 0, "max_tokens": 40, "prompt": "A number:", "structured_outputs": {"regex": "[0-9]+"}}
+        assert re.fullmatch("[0-9]+", server.post("/v1/completions", schema).json["choices"][0]["text"])
+        assert server.post("/v1/embeddings", {"input": "A dog."}).status == 200
+        info = server.get("/server_info").json
+        assert info["model"]["attention_backend"] == info["config"]["engine"]["attention_backend"] == "native"
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        peak_kib = int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+        weights = next(row["bytes"] for row in info["memory"]["rows"] if row["name"] == "weights")
+        assert peak_kib * 1024 - weights < 250 * 2**20, "125 MiB where this was written"
+        before = cpu_s(server.process.pid)
+        time.sleep(0.5)
+        assert cpu_s(server.process.pid) - before <= 0.05, "nothing is under way"
+        assert lowered(server.process.pid), "the event loop gives way to what computes"
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        lines = server.errors().strip().splitlines()
+    assert imported(lines[-1]) == []
+    events = [json.loads(line) for line in lines[:-1]]
+    (threads,) = (event for event in events if event["event"] == "threads.chosen")
+    assert threads["count"] >= 1 and threads["reason"]
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def lowered(pid: int) -> bool:
+    """Whether the main thread runs at a lower priority than some other thread of the process."""
+    threads = (int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
+    nice = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+    return nice[pid] > min(nice.values())
+
+
+@pytest.mark.slow
+@needs_native
+def test_complete_answers_without_torch_and_torch_says_the_same() -> None:
+    command = ("complete", "Once upon a time", "--max-tokens", "16", "--temperature", "0", "--dtype", "float32")
+    done = [
+        subprocess.run(telling(HEAVY, *command, *more), capture_output=True, text=True, timeout=120)
+        for more in ((), ("--attention-backend", "torch"))
+    ]
+    assert [one.returncode for one in done] == [0, 0]
+    assert imported(done[0].stderr) == [] and "torch" in imported(done[1].stderr)
+    assert done[0].stdout == done[1].stdout
+
+
+@pytest.mark.slow
+@needs_native
+def test_what_the_library_does_not_do_goes_to_torch_or_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from millrace.stages import LLM
+
+    small = {"num_gpu_blocks": 128, "max_num_seqs": 4, "threads": 1}
+    with LLM(dtype="float16", **small) as llm:
+        assert llm.info.attention_backend == "torch"
+    with pytest.raises(ConfigError, match="attention_backend = native: dtype = float16"):
+        LLM(config=EngineConfig(attention_backend="native", dtype="float16", **small))
+    monkeypatch.setenv("MILLRACE_INSTRUCTION_SET", "none of them")
+    with pytest.raises(ConfigError, match="attention_backend = native: instruction set none of them"):
+        LLM(attention_backend="native", **small)

@@ -121,6 +121,8 @@ def engine_with(
         num_gpu_blocks=num_sequences * (MAX_MODEL_LEN // 16),
         steps_in_flight=steps_in_flight,
         enable_prefix_caching=has_cache,
+        max_admitted_requests=2 * num_sequences + 1,
+        max_waiting_requests=2 * num_sequences + 1,
     )
     engine = scripted_engine(config)
     engine.model.forward = device.forward  # type: ignore[method-assign, assignment]

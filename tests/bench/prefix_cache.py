@@ -34,6 +34,11 @@ from millrace.stages.scheduler import Limits, Scheduler
 from .shapes import make_checkpoint
 
 HASH_TOKENS = 512  # of a hash id in the trace
+BLOCK_SIZE = 16
+PARTS = ("seconds", "trace", "steps")
+POOL_BLOCKS = 1536  # of the servers: a few runs fill it, and from then on a cache gives up old blocks for new ones
+NUM_WARM_UPS = 3  # runs until it is full: before, a cache that never reuses a block pays for its pages' first use
+TRACE_MEMORY = (256_000, 1_024_000, 4_096_000)  # tokens
 
 
 # -- 1: seconds
@@ -47,7 +52,12 @@ class Server:
 
         self.loop = asyncio.new_event_loop()
         self.engine = Engine(
-            model=str(folder), device="cpu", max_model_len=1024, max_num_seqs=32, enable_prefix_caching=has_cache
+            model=str(folder),
+            device="cpu",
+            max_model_len=1024,
+            max_num_seqs=32,
+            num_gpu_blocks=POOL_BLOCKS,
+            enable_prefix_caching=has_cache,
         )
         self.loop.run_until_complete(self.engine.start())
 
@@ -85,14 +95,16 @@ def seconds_with_and_without(shape: str, runs: int) -> dict[str, Any]:
         figures = {}
         for name, num_common in (("512 tokens in common", 512), ("nothing in common", 0)):
             taken: dict[str, list[float]] = {each: [] for each in servers}
-            for run in range(runs + 1):
+            for run in range(NUM_WARM_UPS + runs):
                 prompts = w3(1000 * num_common + run, num_common=num_common)
                 for each, server in servers.items():
                     seconds = server.seconds(prompts, 32)
-                    if run > 0:  # the first is a warm-up
+                    if run >= NUM_WARM_UPS:
                         taken[each].append(seconds)
             medians = {each: round(statistics.median(values), 3) for each, values in taken.items()}
-            figures[name] = medians | {"on / off": round(medians["cache on"] / medians["cache off"], 3)}
+            ratios = [on / off for on, off in zip(taken["cache on"], taken["cache off"], strict=True)]
+            spread = [round(value, 3) for value in (min(ratios), statistics.median(ratios), max(ratios))]
+            figures[name] = medians | {"on / off, of each pair: least, median, most": spread}
         for server in servers.values():
             server.close()
     return figures
@@ -151,43 +163,47 @@ def prompts_of(path: Path, num_requests: int) -> Iterator[np.ndarray]:
             yield (ids[: request["input_length"]] % (1 << 31)).astype(np.int32)
 
 
-def hits_of_a_trace(path: Path, num_blocks: int, num_requests: int) -> dict[str, Any]:
-    """Share of prompt tokens found, here and by an exact LRU of as many blocks."""
-    max_model_len = num_blocks * HASH_TOKENS
-    books = Books(num_blocks, HASH_TOKENS, 1, max_model_len)
-    oracle: OrderedDict[bytes, None] = OrderedDict()
-    num_tokens = num_found = 0
+def hits_of_a_trace(path: Path, num_tokens: int, num_requests: int) -> dict[str, Any]:
+    """Share of prompt tokens found in a memory of `num_tokens`, here and by an exact LRU of as many blocks."""
+    num_blocks = num_tokens // BLOCK_SIZE
+    books = Books(num_blocks, BLOCK_SIZE, 1, num_tokens)
+    oracle: OrderedDict[int, None] = OrderedDict()
+    num_asked = num_expected = 0
     for sequence_id, ids in enumerate(prompts_of(path, num_requests)):
-        if len(ids) + 1 >= max_model_len:
+        if len(ids) + 1 >= num_tokens:
             continue
         books.ask(sequence_id, ids, max_tokens=1)
         while books.step():
             pass
-        num_tokens += len(ids)
-        num_found += _ask_oracle(oracle, ids, num_blocks)
-    found = (books.cache.num_hits - books.cache.num_forked) / num_tokens  # in whole blocks, as the oracle's
+        num_asked += len(ids)
+        num_expected += _ask_oracle(oracle, ids, num_blocks)
+    found = (books.cache.num_hits - books.cache.num_forked) / num_asked  # in whole blocks, as the oracle's
     return {
         "requests": num_requests,
-        "blocks": num_blocks,
+        "tokens of memory": num_tokens,
         "found": round(found, 4),
-        "an exact LRU": round(num_found / num_tokens, 4),
+        "an exact LRU": round(num_expected / num_asked, 4),
     }
 
 
-def _ask_oracle(oracle: OrderedDict[bytes, None], ids: np.ndarray, num_blocks: int) -> int:
-    """Tokens of the prompt that are there; afterwards all of its full blocks are, the last of them as the oldest."""
-    keys = [ids[: (place + 1) * HASH_TOKENS].tobytes()[-8 * HASH_TOKENS :] for place in range(len(ids) // HASH_TOKENS)]
+def _ask_oracle(oracle: OrderedDict[int, None], ids: np.ndarray, num_blocks: int) -> int:
+    """Tokens of the prompt that are there; afterwards all of its full blocks are, the last of them as the oldest.
+
+    The first token of a block is its key: those of a trace say what stands before them, too.
+    """
+    keys = ids[: len(ids) // BLOCK_SIZE * BLOCK_SIZE : BLOCK_SIZE].tolist()
     num_found = 0
-    while num_found < (len(ids) - 1) // HASH_TOKENS and keys[num_found] in oracle:
+    while num_found < (len(ids) - 1) // BLOCK_SIZE and keys[num_found] in oracle:
         num_found += 1
-    in_use = set(keys[:num_found])
-    room = num_blocks - (-(-(len(ids)) // HASH_TOKENS))  # for blocks that are not in use while this one runs
-    for key in [key for key in oracle if key not in in_use][: max(0, len(oracle) - num_found - room)]:
-        del oracle[key]
+    for key in keys[:num_found]:
+        oracle.move_to_end(key)  # in use: not to be evicted
+    room = num_blocks - -(-len(ids) // BLOCK_SIZE)  # for blocks that are not in use while this one runs
+    for _ in range(max(0, len(oracle) - num_found - room)):
+        oracle.popitem(last=False)
     for key in reversed(keys):
         oracle.pop(key, None)
         oracle[key] = None
-    return num_found * HASH_TOKENS
+    return num_found * BLOCK_SIZE
 
 
 def decode_cost_us(num_blocks: int, num_sequences: int = 64, num_steps: int = 600) -> float:
@@ -219,13 +235,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--trace", type=Path, help="JSON lines with input_length and hash_ids")
     parser.add_argument("--requests", type=int, default=3000, help="of the trace")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"seconds": seconds_with_and_without(options.shape, options.runs)}
-    if options.trace is not None:
-        figures["trace"] = [hits_of_a_trace(options.trace, blocks, options.requests) for blocks in (500, 2000, 8000)]
-    small, large = decode_cost_us(8_000), decode_cost_us(80_000)
-    figures["decode_step_us"] = {"8000 blocks": small, "80000 blocks": large, "ratio": round(large / small, 3)}
+    figures: dict[str, Any] = {}
+    if "seconds" in options.parts:
+        figures["seconds"] = seconds_with_and_without(options.shape, options.runs)
+    if "trace" in options.parts and options.trace is not None:
+        figures["trace"] = [hits_of_a_trace(options.trace, size, options.requests) for size in TRACE_MEMORY]
+    if "steps" in options.parts:
+        small, large = decode_cost_us(8_000), decode_cost_us(80_000)
+        figures["decode_step_us"] = {"8000 blocks": small, "80000 blocks": large, "ratio": round(large / small, 3)}
     print(json.dumps(figures, indent=2))
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

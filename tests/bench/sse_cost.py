@@ -7,6 +7,9 @@ turns: one token in each write, and five waiting at each write (a stage behind d
 with the four before it). Beside each, what the engine itself costs: readers in its own process, with no HTTP. CPU time
 is that of all threads of the server's process, from /proc; what HTTP adds is the difference, and the targets are about
 that. What a request costs besides its tokens is measured with short answers, and taken off.
+
+How much of it no server can save is measured too: the calls of the system alone, a `send` of an event's length to each
+of 64 sockets every 5 ms, read by the same clients.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -38,6 +42,7 @@ from tests.deploy.running import ROOT, RunningServer, post_bytes
 NUM_STREAMS = 64
 SHORT, LONG = 100, 500  # tokens a stream
 STEP_S = 0.005
+EVENT = b"a" * 200
 TARGETS_US = {1: 10.0, 5: 3.0}
 ENGINE = EngineConfig(max_num_seqs=NUM_STREAMS, max_model_len=1024, num_gpu_blocks=NUM_STREAMS * 64)
 
@@ -86,6 +91,26 @@ async def read_inside(size: int, num_tokens: int) -> float:
         began_s = time.process_time()
         await asyncio.gather(*(read(number) for number in range(NUM_STREAMS)))
         return time.process_time() - began_s
+
+
+def send_alone(num_writes: int) -> float:
+    """CPU seconds of a `send` to each of the streams, so many times, with nothing else."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reading = subprocess.Popen(_command("--run", "read", "--port", listener.getsockname()[1]), cwd=ROOT)
+        clients = [listener.accept()[0] for _ in range(NUM_STREAMS)]
+        for client in clients:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.recv(65536)
+        began_s = time.process_time()
+        for _ in range(num_writes):
+            for client in clients:
+                client.send(EVENT)
+            time.sleep(STEP_S)
+        spent_s = time.process_time() - began_s
+        for client in clients:
+            client.close()
+        reading.wait()
+        return spent_s
 
 
 def serve_here(size: int) -> int:
@@ -147,7 +172,8 @@ def measure(rounds: int) -> dict[str, Any]:
             for name, value in zip(both, (*spent, spent[0] - spent[1]), strict=True):
                 both[name].append(round(value, 2))
         figures[f"{size}_waiting"] = both | {"http_median": round(statistics.median(both["http"]), 2)}
-    return figures
+    sends = [round(1e6 * send_alone(LONG) / LONG / NUM_STREAMS, 2) for _ in range(rounds)]
+    return figures | {"send_alone_us_a_write": sends}
 
 
 def main() -> int:

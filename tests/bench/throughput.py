@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import platform
-import random
 import statistics
 import tempfile
 import time
@@ -21,26 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from .cpu.worker import FirstToken
 from .shapes import SHAPES, make_checkpoint
+from .workloads import Asked, w1, w2
 
-Prompts = list[tuple[list[int], int]]  # (token ids, answer length)
-
-
-def w1(run: int) -> Prompts:
-    """One request, 128 in, 128 out."""
-    return [(_ids(random.Random(f"w1-{run}"), 128), 128)]
-
-
-def w2(run: int) -> Prompts:
-    """32 requests at once; the lengths are the same each run, the ids are not."""
-    lengths = random.Random("w2")
-    shape = [(lengths.randint(32, 256), lengths.randint(32, 128)) for _ in range(32)]
-    ids = random.Random(f"w2-{run}")
-    return [(_ids(ids, num_prompt), num_answer) for num_prompt, num_answer in shape]
-
-
-def _ids(draw: random.Random, count: int) -> list[int]:
-    return [draw.randrange(300, 15_000) for _ in range(count)]
+Prompts = list[Asked]
 
 
 class Subject(Protocol):
@@ -100,7 +84,7 @@ class Transformers:
         ids = torch.tensor([[0] * (width - len(ids)) + ids for ids, _ in prompts], device=self.device)
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids, _ in prompts], device=self.device)
         longest = max(num_answer for _, num_answer in prompts)
-        clock = _FirstToken()
+        clock = FirstToken()
         start = time.perf_counter()
         with torch.inference_mode():
             self.model.generate(
@@ -112,22 +96,7 @@ class Transformers:
                 streamer=clock if len(prompts) == 1 else None,
             )
         end = time.perf_counter()
-        return [(clock.at or end) - start, end - start]
-
-
-class _FirstToken:
-    """A streamer that notes when the first new token came; the prompt comes before it."""
-
-    def __init__(self) -> None:
-        self.num_puts, self.at = 0, 0.0
-
-    def put(self, value: Any) -> None:
-        self.num_puts += 1
-        if self.num_puts == 2:
-            self.at = time.perf_counter()
-
-    def end(self) -> None:
-        pass
+        return [(clock.at_s or end) - start, end - start]
 
 
 def measure(subjects: dict[str, Subject], workload: Callable[[int], Prompts], runs: int) -> dict[str, Any]:

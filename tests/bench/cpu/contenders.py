@@ -1,0 +1,203 @@
+"""The engines that are compared: in a process or behind a server, stopped while another one is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from millrace.deploy.bench.load import Ask
+from millrace.deploy.bench.measures import statistics
+from millrace.deploy.bench.serve import Client, measure
+
+from ..workloads import IN_FLIGHT, Asked
+
+Figures = dict[str, float]
+
+WORKER = Path(__file__).with_name("worker.py")
+READY_WITHIN_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """An engine of `worker.py`, under the Python that has it installed."""
+
+    label: str
+    engine: str
+    python: str
+    model: str
+    num_threads: int
+
+    @property
+    def command(self) -> list[str]:
+        return [self.python, str(WORKER), self.engine, self.model, str(self.num_threads)]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server with OpenAI's completions, by the command that starts it; `{port}` in it becomes a free port."""
+
+    label: str
+    command: list[str]
+
+
+Contender = InProcess | Served
+
+
+class Running:
+    """A contender that has been started. It runs only while it is asked something: its processes are stopped
+    (SIGSTOP) in between, so that no waiting engine takes a share of the cores."""
+
+    def __init__(self, label: str, process: asyncio.subprocess.Process, ready_s: float) -> None:
+        self.label = label
+        self.ready_s = ready_s
+        self._process = process
+
+    async def answer(self, workload: str, asked: Sequence[Asked]) -> Figures:
+        """What the workload came to."""
+        raise NotImplementedError
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Lets its processes run."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.pause()
+
+    def pause(self) -> None:
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def peak_mib(self) -> float:
+        """The most memory that its processes have had resident, MiB, each by itself, added up."""
+        return sum(_peak_kib(pid) for pid in _processes(self._process.pid)) / 1024
+
+    async def stop(self) -> None:
+        """Ends all its processes."""
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+        try:
+            await asyncio.wait_for(self._process.wait(), 20)
+        except TimeoutError:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+
+
+class RunningWorker(Running):
+    """Answers W1 to W3 over its pipe."""
+
+    async def answer(self, workload: str, asked: Sequence[Asked]) -> Figures:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        said = await _read_line(self._process, self.label)
+        num_tokens = sum(num_answer for _, num_answer in asked)
+        if workload == "w1" and said["first_s"] is not None:
+            return {
+                "decode_tok_s": (num_tokens - 1) / (said["whole_s"] - said["first_s"]),
+                "ttft_ms": 1e3 * said["first_s"],
+            }
+        return {"output_tok_s": num_tokens / said["whole_s"], "wall_s": said["whole_s"]}
+
+
+class RunningServer(Running):
+    """Answers over HTTP, token ids in and server-sent events out."""
+
+    def __init__(self, label: str, process: asyncio.subprocess.Process, ready_s: float, url: str) -> None:
+        super().__init__(label, process, ready_s)
+        self.url = url
+
+    async def answer(self, workload: str, asked: Sequence[Asked]) -> Figures:
+        asks = [Ask(ids, num_answer) for ids, num_answer in asked]
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            client = Client(session, self.url, "/v1/completions")
+            client.model, client.ignores_eos = await client.served_model(), True
+            wall_s, records = await measure(client, asks, [0.0] * len(asks), IN_FLIGHT[workload])
+        for record, (_, num_answer) in zip(records, asked, strict=True):
+            if record.error or record.num_output != num_answer:
+                raise RuntimeError(f"{self.label}: {record.num_output} tokens of {num_answer}: {record.error}")
+        if workload == "w1":
+            (one,) = records
+            return {"decode_tok_s": 1 / (one.tpot_s or float("inf")), "ttft_ms": 1e3 * one.ttft_s}
+        figures = {"output_tok_s": sum(record.num_output for record in records) / wall_s, "wall_s": wall_s}
+        ttft = statistics("ttft", [record.ttft_s for record in records], (99.0,))
+        itl = statistics("itl", [gap_s for record in records for gap_s in record.itls_s], (99.0,))
+        names = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+        return figures | {name: (ttft | itl)[name] for name in names}
+
+
+async def start(contender: Contender, log: Path) -> Running:
+    """Starts it and waits until it answers; what it prints goes to `log`. Raises RuntimeError if it never does."""
+    began_s = time.perf_counter()
+    with log.open("wb") as out:
+        if isinstance(contender, InProcess):
+            process = await _spawn(contender.command, stdin=asyncio.subprocess.PIPE, stdout=-1, stderr=out)
+            await _read_line(process, contender.label)
+            running: Running = RunningWorker(contender.label, process, time.perf_counter() - began_s)
+        else:
+            port = _free_port()
+            url = f"http://127.0.0.1:{port}"
+            command = [part.replace("{port}", str(port)) for part in contender.command]
+            process = await _spawn(command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out)
+            await _wait_for(url, process, contender.label)
+            running = RunningServer(contender.label, process, time.perf_counter() - began_s, url)
+    running.pause()
+    return running
+
+
+async def _spawn(command: Sequence[str], **streams: object) -> asyncio.subprocess.Process:
+    limit = 1 << 26  # of a line
+    return await asyncio.create_subprocess_exec(*command, start_new_session=True, limit=limit, **streams)  # type: ignore[arg-type]
+
+
+async def _read_line(process: asyncio.subprocess.Process, label: str) -> dict[str, float]:
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{label} has ended with exit code {await process.wait()}; see its log")
+    said: dict[str, float] = json.loads(line)
+    return said
+
+
+async def _wait_for(url: str, process: asyncio.subprocess.Process, label: str) -> None:
+    end_s = time.perf_counter() + READY_WITHIN_S
+    async with aiohttp.ClientSession() as session:
+        while time.perf_counter() < end_s and process.returncode is None:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(url + "/health", timeout=aiohttp.ClientTimeout(2)) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(0.02)
+    raise RuntimeError(f"{label} did not come up at {url}; see its log")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _processes(group: int) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getpgid(int(folder.name)) == group:
+                yield int(folder.name)
+
+
+def _peak_kib(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1])
+    return 0

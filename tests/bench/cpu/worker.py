@@ -1,0 +1,194 @@
+"""One engine in a process of its own, driven by lines of JSON. Runs under the Python that has the engine installed, so
+it imports that engine, the standard library and numpy, and nothing of this project but for its own engine.
+
+    PYTHON worker.py ENGINE MODEL NUM_THREADS
+
+Prints `{"ready_s": ...}`, then answers each line `[[token ids, answer length], ...]` with
+`{"first_s": seconds to the first token of the first request or null, "whole_s": seconds for all}`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any, Protocol
+
+Asked = tuple[list[int], int]
+
+
+class Engine(Protocol):
+    """An engine that answers all requests at once, greedily, to the asked lengths."""
+
+    def run(self, asked: list[Asked]) -> float | None:
+        """Returns the time (`time.perf_counter`) of the first request's first token, where that can be seen."""
+
+
+class Millrace:
+    """This engine, by its asynchronous API."""
+
+    def __init__(self, model: str, num_threads: int) -> None:
+        import asyncio
+
+        from millrace.stages import Engine as MillraceEngine
+        from millrace.stages import EngineConfig
+
+        self.loop = asyncio.new_event_loop()
+        self.engine = MillraceEngine(EngineConfig(model=model, device="cpu", max_model_len=2048, max_num_seqs=64))
+        self.loop.run_until_complete(self.engine.start())
+
+    def run(self, asked: list[Asked]) -> float | None:
+        return self.loop.run_until_complete(self._run(asked))
+
+    async def _run(self, asked: list[Asked]) -> float:
+        import asyncio
+
+        return (await asyncio.gather(*(self._one(*each) for each in asked)))[0]
+
+    async def _one(self, ids: list[int], num_answer: int) -> float:
+        from millrace.stages import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True)
+        first, count = 0.0, 0
+        async for output in self.engine.generate(ids, params, output_kind="delta"):
+            first = first or time.perf_counter()
+            count += sum(len(choice.token_ids) for choice in output.outputs)
+        assert count == num_answer, f"{count} tokens of {num_answer}"
+        return first
+
+
+class Transformers:
+    """`generate` on a batch padded on the left, until the longest answer is done."""
+
+    def __init__(self, model: str, num_threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(num_threads)
+        self.torch = torch
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+
+    def run(self, asked: list[Asked]) -> float | None:
+        torch, width = self.torch, max(len(ids) for ids, _ in asked)
+        ids = torch.tensor([[0] * (width - len(ids)) + ids for ids, _ in asked])
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids, _ in asked])
+        longest = max(num_answer for _, num_answer in asked)
+        clock = FirstToken() if len(asked) == 1 else None  # it takes a streamer for one prompt alone
+        with torch.inference_mode():
+            self.model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=longest,
+                min_new_tokens=longest,
+                streamer=clock,
+            )
+        return None if clock is None else clock.at_s
+
+
+class FirstToken:
+    """A streamer that notes when the first new token came; the prompt comes before it."""
+
+    def __init__(self) -> None:
+        self.num_puts, self.at_s = 0, 0.0
+
+    def put(self, value: Any) -> None:
+        self.num_puts += 1
+        if self.num_puts == 2:
+            self.at_s = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+class OpenVino:
+    """OpenVINO GenAI's continuous batching; the model is one that optimum-intel has converted."""
+
+    def __init__(self, model: str, num_threads: int) -> None:
+        import openvino
+        import openvino_genai
+
+        self.openvino, self.genai = openvino, openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens = 2, 256, 2048
+        scheduler.dynamic_split_fuse = scheduler.enable_prefix_caching = True
+        settings = {"INFERENCE_NUM_THREADS": num_threads}
+        self.pipe = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", settings)
+
+    def run(self, asked: list[Asked]) -> float | None:
+        import numpy as np
+
+        handles = []
+        for number, (ids, num_answer) in enumerate(asked):
+            config = self.genai.GenerationConfig()
+            config.max_new_tokens, config.ignore_eos, config.do_sample = num_answer, True, False
+            handles.append(self.pipe.add_request(number, self.openvino.Tensor(np.array([ids], np.int64)), config))
+        first_s = None
+        while self.pipe.has_non_finished_requests():
+            self.pipe.step()
+            if first_s is None and handles[0].can_read():
+                first_s = time.perf_counter()
+        return first_s
+
+
+class Vllm:
+    """vLLM's offline API."""
+
+    def __init__(self, model: str, num_threads: int) -> None:
+        from vllm import LLM, SamplingParams
+
+        self.params = SamplingParams
+        self.llm = LLM(model, dtype="bfloat16", max_model_len=2048, enable_prefix_caching=True)
+
+    def run(self, asked: list[Asked]) -> float | None:
+        prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
+        params = [self.params(temperature=0, max_tokens=num, ignore_eos=True, detokenize=False) for _, num in asked]
+        self.llm.generate(prompts, params, use_tqdm=False)
+        return None
+
+
+class LlamaCpp:
+    """llama.cpp through its Python binding, one request after the other: it has no batched API. For W1."""
+
+    def __init__(self, model: str, num_threads: int) -> None:
+        from llama_cpp import Llama
+
+        self.llama = Llama(model, n_ctx=2048, n_threads=num_threads, n_threads_batch=num_threads, verbose=False)
+
+    def run(self, asked: list[Asked]) -> float | None:
+        first_s = None
+        for ids, num_answer in asked:
+            for count, _ in enumerate(self.llama.generate(ids, temp=0.0, reset=True), 1):
+                first_s = first_s or time.perf_counter()
+                if count == num_answer:
+                    break
+        return first_s
+
+
+ENGINES: dict[str, Any] = {
+    "millrace": Millrace,
+    "transformers": Transformers,
+    "openvino": OpenVino,
+    "vllm": Vllm,
+    "llama.cpp": LlamaCpp,
+}
+
+
+def main() -> None:
+    """Serves the lines of its standard input."""
+    began_s = time.perf_counter()
+    name, model, num_threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    answers, sys.stdout = sys.stdout, sys.stderr  # what an engine prints is no answer
+    engine: Engine = ENGINES[name](model, num_threads)
+    print(json.dumps({"ready_s": time.perf_counter() - began_s}), file=answers, flush=True)
+    for line in sys.stdin:
+        asked = [(ids, num_answer) for ids, num_answer in json.loads(line)]
+        began_s = time.perf_counter()
+        first_s = engine.run(asked)
+        whole_s = time.perf_counter() - began_s
+        result = {"first_s": None if first_s is None else first_s - began_s, "whole_s": whole_s}
+        print(json.dumps(result), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

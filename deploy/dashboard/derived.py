@@ -18,8 +18,8 @@ from ...stages.insight.causes import causes, in_words
 from ...stages.insight.trace_view import TraceView
 from ...stages.insight.waterfall import Bar, Waterfall, waterfall
 
-MIN_S = 1.0  # between two thoughts
-SHARE = 0.05  # of the time, at most
+MIN_S = 2.0  # between two thoughts
+SHARE = 0.02  # of the time, at most
 WINDOW_S = 5.0  # of the trace, in which a bottleneck is looked for
 SHARES = ("busy", "blocked", "waiting_for")
 MAX_PIECES = 300  # of a row, so that a long answer is no longer to send than a short one

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ OF_STEPS = (
     *(EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE),
     *(EventKind.REQUEST_ACCEPTED, EventKind.REQUEST_FINISHED),
 )
+PLAIN = (EventKind.STEP_PLANNED, EventKind.STEP_GRANTED, EventKind.STEP_DONE)  # all there is of steps that go well
 OLDER = (
     *(EventKind.WAITING_FOR, EventKind.PARKED, EventKind.UNPARKED),
     *(EventKind.REQUEST_ACCEPTED, EventKind.REQUEST_FINISHED),
@@ -71,6 +73,16 @@ class _Open:
     num_preempted: int = 0
 
 
+class _End(NamedTuple):
+    """A step that is over."""
+
+    step: int
+    time_ns: int
+    duration_us: int
+    opened: _Open
+    is_void: bool = False
+
+
 @dataclass(slots=True)
 class _Progress:
     """How far a sequence has been computed, as far as rows have told."""
@@ -90,8 +102,36 @@ class StepFold:
 
     def take(self, records: Records) -> list[StepRow]:
         """The steps that ended in these records."""
-        rows = []
         of_steps = records[np.isin(records["kind"], OF_STEPS)]
+        is_plain = np.isin(of_steps["kind"], PLAIN)
+        known = [*self._open, *np.unique(of_steps["step"][~is_plain]).tolist()]
+        is_plain &= ~np.isin(of_steps["step"], known)
+        ends = self._take_plain(of_steps[is_plain]) + self._take_singly(of_steps[~is_plain])
+        ends.sort(key=attrgetter("time_ns"))
+        if ends:
+            self._open = {step: opened for step, opened in self._open.items() if step > ends[-1].step}
+        return list(map(self._row_of, ends))
+
+    def _take_plain(self, records: Records) -> list[_End]:
+        """Of steps that begin in these records and have PLAIN ones only: half a microsecond each instead of five."""
+        if not len(records):
+            return []
+        first = int(records["step"].min())
+        counts = np.zeros((int(records["step"].max()) - first + 1, 5), np.int64)  # by step: as in `_Open`
+        planned, granted, done = (records[records["kind"] == kind] for kind in PLAIN)
+        counts[planned["step"].astype(np.intp) - first, 0] = planned["d"]
+        for place, column in enumerate("abcd", 1):
+            counts[granted["step"].astype(np.intp) - first, place] = granted[column]
+        opened = [_Open(*row) for row in counts.tolist()]
+        is_begun = np.zeros(len(counts), np.bool_)
+        is_begun[records["step"].astype(np.intp) - first] = True
+        is_begun[done["step"].astype(np.intp) - first] = False
+        self._open.update((first + place, opened[place]) for place in is_begun.nonzero()[0].tolist())
+        told = zip(*(done[column].tolist() for column in ("step", "time_ns", "c")), strict=True)
+        return [_End(step, time_ns, took_us, opened[step - first]) for step, time_ns, took_us in told]
+
+    def _take_singly(self, of_steps: Records) -> list[_End]:
+        ends = []
         for time_ns, kind, _, step, a, b, c, d in of_steps.tolist():
             match kind:
                 case EventKind.STEP_PLANNED:
@@ -101,7 +141,9 @@ class StepFold:
                     opened.num_rows, opened.num_tokens, opened.num_decode, opened.num_free = a, b, c, d
                 case EventKind.STEP_DONE | EventKind.STEP_VOID:
                     is_void = kind == EventKind.STEP_VOID
-                    rows.append(self._close(step, time_ns, 0 if is_void else c, is_void))
+                    ends.append(
+                        _End(step, time_ns, 0 if is_void else c, self._open.pop(step, None) or _Open(), is_void)
+                    )
                 case EventKind.PREEMPTED:
                     self._open.setdefault(step, _Open()).num_preempted += 1
                 case EventKind.REQUEST_ACCEPTED:
@@ -110,12 +152,10 @@ class StepFold:
                     self._followed.pop(a, None)
                 case _:
                     self._row(kind, step, a, c, d)
-        return rows
+        return ends
 
-    def _close(self, step: int, time_ns: int, duration_us: int, is_void: bool) -> StepRow:
-        opened = self._open.pop(step, None) or _Open()
-        for forgotten in [older for older in self._open if older < step]:
-            del self._open[forgotten]  # a plan of which nothing was granted
+    def _row_of(self, end: _End) -> StepRow:
+        step, time_ns, duration_us, opened, is_void = end
         began_ns = time_ns - 1000 * duration_us
         gap_us = 0 if self._last_end_ns is None else max(0, (began_ns - self._last_end_ns) // 1000)
         self._last_end_ns = time_ns

@@ -9,6 +9,7 @@ from base64 import b64decode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -325,6 +326,28 @@ def test_tokens_computed_again_are_wasted_and_only_they():
         0,
         0,
     ]
+
+
+def test_steps_are_the_same_in_whatever_pieces_their_records_are_read():
+    draw, tracer = Random(7), Tracer()
+    source = tracer.source("any")
+    tracer.emit(EventKind.REQUEST_ACCEPTED, source, 0, 3, 1, 0)
+    for step in range(1, 300):  # planned while the one before runs, and now and then something happens to a row
+        tracer.emit(EventKind.STEP_PLANNED, source, step, 2, 2, 2, step % 5)
+        tracer.emit(EventKind.STEP_GRANTED, source, step, 2, 2, draw.randrange(3), 900 - step)
+        if draw.random() < 0.1:
+            tracer.emit(EventKind.PREEMPTED, source, step, 0, 0, 0, 0)
+            tracer.emit(EventKind.ROW_EXTEND, source, step, 3, 0, 0, draw.randrange(1, 50))
+        if draw.random() < 0.05:
+            tracer.emit(EventKind.STEP_PLANNED, source, step + 1, 2, 2, 2, 9)  # void: its number is used again
+        kind = EventKind.STEP_VOID if draw.random() < 0.05 else EventKind.STEP_DONE
+        tracer.emit(kind, source, step - 1, 1, 0, *([draw.randrange(50)] if kind is EventKind.STEP_DONE else []))
+    records = tracer.read_all()
+    one_by_one = StepFold()
+    rows = [row for place in range(len(records)) for row in one_by_one.take(records[place : place + 1])]
+    for size in (len(records), 100, 7):
+        fold = StepFold()
+        assert [row for at in range(0, len(records), size) for row in fold.take(records[at : at + size])] == rows
 
 
 def test_after_a_long_absence_only_the_end_of_the_trace_is_read():

@@ -97,7 +97,8 @@ def seconds_with_and_without(shape: str, runs: int) -> dict[str, Any]:
             taken: dict[str, list[float]] = {each: [] for each in servers}
             for run in range(NUM_WARM_UPS + runs):
                 prompts = w3(1000 * num_common + run, num_common=num_common)
-                for each, server in servers.items():
+                order = list(servers.items())
+                for each, server in order if run % 2 else reversed(order):
                     seconds = server.seconds(prompts, 32)
                     if run >= NUM_WARM_UPS:
                         taken[each].append(seconds)

@@ -1,10 +1,11 @@
 """How well `millrace simulate` predicts: `python -m tests.bench.simulate_accuracy`.
 
-A run of the bundled model on this CPU is recorded and a cost model fitted to it. The same requests then run live with
-other settings, and are simulated with those. A machine is faster at one time than at another (a shared one by tens of
-per cent), so each live run is held against the prediction of a recording that was made a moment before, and what counts
-of several such pairs is their median. Compared are output tokens per second, the median and the 99th percentile of the
-time to the first token, and the order of the settings by each of them.
+A run of a model on this CPU (random weights of a real shape, or with `--shape bundled` the bundled one, whose steps are
+so short that what surrounds them counts as much) is recorded and a cost model fitted to it. The same requests then run
+live with other settings, and are simulated with those. A machine is faster at one time than at another (a shared one by
+tens of per cent), so each live run is held against the prediction of a recording that was made a moment before, and
+what counts of several such pairs is their median. Compared are output tokens per second, the median and the 99th
+percentile of the time to the first token, and the order of the settings by each of them.
 
 Requests come in a burst, so that with every setting most of them wait, and waiting times follow from how fast steps
 are. Near the rate that a setting can just serve they do not: a few per cent more or less of speed there is a queue that
@@ -38,6 +39,8 @@ from millrace.stages.recordings.cost_model import Fitted, fit
 from millrace.stages.recordings.recorded import Recording
 from millrace.stages.recordings.traces import Trace, TraceRequest
 
+from .shapes import SHAPES, make_checkpoint
+
 RECORDED = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
 OTHERS: tuple[dict[str, int], ...] = (
     {"max_num_seqs": 2, "max_num_batched_tokens": 256},
@@ -47,6 +50,7 @@ OTHERS: tuple[dict[str, int], ...] = (
     {"max_num_seqs": 48, "max_num_batched_tokens": 256},
 )
 FIGURES = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")
+MAX_MODEL_LEN = 512
 WITHIN = 0.10  # what a prediction is to be good to
 
 
@@ -60,11 +64,13 @@ def make_trace(num_requests: int, requests_per_s: float, seed: int) -> Trace:
     return Trace([TraceRequest(*row) for row in rows], tells_prefixes=False)
 
 
-async def run_live(trace: Trace, settings: dict[str, int], record: Path | None = None) -> dict[str, float]:
+async def run_live(
+    model: str | None, trace: Trace, settings: dict[str, int], record: Path | None = None
+) -> dict[str, float]:
     """The figures of the trace on a real engine, by the engine's own clock."""
-    config = EngineConfig(
-        enable_prefix_caching=False, record=None if record is None else str(record), threads=1, **settings
-    )  # type: ignore[arg-type]
+    fixed = {"enable_prefix_caching": False, "record": None if record is None else str(record), "threads": 1}
+    chosen = {} if model is None else {"model": model, "max_model_len": MAX_MODEL_LEN}
+    config = EngineConfig(**fixed, **chosen, **settings)  # type: ignore[arg-type]
     async with Engine(config) as engine:
         rng, loop = np.random.default_rng(0), asyncio.get_running_loop()
         began_s = loop.time() + 0.1
@@ -116,7 +122,7 @@ def same_order(rows: list[dict[str, Any]], name: str) -> bool:
     )
 
 
-def measure(trace: Trace, num_repeats: int, folder: Path) -> dict[str, Any]:
+def measure(model: str | None, trace: Trace, num_repeats: int, folder: Path) -> dict[str, Any]:
     """Pairs of a recorded run and a live one, in turn by setting; of each pair, what its recording predicts."""
     pairs: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in OTHERS]
     fits: list[Fitted] = []
@@ -124,8 +130,8 @@ def measure(trace: Trace, num_repeats: int, folder: Path) -> dict[str, Any]:
     for _ in range(num_repeats):
         for settings, found in zip(OTHERS, pairs, strict=True):
             path = folder / f"run-{len(fits)}.jsonl"
-            recorded = asyncio.run(run_live(trace, RECORDED, path))
-            live = asyncio.run(run_live(trace, settings))
+            recorded = asyncio.run(run_live(model, trace, RECORDED, path))
+            live = asyncio.run(run_live(model, trace, settings))
             fitted = fit(Recording(path))
             path.unlink()
             fits.append(fitted)
@@ -172,7 +178,8 @@ def _spread(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-requests", type=int, default=120)
+    parser.add_argument("--shape", choices=["bundled", *SHAPES], default="smollm2-135m")
+    parser.add_argument("--num-requests", type=int, default=60)
     parser.add_argument("--request-rate", type=float, default=400.0, help="requests a second")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of each setting")
     parser.add_argument("--seed", type=int, default=0)
@@ -180,7 +187,8 @@ def main() -> None:
     options = parser.parse_args()
     trace = make_trace(options.num_requests, options.request_rate, options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(trace, options.repeats, Path(folder))
+        model = None if options.shape == "bundled" else str(make_checkpoint(options.shape, Path(folder) / "model"))
+        result = {"shape": options.shape} | measure(model, trace, options.repeats, Path(folder))
     for row in result["rows"]:
         off = ", ".join(
             f"{name} {row['live'][name]:.1f}, predicted {row['predicted'][name]:.1f} ({row['errors'][name]:+.1%})"

@@ -2,7 +2,8 @@
 
     python -m tests.bench.structured_output --json results.json
 
-16 answers run together on the bundled model; all get a token each step. With a form, all 16 have the same JSON schema,
+16 answers run together on random weights of a real shape, or with `--shape bundled` on the bundled model, whose step is
+ten times shorter; all get a token each step. With a form, all 16 have the same JSON schema,
 or each its own. Each pair of runs is one free and one with a form, side by side in time, and its ratio tells the whole
 difference: masks, other threads at work, and that JSON of random tokens is dearer to detokenize than the model's own
 text. `device_percent` tells the masks' part alone: what the device thread spends on reading masks, waiting for them
@@ -17,12 +18,18 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from millrace.stages import Engine, EngineConfig, SamplingParams, StructuredOutputs, sampling
+
+from .shapes import SHAPES, make_checkpoint
+
+BUNDLED = "bundled"
 
 
 def schema(i: int) -> dict[str, Any]:
@@ -106,8 +113,9 @@ class Bench:
         }
 
 
-async def measure(batch: int, num_tokens: int, pairs: int, threads: int | None) -> dict[str, Any]:
+async def measure(model: str | None, batch: int, num_tokens: int, pairs: int, threads: int | None) -> dict[str, Any]:
     config = EngineConfig(max_num_seqs=batch, max_model_len=num_tokens + 64, threads=threads)
+    config = config if model is None else replace(config, model=model)
     async with Engine(config) as engine:
         bench = Bench(engine, batch, num_tokens)
         same = [StructuredOutputs(json=schema(0))] * batch
@@ -121,14 +129,17 @@ async def measure(batch: int, num_tokens: int, pairs: int, threads: int | None) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[BUNDLED, *SHAPES], default="smollm2-135m")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = asyncio.run(measure(args.batch, args.tokens, args.pairs, args.threads))
-    about = {name: getattr(args, name) for name in ("batch", "tokens", "pairs", "threads")} | {"model": "bundled"}
+    with tempfile.TemporaryDirectory() as folder:
+        model = None if args.shape == BUNDLED else str(make_checkpoint(args.shape, Path(folder)))
+        found = asyncio.run(measure(model, args.batch, args.tokens, args.pairs, args.threads))
+    about = {name: getattr(args, name) for name in ("shape", "batch", "tokens", "pairs", "threads")}
     told = {"about": about | {"cores": os.cpu_count(), "machine": platform.machine()}, "results": found}
     print(json.dumps(told, indent=1))
     if args.json is not None:

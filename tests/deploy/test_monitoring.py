@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -24,12 +23,13 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 import millrace.deploy.metrics
+from tests.counts import FULL
 from tests.deploy.running import RunningServer, free_port
 from tests.deploy.test_health import served
 
 FOLDER = Path(millrace.deploy.metrics.__file__).parent / "monitoring"
 HAS_PROMTOOL = shutil.which("promtool") is not None
-HAS_PROMETHEUS = shutil.which("prometheus") is not None and os.environ.get("MILLRACE_FULL") == "1"
+HAS_PROMETHEUS = shutil.which("prometheus") is not None and FULL
 NAMES = re.compile(r"\b(?:vllm|millrace):[a-z0-9_]+|\bup\b")
 NO_DATA_WHEN_ALL_IS_WELL = ("> 0", "prefix_cache")  # comparisons that hold only in trouble; 0 / 0
 

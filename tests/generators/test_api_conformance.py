@@ -6,20 +6,19 @@ and follow links. For 10,000: `python -m tests.generators.api --cases 10000`.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
+from tests.counts import FULL
 from tests.deploy.running import RunningServer
 from tests.generators.api import OPTIONS, run
 from tests.generators.relations import RELATIONS, with_whole_numbers
 from tests.security.oracle import KEY, TEXT, base, check_error
 
-IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
-CASES = 200 if IS_FULL else 2
-PHASES = "examples,coverage,fuzzing,stateful" if IS_FULL else "fuzzing"
+CASES = 200 if FULL else 2
+PHASES = "examples,coverage,fuzzing,stateful" if FULL else "fuzzing"
 
 pytestmark = [pytest.mark.slow, pytest.mark.security]
 

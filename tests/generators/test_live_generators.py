@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 
 import pytest
 
+from tests.counts import FULL
 from tests.deploy.running import RunningServer
 from tests.generators import bodies, http_mutator
 from tests.security.watch import watched
-
-IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.security]
 
@@ -24,7 +22,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def test_bodies_with_wrong_fields_are_refused_by_the_right_name(server: RunningServer):
-    bodies.run(server, 2_000 if IS_FULL else 300)
+    bodies.run(server, 2_000 if FULL else 300)
 
 
 def test_mutated_http_breaks_nothing(server: RunningServer):

@@ -1,19 +1,19 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from tests.counts import count
 from tests.deploy.running import RunningServer
 from tests.security.audit import Audit
 from tests.security.oracle import ADMIN_KEY, CANARIES, KEY, TEXT
 from tests.security.watch import Watch, warm_up
 
 SHARED = ("server", "keyed_server", "two_keys_server", "slow_server")
-NUM_CANARIES = 8 if os.environ.get("MILLRACE_FULL") else 2
+NUM_CANARIES = count(2, full=8)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.counts import count
 from tests.deploy.running import RunningServer
 from tests.security.frames import BINARY, CLOSE, CONTINUATION, PING, PONG, TEXT, Told, frame, say, upgraded
 from tests.security.oracle import CANARIES
 
-NUM_CASES = 20_000 if os.environ.get("MILLRACE_FULL") else 500
+NUM_CASES = count(500, full=20_000)
 CODES = {1000, 1002, 1003, 1007, 1008, 1009}
 MAY_BE_ECHOED = {1001, 1010, 1011, 1012, 1013, 1014, *range(3000, 5000)}
 KINDS = {"created", "chunk", "usage", "stats", "done", "error", "resumed"}

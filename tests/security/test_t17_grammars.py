@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from typing import Any
 
 import pytest
 
+from tests.counts import FULL
 from tests.deploy.running import RunningServer
 from tests.security.oracle import CHAT, TEXT, check_error, refused
-
-FULL = bool(os.environ.get("MILLRACE_FULL"))
 
 # The compiler has 2 s of CPU (tests/runtime/test_helpers.py holds that limit), and 10 s by the clock where others have
 # the processor too; then O3's half second.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,9 @@ import pytest
 
 import millrace.model.demo as demo
 from millrace.model.tokenizer import Tokenizer
+from tests.counts import count
 
-CHARS = 1 << (20 if os.environ.get("MILLRACE_FULL") else 16)
+CHARS = 1 << count(16, full=20)
 TRIES = 5
 
 

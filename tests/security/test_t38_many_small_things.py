@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
+from tests.counts import FULL
 from tests.deploy.running import head_bytes, post_bytes, read_answer, send
 from tests.security.oracle import LAG_MS, TEXT, check_error
 from tests.security.wire import tell
 
-IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 CHUNKED = head_bytes("POST", TEXT, {"Content-Type": "application/json", "Transfer-Encoding": "chunked"})
 
 
@@ -40,7 +38,7 @@ def test_a_million_trailers_are_refused(server):
 
 def test_pipelined_requests_are_answered_in_order_and_bounded(server):
     server.stats()
-    num = 10_000 if IS_FULL else 1_000
+    num = 10_000 if FULL else 1_000
     with server.connect() as connection:
         connection.setblocking(False)
         data = memoryview(head_bytes("GET", "/health", {}) * num + head_bytes("GET", "/nope", {"Connection": "close"}))

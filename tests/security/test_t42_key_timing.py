@@ -6,7 +6,6 @@ import ast
 import contextlib
 import inspect
 import math
-import os
 import random
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.errors import ApiError
 from millrace.deploy.keys import Keys
 from millrace.deploy.server import Server
+from tests.counts import count
 
 RIGHT = "sk-0123456789abcdef0123456789abcdef"
 
@@ -65,7 +65,7 @@ def test_a_key_that_begins_right_takes_no_longer_than_one_that_does_not():
     begins_right, is_wrong = Request(RIGHT[:-1] + "x"), Request("x" * len(RIGHT))
     timings: dict[bool, list[float]] = {True: [], False: []}
     order = random.Random(1)
-    for _ in range(100_000 if os.environ.get("MILLRACE_FULL") else 20_000):
+    for _ in range(count(20_000, full=100_000)):
         which = order.random() < 0.5
         timings[which].append(seconds(checker, begins_right if which else is_wrong))
     first, second = (sorted(values)[: int(len(values) * 0.9)] for values in timings.values())  # without interruptions

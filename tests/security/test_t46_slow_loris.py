@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.counts import FULL
 from tests.deploy.running import Answer, RunningServer, head_bytes, read_answer, send
 from tests.security.conftest import CanaryStreams
 from tests.security.oracle import TEXT, check_error
@@ -119,7 +119,7 @@ def test_connections_over_the_limit_are_turned_away(slow_server):
 LEFT_MIB = 12.0
 
 
-@pytest.mark.skipif(not os.environ.get("MILLRACE_FULL"), reason="takes 40 s: MILLRACE_FULL=1")
+@pytest.mark.skipif(not FULL, reason="takes 40 s: MILLRACE_FULL=1")
 @pytest.mark.parametrize(
     ("first", "limit_s"),
     [

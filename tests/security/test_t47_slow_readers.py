@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import statistics
 import time
 
 import pytest
 
+from tests.counts import FULL
 from tests.deploy.running import RunningServer, post_bytes, send
 from tests.security.oracle import CHAT, TEXT
 from tests.security.watch import PEAK_MIB, watched
@@ -81,7 +81,7 @@ def step_ratio(server: RunningServer, control: RunningServer) -> float:
     return statistics.median(ratios)
 
 
-@pytest.mark.skipif(not os.environ.get("MILLRACE_FULL"), reason="takes a minute: MILLRACE_FULL=1")
+@pytest.mark.skipif(not FULL, reason="takes a minute: MILLRACE_FULL=1")
 def test_a_hundred_stalled_readers_hold_nobody_back_and_are_cut_off_with_all_they_held():
     """While they are there, a token takes those who read as long as on a server without them; 30 s later all is free,
     and what lay in their buffers has been little."""
@@ -109,7 +109,7 @@ NUM_IN_A_ROUND, ROUNDS = 25, 3
 MAX_KEPT_OBJECTS = 100  # of a reader; its unread tokens are thousands
 
 
-@pytest.mark.skipif(not os.environ.get("MILLRACE_FULL"), reason="takes a minute: MILLRACE_FULL=1")
+@pytest.mark.skipif(not FULL, reason="takes a minute: MILLRACE_FULL=1")
 def test_readers_that_stalled_leave_no_more_objects_each_time():
     """Without a prefix cache, which keeps something of every prompt and answer, up to its size."""
     options = PATIENT | {"server": {"stalled_reader_s": 3.0}}

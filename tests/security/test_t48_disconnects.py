@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
 
 import pytest
 
+from tests.counts import count
 from tests.deploy.running import RunningServer, post_bytes, read_answer, send
 from tests.security.oracle import TEXT
 
@@ -87,7 +87,7 @@ def test_at_random_moments(slow_server):
     def one(after_s: float, stream: bool, n: int, num_prompt: int) -> None:
         leave(slow_server, LONG | {"prompt": "a" * num_prompt, "max_tokens": 12, "stream": stream, "n": n}, after_s)
 
-    for _ in range(50 if os.environ.get("MILLRACE_FULL") else 5):  # of 20
+    for _ in range(count(5, full=50)):  # of 20
         threads = [
             threading.Thread(
                 target=one, args=(draw.random() * 0.3, draw.random() < 0.5, draw.choice([1, 3]), draw.choice([1, 200]))

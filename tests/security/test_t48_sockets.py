@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
 
 import pytest
 
+from tests.counts import count
 from tests.deploy.running import RunningServer
 from tests.security.frames import CLOSE, frame, say, upgraded
 from tests.security.test_t48_disconnects import gone_in_time
 
-NUM_ROUNDS = 50 if os.environ.get("MILLRACE_FULL") else 3  # of 20
+NUM_ROUNDS = count(3, full=50)  # of 20
 
 
 def create(id: str, **body: object) -> dict[str, object]:

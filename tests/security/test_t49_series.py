@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 
 import pytest
 
+from tests.counts import count
 from tests.deploy.running import head_bytes, post_bytes
 from tests.security.oracle import CHAT, TEXT
 from tests.security.wire import tell
 
-NUM = 100_000 if os.environ.get("MILLRACE_FULL") else 200
+NUM = count(200, full=100_000)
 BATCH = 20  # pipelined
 MAX_BYTES = 256 * 1024
 LETTERS = "abc/.:%-_ é漢\"'{}=<>\\"

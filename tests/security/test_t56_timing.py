@@ -8,7 +8,6 @@ one distribution. Without salts both tell them apart: that is the control.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,13 +21,12 @@ import pytest
 from millrace.runtime.simloop import SimEnv, run
 from millrace.stages import SamplingParams
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
+from tests.counts import count
 from tests.deploy.running import RunningServer
 from tests.security.oracle import TEXT
 
-NUM_PAIRS = (
-    200 if os.environ.get("MILLRACE_FULL") else 40
-)  # over HTTP; half as many where each of them takes a preemption
-NUM_EXACT_PAIRS = 40 if os.environ.get("MILLRACE_FULL") else 8  # in virtual time, of each manner
+NUM_PAIRS = count(40, full=200)  # over HTTP; half as many where each of them takes a preemption
+NUM_EXACT_PAIRS = count(8, full=40)  # in virtual time, of each manner
 NUM_CONTROL_PAIRS = 4  # in virtual time
 NUM_TELLING_PAIRS = 15  # over HTTP, where each tells
 SIZES = {"block_size": 4, "max_model_len": 48, "max_num_seqs": 4, "max_num_batched_tokens": 4}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from hashlib import sha256
 
@@ -14,9 +13,10 @@ from millrace.stages import SamplingParams
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.reading import read_outputs
 from millrace.stages.testing import Script, scripted_engine
+from tests.counts import count
 from tests.simulation.bugs import BUGS
 
-NUM_PROMPTS = 10_000 if os.environ.get("MILLRACE_FULL") else 1_000
+NUM_PROMPTS = count(1_000, full=10_000)
 AT_ONCE = 64  # prompts of a request
 SIZES = {"block_size": 4, "num_gpu_blocks": 512, "max_model_len": 64, "max_num_seqs": 64}
 SCRIPT = Script(eos_probability=0.0)

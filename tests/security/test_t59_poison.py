@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from millrace.kernels.native.model import NativeCache
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.blocks import BlockPool, BlockState
 from millrace.stages.outputs import CompletionOutput, RequestOutput
+from tests.counts import FULL
 from tests.model.checkpoints import make_checkpoint
 
 AT_ONCE = 64
@@ -33,8 +33,7 @@ MODEL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "i
 SIZES = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 256, "threads": 1}
 ROOMY = {"num_gpu_blocks": 2048, "max_num_seqs": 2 * AT_ONCE, "enable_prefix_caching": False}
 TIGHT = {"num_gpu_blocks": 40}
-IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
-NUM_REQUESTS = 1000 if IS_FULL else 120
+NUM_REQUESTS = 1000 if FULL else 120
 POISONS = {"NaN, no host": (math.nan, 0), "10,000": (1e4, 0), "NaN, a host": (math.nan, 60)}
 
 
@@ -197,7 +196,7 @@ def test_a_kernel_that_read_unwritten_places_would_be_noticed(subject: Subject, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not IS_FULL, reason="400 requests, for some of them to meet the poison: MILLRACE_FULL=1")
+@pytest.mark.skipif(not FULL, reason="400 requests, for some of them to meet the poison: MILLRACE_FULL=1")
 @pytest.mark.parametrize("subject", ["torch"], indirect=True)
 def test_blocks_that_come_free_while_a_step_may_still_read_them_would_be_noticed(
     subject: Subject, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import pytest
 
@@ -14,8 +13,9 @@ from millrace.stages.limits import as_token_ids
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
+from tests.counts import count
 
-TURNS = range(0, 120, 5 if os.environ.get("MILLRACE_FULL") else 17)
+TURNS = range(0, 120, count(17, full=5))
 PROMPT = [97 + i % 26 for i in range(60)]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0)
 SIZES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -18,11 +17,11 @@ from millrace.stages.recordings.film import Film, block_changes, film
 from millrace.stages.recordings.recorded import CacheReset, Recording, RecordingError, ScheduleCall
 from millrace.stages.recordings.time_machine import Marks, TimeMachine
 from millrace.stages.testing import ScriptedPipeline
+from tests.counts import FULL
 from tests.stages.recordings import record
 
 pytestmark = pytest.mark.slow
 
-IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 DECIDED = (  # what schedule and allocate write themselves
     *(EventKind.STEP_PLANNED, EventKind.STEP_GRANTED, EventKind.WAITING_FOR, EventKind.REQUEST_ADMITTED),
     *(EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE, EventKind.PREEMPTED, EventKind.RESUMED),
@@ -138,7 +137,7 @@ def test_going_back_to_a_mark_leads_to_where_one_was(shot: tuple[Film, ScriptedP
     times = list(marked.times())
     seen = {time_s: (marked.at(time_s), marked.replay.decision_hash) for time_s in sorted({*times})}
     assert len(marked.marks._places) > 5
-    for time_s in dice.sample(list(seen), len(seen) if IS_FULL else 12):
+    for time_s in dice.sample(list(seen), len(seen) if FULL else 12):
         assert (marked.at(time_s), marked.replay.decision_hash) == seen[time_s]
         assert marked.another().at(time_s) == seen[time_s][0]
 

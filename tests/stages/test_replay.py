@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -25,9 +24,8 @@ from millrace.stages.recordings.recorded import Recording, RecordingError
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.time_machine import TimeMachine
 from millrace.stages.testing import ScriptedPipeline, scripted_engine, scripted_pipeline
+from tests.counts import FULL
 from tests.stages.recordings import TIGHT, record, requests
-
-IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptedPipe
 @pytest.mark.slow
 def test_a_recorded_run_with_preemptions_and_cancels_replays_decision_by_decision(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    num_requests, num_replays = (1000, 20) if IS_FULL else (40, 2)
+    num_requests, num_replays = (1000, 20) if FULL else (40, 2)
     scheduler = record(path, num_requests, seed=7).schedule.scheduler
     replays = [Replay(Recording(path)).run() for _ in range(num_replays)]
     assert {replay.difference for replay in replays} == {None} and replays[0].recording.end == "closed"
@@ -213,7 +211,7 @@ def test_the_memory_rebuilt_at_any_time_is_what_it_was(loaded: Any) -> None:
     path, _, seen = loaded
     machine = TimeMachine(Recording(path))
     states = {round(time_s - machine.recording.began_s, 6): state for time_s, state in seen.items()}
-    times = Random(2).sample(list(states), 200 if IS_FULL else 6)
+    times = Random(2).sample(list(states), 200 if FULL else 6)
     for time_s in [*times, *sorted(states)]:  # back and forth, then forward through all
         moment = machine.at(time_s + 1e-7)
         assert moment.time_s == time_s and moment.memory == states[time_s]
@@ -285,7 +283,7 @@ def test_a_recording_with_one_wrong_value_is_refused_with_its_line_or_differs(lo
     lines = loaded[0].read_bytes().splitlines()[:60]
     dice, path = Random(3), tmp_path / "hostile"
     outcomes = {"refused": 0, "differs": 0, "same": 0}
-    for _ in range(2000 if IS_FULL else 40):
+    for _ in range(2000 if FULL else 40):
         number = dice.randrange(1, len(lines))
         told = orjson.loads(lines[number])
         _spoil(told, dice)

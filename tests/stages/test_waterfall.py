@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +16,11 @@ from millrace.stages import SamplingParams, stage
 from millrace.stages.insight.trace_view import TraceView
 from millrace.stages.insight.waterfall import Waterfall, waterfall
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
+from tests.counts import count
 
 NEVER_ENDS = Script(eos_probability=0.0)
 MS = 1_000_000
-NUM_REQUESTS = 1_000 if os.environ.get("MILLRACE_FULL") else 100
+NUM_REQUESTS = count(100, full=1_000)
 STEP_S = (0.0005, 0.0005)  # each of the two phases of a step: 1 ms
 
 

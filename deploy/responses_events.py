@@ -150,7 +150,7 @@ class ResponseEvents:
         item, self._item = self._item, None
         if item is None:
             return []
-        events = [self._of_item(f"{item.EVENT}.done", item, **{item.FIELD: item.text}, **item.extras(item.logprobs))]
+        events = [self._of_item(f"{item.EVENT}.done", item, **item.whole(), **item.extras(item.logprobs))]
         if item.PART:
             events.append(self._of_item("response.content_part.done", item, part=item.part()))
         done = item.shape("completed" if is_whole else "incomplete")
@@ -178,7 +178,6 @@ class _Item:
 
     PREFIX = ""
     EVENT = ""  # what its events begin with
-    FIELD = "text"  # what its text is called when it is done
     PART: str = ""  # type of its one content part, if its text is in one
 
     def __init__(self, response_id: str, place: int) -> None:
@@ -192,6 +191,10 @@ class _Item:
 
     def part(self, is_done: bool = True) -> dict[str, Any]:
         return {"type": self.PART, "text": self.text if is_done else ""}
+
+    def whole(self) -> dict[str, Any]:
+        """Its text, when it is done."""
+        return {"text": self.text}
 
     def extras(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         """What its text events say besides the text."""
@@ -226,11 +229,14 @@ class _Reasoning(_Item):
 
 
 class _FunctionCall(_Item):
-    PREFIX, EVENT, FIELD = "fc", "response.function_call_arguments", "arguments"
+    PREFIX, EVENT = "fc", "response.function_call_arguments"
 
     def __init__(self, response_id: str, place: int, call: ToolCallBegun) -> None:
         super().__init__(response_id, place)
         self.call = call
+
+    def whole(self) -> dict[str, Any]:
+        return {"name": self.call.name, "arguments": self.text}
 
     def shape(self, status: str) -> dict[str, Any]:
         return {

@@ -69,6 +69,8 @@ def _settled(info: ModelInfo) -> dict[str, Any]:
         "attention_backend": info.attention_backend,
         "max_model_len": info.max_model_len,
         "num_gpu_blocks": info.num_blocks,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "itl_target_ms": info.itl_target_ms,
     }
 
 

@@ -125,6 +125,8 @@ class Metrics:
         yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
         yield _blocks("millrace:kv_blocks", "KV blocks by state; shared ones count as used, too.", pool, labels)
         yield _admission_blocked(scheduler.admission_blocked_reason)
+        budget = scheduler.step_token_budget
+        yield gauge("millrace:step_token_budget", "Tokens of a step with prompts and answers, at most.", budget, labels)
         waste = engine.block_tables.waste
         yield gauge("millrace:kv_internal_fragmentation_ratio", "Share of blocks' room without a token.", waste, labels)
         host = None if engine.host_tier is None else engine.host_tier.pool

@@ -196,7 +196,7 @@ def _session(connector: aiohttp.BaseConnector, headers: dict[str, str]) -> aioht
 def _make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
     from ..stages.engine import Engine  # imports torch
 
-    return Engine(config)
+    return Engine(config.for_whole_answers())
 
 
 # -- files

@@ -167,9 +167,9 @@ def _apply(engine: RecordedEngine, settings: Mapping[str, Any]) -> tuple[Recorde
     if "scheduler" not in settings:
         values["scheduler"] = "priority"
     config = EngineConfig(**values)
-    for name in ("max_model_len", "num_gpu_blocks", "num_cpu_blocks"):
-        if not isinstance(values[name], int):
-            raise ConfigError(f"{name} = {values[name]}: must be a number here, as there is no memory to look at")
+    for name in ("max_model_len", "num_gpu_blocks", "num_cpu_blocks", "max_num_batched_tokens", "itl_target_ms"):
+        if not isinstance(values[name], (int, float)):
+            raise ConfigError(f"{name} = {values[name]}: must be a number here, as there is no machine to look at")
     if engine.num_blocks * engine.block_size < engine.max_model_len:
         raise ConfigError(
             f"num_gpu_blocks = {engine.num_blocks} of {engine.block_size} tokens hold no sequence of max_model_len = "

@@ -23,6 +23,8 @@ class Computing:
     max_model_len: int  # what was asked for, or what fits
     memory: MemoryTable
     num_host_blocks: int
+    max_num_batched_tokens: int
+    itl_target_ms: float  # 0: none
     rates: Rates | None
     choose: Choose = logits.choose
     enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first

@@ -5,7 +5,7 @@ Read once, checked once, passed in. Names are those of vLLM where it has them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..runtime.inject import parse_fault
@@ -40,7 +40,8 @@ class EngineConfig:
 
     # the batch
     max_num_seqs: int = 256  # sequences that run at once
-    max_num_batched_tokens: int = 2048  # tokens of one step; smaller keeps gaps short, larger prefills faster
+    max_num_batched_tokens: int | None = None  # of one step, at most; None: 2048, by the native library 512
+    itl_target_ms: float | None = None  # that steps beside answers may take; None: 0, by the native library 50; 0: any
     enable_chunked_prefill: bool = True  # False: a prompt runs in one step, whole
     scheduler: str = "priority"  # or "fifo", or package.module:Class, a subclass of millrace.stages.policy.Policy
     priority_ageing_s: float | None = None  # waiting so long is worth one priority; None: however long, it stays behind
@@ -73,6 +74,16 @@ class EngineConfig:
         """The name of the dtype that weights are kept in; `own` is the checkpoint's."""
         return {"auto": own, "half": "float16"}.get(self.dtype, self.dtype)
 
+    def for_whole_answers(self) -> EngineConfig:
+        """For callers who read answers when they are done: nobody waits for a token, unless the target was set."""
+        return self if self.itl_target_ms is not None else replace(self, itl_target_ms=0.0)
+
+    @property
+    def num_step_tokens(self) -> int:
+        """`max_num_batched_tokens`, once it is settled."""
+        assert self.max_num_batched_tokens is not None, "settle_step_size() comes before whoever asks for this"
+        return self.max_num_batched_tokens
+
     def __post_init__(self) -> None:
         for text in self.inject:
             try:
@@ -82,13 +93,12 @@ class EngineConfig:
         _power_of_two("block_size", self.block_size)
         for name in (
             "max_num_seqs",
-            "max_num_batched_tokens",
             "tokenizer_workers",
             "max_admitted_requests",
             "max_unread_tokens",
         ):
             _positive(name, getattr(self, name))
-        for name in ("max_model_len", "num_gpu_blocks", "kv_cache_bytes", "threads"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks", "kv_cache_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and not (name == "max_model_len" and value == "auto"):
                 _positive(name, value)
@@ -106,7 +116,14 @@ class EngineConfig:
             raise ConfigError(f"steps_in_flight = {self.steps_in_flight}: must be 1 (serial) to 4; 2 overlaps")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization = {self.gpu_memory_utilization}: must be above 0 and at most 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.itl_target_ms is not None and not 0.0 <= self.itl_target_ms < float("inf"):
+            raise ConfigError(f"itl_target_ms = {self.itl_target_ms}: must be a number of milliseconds, or 0 for none")
+        if self.itl_target_ms and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"itl_target_ms = {self.itl_target_ms:g}: steps keep to it by computing prompts in parts; "
+                "enable_chunked_prefill, or set it to 0"
+            )
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens = {self.max_num_batched_tokens} is below max_num_seqs = {self.max_num_seqs}: "
                 "a step could not even give each running sequence one token; raise the first or lower the second"

@@ -17,6 +17,7 @@ from .errors import ConfigError
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .phases import Phases
+from .step_size import settle_step_size
 from .tasks import Task
 from .torch_loading import choose_device, torch_dtype
 
@@ -64,6 +65,7 @@ def load_encoder(
         block_size=config.block_size,
         has_chat_template=False,
         default_params=SamplingParams(),
+        max_num_batched_tokens=settle_step_size(config, is_native=False).num_step_tokens,
         startup_s=phases.seconds,
         tasks=tasks,
         pooling=None if model.is_cross_encoder else read_pooling(root, model.hidden_size, "mean", pooling),

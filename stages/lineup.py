@@ -46,6 +46,7 @@ class Steady:
     num_reserved: Ints | None  # [R]
     one_each: Ints  # [S] by slot: ones for the rows, zeros elsewhere
     num_plans: int  # for which it still holds: the fewest tokens that any row may yet make
+    num_context: int  # tokens that the rows of the next plan attend to
 
     @classmethod
     def of(cls, lineup: Lineup, table: SlotTable, num_wanted: Ints) -> Steady:
@@ -60,4 +61,5 @@ class Steady:
             num_reserved=table.reserve[slots] if lineup.has_reserves else None,
             one_each=one_each,
             num_plans=int((table.limit[slots] - table.num_known[slots]).min()),
+            num_context=int(table.num_known[slots].sum()),
         )

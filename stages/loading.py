@@ -38,6 +38,7 @@ from .params import SamplingParams
 from .phases import Phases
 from .runner import ModelRunner
 from .sampling import Sampler
+from .step_size import settle_step_size
 
 if TYPE_CHECKING:
     from .encoder_loading import LoadedEncoder
@@ -114,6 +115,8 @@ def _put_together(
         has_chat_template=text.encoder.template is not None,
         default_params=_default_params(config, text.defaults),
         num_host_blocks=computing.num_host_blocks,
+        max_num_batched_tokens=computing.max_num_batched_tokens,
+        itl_target_ms=computing.itl_target_ms,
         rates=computing.rates,
         startup_s=phases.seconds,
         memory=memory,
@@ -151,7 +154,7 @@ def _load_computing(
 
         log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
         try:
-            return load_natively(config, root, shape, max_model_len, phases, threads)
+            return load_natively(settle_step_size(config, is_native=True), root, shape, max_model_len, phases, threads)
         except (NativeUnavailableError, UnsupportedModelError) as error:
             reason = str(error)
             costs = "torch instead: a second and 200 MiB more at the start, and longer steps"
@@ -161,7 +164,7 @@ def _load_computing(
         raise ConfigError(f"attention_backend = native: {reason}; use auto, which then takes torch")
     with phases("import"):
         from .torch_loading import load_on_torch
-    return load_on_torch(config, root, shape, max_model_len, phases, threads)
+    return load_on_torch(settle_step_size(config, is_native=False), root, shape, max_model_len, phases, threads)
 
 
 def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
@@ -222,17 +225,18 @@ def asked_pooling(config: EngineConfig) -> PoolingKind | None:
 def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
     """As it was asked for; for "auto" the most it may become, whatever the memory."""
     longest = shape.max_position_embeddings
+    most = settle_step_size(config, is_native=False).num_step_tokens  # of prompts that run whole, whatever computes
     if config.max_model_len == "auto":
-        return longest if config.enable_chunked_prefill else min(longest, config.max_num_batched_tokens)
+        return longest if config.enable_chunked_prefill else min(longest, most)
     chosen = longest if config.max_model_len is None else config.max_model_len
     if chosen > longest:
         raise ConfigError(f"max_model_len = {chosen}: the model was made for {longest} tokens; set at most that")
     if chosen < 2:
         raise ConfigError(f"max_model_len = {chosen}: needs at least 2, a token of prompt and one of answer")
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < chosen:
+    if not config.enable_chunked_prefill and most < chosen:
         raise ConfigError(
             f"enable_chunked_prefill = False: a prompt of max_model_len = {chosen} tokens does not fit a step of "
-            f"max_num_batched_tokens = {config.max_num_batched_tokens}; raise the one or lower the other"
+            f"max_num_batched_tokens = {most}; raise the one or lower the other"
         )
     return chosen
 

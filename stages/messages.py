@@ -268,6 +268,7 @@ class StepDone:
     places: Indices  # [L] which generated token this is, from 0
     token_ids: Indices  # [L]
     is_finished: Bools  # [L]
+    took_us: int = 0  # since the step before was done, or the device could begin with this one; 0: not measured
 
 
 @message

@@ -47,7 +47,7 @@ def load_natively(
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, dtype)
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
-        activations = model.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
+        activations = model.step_bytes(config.num_step_tokens, config.max_num_seqs)
         sizing = sizing_on_cpu(
             config,
             shape,
@@ -78,6 +78,8 @@ def load_natively(
         max_model_len=memory.max_model_len,
         memory=memory,
         num_host_blocks=host_blocks,
+        max_num_batched_tokens=config.num_step_tokens,
+        itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
         choose=partial(_choose, model),
         enter=partial(os.sched_setaffinity, 0, threads.pinned[:1]) if threads.pinned else None,

@@ -30,6 +30,9 @@ class LLM:
     def __init__(self, model: str | None = None, config: EngineConfig | None = None, **overrides: Any) -> None:
         if model is not None:
             overrides["model"] = model
+        config = config or EngineConfig()
+        if "itl_target_ms" not in overrides:
+            config = config.for_whole_answers()
         self._engine = Engine(config, **overrides)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="millrace-llm", daemon=True)

@@ -113,6 +113,8 @@ class ModelInfo:
     has_chat_template: bool
     default_params: SamplingParams  # what a request gets that says nothing
     num_host_blocks: int = 0  # for swapped sequences
+    max_num_batched_tokens: int = 2048  # of a step, at most
+    itl_target_ms: float = 0.0  # that a step may take while answers wait; 0: any
     rates: Rates | None = None  # of copying and computing, as measured; None: not measured
     startup_s: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds
     memory: MemoryTable | None = None  # where it goes; None without a model

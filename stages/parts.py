@@ -48,7 +48,7 @@ class EncoderParts:
         self.loaded = loaded
         self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.encode = Encode(loaded.runner, config.max_num_batched_tokens, config.max_num_seqs)
+        self.encode = Encode(loaded.runner, info.max_num_batched_tokens, config.max_num_seqs)
         self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
         self.pipeline = build_encoder_pipeline(self.intake, self.tokenize, self.encode, self.exit)
         self.exit.lane = self.pipeline.lane
@@ -133,9 +133,10 @@ class EngineParts:
 def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
     return Limits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         block_size=info.block_size,
         steps_in_flight=config.steps_in_flight,
         enable_chunked_prefill=config.enable_chunked_prefill,
+        itl_target_ms=info.itl_target_ms,
     )

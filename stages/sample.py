@@ -100,24 +100,30 @@ class Sample(Stage[StepLogits, StepTokens]):
             out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
             self._trace_void(grant, error)
             return
-        done = _done(tokens)
+        began_s, step_s = self._began_s, self._step_s()
+        done = _done(tokens, int(step_s * 1e6))
         out.send(done, port="feedback")  # first: the next step waits for it
         progress = self._watch.done(grant)
         if tokens.started or progress:
-            tokens = replace(tokens, began_s=self._began_s, progress=progress)
-        self._note_done(grant, done)
+            tokens = replace(tokens, began_s=began_s, progress=progress)
+        self._note_done(grant, done, step_s)
         if len(tokens.slots) or tokens.started or tokens.prompt_logprobs or tokens.pooled or progress:
             out.send(tokens)
 
-    def _note_done(self, grant: StepGrant, done: StepDone) -> None:
+    def _step_s(self) -> float:
+        """How long the step took that is done now."""
+        assert self._context is not None
+        began_s, self._began_s = self._began_s, self._context.env.now()
+        return self._began_s - began_s
+
+    def _note_done(self, grant: StepGrant, done: StepDone, step_s: float) -> None:
         """Tells the trace, and the pace of steps, how long this one took."""
         assert self._context is not None
-        now_s, tracer = self._context.env.now(), self._context.tracer
-        step_s, self._began_s = now_s - self._began_s, now_s
+        tracer = self._context.tracer
         self._pace.note(grant.num_computed, step_s)
         if tracer.enabled:
             num_finished = int(np.count_nonzero(done.is_finished))
-            tracer.bind()(STEP_DONE, self._context.source, done.step, len(done.slots), num_finished, int(step_s * 1e6))
+            tracer.bind()(STEP_DONE, self._context.source, done.step, len(done.slots), num_finished, done.took_us)
 
     def _trace_void(self, grant: StepGrant, error: BaseException | None) -> None:
         assert self._context is not None
@@ -126,12 +132,11 @@ class Sample(Stage[StepLogits, StepTokens]):
         tracer.emit(EventKind.STEP_VOID, source, grant.step, len(grant.slots), reason)
 
 
-def _done(tokens: StepTokens) -> StepDone:
+def _done(tokens: StepTokens, took_us: int) -> StepDone:
     if tokens.pooled:
         tokens = _with_rows_of_pooled(tokens)
-    return StepDone(
-        tokens.step, tokens.slots, tokens.sequence_ids, tokens.places, tokens.token_ids, tokens.finishes != 0
-    )
+    rows = (tokens.slots, tokens.sequence_ids, tokens.places, tokens.token_ids, tokens.finishes != 0)
+    return StepDone(tokens.step, *rows, took_us)
 
 
 def _with_rows_of_pooled(tokens: StepTokens) -> StepTokens:

@@ -19,6 +19,8 @@ from .lives import Lives, News
 from .messages import Indices, Ints, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
 from .policy import Policy
 from .sequences import Sequence, State
+from .step_costs import StepContents
+from .step_size import StepSize, Wish
 
 MAX_GROWTH = 6  # blocks that are left to a running sequence when somebody is let in, where nothing can be swapped
 MAX_VOIDS_ALONE = 2  # steps a sequence may make fail all by itself before it is given up
@@ -34,6 +36,7 @@ class Limits:
     block_size: int
     steps_in_flight: int = 2  # K
     enable_chunked_prefill: bool = True
+    itl_target_ms: float = 0.0  # that a step beside answers may take; 0: as long as it takes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +46,7 @@ class _Flight:
     step: int
     generation: int
     slots: Indices  # of the rows it runs
+    contents: StepContents | None  # for who chooses the size of steps
 
 
 class Scheduler:
@@ -69,6 +73,8 @@ class Scheduler:
         self._settled: list[StepDone] = []  # to tell allocate in the next plan, as the next
         self._voided: list[int] = []
         self._found = FoundShare()
+        target_s, most = limits.itl_target_ms / 1e3, limits.max_num_batched_tokens
+        self._step_size = StepSize(target_s, most) if target_s else None  # None: always the most
         self._row_limit = limits.max_num_seqs  # lowered when steps fail, until the one at fault is alone
         self._report: PlanReport | None = None  # the last one
         self._must_wait = False  # nothing could be granted: plan again when a step is done
@@ -127,6 +133,11 @@ class Scheduler:
         return len(self.sequences) == self.num_parked
 
     @property
+    def step_token_budget(self) -> int:
+        """Tokens of a step, at most, when prompts were last computed beside answers."""
+        return self.limits.max_num_batched_tokens if self._step_size is None else self._step_size.last
+
+    @property
     def preemptions(self) -> Counter[tuple[str, str]]:
         """How often, by (how: swap or recompute, for what: blocks or slot)."""
         return self.lives.preemptions
@@ -177,7 +188,9 @@ class Scheduler:
 
     def on_done(self, done: StepDone) -> None:
         """A step's tokens are known."""
-        self._pop_flight(done.step)
+        flight = self._pop_flight(done.step)
+        if self._step_size is not None and flight.contents is not None and done.took_us:
+            self._step_size.note(flight.contents, done.took_us / 1e6)
         self._row_limit = min(self.limits.max_num_seqs, 2 * self._row_limit)
         known = self.slots.knows(done.slots, done.sequence_ids)
         if np.count_nonzero(known) < len(known):
@@ -188,6 +201,7 @@ class Scheduler:
                 done.places[known],
                 done.token_ids[known],
                 done.is_finished[known],
+                done.took_us,
             )
         self.slots.note_tokens(done.slots, done.places, done.token_ids)
         self._settled.append(done)
@@ -234,11 +248,12 @@ class Scheduler:
         if len(self.waiting) and not self.slots.num_free:
             self._make_way()
         slots, num_wanted = self._rows()
-        if len(self.waiting) and self._admit(int(num_wanted.sum())):
+        budget = self._token_budget(slots, num_wanted)
+        if len(self.waiting) and self._admit(budget - int(num_wanted.sum())):
             slots, num_wanted = self._rows()
         if not len(slots) and not self._has_news():
             return None
-        self._outstanding = self._make_plan(slots, num_wanted)
+        self._outstanding = self._make_plan(slots, num_wanted, budget)
         self.slots.last_step[slots] = self._outstanding.step
         self._told_step = self.completed_step
         return self._outstanding
@@ -268,6 +283,20 @@ class Scheduler:
         rows = np.concatenate([slots[is_decode], slots[is_prefill]])
         wanted = np.concatenate([num_left[is_decode], num_left[is_prefill]])
         return rows[: self._row_limit], wanted[: self._row_limit]
+
+    def _token_budget(self, slots: Indices, num_wanted: Ints) -> int:
+        """Tokens of the step: where it is to compute prompts beside answers, as its target allows."""
+        most, size = self.limits.max_num_batched_tokens, self._step_size
+        if size is None:
+            return most
+        num_decode = int(np.count_nonzero(num_wanted == 1))  # they come first
+        may_begin = len(self.waiting) and self.slots.num_free and not self.lives.num_returning
+        if not num_decode or (num_decode == len(slots) and not may_begin):
+            return most
+        starts = self.slots.num_computed[slots]
+        num_context = int(starts[:num_decode].sum()) + num_decode
+        prompts = zip(num_wanted[num_decode:].tolist(), starts[num_decode:].tolist(), strict=True)
+        return size.choose(num_decode, num_context, (Wish(*prompt) for prompt in prompts))
 
     # -- letting in
 
@@ -311,14 +340,13 @@ class Scheduler:
         last = self.slots.sequences[slots[-1]] if len(slots) else None
         return last is not None and self.policy.is_better(sequence, last)
 
-    def _admit(self, num_wanted: int) -> bool:
-        """Gives slots to those that wait, in order, while tokens, slots and blocks are likely to be there. Whether
-        anybody got one."""
+    def _admit(self, budget: int) -> bool:
+        """Gives slots to those that wait, in order, while tokens (`budget` of them), slots and blocks are likely to be
+        there. Whether anybody got one."""
         first = self.waiting.peek()
         self.admission_blocked_reason = ""
         if first is None or self.lives.num_returning or not self.slots.num_free:
             return False
-        budget = self.limits.max_num_batched_tokens - num_wanted
         spare, num_before = self._spare_blocks(), self.num_running
         while first is not None and self.slots.num_free and budget > 0 and self.num_running < self._row_limit:
             need = self._need(first)
@@ -359,7 +387,7 @@ class Scheduler:
         parked = self._blocks(table.num_computed[table.is_running & table.is_parked])
         return report.num_free + report.num_quarantined + int(parked.sum()) - int(owed.sum()) - growth
 
-    def _make_plan(self, slots: Indices, num_wanted: Ints) -> StepPlan:
+    def _make_plan(self, slots: Indices, num_wanted: Ints, token_budget: int) -> StepPlan:
         lineup, steady = self.lives.lineup, self._steady
         is_steady = steady is not None and num_wanted is steady.num_wanted
         if steady is not None and is_steady:
@@ -377,7 +405,7 @@ class Scheduler:
             slots=slots,
             num_wanted=num_wanted,
             reaches_end=reaches_end,
-            token_budget=self.limits.max_num_batched_tokens,
+            token_budget=token_budget,
             victims=lineup.victims,
             num_victims=num_victims,
             num_reserved=num_reserved,
@@ -398,7 +426,11 @@ class Scheduler:
         self.last_granted = report.step
         steady, table, lives = self._steady, self.slots, self.lives
         if steady is not None and report.num_granted is steady.num_wanted and steady.lineup is lives.lineup:
-            self._flights.append(_Flight(report.step, plan.generation, plan.slots))
+            contents = None
+            if self._step_size is not None:
+                contents = StepContents(num_decode=len(plan.slots), num_context=steady.num_context)
+            self._flights.append(_Flight(report.step, plan.generation, plan.slots, contents))
+            steady.num_context += len(plan.slots)
             table.num_computed += steady.one_each
             table.num_known += steady.one_each
             steady.num_plans -= 1
@@ -406,7 +438,10 @@ class Scheduler:
         self._steady = None
         rows = report.num_granted.nonzero()[0]
         slots, granted, num_cached = plan.slots[rows], report.num_granted[rows], report.num_cached[rows]
-        self._flights.append(_Flight(report.step, plan.generation, slots))
+        contents = None
+        if self._step_size is not None:
+            contents = StepContents.of(table.num_computed[slots] + num_cached, granted)
+        self._flights.append(_Flight(report.step, plan.generation, slots, contents))
         for row in num_cached.nonzero()[0].tolist():
             lives.note_begun(int(slots[row]), int(num_cached[row]))
         if np.count_nonzero(granted > 1):

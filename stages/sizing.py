@@ -110,7 +110,7 @@ class Sizing:
         rows = [
             MemoryRow("weights", needs.weights, "the model's tensors, measured"),
             MemoryRow("state", needs.state, f"tables for {config.max_num_seqs} sequences of {max_model_len} tokens"),
-            MemoryRow("activations", needs.activations, f"a step of {config.max_num_batched_tokens} tokens, {how}"),
+            MemoryRow("activations", needs.activations, f"a step of {config.num_step_tokens} tokens, {how}"),
             MemoryRow("logits", needs.logits, f"{config.max_num_seqs} rows, and choosing tokens from them"),
             MemoryRow("graphs", 0, "not used"),
             MemoryRow("kv_cache", blocks * self.bytes_per_block, cache),

@@ -31,6 +31,7 @@ from .params import SamplingParams
 from .parts import EngineParts
 from .phases import Phases
 from .scripted import EMBEDDING_SIZE, EOS, VOCAB_SIZE, ByteTokenizer, Script, ScriptedDevice, ScriptedModel
+from .step_size import settle_step_size
 
 if TYPE_CHECKING:
     from .conformance import BrokenPromise, conformance
@@ -214,7 +215,7 @@ class _Scripted:
 
 
 def _settled(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:
-    config = replace(config, **overrides)
+    config = settle_step_size(replace(config, **overrides), is_native=False)
     num_gpu_blocks = config.num_gpu_blocks or NUM_BLOCKS
     max_model_len = config.max_model_len or CONTEXT
     if max_model_len == "auto":
@@ -245,6 +246,8 @@ def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = 
         has_chat_template=True,
         default_params=SamplingParams(),
         num_host_blocks=config.num_cpu_blocks or 0,
+        max_num_batched_tokens=config.num_step_tokens,
+        itl_target_ms=config.itl_target_ms or 0.0,
         pooling=PoolingConfig(kind="last" if config.pooling == "auto" else config.pooling, size=EMBEDDING_SIZE),
         startup_s={} if phases is None else phases.seconds,
     )

@@ -62,6 +62,8 @@ def load_on_torch(
         max_model_len=max_model_len,
         memory=memory,
         num_host_blocks=host_blocks,
+        max_num_batched_tokens=config.num_step_tokens,
+        itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
     )
 
@@ -132,7 +134,7 @@ def _sizing(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_mode
             shape,
             max_model_len,
             weights=weights,
-            activations=partial(step_bytes, shape, decoder.weights, config.max_num_batched_tokens),
+            activations=partial(step_bytes, shape, decoder.weights, config.num_step_tokens),
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
         )
@@ -152,7 +154,7 @@ def _sizing_on_gpu(
         activations = _peak_step_bytes(config, shape, decoder, max_model_len)
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"max_num_batched_tokens = {config.max_num_batched_tokens}: such a step does not fit what the weights "
+            f"max_num_batched_tokens = {config.num_step_tokens}: such a step does not fit what the weights "
             f"leave of {decoder.device}; lower it, or choose a smaller model"
         ) from None
     torch.cuda.empty_cache()

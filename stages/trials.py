@@ -21,7 +21,7 @@ def measure_rates(
     runner: ModelRunner, config: EngineConfig, max_model_len: int, num_host_blocks: int, clock: Callable[[], float]
 ) -> Rates:
     """How long a block takes to the host, and a token of a prompt to compute; each the better of two runs."""
-    num_tokens = min(RATE_TOKENS, max_model_len - 1, config.max_num_batched_tokens)
+    num_tokens = min(RATE_TOKENS, max_model_len - 1, config.num_step_tokens)
     prompt = prompts_grant([num_tokens], config.block_size)
     num_copied = min(len(prompt.table_blocks), num_host_blocks)
     blocks = np.arange(num_copied, dtype=np.int32)
@@ -40,7 +40,7 @@ def _seconds(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) 
 
 def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
     """A step of max_num_batched_tokens: prompts of token 0, as long as may be."""
-    whole, rest = divmod(config.max_num_batched_tokens, max_model_len - 1)
+    whole, rest = divmod(config.num_step_tokens, max_model_len - 1)
     lengths = [max_model_len - 1] * whole + ([rest] if rest else [])
     return prompts_grant(lengths[: config.max_num_seqs], config.block_size)
 

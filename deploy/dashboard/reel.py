@@ -165,6 +165,7 @@ HELP = {
     "max_model_len": "Tokens of prompt and answer together, at most.",
     "max_num_seqs": "Slots: sequences in a step, at most.",
     "max_num_batched_tokens": "Tokens of a step, at most.",
+    "itl_target_ms": "Milliseconds that a step may take while answers wait, 0: any.",
     "steps_in_flight": "Steps that are planned before the first of them is done.",
     "enable_chunked_prefill": "Whether a prompt may be computed in parts.",
     "enable_prefix_caching": "Whether prompts that begin alike share blocks.",

@@ -14,40 +14,14 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from ..messages import Indices, Ints, StepDone, TokenRequest
+from ..messages import StepDone, TokenRequest
+from ..step_costs import StepContents, least_squares
 from .recorded import AllocateCall, Recording, RecordingError, ScheduleCall
 from .recording import Fields, Given, RecordedEngine, Wrong, read_engine
 
 VERSION = 1
 LEAST_STEPS = 64  # a fit of fewer would say little
 WINDOW = 4  # steps that are looked at together: what the host does for a sequence that begins delays the one before it
-
-
-@dataclass(frozen=True, slots=True)
-class StepContents:
-    """What a step has to do, as far as it costs time."""
-
-    num_prefill: int = 0  # tokens of prompts
-    num_pairs: float = 0.0  # of such a token and one before it, or itself
-    num_decode: int = 0  # rows of one token
-    num_context: int = 0  # tokens that those attend to
-    num_copied: int = 0  # blocks
-    num_started: int = 0  # sequences that begin, or come back
-
-    @classmethod
-    def of(cls, starts: Ints | Indices, num_tokens: Ints, num_copied: int = 0, num_started: int = 0) -> StepContents:
-        """Of rows that compute `num_tokens` tokens each from `starts` on, [R] both."""
-        is_prefill = num_tokens > 1
-        tokens, before = num_tokens[is_prefill].astype(np.float64), starts[is_prefill]
-        decoding = starts[~is_prefill]
-        return cls(
-            int(tokens.sum()),
-            float((tokens * (before + (tokens + 1) / 2)).sum()),
-            len(decoding),
-            int(decoding.sum()) + len(decoding),
-            num_copied,
-            num_started,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +117,7 @@ def fit_steps(samples: Sequence[tuple[StepContents, float]]) -> CostModel:
     seconds = _sums(np.array([took for _, took in samples]), num_windows)  # [W]
     columns = _sums(np.array([_column(contents) for contents, _ in samples]), num_windows)  # [W, C]
     weights = 1.0 / np.sqrt(np.maximum(seconds, np.median(seconds) / 4))
-    found = _least_squares(columns * weights[:, None], seconds * weights)
+    found = least_squares(columns * weights[:, None], seconds * weights)
     found *= seconds.sum() / max(float((columns @ found).sum()), 1e-12)  # what is left over adds up to nothing
     return CostModel(**dict(zip(COSTS, found.tolist(), strict=True)))
 
@@ -210,20 +184,6 @@ def _column(contents: StepContents) -> list[float]:
         float(contents.num_prefill > 0),
         float(contents.num_started),
     ]
-
-
-def _least_squares(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients of at least 0: the one that would fall furthest below is left out, until none does."""
-    scale = np.maximum(np.abs(columns).max(axis=0), 1e-30)
-    kept = [i for i in range(columns.shape[1]) if columns[:, i].any()]
-    found = np.zeros(columns.shape[1])
-    while kept:
-        some, *_ = np.linalg.lstsq(columns[:, kept] / scale[kept], wanted, rcond=None)
-        if some.min() >= 0:
-            found[kept] = some / scale[kept]
-            break
-        del kept[int(some.argmin())]
-    return found
 
 
 def _read_model(values: Any) -> CostModel:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..messages import Bools, Indices, StepDone, StepGrant
-from .cost_model import CostModel, StepContents
+from ..step_costs import StepContents
+from .cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,21 +59,22 @@ class ModelledDevice:
         steady = self._steady
         if steady is not None and grant.slots is steady.slots and grant.is_decode and not grant.copies:
             contents = StepContents(num_decode=len(grant.slots), num_context=steady.num_context)
-            done, is_steady = self._go_on(grant.step, steady), True
+            took_s = self._model.seconds(contents)
+            done, is_steady = self._go_on(grant.step, steady, took_s), True
         else:
             self._settle()
             num_copied = sum(len(copy.sources) for copy in grant.copies)
             contents = StepContents.of(grant.starts, grant.num_tokens, num_copied, len(grant.started))
-            done, is_steady = self._sample(grant), False
+            took_s = self._model.seconds(contents)
+            done, is_steady = self._sample(grant, took_s), False
             if grant.is_decode and len(done.slots) == len(grant.slots) and not done.is_finished.any():
                 self._steady = self._steady_of(grant, done, contents)
-        took_s = self._model.seconds(contents)
         self._free_at_s = max(now_s, self._free_at_s) + took_s
         self.flights.append(Flight(self._free_at_s, done, is_steady))
         self.num_steps += 1
         self.busy_s += took_s
 
-    def _sample(self, grant: StepGrant) -> StepDone:
+    def _sample(self, grant: StepGrant, took_s: float) -> StepDone:
         """One token for each sampled row whose answer goes on."""
         for started in grant.started:
             slot, num_wanted = started.slot, started.params.max_tokens
@@ -86,7 +88,8 @@ class ModelledDevice:
         self._num_generated[rows] = places + 1
         is_finished = places + 1 >= self._num_wanted[rows]
         self._is_over[rows] = is_finished
-        return StepDone(grant.step, rows, self._sequence_id[rows], places, self._zeros[: len(rows)], is_finished)
+        columns = (rows, self._sequence_id[rows], places, self._zeros[: len(rows)], is_finished)
+        return StepDone(grant.step, *columns, int(took_s * 1e6))
 
     def _steady_of(self, grant: StepGrant, done: StepDone, contents: StepContents) -> _Steady | None:
         num_left = int((self._num_wanted[done.slots] - self._num_generated[done.slots]).min()) - 1
@@ -96,14 +99,14 @@ class ModelledDevice:
         columns = (grant.slots, done.sequence_ids, done.places + 1, done.token_ids, done.is_finished)
         return _Steady(*columns, context, num_left)
 
-    def _go_on(self, step: int, steady: _Steady) -> StepDone:
+    def _go_on(self, step: int, steady: _Steady, took_s: float) -> StepDone:
         columns = (steady.slots, steady.sequence_ids, steady.places, steady.token_ids, steady.is_finished)
         steady.places = steady.places + 1
         steady.num_context += len(steady.slots)
         steady.num_left -= 1
         if not steady.num_left:
             self._settle()
-        return StepDone(step, *columns)
+        return StepDone(step, *columns, int(took_s * 1e6))
 
     def _settle(self) -> None:
         """Rows come or go: writes down how far they have come."""

@@ -14,7 +14,18 @@ from typing import Any, BinaryIO
 import orjson
 
 from ..messages import Rates, StepDone, StepVoid, TokenRequest
-from .recording import VERSION, Fields, Given, RecordedEngine, Unchanged, Wrong, read_add, read_done, read_engine
+from .recording import (
+    READABLE,
+    VERSION,
+    Fields,
+    Given,
+    RecordedEngine,
+    Unchanged,
+    Wrong,
+    read_add,
+    read_done,
+    read_engine,
+)
 from .recording import read_void as _read_void
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -83,7 +94,7 @@ class Recording:
                 header = self._parse(1, file.readline(MAX_LINE_BYTES + 1))
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}: must name a recording") from None
-        if not isinstance(header, dict) or header.get("millrace_recording") != VERSION:
+        if not isinstance(header, dict) or header.get("millrace_recording") not in READABLE:
             version = header.get("millrace_recording") if isinstance(header, dict) else None
             what = "this is no recording" if version is None else f"a recording of format {version!r:.40}"
             raise RecordingError(f"{path}:1: {what}: `millrace serve --record FILE` makes one of format {VERSION}")

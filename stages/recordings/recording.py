@@ -1,6 +1,6 @@
 """What a recording is: JSON lines that say what schedule and allocate were told, in order, and what they decided.
 
-    {"millrace_recording": 1, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...}}
+    {"millrace_recording": 2, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...}}
     {"t": 1.25, "schedule": {"in": [{"add": {...}}, {"done": {...}}, {"report": 7}], "lane": [[3, "cancel"]],
                              "plans": [{...}], "failed": []}}
     {"t": 1.25, "allocate": {"rates": [[copy_s, compute_s]], "answers": [{"report": {...}, "grant": {...}}]}}
@@ -42,7 +42,8 @@ from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pooling import PoolingParams
 
-VERSION = 1
+VERSION = 2  # 1: before steps told their time, which nothing was decided by
+READABLE = (1, VERSION)
 Fields = dict[str, Any]  # of a message: plain values, and arrays where it has them
 
 
@@ -83,6 +84,7 @@ class RecordedEngine:
     max_waiting: int  # prompts inside schedule
     scheduler: str
     priority_ageing_s: float | None
+    itl_target_ms: float = 0.0  # 0: none
 
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
@@ -93,6 +95,8 @@ class RecordedEngine:
             "block_size": info.block_size,
             "max_model_len": info.max_model_len,
             "max_waiting": max_waiting,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "itl_target_ms": info.itl_target_ms,
         }
         values: Fields = {name: getattr(config, name, None) for name in cls.__slots__}
         return cls(**{**values, **settled})
@@ -214,6 +218,7 @@ def done_fields(done: StepDone, token_ids: Ints | None) -> Fields:
         "places_less_step": (done.places - done.step),
         "finished": np.flatnonzero(done.is_finished),
         "token_ids": None if token_ids is None else to_base64(token_ids),
+        "took_us": done.took_us,
     }
 
 
@@ -311,8 +316,8 @@ class Given:
 
 
 def read_engine(values: Any) -> RecordedEngine:
-    """The engine of a header. Sizes are bounded, as tables are made of them."""
-    given = Given("engine", values if isinstance(values, dict) else {})
+    """The engine of a header. Sizes are bounded, as tables are made of them. One of format 1 had no target."""
+    given = Given("engine", {"itl_target_ms": 0.0, **values} if isinstance(values, dict) else {})
     ageing = given.values.get("priority_ageing_s")
     engine = RecordedEngine(
         num_blocks=given.whole("num_blocks", 1, 2**24),
@@ -327,6 +332,7 @@ def read_engine(values: Any) -> RecordedEngine:
         max_waiting=given.whole("max_waiting", 1),
         scheduler=given.text("scheduler"),
         priority_ageing_s=None if ageing is None else given.number("priority_ageing_s"),
+        itl_target_ms=given.number("itl_target_ms"),
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
@@ -339,7 +345,7 @@ def read_engine(values: Any) -> RecordedEngine:
 
 def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
     """A step's outcome."""
-    given = Given("done", values)
+    given = Given("done", {"took_us": 0, **values})
     step = given.whole("step")
     slots = given.wholes("slots", engine.max_num_seqs - 1)
     count = len(slots)
@@ -352,7 +358,8 @@ def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
     is_finished = np.zeros(count, np.bool_)
     is_finished[given.wholes("finished", count - 1)] = True
     token_ids = given.tokens("token_ids", count).astype(np.intp)
-    return StepDone(step, _indices(slots), np.array(sequence_ids, np.int64), places, token_ids, is_finished)
+    columns = (_indices(slots), np.array(sequence_ids, np.int64), places, token_ids, is_finished)
+    return StepDone(step, *columns, given.whole("took_us", 0, 2**53))
 
 
 def read_void(values: Mapping[str, Any]) -> StepVoid:

@@ -30,6 +30,7 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.messages import StepDone, StepGrant, TokenRequest
 from millrace.stages.params import SamplingParams
 from millrace.stages.scheduler import Limits, Scheduler
+from millrace.stages.step_size import settle_step_size
 
 TRACES = {  # file -> its columns of prompt and answer lengths, in tokens
     "azure_llm_2023_conv.csv": ("ContextTokens", "GeneratedTokens"),
@@ -48,11 +49,11 @@ class Traffic:
     """Schedule's and allocate's plain code with the engine's default limits, and a device that is done at once."""
 
     def __init__(self, block_size: int) -> None:
-        defaults = EngineConfig()
+        defaults = settle_step_size(EngineConfig(), is_native=False)
         self.num_slots = defaults.max_num_seqs
         limits = Limits(
             max_num_seqs=self.num_slots,
-            max_num_batched_tokens=defaults.max_num_batched_tokens,
+            max_num_batched_tokens=defaults.num_step_tokens,
             max_model_len=MAX_MODEL_LEN,
             block_size=block_size,
             steps_in_flight=defaults.steps_in_flight,
@@ -143,12 +144,12 @@ def lengths_of(path: Path, num_requests: int | None) -> Iterator[Lengths]:
 
 def figures_of(folder: Path, num_requests: int | None) -> dict[str, Any]:
     """All traces that are there, with all block sizes."""
-    defaults = EngineConfig()
+    defaults = settle_step_size(EngineConfig(), is_native=False)
     figures: dict[str, Any] = {
         "python": platform.python_version(),
         "numpy": np.__version__,
         "slots": defaults.max_num_seqs,
-        "tokens of a step, at most": defaults.max_num_batched_tokens,
+        "tokens of a step, at most": defaults.num_step_tokens,
         "steps in flight": defaults.steps_in_flight,
         "context": MAX_MODEL_LEN,
         "pool, tokens": POOL_TOKENS,

@@ -100,6 +100,7 @@ def draw_setup(seed: int) -> Setup:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=smallest_budget + dice.choice([0, 1, 7, 40]),
         enable_chunked_prefill=is_chunked,
+        itl_target_ms=Random(f"gap/{seed}").choice([0.0, 0.0, 0.0, 1.0, 200.0]) if is_chunked else 0.0,
         steps_in_flight=dice.choice([1, 2, 2, 4]),
         enable_prefix_caching=dice.random() < 0.85,
         max_unread_tokens=Random(f"unread/{seed}").choice([1, 3, 256]),

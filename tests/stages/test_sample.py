@@ -135,6 +135,20 @@ async def test_a_step_that_says_nothing_new_goes_to_schedule_only(env):
     assert feedback[1].slots.tolist() == [] and feedback[1].is_finished.tolist() == []
 
 
+def test_schedule_is_told_how_long_each_step_took_since_the_one_before():
+    async def main(env: Env) -> list[Any]:
+        async with make(Scripted(), env) as pipeline:
+            for step in (0, 1):
+                await pipeline.channel("execute.in").send(decode(0, step=step))
+            first = await receive(pipeline, "sample.feedback", 2)
+            await env.sleep(60.0)  # in which the device does nothing
+            await pipeline.channel("execute.in").send(decode(0, step=2))
+            return [*first, *await receive(pipeline, "sample.feedback", 1)]
+
+    done = run(main, seed=0, worker_delay_s={"device": (0.25, 0.25)}).value
+    assert [each.took_us for each in done] == pytest.approx([500_000] * 3, abs=10_000)  # two phases each
+
+
 @sim_test(seeds=12)
 async def test_the_device_samples_each_step_before_it_runs_the_next(env):
     model = Scripted()

@@ -1,0 +1,88 @@
+"""How many tokens the next step may hold, where prompts are computed beside answers. Plain code behind schedule.
+
+While a step runs, every answer in it waits: a step's time is the gap between two tokens. So decoding rows come first,
+and prompts get what is left of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import sqrt
+
+from .config import EngineConfig
+from .step_costs import Costs, StepContents, StepCosts
+
+TARGET_MS = 50.0  # on a CPU: what it computes in that time, 190 tokens of a model of 135M parameters, keeps it busy
+NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # of a step, at most
+FIRST_TOKENS = 64  # of prompts, while nothing is known
+LEAST_TOKENS = 16  # of prompts, in any step that has room for one: they make progress whatever the target
+LEAST_SHARE = 1.0  # of the time of the decoding rows, for prompts, whatever the target
+
+
+def settle_step_size(config: EngineConfig, *, is_native: bool) -> EngineConfig:
+    """With the step size that the configuration leaves open. A prompt that runs whole is not cut for a target."""
+    is_chunked = config.enable_chunked_prefill
+    most, target_ms = config.max_num_batched_tokens, config.itl_target_ms
+    if most is None:
+        most = max(NATIVE_TOKENS if is_native and is_chunked else OTHER_TOKENS, config.max_num_seqs)
+    if target_ms is None:
+        target_ms = TARGET_MS if is_native and is_chunked else 0.0
+    return replace(config, max_num_batched_tokens=most, itl_target_ms=target_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is left of a prompt."""
+
+    num_tokens: int
+    start: int  # tokens before them
+
+
+class StepSize:
+    """Chooses a step's tokens by a target for its time, which it learns to foresee.
+
+    Prompts never starve: where the target leaves them less, they get as much time as the decoding rows take, and at
+    least `LEAST_TOKENS`.
+    """
+
+    def __init__(self, target_s: float, most: int) -> None:
+        self.target_s = target_s
+        self.most = most  # tokens of a step
+        self.last = most  # chosen
+        self._costs = StepCosts()
+
+    def note(self, contents: StepContents, seconds: float) -> None:
+        """A step took so long."""
+        self._costs.note(contents, seconds)
+
+    def choose(self, num_decode: int, num_context: int, wishes: Iterable[Wish]) -> int:
+        """Tokens of a step with so many decoding rows, which attend to `num_context` tokens, and of these prompts as
+        much as there is time for, in order; what they leave of it is for others, of which nothing is known."""
+        self.last = min(self.most, num_decode + max(LEAST_TOKENS, self._prompt_tokens(num_decode, num_context, wishes)))
+        return self.last
+
+    def _prompt_tokens(self, num_decode: int, num_context: int, wishes: Iterable[Wish]) -> int:
+        if not self._costs.is_known:
+            return FIRST_TOKENS
+        costs, slowness = self._costs.read()
+        decoding_s = costs.decoding_s(num_decode, num_context)
+        left_s = max(self.target_s / slowness - decoding_s, LEAST_SHARE * decoding_s)
+        return tokens_within(left_s, costs, wishes, self.most)
+
+
+def tokens_within(left_s: float, costs: Costs, wishes: Iterable[Wish], most: int) -> int:
+    """Tokens of prompts that take no longer than `left_s`, at most `most`: of these, then of one that begins."""
+    token_s, pair_s = costs.prefill_token_s, costs.prefill_pair_s
+    total = 0
+    for wish in chain(wishes, (Wish(most, 0),)):
+        each_s = token_s + pair_s * wish.start  # and pair_s / 2 more for each token before it in the step
+        wanted_s = wish.num_tokens * (each_s + pair_s * wish.num_tokens / 2)
+        if wanted_s > left_s:
+            return min(most, total + int(2 * left_s / (each_s + sqrt(each_s**2 + 2 * pair_s * left_s))))
+        left_s -= wanted_s
+        total += wish.num_tokens
+        if total >= most:
+            break
+    return min(most, total)

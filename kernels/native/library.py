@@ -84,6 +84,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_weights_bytes.restype = c_int64
     library.millrace_step_bytes.argtypes = [model, c_int64, c_int64]
     library.millrace_step_bytes.restype = c_int64
+    library.millrace_time_parts.argtypes = [model, c_void_p]
+    library.millrace_time_parts.restype = None
     library.millrace_step.argtypes = [model, POINTER(StepInputs)]
     library.millrace_step.restype = c_int32
     library.millrace_norm.argtypes = [model, c_void_p, c_int64, c_void_p]

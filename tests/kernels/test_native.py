@@ -4,6 +4,7 @@ else is in its step, how the prompt was cut, where its blocks are, or how many t
 from __future__ import annotations
 
 import random
+import time
 from functools import cache
 from typing import Any
 
@@ -248,6 +249,18 @@ def test_weights_are_counted_as_they_are_packed() -> None:
     padding = made.shape.hidden_size * (-70 % 32 + made.shape.num_layers * 2 * (-72 % 16))
     norms = 4 * sum(tensor.size for tensor in made.tensors.values() if tensor.ndim == 1)
     assert half == 2 * (matrices + padding) + norms and wide == 4 * (matrices + padding) + norms
+
+
+def test_the_parts_of_a_step_are_timed_for_who_asks_and_change_no_bit() -> None:
+    model = checkpoint("tied").load("float32", num_threads=2, worth_a_thread=1)
+    before = Run(model).whole(tokens(40))
+    times, began_ns = model.time_parts(), time.perf_counter_ns()
+    assert not times.any()
+    after = Run(model).whole(tokens(40), [20, 20])
+    passed_ns, (linears_ns, attention_ns, rest_ns, num_steps) = time.perf_counter_ns() - began_ns, times.tolist()
+    assert np.array_equal(before, after) and num_steps == 2
+    assert min(linears_ns, attention_ns, rest_ns) > 0 and linears_ns + attention_ns + rest_ns < passed_ns
+    assert model.time_parts() is times
 
 
 def test_what_is_not_computed_is_refused_with_what_it_lacks() -> None:

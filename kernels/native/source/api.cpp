@@ -80,6 +80,12 @@ EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64
     return step_bytes(*model, num_tokens, num_logits);
 }
 
+// part_ns [NUM_PARTS + 1]: see Model; it is the caller's, and outlives the steps.
+EXPORT void millrace_time_parts(Model* model, int64_t* part_ns) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->part_ns = part_ns;
+}
+
 EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
     try {
         Error error = check(*model, *inputs);

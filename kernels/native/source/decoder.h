@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <map>
 
 #include "attention.h"
@@ -119,7 +120,7 @@ class Step {
         : model_(model), shape_(model.shape), inputs_(inputs), num_threads_(num_threads),
           layout_{inputs.num_blocks, inputs.block_size, shape_.num_kv_heads, shape_.head_dim},
           sequences_{inputs.block_tables, inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width},
-          at_(model, reserve(model, inputs, num_threads), inputs.num_tokens) {
+          at_(model, reserve(model, inputs, num_threads), inputs.num_tokens), since_ns_(now_ns()) {
         for (const Layer& layer : model.layers)
             if (!plans_.count(layer.window))
                 plans_[layer.window] = make_plan(model, inputs, layer.window, num_threads);
@@ -129,9 +130,16 @@ class Step {
         ensure(&model.partials, num_floats * 4);
     }
 
+    // Counts what has passed since the phase before as time of `part`. For the first thread.
+    void add_time(Part part) {
+        int64_t now = now_ns();
+        model_.part_ns[part] += now - since_ns_;
+        since_ns_ = now;
+    }
+
     void run(int thread) {
         embed(thread);
-        wait();
+        wait(thread, REST);
         for (size_t i = 0; i < model_.layers.size(); i++) run_layer(int(i), thread);
         finish(thread);
     }
@@ -144,7 +152,16 @@ class Step {
         return model.activations.as<char>();
     }
 
-    void wait() { model_.pool->barrier.wait(num_threads_); }
+    // All threads have come to the end of a phase, whose time is that of a part of the step.
+    void wait(int thread, Part part) {
+        model_.pool->barrier.wait(num_threads_);
+        if (model_.part_ns && thread == 0) add_time(part);
+    }
+
+    static int64_t now_ns() {
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(
+                   std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
 
     void rows_of(int thread, int64_t count, int64_t* first, int64_t* last) const {
         share(count, thread, num_threads_, first, last);
@@ -170,22 +187,22 @@ class Step {
         const Layer& layer = model_.layers[index];
         Weight* cache = static_cast<Weight*>(inputs_.cache) + index * layout_.layer_stride();
         norm(layer.input_norm, thread);
-        wait();
+        wait(thread, REST);
         multiply<Weight>(layer.qkv, at_.normed, Rows{at_.qkv, at_.qkv_stride, Into::STORE}, thread, num_threads_);
-        wait();
+        wait(thread, LINEARS);
         place_tokens(layer, cache, thread);
-        wait();
+        wait(thread, REST);
         attend(plans_.at(layer.window), cache, thread);
-        wait();
+        wait(thread, ATTENTION);
         Rows residual{at_.residual, at_.hidden_stride, Into::ADD};
         multiply<Weight>(layer.output, at_.attended, residual, thread, num_threads_);
-        wait();
+        wait(thread, LINEARS);
         norm(layer.post_norm, thread);
-        wait();
+        wait(thread, REST);
         multiply<Weight>(layer.gate_up, at_.normed, SiluMul<Input>{at_.inner}, thread, num_threads_);
-        wait();
+        wait(thread, LINEARS);
         multiply<Weight>(layer.down, at_.inner, residual, thread, num_threads_);
-        wait();
+        wait(thread, LINEARS);
     }
 
     void norm(const std::vector<float>& weight, int thread) {
@@ -249,7 +266,7 @@ class Step {
             begin(plan, item, cache, thread)
                 .see_chunk(plan.chunks[i].second, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
         }
-        wait();
+        wait(thread, ATTENTION);
         share(int64_t(plan.items.size()), thread, num_threads_, &first, &last);
         for (int64_t i = first; i < last; i++) {
             const Item& item = plan.items[i];
@@ -286,7 +303,7 @@ class Step {
         for (int64_t i = first; i < last; i++)
             norm_to(normed, i, at_.residual + inputs_.logits_rows[i] * at_.hidden_stride, model_.final_norm.data(),
                     shape_.rms_norm_eps);
-        wait();
+        wait(thread, REST);
         multiply<Weight>(model_.head, normed, Rows{inputs_.logits, shape_.vocab_size, Into::STORE}, thread, num_threads_);
     }
 
@@ -298,12 +315,14 @@ class Step {
     Sequences sequences_;
     Activations<Input> at_;
     std::map<int64_t, Plan> plans_;
+    int64_t since_ns_;  // end of the last phase, if somebody wants to know
 };
 
 template <class Weight>
 void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
     Step<Weight> step(model, inputs, num_threads);
     model.pool->run(num_threads, [&](int thread) { step.run(thread); });
+    if (model.part_ns) step.add_time(inputs.logits ? LINEARS : REST), model.part_ns[NUM_PARTS]++;
 }
 
 template <class Weight>

@@ -71,6 +71,9 @@ struct Layer {
     int64_t window = 0;                                        // keys a query sees, itself included; 0: all
 };
 
+// What a step's time is spent on: products with weights, attention, and what lies between them.
+enum Part : int32_t { LINEARS, ATTENTION, REST, NUM_PARTS };
+
 struct Model {
     Shape shape;
     std::vector<Layer> layers;
@@ -85,6 +88,7 @@ struct Model {
     Memory activations;     // of the largest step so far
     Memory scratch;         // of attention, for every thread
     Memory partials;        // of attention that is split over keys
+    int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks
 
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
     int64_t attended_size() const { return shape.num_heads * shape.head_dim; }

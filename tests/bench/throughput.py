@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,9 +119,7 @@ def measure(subjects: dict[str, Subject], workload: Callable[[int], Prompts], ru
 
 def read_bandwidth_gb_s() -> float:
     """What one pass over 1 GiB reads, GB/s, with the threads torch uses: the ceiling of decoding at batch 1."""
-    import torch
-
-    data = torch.ones(2**28)
+    data = _gibibyte()
     data.sum()
     times = []
     for _ in range(5):
@@ -128,6 +127,13 @@ def read_bandwidth_gb_s() -> float:
         data.sum()
         times.append(time.perf_counter() - start)
     return data.nbytes / statistics.median(times) / 1e9
+
+
+@cache
+def _gibibyte() -> Any:
+    import torch
+
+    return torch.ones(2**28)
 
 
 def main() -> None:

@@ -8,10 +8,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -36,6 +37,10 @@ class InProcess:
     python: str
     model: str
     num_threads: int
+    _: KW_ONLY
+    version: str = "?"
+    leaves_out: frozenset[str] = frozenset()  # workloads
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def command(self) -> list[str]:
@@ -48,6 +53,11 @@ class Served:
 
     label: str
     command: list[str]
+    _: KW_ONLY
+    version: str = "?"
+    leaves_out: frozenset[str] = frozenset()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    keeps_connections: bool = True  # between two requests
 
 
 Contender = InProcess | Served
@@ -113,14 +123,18 @@ class RunningWorker(Running):
 class RunningServer(Running):
     """Answers over HTTP, token ids in and server-sent events out."""
 
-    def __init__(self, label: str, process: asyncio.subprocess.Process, ready_s: float, url: str) -> None:
+    def __init__(
+        self, label: str, process: asyncio.subprocess.Process, ready_s: float, url: str, keeps_connections: bool
+    ) -> None:
         super().__init__(label, process, ready_s)
         self.url = url
+        self._keeps_connections = keeps_connections
 
     async def answer(self, workload: str, asked: Sequence[Asked]) -> Figures:
         asks = [Ask(ids, num_answer) for ids, num_answer in asked]
         timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        connector = aiohttp.TCPConnector(limit=0, force_close=not self._keeps_connections)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             client = Client(session, self.url, "/v1/completions")
             client.model, client.ignores_eos = await client.served_model(), True
             wall_s, records = await measure(client, asks, [0.0] * len(asks), IN_FLIGHT[workload])
@@ -142,23 +156,26 @@ async def start(contender: Contender, log: Path) -> Running:
     began_s = time.perf_counter()
     with log.open("wb") as out:
         if isinstance(contender, InProcess):
-            process = await _spawn(contender.command, stdin=asyncio.subprocess.PIPE, stdout=-1, stderr=out)
+            streams = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": out}
+            process = await _spawn(contender, contender.command, **streams)
             await _read_line(process, contender.label)
             running: Running = RunningWorker(contender.label, process, time.perf_counter() - began_s)
         else:
             port = _free_port()
             url = f"http://127.0.0.1:{port}"
             command = [part.replace("{port}", str(port)) for part in contender.command]
-            process = await _spawn(command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out)
+            process = await _spawn(contender, command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out)
             await _wait_for(url, process, contender.label)
-            running = RunningServer(contender.label, process, time.perf_counter() - began_s, url)
+            ready_s = time.perf_counter() - began_s
+            running = RunningServer(contender.label, process, ready_s, url, contender.keeps_connections)
     running.pause()
     return running
 
 
-async def _spawn(command: Sequence[str], **streams: object) -> asyncio.subprocess.Process:
+async def _spawn(contender: Contender, command: Sequence[str], **streams: Any) -> asyncio.subprocess.Process:
+    env = {**os.environ, **contender.environment}
     limit = 1 << 26  # of a line
-    return await asyncio.create_subprocess_exec(*command, start_new_session=True, limit=limit, **streams)  # type: ignore[arg-type]
+    return await asyncio.create_subprocess_exec(*command, env=env, start_new_session=True, limit=limit, **streams)
 
 
 async def _read_line(process: asyncio.subprocess.Process, label: str) -> dict[str, float]:

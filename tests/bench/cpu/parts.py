@@ -1,0 +1,140 @@
+"""Where a decoding step of ours spends its time, beside what memory allows: `python -m tests.bench.cpu.parts MODEL`.
+
+Endless answers, `batch` of them with `CONTEXT` tokens before each, in an engine as it serves. Linears, attention and
+the rest are of the native call, by its own clock; host is what passes between two calls: sampling, and what of the
+other stages does not go on beside the call. The floor is the time in which the machine reads the weights once and each
+sequence's keys and values, at the bandwidth that was measured just before. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.kernels.native.model import NativeModel
+from millrace.stages import Engine, EngineConfig, SamplingParams
+from millrace.stages.parts import EngineParts
+
+from ..throughput import read_bandwidth_gb_s
+
+BATCHES = (1, 8, 16, 32)
+CONTEXT = 256  # tokens, when the measured steps begin
+NUM_STEPS = 32
+NUM_ROUNDS = 3
+
+
+async def measure(model: str, threads: int | None, batches: tuple[int, ...] = BATCHES) -> list[dict[str, float]]:
+    """A row a batch: the median of some rounds, by the time of a step. Empty where torch computes the steps."""
+    config = EngineConfig(model=model, device="cpu", threads=threads, max_model_len=2048, max_num_seqs=max(batches))
+    async with Engine(config) as engine:
+        if engine.info.attention_backend != "native":
+            return []
+        rows = []
+        for batch in batches:
+            rounds = [await _round(engine, batch) for _ in range(NUM_ROUNDS)]
+            rows.append(sorted(rounds, key=lambda row: row["step_ms"])[NUM_ROUNDS // 2])
+        return rows
+
+
+async def _round(engine: Engine, batch: int) -> dict[str, float]:
+    """All answers begin, from prompts that the prefix cache has after the first time; then so many steps are looked
+    at."""
+    bandwidth = await asyncio.to_thread(read_bandwidth_gb_s)
+    draws = [random.Random(place) for place in range(batch)]
+    prompts = [[draw.randrange(300, 15_000) for _ in range(CONTEXT)] for draw in draws]
+    window = _Window(engine, batch)
+    answers = [asyncio.create_task(window.follow(place, ids)) for place, ids in enumerate(prompts)]
+    over = asyncio.create_task(window.is_over.wait())
+    try:
+        first, _ = await asyncio.wait([over, *answers], return_when=asyncio.FIRST_COMPLETED)
+        for answer in first - {over}:
+            raise RuntimeError("an answer was over before its steps were looked at") from answer.exception()
+    finally:
+        over.cancel()
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+    native, block_size = _native(engine), engine.info.block_size
+    begun, ended = window.looks
+    spent, num_steps = ended.part_times - begun.part_times, ended.step - begun.step
+    parts_ms = (spent[:3] / max(int(spent[3]), 1) / 1e6).tolist()
+    step_ms = 1e3 * (ended.time_s - begun.time_s) / num_steps
+    num_context = CONTEXT * batch + (begun.num_answered + ended.num_answered) / 2
+    kv_bytes = num_context / block_size * native.shape.bytes_per_block(block_size, native.dtype)
+    floor_ms = (native.weights_bytes + kv_bytes) / bandwidth / 1e6
+    row = {
+        "batch": batch,
+        "context": num_context / batch,
+        "step_ms": step_ms,
+        **dict(zip(("linears_ms", "attention_ms", "rest_ms"), parts_ms, strict=True)),
+        "host_ms": step_ms - sum(parts_ms),
+        "weights_floor_ms": native.weights_bytes / bandwidth / 1e6,
+        "kv_floor_ms": kv_bytes / bandwidth / 1e6,
+        "floor_ms": floor_ms,
+        "share_of_floor": floor_ms / step_ms,
+        "read_bandwidth_gb_s": bandwidth,
+    }
+    return {name: round(value, 4) for name, value in row.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """How far an engine has come at some moment."""
+
+    time_s: float
+    step: int
+    part_times: NDArray[np.int64]  # of the native steps so far
+    num_answered: int  # tokens of all answers
+
+
+class _Window:
+    """Looks at an engine when each answer has begun, and `NUM_STEPS` later; whoever reads a token looks."""
+
+    def __init__(self, engine: Engine, batch: int) -> None:
+        self.is_over = asyncio.Event()
+        self.looks: list[_Look] = []
+        self._engine = engine
+        self._counts = [0] * batch
+
+    async def follow(self, place: int, ids: list[int]) -> None:
+        """Asks, and reads what comes."""
+        params = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+        async for output in self._engine.generate(ids, params):
+            self._counts[place] = output.num_generated_tokens
+            step = self._engine.scheduler.completed_step
+            if not self.looks and min(self._counts) > 2:
+                self.looks.append(self._look())
+            elif len(self.looks) == 1 and step >= self.looks[0].step + NUM_STEPS:
+                self.looks.append(self._look())
+                self.is_over.set()
+
+    def _look(self) -> _Look:
+        times = _native(self._engine).time_parts().copy()
+        return _Look(time.perf_counter(), self._engine.scheduler.completed_step, times, sum(self._counts))
+
+
+def _native(engine: Engine) -> NativeModel:
+    assert isinstance(engine._parts, EngineParts)
+    native = engine._parts.loaded.runner.decoder.model  # type: ignore[attr-defined]
+    assert isinstance(native, NativeModel)
+    return native
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    options = parser.parse_args()
+    print(json.dumps(asyncio.run(measure(options.model, options.threads, tuple(options.batches)))))
+
+
+if __name__ == "__main__":
+    main()

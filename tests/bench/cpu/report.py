@@ -1,0 +1,181 @@
+"""README's performance section, from what `python -m tests.bench.cpu` has found: python -m tests.bench.cpu.report
+
+Rewrites what stands between two markers, and the charts beside the results. A test holds README to it, so whoever
+changes the results runs this; what is written there is never written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .chart import draw
+from .peers import OUR_SERVER, OURS
+
+ROOT = Path(__file__).parents[3]
+README = ROOT / "README.md"
+RESULTS = ROOT / "tests" / "bench" / "results"
+FILES = ("cpu-smollm2-135m.json", "cpu-qwen3-0.6b.json")
+BEGIN = "<!-- from here on made by `python -m tests.bench.cpu.report`: change the results, not the text -->"
+END = "<!-- up to here -->"
+
+IN_PROCESS = {"w1": ("decode_tok_s", "W1 tok/s"), "w2": ("output_tok_s", "W2 tok/s"), "w3": ("wall_s", "W3 s")}
+SERVED = {
+    "w1": ("decode_tok_s", "W1 tok/s"),
+    "w2": ("output_tok_s", "W2 tok/s"),
+    "w3": ("wall_s", "W3 s"),
+    "w4": ("output_tok_s", "W4 tok/s"),
+}
+LATENCIES = (("ttft", "W4 TTFT p50 / p99 ms"), ("itl", "W4 ITL p50 / p99 ms"))
+WORDS = {
+    "decode_tok_s": "decode rate",
+    "output_tok_s": "tokens/s",
+    "wall_s": "time",
+    "ttft_ms": "time to the first token",
+    "median_ttft_ms": "time to the first token, p50",
+    "p99_ttft_ms": "time to the first token, p99",
+    "median_itl_ms": "gap between tokens, p50",
+    "p99_itl_ms": "gap between tokens, p99",
+}
+
+
+def section(folder: Path = RESULTS) -> str:
+    """The section for the results that are there."""
+    found = [json.loads((folder / name).read_text()) for name in FILES if (folder / name).exists()]
+    return "\n".join([BEGIN, *(line for results in found for line in _of_shape(results)), END])
+
+
+def replaced(readme: str, made: str) -> str:
+    """README with that section in place of the one it has."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"README.md has no section between {BEGIN} and {END}"
+    return before + made + after
+
+
+def chart_name(results: Mapping[str, Any]) -> str:
+    """Where its chart is, beside the results."""
+    return f"cpu-{results['shape']}.svg"
+
+
+def _of_shape(results: Mapping[str, Any]) -> Iterator[str]:
+    bandwidth = results["read_bandwidth_gb_s"]
+    yield ""
+    yield f"### {results['shape']}, {results['dtype']}"
+    yield ""
+    yield (
+        f"{results['cpu']} ({results['instructions']}), {results['threads']} threads, {results['measured_on']}, median "
+        f"of {results['rounds']}; memory read at {bandwidth['median']:.1f} GB/s ({bandwidth['least']:.1f} to "
+        f"{bandwidth['greatest']:.1f}). {', '.join(_versions(results))}."
+    )
+    if results.get("note"):
+        yield results["note"]
+    yield ""
+    yield from _table(results, "in process", IN_PROCESS, is_served=False)
+    yield ""
+    yield from _table(results, "over HTTP", SERVED, is_served=True)
+    yield ""
+    yield f"![Bars for each workload and engine](tests/bench/results/{chart_name(results)})"
+    if results.get("parts"):
+        yield ""
+        yield from _parts(results["parts"])
+    yield ""
+    yield from _where_we_lose(results)
+    yield ""
+
+
+def _versions(results: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Python {results['python']}"
+    seen = set()
+    for label, version in results["versions"].items():
+        name = label.removesuffix(" server")
+        if (name, version) not in seen:
+            seen.add((name, version))
+            yield f"{name} {version}"
+
+
+def _table(
+    results: Mapping[str, Any], title: str, columns: Mapping[str, tuple[str, str]], *, is_served: bool
+) -> Iterator[str]:
+    columns = {name: each for name, each in columns.items() if name in results["workloads"]}
+    labels = [label for label in results["versions"] if label.endswith(" server") == is_served]
+    latencies = LATENCIES if "w4" in columns else ()
+    headings = [title, *(heading for _, heading in columns.values()), *(heading for _, heading in latencies)]
+    headings += ["ready s", "peak MiB"]
+    yield f"| {' | '.join(headings)} |"
+    yield f"|{'---|' * len(headings)}"
+    for label in labels:
+        cells = [label.removesuffix(" server")]
+        for name, (figure, _) in columns.items():
+            cells.append(_cell(results["workloads"][name], label, figure))
+        for name, _ in latencies:
+            cells.append(_latency(results["workloads"]["w4"], label, name))
+        cells += [f"{results['ready_s'][label]:.1f}", f"{results['peak_mib'][label]:,}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _cell(found: Mapping[str, Any], label: str, figure: str) -> str:
+    """A figure, and of a peer's how many times as good ours is."""
+    figures = found["engines"].get(label, {})
+    if figure not in figures:
+        return "-"
+    shown = _number(figures[figure]["median"])
+    ratio = found["ours_to_theirs"].get(label, {}).get(figure)
+    return f"**{shown}**" if ratio is None else f"{shown} (ours {ratio['median']:.2f}x)"
+
+
+def _latency(found: Mapping[str, Any], label: str, name: str) -> str:
+    figures = found["engines"].get(label, {})
+    if f"p99_{name}_ms" not in figures:
+        return "-"
+    return " / ".join(_number(figures[f"{which}_{name}_ms"]["median"]) for which in ("median", "p99"))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _parts(rows: list[Mapping[str, float]]) -> Iterator[str]:
+    yield "A decoding step of ours, ms, beside the time in which memory is read once:"
+    yield ""
+    yield "| batch | step | linears | attention | rest | host | floor | of the floor |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        times = (f"{row[f'{name}_ms']:.2f}" for name in ("step", "linears", "attention", "rest", "host", "floor"))
+        yield f"| {row['batch']:.0f} | {' | '.join(times)} | {row['share_of_floor']:.0%} |"
+
+
+def _where_we_lose(results: Mapping[str, Any]) -> Iterator[str]:
+    """Every figure of every workload by which a peer is better."""
+    losses = []
+    for name, found in results["workloads"].items():
+        for label, ratios in found["ours_to_theirs"].items():
+            for figure, ratio in ratios.items():
+                if ratio["median"] < 1:
+                    times = f"{1 / ratio['median']:.2f}"
+                    losses.append(f"- {name.upper()}, {WORDS[figure]}: {label} is {times} times as good")
+    peers = [label for label in results["versions"] if label not in (OURS, OUR_SERVER)]
+    if losses:
+        yield "Where we lose:"
+        yield ""
+        yield from losses
+    else:
+        yield (
+            f"Where we lose: by none of the figures of these workloads, to {' or '.join(peers)}."
+            if peers
+            else ("Where we lose: there was no peer to lose to.")
+        )
+
+
+def main() -> None:
+    README.write_text(replaced(README.read_text(), section()))
+    for name in FILES:
+        if (RESULTS / name).exists():
+            results = json.loads((RESULTS / name).read_text())
+            (RESULTS / chart_name(results)).write_text(draw(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""README's performance section and charts are what the committed results make of them; and what a comparison says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.bench.cpu import report
+from tests.bench.cpu.chart import draw
+from tests.bench.cpu.figures import summary, table
+from tests.bench.cpu.peers import contenders_of, find_peers
+
+
+def figures(tok_s: float, p99_ms: float) -> dict[str, float]:
+    return {"output_tok_s": tok_s, "wall_s": 100 / tok_s, "median_ttft_ms": 90.0, "p99_ttft_ms": 300.0} | {
+        "median_itl_ms": 20.0,
+        "p99_itl_ms": p99_ms,
+    }
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    """Two rounds of two servers, of which ours is faster and less even; and the parts of a step."""
+    rounds = {
+        "millrace server": [figures(200.0, 50.0), figures(300.0, 60.0)],
+        "other server": [figures(100.0, 40.0), figures(200.0, 40.0)],
+    }
+    parts = {"linears": 6.0, "attention": 2.0, "rest": 0.5, "host": 1.5, "step": 10.0, "floor": 7.5}
+    labels = list(rounds)
+    return {
+        "shape": "smollm2-135m",
+        "dtype": "bfloat16",
+        "rounds": 2,
+        "measured_on": "2026-11-22",
+        "note": "A quiet machine.",
+        "cpu": "A <fast> one",
+        "instructions": "AVX512",
+        "threads": 2,
+        "python": "3.11.7",
+        "read_bandwidth_gb_s": {"median": 40.0, "least": 38.0, "greatest": 44.0},
+        "versions": {"millrace server": "0.1", "other server": "7.5"},
+        "ready_s": {label: 1.5 for label in labels},
+        "peak_mib": {label: 1024 for label in labels},
+        "workloads": {"w4": summary("w4", rounds)},
+        "parts": [
+            {f"{name}_ms": value for name, value in parts.items()}
+            | {"batch": 8, "share_of_floor": 0.75, "read_bandwidth_gb_s": 40.0}
+        ],
+    }
+
+
+def test_readme_tells_what_the_committed_results_say():
+    readme = report.README.read_text()
+    assert report.replaced(readme, report.section()) == readme, "run python -m tests.bench.cpu.report"
+
+
+def test_each_chart_is_drawn_from_its_results():
+    results = [json.loads(path.read_text()) for name in report.FILES if (path := report.RESULTS / name).exists()]
+    charts = {path.name: path.read_text() for path in report.RESULTS.glob("cpu-*.svg")}
+    assert charts == {report.chart_name(told): draw(told) for told in results}, "run python -m tests.bench.cpu.report"
+
+
+def test_ratios_are_those_of_each_round_and_where_less_is_better_the_other_way_round(results: dict[str, Any]):
+    ratios = results["workloads"]["w4"]["ours_to_theirs"]["other server"]
+    assert ratios["output_tok_s"] == {"median": 1.75, "least": 1.5, "greatest": 2.0}
+    assert ratios["p99_itl_ms"]["greatest"] == 0.8 and ratios["wall_s"]["median"] == pytest.approx(1.75)
+    assert "ours: 1.75 (1.50..2.00)" in table(results)
+
+
+def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: dict[str, Any], tmp_path: Path):
+    (tmp_path / report.FILES[0]).write_text(json.dumps(results))
+    made = report.section(tmp_path)
+    for words in ("A <fast> one (AVX512), 2 threads, 2026-11-22", "other 7.5", "38.0 to 44.0", "A quiet machine."):
+        assert words in made
+    assert "| other | 150 (ours 1.75x) | 90 / 300 | 20 / 40 | 1.5 | 1,024 |" in made
+    assert "| 8 | 10.00 | 6.00 | 2.00 | 0.50 | 1.50 | 7.50 | 75% |" in made
+    losses = [line for line in made.splitlines() if line.startswith("- W4")]
+    assert losses == ["- W4, gap between tokens, p99: other server is 1.36 times as good"]
+
+
+def test_where_nothing_is_lost_the_section_says_to_whom(results: dict[str, Any], tmp_path: Path):
+    results["workloads"]["w4"]["ours_to_theirs"]["other server"] = {"output_tok_s": {"median": 1.1}}
+    (tmp_path / report.FILES[0]).write_text(json.dumps(results))
+    assert "Where we lose: by none of the figures of these workloads, to other server." in report.section(tmp_path)
+
+
+def test_a_section_takes_the_place_of_the_one_before():
+    readme = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    made = f"{report.BEGIN}\nnew\n{report.END}"
+    assert report.replaced(readme, made) == f"before\n{made}\nafter\n"
+
+
+def test_a_chart_is_small_well_formed_and_has_a_bar_for_each_engine_and_part(results: dict[str, Any]):
+    chart = draw(results)
+    shapes = [each.tag.rpartition("}")[2] for each in ElementTree.fromstring(chart).iter()]
+    assert shapes.count("rect") == 1 + 2 + 4 + 4  # background, engines, a step's parts, their legend
+    assert len(chart) < 8192 and "A &lt;fast&gt; one" in chart
+
+
+def test_peers_are_found_by_flag_variable_or_folder_and_the_others_are_left_out_with_a_line(tmp_path: Path):
+    for name in ("vllm", "llama-server"):
+        program = tmp_path / name / "bin" / "python"
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\necho 1.2.3\n")
+        program.chmod(0o755)
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    server = tmp_path / "llama-server" / "bin" / "python"
+    peers, missing = find_peers([f"llama-server={server},{gguf}"], {"MILLRACE_PEERS": str(tmp_path)})
+    assert [peer.name for peer in peers] == ["transformers", "vllm", "llama-server"]
+    assert [line.partition(" is left out")[0] for line in missing] == ["openvino-genai", "llama-cpp-python"]
+    assert "there is no program" in missing[0]
+    by_variable, _ = find_peers([], {"MILLRACE_PEER_VLLM": str(server)})
+    assert [peer.program for peer in by_variable if peer.name == "vllm"] == [str(server)]
+    labels = [(each.label, each.version) for peer in peers[1:] for each in contenders_of(peer, "model", 2)]
+    assert labels == [("vLLM", "1.2.3"), ("vLLM server", "1.2.3"), ("llama.cpp server", "1.2.3")]
+
+
+def test_a_peer_that_reads_a_converted_model_is_left_out_without_one(tmp_path: Path):
+    program = tmp_path / "python"
+    program.touch(0o755)
+    peers, missing = find_peers([f"openvino-genai={program}"], {})
+    assert "openvino-genai" not in [peer.name for peer in peers]
+    assert any("reads a converted model" in line for line in missing)
+    with pytest.raises(SystemExit, match="no such peer"):
+        find_peers(["vlm=python"], {})

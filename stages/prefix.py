@@ -202,7 +202,7 @@ class PrefixCache:
             chain.is_cut = known is None
             chain.last = chain.last if known is None else known[1]
             return False
-        on_host = self._host.find(key, chain.last, tokens)
+        on_host = self._host.find(key, chain.last, tokens) if self._host.blocks else None
         if on_host is None:
             self._num_put += 1
         number = self._num_put if on_host is None else on_host[1]  # what stands behind it there goes on being found

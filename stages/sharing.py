@@ -174,13 +174,15 @@ class Sharing:
         blocks = self._tables.blocks[slots, places]
         halves = self._newest.reshape(len(self._newest), 2, size)[slots, places % 2]  # [F, B]
         contents, begin, new = halves.tobytes(), 0, []
+        chains, put = self._chains, self._put
         for slot, place, block in zip(slots.tolist(), places.tolist(), blocks.tolist(), strict=True):
-            chain, end = self._chain(slot), begin + 4 * size
+            chain, end = chains[slot], begin + 4 * size
+            assert chain is not None, f"slot {slot} runs, and nobody started in it"
             if chain.num_blocks < chain.num_known:
                 self._put_known(slot, chain, min(place + 1, chain.num_known))
             if place >= chain.num_known:
                 assert place == chain.num_blocks, f"block {chain.num_blocks} of slot {slot} was passed over"
-                if self._put(chain, block, contents[begin:end]):
+                if put(chain, block, contents[begin:end]):
                     new.append(block)
             begin = end
         self._pool.keep(np.array(new, np.int32))
@@ -192,9 +194,11 @@ class Sharing:
         self._pool.keep(blocks[is_new])
 
     def _put(self, chain: Chain, block: int, tokens: bytes | None = None) -> bool:
-        if self.cache.drop_tail(block):
+        cache = self.cache
+        if block in cache.followers.tails:
+            cache.drop_tail(block)
             self._pool.forget(block)
-        return self.cache.put(chain, block, tokens)
+        return cache.put(chain, block, tokens)
 
     def _put_tail(self, slot: int, chain: Chain) -> None:
         """The tokens in the last block of a sequence can be found from now on."""

@@ -83,10 +83,11 @@ class FreeDevice:
 
 
 class Timed:
-    """A coroutine with the seconds that its steps took on the loop's thread."""
+    """A coroutine with the seconds that its steps took on the loop's thread, by some clock."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, T], clock: Callable[[], float]) -> None:
         self.coroutine = coroutine
+        self.clock = clock
         self.seconds = 0.0
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -94,13 +95,13 @@ class Timed:
         value: Any = None
         error: BaseException | None = None
         while True:
-            began = time.perf_counter()
+            began = self.clock()
             try:
                 waits_for = steps.send(value) if error is None else steps.throw(error)
             except StopIteration as stop:
                 return stop.value
             finally:
-                self.seconds += time.perf_counter() - began
+                self.seconds += self.clock() - began
             try:
                 value, error = (yield waits_for), None
             except BaseException as thrown:  # CancelledError, into the coroutine
@@ -132,13 +133,13 @@ def engine_with(
     return engine
 
 
-async def start_timed(engine: ScriptedEngine) -> dict[str, Timed]:
+async def start_timed(engine: ScriptedEngine, clock: Callable[[], float]) -> dict[str, Timed]:
     """Starts the engine with a clock around each stage's task. Returns the clocks, by stage."""
     clocks: dict[str, Timed] = {}
     run = StageRunner.run
 
     def timed_run(self: StageRunner) -> Awaitable[None]:
-        clocks[self.name] = Timed(run(self))
+        clocks[self.name] = Timed(run(self), clock)
         return clocks[self.name].run()
 
     StageRunner.run = timed_run  # type: ignore[method-assign, assignment]
@@ -168,7 +169,9 @@ async def decode(engine: ScriptedEngine, num_sequences: int) -> list[asyncio.Tas
     return tasks
 
 
-async def host_cost(num_sequences: int, seconds: float, *, has_cache: bool = False) -> dict[str, dict[str, float]]:
+async def host_cost(
+    num_sequences: int, seconds: float, *, has_cache: bool = False, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, dict[str, float]]:
     """Microseconds a step, by stage, with a device that takes no time: the median of windows of some steps each, and
     the least, which on a machine with other work is the better guess."""
     windows: list[dict[str, float]] = []
@@ -176,7 +179,7 @@ async def host_cost(num_sequences: int, seconds: float, *, has_cache: bool = Fal
     while left_s > 0:  # a fast machine comes to the end of the answers: it begins again
         device = FreeDevice(num_sequences)
         engine = engine_with(device, num_sequences, steps_in_flight=2, has_cache=has_cache)
-        clocks = await start_timed(engine)
+        clocks = await start_timed(engine, clock)
         tasks = await decode(engine, num_sequences)
         await asyncio.sleep(0.2)
         began_s = time.perf_counter()

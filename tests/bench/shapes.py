@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,4 +52,7 @@ def make_checkpoint(shape: str, folder: Path, dtype: str = "bfloat16", seed: int
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([f"<r{i}>" for i in range(config.vocab_size - len(alphabet))])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    told = folder / "tokenizer_config.json"
+    fields = json.loads(told.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # as transformers 4 knows it
+    told.write_text(json.dumps(fields, indent=2) + "\n")
     return folder

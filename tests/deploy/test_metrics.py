@@ -11,7 +11,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.metrics import Metrics
 from millrace.deploy.service import Service
 from millrace.stages import EngineConfig, SamplingParams
-from millrace.stages.testing import scripted_engine
+from millrace.stages.testing import ScriptedEngine, scripted_engine
 from tests.deploy.running import RunningServer, post_bytes, send
 
 TEXT = "/v1/completions"
@@ -103,6 +103,26 @@ async def scrape_after_pressure(config: EngineConfig) -> dict[str, float]:
         tasks = [group.create_task(one(i)) for i in range(8)]
         await asyncio.gather(*tasks)
         return samples_of(metrics.render().decode())
+
+
+def test_how_large_a_step_may_be_shows_as_schedule_has_decided():
+    async def run() -> None:
+        metrics = Metrics(service := Service(ServerConfig()))
+        async with scripted_engine(max_num_batched_tokens=100, itl_target_ms=5.0) as engine:
+            service.attach(engine)
+            metrics.watch(engine)
+            for _ in range(2):
+                budget = engine.scheduler.step_token_budget
+                assert of(samples_of(metrics.render().decode()), "millrace:step_token_budget") == budget
+                await asyncio.gather(*(read(engine, i) for i in range(8)))
+            assert 16 < budget <= 100
+
+    async def read(engine: ScriptedEngine, i: int) -> None:
+        await asyncio.sleep(i / 100)
+        async for _ in engine.generate([97 + i] * 200, SamplingParams(max_tokens=60, ignore_eos=True)):
+            pass
+
+    asyncio.run(run())
 
 
 def test_a_swap_that_did_not_happen_is_counted_with_its_reason():

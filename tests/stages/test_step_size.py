@@ -188,8 +188,12 @@ STREAMS = [TraceRequest(0.01 * i, num_prompt=30, num_answer=500) for i in range(
 PROMPTS = [TraceRequest(0.5 + 0.4 * i, num_prompt=1000, num_answer=2) for i in range(20)]
 
 
-def simulate(*requests: TraceRequest, target_ms: float, model: CostModel = MODEL) -> Result:
-    return Simulation(replace(ENGINE, itl_target_ms=target_ms), model).run(Trace(requests, False))
+def simulate(*requests: TraceRequest, target_ms: float) -> Result:
+    simulation = Simulation(replace(ENGINE, itl_target_ms=target_ms), MODEL)
+    result = simulation.run(Trace(requests, False))
+    budget = simulation.core.schedule.scheduler.step_token_budget
+    assert budget == 512 if not target_ms or len(requests) == 1 else LEAST_TOKENS < budget < 512
+    return result
 
 
 def test_long_prompts_do_not_hold_answers_up_for_longer_than_the_target_and_come_through_as_fast():

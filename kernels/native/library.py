@@ -20,7 +20,7 @@ class Shape(Structure):
         *((name, c_int64) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
         *((name, c_int64) for name in ("head_dim", "intermediate_size", "rotary_dim")),
         ("rms_norm_eps", c_float),
-        *((name, c_int32) for name in ("dtype", "has_head", "is_tied")),
+        *((name, c_int32) for name in ("dtype", "linears", "head", "cache", "group_size", "has_head", "is_tied")),
     ]
 
 
@@ -80,6 +80,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_set_positions.restype = c_int32
     library.millrace_set_tensor.argtypes = [model, c_int64, c_int32, c_void_p, c_int32]
     library.millrace_set_tensor.restype = c_int32
+    library.millrace_get_matrix.argtypes = [model, c_int64, c_int32, c_void_p]
+    library.millrace_get_matrix.restype = c_int32
     library.millrace_weights_bytes.argtypes = [model]
     library.millrace_weights_bytes.restype = c_int64
     library.millrace_step_bytes.argtypes = [model, c_int64, c_int64]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from . import library, machine
+from . import library, machine, tensors
 from .errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
 
 Array = NDArray[Any]
@@ -24,35 +24,17 @@ Ints = NDArray[np.int32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 DType = Literal["float32", "bfloat16"]
+CacheDType = Literal["float32", "bfloat16", "int8"]
+Quantization = Literal["int8", "int4"]
 
 NO_NUMBERS: Doubles = np.zeros(0)
 NO_IDS: Longs = np.zeros(0, np.int64)
 
-_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
+_CACHE_TYPES: dict[CacheDType, type[np.generic]] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
+GROUP_SIZE = 32  # of int4
 _MAX_HEAD_DIM = 1024
-
-# suffix of a layer's tensor -> `Kind` of source/model.h
-_LAYER_KINDS = {
-    "input_layernorm.weight": 3,
-    "post_attention_layernorm.weight": 4,
-    "self_attn.q_norm.weight": 5,
-    "self_attn.k_norm.weight": 6,
-    "self_attn.q_proj.weight": 7,
-    "self_attn.k_proj.weight": 8,
-    "self_attn.v_proj.weight": 9,
-    "self_attn.o_proj.weight": 10,
-    "mlp.gate_proj.weight": 11,
-    "mlp.up_proj.weight": 12,
-    "mlp.down_proj.weight": 13,
-    "self_attn.q_proj.bias": 14,
-    "self_attn.k_proj.bias": 15,
-    "self_attn.v_proj.bias": 16,
-    "self_attn.o_proj.bias": 17,
-    "mlp.gate_proj.bias": 18,
-    "mlp.up_proj.bias": 19,
-    "mlp.down_proj.bias": 20,
-}
-_MODEL_KINDS = {"model.embed_tokens.weight": 0, "lm_head.weight": 1, "model.norm.weight": 2}
+_MAX_GROUP_SIZE = 256
 
 _PROBLEMS = {
     1: "an input id is not in the vocabulary",
@@ -96,21 +78,25 @@ class NativeShape:
         if self.head_dim > _MAX_HEAD_DIM:
             raise UnsupportedModelError(f"head_dim = {self.head_dim}: the native step has room for {_MAX_HEAD_DIM}")
 
-    def bytes_per_block(self, block_size: int, dtype: DType) -> int:
-        """Memory of one block of the cache, all layers, keys and values. Heads are padded to whole vectors."""
+    def bytes_per_block(self, block_size: int, dtype: CacheDType) -> int:
+        """Memory of one block of the cache, all layers, keys and values. Heads are padded to whole vectors; in int8
+        each token's head has a scale of two bytes."""
         padded = -(-self.head_dim // 16) * 16
-        return 2 * self.num_layers * self.num_kv_heads * block_size * padded * _item_size(dtype)
+        head = padded * np.dtype(_CACHE_TYPES[dtype]).itemsize + (2 if dtype == "int8" else 0)
+        return 2 * self.num_layers * self.num_kv_heads * block_size * head
 
 
 class NativeCache:
     """The paged cache: `data` [layers, blocks, numbers of a block], uint16 for bfloat16; zero at the start, from pages
     that the system hands out when they are first used. What is inside a block is the library's own."""
 
-    def __init__(self, shape: NativeShape, num_blocks: int, block_size: int, dtype: DType) -> None:
+    def __init__(self, shape: NativeShape, num_blocks: int, block_size: int, dtype: CacheDType) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        numbers = shape.bytes_per_block(block_size, dtype) // shape.num_layers // _item_size(dtype)
-        self.data: Array = np.zeros((shape.num_layers, num_blocks, numbers), _array_type(dtype))
+        self.dtype = dtype
+        item = np.dtype(_CACHE_TYPES[dtype])
+        numbers = shape.bytes_per_block(block_size, dtype) // shape.num_layers // item.itemsize
+        self.data: Array = np.zeros((shape.num_layers, num_blocks, numbers), item)
 
     def copy_blocks(self, sources: Longs, destinations: Longs) -> None:
         """Block `destinations[i]` becomes what block `sources[i]` is, [C] each, all layers; no block is both."""
@@ -145,12 +131,19 @@ class NativeModel:
         cos: Floats,
         sin: Floats,
         *,
+        quantization: Quantization | None = None,
+        group_size: int = GROUP_SIZE,
+        cache_dtype: CacheDType | None = None,
         num_threads: int | None = None,
         cpus: Sequence[int] | None = None,
         instruction_set: str | None = None,
         worth_a_thread: int = 2 << 20,
     ) -> None:
-        """cos, sin [P, rotary_dim / 2]: of the P positions that sequences may have. `num_threads` None: as many as
+        """cos, sin [P, rotary_dim / 2]: of the P positions that sequences may have.
+
+        `quantization`: how matrices are kept; None: in `dtype`, in which all is computed. "int8": with a scale for each
+        row. "int4": with a scale for each `group_size` numbers of a row, and the head in int8. An embedding that is not
+        the head stays in `dtype`. `cache_dtype` None: as `dtype`. `num_threads` None: as many as
         `machine.default_threads` says. The caller of `step` is the first of them, and each other one is pinned to the
         processor of `cpus` in its place; None: all there are, in order; fewer than threads: none is pinned.
         `worth_a_thread`: bytes of weights to read below which another thread does not pay for a token.
@@ -159,13 +152,23 @@ class NativeModel:
         Raises UnsupportedModelError, and NativeUnavailableError if the library cannot be had.
         """
         shape.check()
-        self.shape, self.dtype = shape, dtype
+        if group_size < 2 or group_size % 2 or group_size > _MAX_GROUP_SIZE:
+            raise ValueError(f"group_size = {group_size}: must be even and at most {_MAX_GROUP_SIZE}")
+        self.shape, self.dtype, self.quantization = shape, dtype, quantization
+        self.cache_dtype = cache_dtype or dtype
         self.instruction_set = library.choose_instruction_set(instruction_set)
         self.num_threads = num_threads or machine.default_threads()
         self._library = library.load(self.instruction_set)
         names = [name for name, _ in library.Shape._fields_]  # type: ignore[misc]
         sizes = {name: getattr(shape, name) for name in names if hasattr(shape, name)}
-        c_shape = library.Shape(**sizes, dtype=_TYPES[dtype])
+        c_shape = library.Shape(
+            **sizes,
+            dtype=_TYPES[dtype],
+            linears=_TYPES[quantization or dtype],
+            head=_TYPES["int8" if quantization else dtype],
+            cache=_TYPES[self.cache_dtype],
+            group_size=group_size,
+        )
         windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
         pinned = np.array(machine.cpus() if cpus is None else cpus, np.int32)
         self._model = self._library.millrace_model_new(
@@ -197,7 +200,7 @@ class NativeModel:
 
         `dtype` says what uint16 holds: "bfloat16" (if nothing is said) or "float16". Raises NonFiniteError.
         """
-        layer, kind = _place(name)
+        layer, kind = tensors.place(name)
         source = np.ascontiguousarray(data)
         held = dtype or {"uint16": "bfloat16"}.get(str(source.dtype), str(source.dtype))
         done = self._library.millrace_set_tensor(self._model, layer, kind, source.ctypes.data, _TYPES[held])
@@ -210,6 +213,19 @@ class NativeModel:
         """`set_tensor` for each of `names`, one in memory at a time."""
         for name in names:
             self.set_tensor(name, read(name))
+
+    def type_of(self, name: str) -> str:
+        """How a checkpoint's tensor is kept: as `dtype`, int8 or int4."""
+        if self.quantization is None or not tensors.is_matrix(name, self.shape.is_tied):
+            return self.dtype
+        return "int8" if tensors.is_of_model(name) else self.quantization
+
+    def matrix(self, name: str, num_rows: int, num_columns: int) -> Floats:
+        """What is computed with in place of a checkpoint's matrix, [rows, columns]: its numbers as they are kept."""
+        numbers = np.empty((num_rows, num_columns), np.float32)
+        if not self._library.millrace_get_matrix(self._model, *tensors.place(name), numbers.ctypes.data):
+            raise ValueError(f"{name}: not a matrix, or not set yet")
+        return numbers
 
     @property
     def weights_bytes(self) -> int:
@@ -239,6 +255,9 @@ class NativeModel:
         All arrays are contiguous. Blocks the tokens; the GIL is released. Raises ValueError, before anything is
         computed, for inputs that point outside what there is.
         """
+        assert cache.dtype == self.cache_dtype, (
+            f"a cache of {cache.dtype} for a model whose cache is {self.cache_dtype}"
+        )
         inputs = library.StepInputs(
             num_tokens=len(input_ids),
             num_sequences=len(lengths),
@@ -323,22 +342,6 @@ class NativeModel:
             raise ValueError(f"native step: {_PROBLEMS[problem]}")
 
 
-def _place(name: str) -> tuple[int, int]:
-    """(layer, kind) of a tensor by its name in a checkpoint."""
-    if name in _MODEL_KINDS:
-        return 0, _MODEL_KINDS[name]
-    index, _, suffix = name.removeprefix("model.layers.").partition(".")
-    return int(index), _LAYER_KINDS[suffix]
-
-
 def _pointer(array: Array, dtype: type[np.generic]) -> int:
     assert array.dtype == dtype and array.flags.c_contiguous, f"{array.dtype} {array.strides}: not contiguous {dtype}"
     return int(array.ctypes.data)
-
-
-def _item_size(dtype: DType) -> int:
-    return 2 if dtype == "bfloat16" else 4
-
-
-def _array_type(dtype: DType) -> type[np.generic]:
-    return np.uint16 if dtype == "bfloat16" else np.float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class Checkpoint:
     tensors: dict[str, Array]
     cos: Array
     sin: Array
+    has_int8_cache: bool = False
 
     @classmethod
     def random(
@@ -80,6 +81,14 @@ class Checkpoint:
             model.set_tensor(name, tensor)
         return model
 
+    def kept_by(self, model: NativeModel) -> Checkpoint:
+        """The checkpoint whose numbers are those the model computes with."""
+        kept = {
+            name: model.matrix(name, *tensor.shape) if model.type_of(name) in ("int8", "int4") else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return replace(self, tensors=kept, has_int8_cache=model.cache_dtype == "int8")
+
     def logits(self, token_ids: list[int]) -> Array:
         """[T, V] float64, of every token of one sequence."""
         shape, eps = self.shape, self.shape.rms_norm_eps
@@ -104,6 +113,8 @@ class Checkpoint:
             q = _norm(q, self._get(f"{prefix}.q_norm.weight"), shape.rms_norm_eps)
             k = _norm(k, self._get(f"{prefix}.k_norm.weight"), shape.rms_norm_eps)
         q, k = self._rotate(q), self._rotate(k)
+        if self.has_int8_cache:
+            k, v = in_int8(k), in_int8(v)
         k, v = (np.repeat(part, shape.num_heads // shape.num_kv_heads, axis=0) for part in (k, v))
         scores = q @ k.transpose(0, 2, 1) / shape.head_dim**0.5
         age = np.arange(count)[:, None] - np.arange(count)
@@ -137,6 +148,15 @@ def round_to_bfloat16(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
+def in_int8(x: Array) -> Array:
+    """The nearest multiples of each row's scale: its largest number over 127, rounded up to what bfloat16 holds."""
+    largest = np.abs(x).max(-1, keepdims=True).astype(np.float32)
+    bits = (largest / np.float32(127)).view(np.uint32)
+    scale = ((bits + 0xFFFF) & 0xFFFF0000).view(np.float32)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    return np.rint(x * inverse.astype(x.dtype)) * scale
+
+
 @dataclass
 class Run:
     """Sequences driven through a model step by step, in blocks that lie in no order, all logits kept."""
@@ -153,11 +173,12 @@ class Run:
 
     def __post_init__(self) -> None:
         count = self.num_blocks or 4096 // self.block_size
-        self.cache = NativeCache(self.model.shape, count, self.block_size, self.model.dtype)
+        self.cache = NativeCache(self.model.shape, count, self.block_size, self.model.cache_dtype)
         self._free = np.random.default_rng(3).permutation(count).tolist()
         if self.poison is not None:
             bits = np.float32(self.poison).view(np.uint32) >> 16
-            self.cache.data[:] = bits if self.model.dtype == "bfloat16" else self.poison
+            data = self.cache.data if self.cache.dtype == "float32" else self.cache.data.view(np.uint16)
+            data[:] = self.poison if self.cache.dtype == "float32" else bits  # in int8: as scales
 
     def step(self, parts: dict[int, list[int]]) -> None:
         """One step: for each sequence its next tokens."""

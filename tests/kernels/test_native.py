@@ -130,7 +130,7 @@ def test_what_lies_in_unused_places_of_the_cache_has_no_influence(dtype: DType, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_step_of_which_nobody_samples_only_fills_the_cache(dtype: DType) -> None:
     model = load("tied", dtype)
-    cache = NativeCache(model.shape, 2, 16, dtype)
+    cache = NativeCache(model.shape, 2, 16, model.cache_dtype)
     inputs = {"block_tables": np.zeros((1, 1), np.int32), "query_starts": np.array([0, 3], np.int32)}
     ids, places = np.array(tokens(3)), np.arange(3)
     no_logits = np.empty((0, model.shape.vocab_size), np.float32)

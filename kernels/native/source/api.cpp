@@ -33,16 +33,20 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
         model->shape = *shape;
         model->worth_a_thread = std::max<int64_t>(1, worth_a_thread);
         int64_t hidden = shape->hidden_size, inner = round_up(shape->intermediate_size, 16);
+        auto define = [&](Linear& linear, int64_t n, int64_t k, int32_t type) {
+            linear.n = n, linear.k = k, linear.type = Type(type);
+            linear.group_size = type == INT4 ? shape->group_size : k;
+        };
         model->layers.resize(shape->num_layers);
         for (int64_t i = 0; i < shape->num_layers; i++) {
             Layer& layer = model->layers[i];
             layer.window = windows[i];
-            layer.qkv.n = model->qkv_size(), layer.qkv.k = hidden;
-            layer.output.n = hidden, layer.output.k = model->attended_size();
-            layer.gate_up.n = 2 * inner, layer.gate_up.k = hidden;
-            layer.down.n = hidden, layer.down.k = shape->intermediate_size;
+            define(layer.qkv, model->qkv_size(), hidden, shape->linears);
+            define(layer.output, hidden, model->attended_size(), shape->linears);
+            define(layer.gate_up, 2 * inner, hidden, shape->linears);
+            define(layer.down, hidden, shape->intermediate_size, shape->linears);
         }
-        model->head.n = shape->vocab_size, model->head.k = hidden;
+        define(model->head, shape->vocab_size, hidden, shape->head);
         model->pool = std::make_unique<Pool>(num_threads, std::vector<int>(cpus, cpus + num_cpus));
         return model.release();
     } catch (const std::exception&) {
@@ -72,6 +76,11 @@ EXPORT int32_t millrace_set_tensor(Model* model, int64_t layer, int32_t kind, co
     } catch (const std::bad_alloc&) {
         return 2;
     }
+}
+
+// What is computed with in place of a matrix's numbers, [rows, columns] of the tensor. False for a tensor that is none.
+EXPORT int32_t millrace_get_matrix(Model* model, int64_t layer, int32_t kind, float* numbers) {
+    return get_matrix(*model, layer, Kind(kind), numbers);
 }
 
 EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weights_bytes(); }

@@ -6,8 +6,9 @@
 // not see has weight 0, which changes no bit of any sum.
 //
 // A block's keys are stored in tiles of 16 tokens, [dim / 2][16][2], so that a vector holds scores of 16 keys, and its
-// values in tiles of [8][dim][2] (float32: [dim][16] and [16][dim]). Blocks smaller than a tile keep rows of [token][dim],
-// which are put into tiles when they are read.
+// values in tiles of [8][dim][2] (float32 and int8: [dim][16] and [16][dim]). Blocks smaller than a tile keep rows of
+// [token][dim], which are put into tiles when they are read. In int8 each key and each value has a scale of bf16; a key's
+// multiplies its score, a value's its weight.
 
 #pragma once
 
@@ -16,6 +17,7 @@
 #include <limits>
 
 #include "linear.h"
+#include "quantize.h"
 
 namespace millrace {
 
@@ -23,39 +25,57 @@ constexpr int64_t TILE = 16;    // keys
 constexpr int64_t CHUNK = 256;  // keys
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // the largest score where no key is seen
 constexpr int MAX_ROWS = GEMM_ROWS;  // queries (tokens x heads of a group) that share the reading of keys
+constexpr int64_t MAX_HEAD_DIM = 1024;
 
-// One layer of the cache: [blocks][keys, values][kv heads][block_size * padded dim].
+// One layer of the cache: [blocks][keys, values][kv heads] heads of T, each [block_size * padded dim] numbers and in int8
+// [block_size] scales.
+template <class T>
 struct CacheLayout {
+    static constexpr bool HAS_SCALES = std::is_same<T, int8_t>::value;
     int64_t num_blocks, block_size, num_kv_heads, head_dim;
 
     int64_t padded_dim() const { return round_up(head_dim, 16); }
-    int64_t head_size() const { return block_size * padded_dim(); }  // numbers of one block's keys of one head
+    int64_t head_numbers() const { return block_size * padded_dim(); }
+    int64_t head_size() const { return head_numbers() + (HAS_SCALES ? block_size * 2 : 0); }
     int64_t block_stride() const { return 2 * num_kv_heads * head_size(); }
     int64_t layer_stride() const { return num_blocks * block_stride(); }
     bool is_tiled() const { return block_size % TILE == 0; }
 
-    template <class T>
-    T* keys(T* layer, int64_t block, int64_t head) const {
+    template <class P>  // T* or const T*
+    P keys(P layer, int64_t block, int64_t head) const {
         return layer + block * block_stride() + head * head_size();
     }
-    template <class T>
-    T* values(T* layer, int64_t block, int64_t head) const {
+    template <class P>
+    P values(P layer, int64_t block, int64_t head) const {
         return layer + block * block_stride() + (num_kv_heads + head) * head_size();
     }
+    const bf16* scales(const T* head) const { return reinterpret_cast<const bf16*>(head + head_numbers()); }
 };
+
+// A token's numbers as the cache has them, and `scale` of them if it has one.
+template <class T>
+void narrow_all(const float* x, int64_t count, T* to, bf16*) {
+    for (int64_t i = 0; i < count; i++) narrow(x[i], to + i);
+}
+inline void narrow_all(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
 
 // Puts a token's key and value, [head_dim] each, at `offset` of a block's keys and values of that head.
 template <class T>
-void write_token(const CacheLayout& layout, T* keys, T* values, int64_t offset, const float* key, const float* value) {
+void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offset, const float* key,
+                 const float* value) {
     int64_t dim = layout.head_dim, width = layout.padded_dim();
+    T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
+    auto scale_of = [&](T* head) { return const_cast<bf16*>(layout.scales(head)) + offset; };
+    narrow_all(key, dim, k, scale_of(keys));
+    narrow_all(value, dim, v, scale_of(values));
     if (!layout.is_tiled()) {
-        for (int64_t d = 0; d < dim; d++) narrow(key[d], keys + offset * width + d);
-        for (int64_t d = 0; d < dim; d++) narrow(value[d], values + offset * width + d);
+        std::copy(k, k + dim, keys + offset * width);
+        std::copy(v, v + dim, values + offset * width);
         return;
     }
     keys += offset / TILE * TILE * width, values += offset / TILE * TILE * width, offset %= TILE;
-    for (int64_t d = 0; d < dim; d++) narrow(key[d], keys + place_in_pairs<T>(d, TILE, offset));
-    for (int64_t d = 0; d < dim; d++) narrow(value[d], values + place_in_pairs<T>(offset, width, d));
+    for (int64_t d = 0; d < dim; d++) keys[place_in_pairs<T>(d, TILE, offset)] = k[d];
+    for (int64_t d = 0; d < dim; d++) values[place_in_pairs<T>(offset, width, d)] = v[d];
 }
 
 // Queries of one sequence and kv head that are seen together, and the chunks their keys are in.
@@ -73,11 +93,12 @@ struct Sequences {  // of a step
 // What a thread computes attention in.
 template <class T>
 struct Scratch {
-    float queries[MAX_ROWS * 1024], scores[MAX_ROWS * CHUNK], chunk[MAX_ROWS * 1024], total[MAX_ROWS * 1024];
+    float queries[MAX_ROWS * MAX_HEAD_DIM], scores[MAX_ROWS * CHUNK];
+    float chunk[MAX_ROWS * MAX_HEAD_DIM], total[MAX_ROWS * MAX_HEAD_DIM];
     float largest[MAX_ROWS], sum[MAX_ROWS], chunk_largest[MAX_ROWS], chunk_sum[MAX_ROWS];
-    T keys[CHUNK * 1024], values[CHUNK * 1024];  // tiles put together from small blocks
+    T keys[CHUNK * MAX_HEAD_DIM], values[CHUNK * MAX_HEAD_DIM];  // tiles put together from small blocks
+    bf16 key_scales[CHUNK], value_scales[CHUNK];
 };
-constexpr int64_t MAX_HEAD_DIM = 1024;
 
 // Scores [R][CHUNK] of `count` tiles of keys from tile `first`, for queries [R][dim].
 template <int R, class T>
@@ -197,7 +218,7 @@ inline int64_t first_seen(int64_t position, int64_t window) {
 template <class T>
 class ItemAttention {
   public:
-    ItemAttention(const CacheLayout& layout, const Sequences& sequences, const Item& item, const T* layer,
+    ItemAttention(const CacheLayout<T>& layout, const Sequences& sequences, const Item& item, const T* layer,
                   int64_t group, int64_t window, Scratch<T>* scratch)
         : layout_(layout), item_(item), layer_(layer), group_(group), window_(window), scratch_(scratch),
           table_(sequences.tables + item.sequence * sequences.table_width),
@@ -226,15 +247,18 @@ class ItemAttention {
         int64_t base = chunk * CHUNK;
         int64_t first = std::max(first_seen(position(0), window_) - base, int64_t(0));
         int64_t last = std::min(position(item_.num_rows - 1) + 1 - base, CHUNK);
-        const T *keys[CHUNK / TILE], *vals[CHUNK / TILE];
-        find_tiles(base, first / TILE, ceil_div(last, TILE), last, keys, vals);
-        score(num_rows_, scratch_->queries, keys, first / TILE, ceil_div(last, TILE), layout_.head_dim, scratch_->scores);
+        Tiles keys, vals;
+        find_tiles(base, first / TILE, ceil_div(last, TILE), last, &keys, &vals);
+        score(num_rows_, scratch_->queries, keys.numbers, first / TILE, ceil_div(last, TILE), layout_.head_dim,
+              scratch_->scores);
+        if constexpr (CacheLayout<T>::HAS_SCALES) scale(keys, first / TILE, ceil_div(last, TILE));
         for (int r = 0; r < num_rows_; r++) {
             int64_t at = position(std::min<int>(r, item_.num_rows - 1));
             int64_t low = first_seen(at, window_) - base, high = std::min(at + 1 - base, last);
             soften(scratch_->scores + r * CHUNK, first / TILE * TILE, round_up(last, TILE), low, high, largest + r, sum + r);
         }
-        weigh(num_rows_, scratch_->scores, vals, first, last, width_, values);
+        if constexpr (CacheLayout<T>::HAS_SCALES) scale(vals, first / TILE, ceil_div(last, TILE));
+        weigh(num_rows_, scratch_->scores, vals.numbers, first, last, width_, values);
     }
 
     // Adds a chunk's results to those of the chunks before it.
@@ -269,6 +293,11 @@ class ItemAttention {
     }
 
   private:
+    struct Tiles {  // of a chunk
+        const T* numbers[CHUNK / TILE];
+        const bf16* scales[CHUNK / TILE];  // [16] each, in int8
+    };
+
     int64_t token(int r) const { return first_token_ + (item_.first_row + r) / group_; }
     int64_t position(int r) const { return start_ + (item_.first_row + r) / group_; }
 
@@ -303,31 +332,54 @@ class ItemAttention {
         *sum = sum_of(total);
     }
 
-    void find_tiles(int64_t base, int64_t first, int64_t last, int64_t num_keys, const T** keys, const T** values) {
+    // Multiplies the scores, or weights, of the keys in tiles [first, last) by their scales. What lies past the last key
+    // may become anything.
+    void scale(const Tiles& tiles, int64_t first, int64_t last) {
+        for (int64_t tile = first; tile < last; tile++) {
+            for (int64_t lane = 0; lane < TILE; lane += W) {
+                F scales = load(tiles.scales[tile] + lane);
+                for (int r = 0; r < num_rows_; r++) {
+                    float* place = scratch_->scores + r * CHUNK + tile * TILE + lane;
+                    store(place, mul(load(place), scales));
+                }
+            }
+        }
+    }
+
+    void find_tiles(int64_t base, int64_t first, int64_t last, int64_t num_keys, Tiles* keys, Tiles* values) {
         int64_t block_size = layout_.block_size, tile_size = TILE * width_;
         for (int64_t tile = first; tile < last; tile++) {
             int64_t at = base + tile * TILE;
             if (layout_.is_tiled()) {
-                int64_t block = table_[at / block_size], offset = at % block_size / TILE * tile_size;
-                keys[tile] = layout_.keys(layer_, block, item_.head) + offset;
-                values[tile] = layout_.values(layer_, block, item_.head) + offset;
+                int64_t block = table_[at / block_size], offset = at % block_size;
+                auto find = [&](const T* head, Tiles* tiles) {
+                    tiles->numbers[tile] = head + offset / TILE * tile_size;
+                    tiles->scales[tile] = layout_.scales(head) + offset;
+                };
+                find(layout_.keys(layer_, block, item_.head), keys);
+                find(layout_.values(layer_, block, item_.head), values);
                 continue;
             }
             T *key_tile = scratch_->keys + tile * tile_size, *value_tile = scratch_->values + tile * tile_size;
+            bf16 *key_scales = scratch_->key_scales + tile * TILE, *value_scales = scratch_->value_scales + tile * TILE;
             for (int64_t i = 0; i < std::min(TILE, num_keys - tile * TILE); i++) {
-                int64_t block = table_[(at + i) / block_size], row = (at + i) % block_size * width_;
-                const T* key = layout_.keys(layer_, block, item_.head) + row;
-                const T* value = layout_.values(layer_, block, item_.head) + row;
+                int64_t block = table_[(at + i) / block_size], offset = (at + i) % block_size;
+                const T* key_head = layout_.keys(layer_, block, item_.head);
+                const T* value_head = layout_.values(layer_, block, item_.head);
                 for (int64_t d = 0; d < layout_.head_dim; d++) {
-                    key_tile[place_in_pairs<T>(d, TILE, i)] = key[d];
-                    value_tile[place_in_pairs<T>(i, width_, d)] = value[d];
+                    key_tile[place_in_pairs<T>(d, TILE, i)] = key_head[offset * width_ + d];
+                    value_tile[place_in_pairs<T>(i, width_, d)] = value_head[offset * width_ + d];
                 }
+                if (!CacheLayout<T>::HAS_SCALES) continue;
+                key_scales[i] = layout_.scales(key_head)[offset];
+                value_scales[i] = layout_.scales(value_head)[offset];
             }
-            keys[tile] = key_tile, values[tile] = value_tile;
+            keys->numbers[tile] = key_tile, values->numbers[tile] = value_tile;
+            keys->scales[tile] = key_scales, values->scales[tile] = value_scales;
         }
     }
 
-    const CacheLayout& layout_;
+    const CacheLayout<T>& layout_;
     const Item& item_;
     const T* layer_;
     int64_t group_, window_;

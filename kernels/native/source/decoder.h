@@ -1,4 +1,4 @@
-// The step itself, for one type of weights: phases that all threads go through together, with a barrier after each.
+// The step itself, for one dtype and one type of the cache's numbers: phases that all threads go through together, with a barrier after each.
 
 #pragma once
 
@@ -111,7 +111,7 @@ void norm_to(const TiledRows<T>& rows, int64_t row, const float* x, const float*
     rows.put(row, 0, rows.size, normed.data());
 }
 
-template <class Weight>
+template <class Weight, class Cached>
 class Step {
     using Input = InputOf<Weight>;
 
@@ -148,7 +148,7 @@ class Step {
     static char* reserve(Model& model, const StepInputs& inputs, int num_threads) {
         int64_t rows = std::max(inputs.num_tokens, inputs.num_logits);
         ensure(&model.activations, activation_bytes<Input>(model, rows));
-        ensure(&model.scratch, int64_t(sizeof(Scratch<Weight>)) * num_threads);
+        ensure(&model.scratch, int64_t(sizeof(Scratch<Cached>)) * num_threads);
         return model.activations.as<char>();
     }
 
@@ -178,14 +178,13 @@ class Step {
                 for (int64_t i = 0; i < hidden; i++) to[i] = widen(row[i]);
                 continue;
             }
-            const Weight* panel = model_.head.weight.as<Weight>() + id / PANEL * PANEL * hidden;
-            for (int64_t i = 0; i < hidden; i++) to[i] = widen(panel[place_in_pairs<Weight>(i, PANEL, id % PANEL)]);
+            read_row<Weight>(model_.head, id, to);
         }
     }
 
     void run_layer(int index, int thread) {
         const Layer& layer = model_.layers[index];
-        Weight* cache = static_cast<Weight*>(inputs_.cache) + index * layout_.layer_stride();
+        Cached* cache = static_cast<Cached*>(inputs_.cache) + index * layout_.layer_stride();
         norm(layer.input_norm, thread);
         wait(thread, REST);
         multiply<Weight>(layer.qkv, at_.normed, Rows{at_.qkv, at_.qkv_stride, Into::STORE}, thread, num_threads_);
@@ -213,7 +212,7 @@ class Step {
     }
 
     // Norms and rotates queries and keys, and writes keys and values into the cache.
-    void place_tokens(const Layer& layer, Weight* cache, int thread) {
+    void place_tokens(const Layer& layer, Cached* cache, int thread) {
         int64_t first, last, dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
         rows_of(thread, inputs_.num_tokens, &first, &last);
         for (int64_t t = first; t < last; t++) {
@@ -241,12 +240,12 @@ class Step {
         }
     }
 
-    void attend(const Plan& plan, const Weight* cache, int thread) {
+    void attend(const Plan& plan, const Cached* cache, int thread) {
         if (plan.is_split) return attend_in_chunks(plan, cache, thread);
         for (int64_t i = plan.first_item[thread]; i < plan.first_item[thread + 1]; i++) {
             const Item& item = plan.items[i];
-            ItemAttention<Weight> attention = begin(plan, item, cache, thread);
-            Scratch<Weight>* scratch = scratch_of(thread);
+            ItemAttention<Cached> attention = begin(plan, item, cache, thread);
+            Scratch<Cached>* scratch = scratch_of(thread);
             for (int64_t chunk = item.first_chunk; chunk < item.last_chunk; chunk++) {
                 attention.see_chunk(chunk, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
                 attention.put_together(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk,
@@ -257,7 +256,7 @@ class Step {
     }
 
     // Few sequences with long contexts: each thread sees its share of all chunks, then chunks are put together.
-    void attend_in_chunks(const Plan& plan, const Weight* cache, int thread) {
+    void attend_in_chunks(const Plan& plan, const Cached* cache, int thread) {
         int64_t first, last;
         share(int64_t(plan.chunks.size()), thread, num_threads_, &first, &last);
         for (int64_t i = first; i < last; i++) {
@@ -270,7 +269,7 @@ class Step {
         share(int64_t(plan.items.size()), thread, num_threads_, &first, &last);
         for (int64_t i = first; i < last; i++) {
             const Item& item = plan.items[i];
-            ItemAttention<Weight> attention = begin(plan, item, cache, thread);
+            ItemAttention<Cached> attention = begin(plan, item, cache, thread);
             for (int64_t chunk = item.first_chunk; chunk < item.last_chunk; chunk++) {
                 const float* partial = model_.partials.as<float>() +
                                        (item.partial + chunk - item.first_chunk) * plan.partial_size;
@@ -280,14 +279,14 @@ class Step {
         }
     }
 
-    ItemAttention<Weight> begin(const Plan& plan, const Item& item, const Weight* cache, int thread) {
+    ItemAttention<Cached> begin(const Plan& plan, const Item& item, const Cached* cache, int thread) {
         int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        ItemAttention<Weight> attention(layout_, sequences_, item, cache, group, plan.window, scratch_of(thread));
+        ItemAttention<Cached> attention(layout_, sequences_, item, cache, group, plan.window, scratch_of(thread));
         attention.take_queries(at_.qkv, at_.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
         return attention;
     }
 
-    Scratch<Weight>* scratch_of(int thread) const { return model_.scratch.as<Scratch<Weight>>() + thread; }
+    Scratch<Cached>* scratch_of(int thread) const { return model_.scratch.as<Scratch<Cached>>() + thread; }
 
     // Hidden states and logits, to whoever asked for them.
     void finish(int thread) {
@@ -311,7 +310,7 @@ class Step {
     const Shape& shape_;
     const StepInputs& inputs_;
     int num_threads_;
-    CacheLayout layout_;
+    CacheLayout<Cached> layout_;
     Sequences sequences_;
     Activations<Input> at_;
     std::map<int64_t, Plan> plans_;
@@ -320,9 +319,14 @@ class Step {
 
 template <class Weight>
 void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
-    Step<Weight> step(model, inputs, num_threads);
-    model.pool->run(num_threads, [&](int thread) { step.run(thread); });
-    if (model.part_ns) step.add_time(inputs.logits ? LINEARS : REST), model.part_ns[NUM_PARTS]++;
+    auto run = [&](auto step) {
+        model.pool->run(num_threads, [&](int thread) { step.run(thread); });
+        if (model.part_ns) step.add_time(inputs.logits ? LINEARS : REST), model.part_ns[NUM_PARTS]++;
+    };
+    if (model.shape.cache == INT8)
+        run(Step<Weight, int8_t>(model, inputs, num_threads));
+    else
+        run(Step<Weight, Weight>(model, inputs, num_threads));
 }
 
 template <class Weight>
@@ -349,7 +353,12 @@ inline void norm_rows(const Model& model, const float* hidden, int64_t count, fl
 
 template <class Weight>
 int64_t step_bytes_typed(const Model& model, int64_t num_rows) {
-    return activation_bytes<InputOf<Weight>>(model, num_rows) + int64_t(sizeof(Scratch<Weight>)) * model.pool->size();
+    int64_t widened = widened_bytes<Weight>(model.head);
+    for (const Layer& layer : model.layers)
+        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+            widened = std::max(widened, widened_bytes<Weight>(*linear));
+    int64_t scratch = model.shape.cache == INT8 ? sizeof(Scratch<int8_t>) : sizeof(Scratch<Weight>);
+    return activation_bytes<InputOf<Weight>>(model, num_rows) + (scratch + widened) * model.pool->size();
 }
 
 }  // namespace millrace

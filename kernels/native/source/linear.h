@@ -1,14 +1,17 @@
 // Products of a step's rows with packed weights.
 //
-// Each number of a product is one chain of fused multiply-adds over k in rising order, whatever the number of rows, of
-// threads, or the tile it falls in: so the same row gives the same bits in every batch.
+// Each number of a product is one chain of fused multiply-adds over k in rising order (in int4 a chain for each group,
+// and one of these times their scales), whatever the number of rows, of threads, or the tile it falls in: so the same row
+// gives the same bits in every batch.
+//
+// Weights of int8 and int4 become numbers of bf16 or float32, which hold them exactly, in registers where one tile holds
+// all rows; else a panel is widened to the model's dtype once, for all its tiles.
 
 #pragma once
 
 #include <algorithm>
 
-#include "model.h"
-#include "simd.h"
+#include "panels.h"
 
 namespace millrace {
 
@@ -47,13 +50,19 @@ struct TiledRows {
 
 enum class Into { STORE, ADD };  // out = product, out += product
 
-// R rows by 32 columns. x a tile of `TiledRows`, panel as `Linear` has it, out [R][32]. While it runs it fetches `share` bytes a
-// pair of the panel that comes next, so that memory is busy while this one is multiplied.
-template <int R, class Input, class Weight>
-void multiply_tile(const Input* x, const Weight* panel, int64_t num_pairs, float* out,
-                   const char* next, int64_t share) {
+// What is to be fetched while a tile is computed, so that memory is busy meanwhile: `share` bytes a pair from `next` on.
+struct Ahead {
+    const char* next;
+    int64_t share;
+};
+
+// Sums of R rows by 32 columns over some pairs of k. x of a tile of `TiledRows`, panel as `Linear` has it, out [R][32].
+template <int R, class Input, class Stored>
+void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead) {
     constexpr int V = GEMM_VECTORS;
     constexpr bool is_dot = sizeof(Input) == 2;
+    const char* next = ahead.next;
+    int64_t share = ahead.share;
     for (int64_t lane = 0; lane < PANEL; lane += V * W) {
         F sums[R][V];
         UNROLL for (int r = 0; r < R; r++)
@@ -67,17 +76,17 @@ void multiply_tile(const Input* x, const Weight* panel, int64_t num_pairs, float
                     _mm_prefetch(next + pair * share + 192, _MM_HINT_T1);
                 }
             }
+            F weights[V];
             if constexpr (is_dot) {
 #ifdef MILLRACE_BF16_DOT
-                const bf16* weights = panel + 2 * (pair * PANEL + lane);
+                UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, pair, PANEL, lane + v * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     uint32_t both;
                     std::memcpy(&both, x + 2 * (pair * R + r), 4);
-                    UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights + 2 * v * W, both);
+                    UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[v], both);
                 }
 #endif
             } else {
-                F weights[V];
                 UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, pair, PANEL, lane + v * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     F number = splat(x[2 * pair * R + r]);
@@ -95,13 +104,39 @@ void multiply_tile(const Input* x, const Weight* panel, int64_t num_pairs, float
     }
 }
 
-template <class Input, class Weight>
-using MultiplyTile = void (*)(const Input*, const Weight*, int64_t, float*, const char*, int64_t);
+// Scales of a panel, [groups][32].
+struct Scales {
+    const bf16* data;  // none where numbers are what they are
+    int64_t group_pairs;
+};
+
+// R rows by 32 columns of a product: one sum, or one for each group of k, times its scales.
+template <int R, class Input, class Stored>
+void multiply_tile(const Input* x, const Stored* panel, int64_t num_pairs, const Scales& scales, float* out,
+                   Ahead ahead) {
+    if (!scales.data) return sum_tile<R>(x, panel, num_pairs, out, ahead);
+    alignas(64) float sums[R * PANEL];
+    int64_t pair_size = place_in_pairs<Stored>(2, PANEL, 0);
+    const bf16* factors = scales.data;
+    for (int64_t begin = 0; begin < num_pairs; begin += scales.group_pairs, factors += PANEL) {
+        int64_t count = std::min(scales.group_pairs, num_pairs - begin);
+        sum_tile<R>(x + 2 * begin * R, panel + begin * pair_size, count, sums, ahead);
+        ahead.next += count * ahead.share;
+        for (int64_t lane = 0; lane < PANEL; lane += W) {
+            F factor = load(factors + lane);
+            for (int64_t i = lane; i < R * PANEL; i += PANEL)
+                store(out + i, begin ? fma(load(sums + i), factor, load(out + i)) : mul(load(sums + i), factor));
+        }
+    }
+}
+
+template <class Input, class Stored>
+using MultiplyTile = void (*)(const Input*, const Stored*, int64_t, const Scales&, float*, Ahead);
 
 // The tile for each number of rows, from 1.
-template <class Input, class Weight, int... R>
-MultiplyTile<Input, Weight> tile_for(int rows, std::integer_sequence<int, R...>) {
-    static const MultiplyTile<Input, Weight> tiles[] = {multiply_tile<R + 1, Input, Weight>...};
+template <class Input, class Stored, int... R>
+MultiplyTile<Input, Stored> tile_for(int rows, std::integer_sequence<int, R...>) {
+    static const MultiplyTile<Input, Stored> tiles[] = {multiply_tile<R + 1, Input, Stored>...};
     return tiles[rows - 1];
 }
 
@@ -146,35 +181,95 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
     }
 };
 
+constexpr int64_t CACHED = 384 << 10;  // bytes of panels that stay in the second-level cache for all rows
+
+// Memory of this thread for panels that are widened.
+inline char* widened_memory(int64_t num_bytes) {
+    thread_local Memory memory;
+    ensure(&memory, num_bytes);
+    return memory.as<char>();
+}
+
+// And how much of it a linear takes.
+template <class Weight>
+int64_t widened_bytes(const Linear& linear) {
+    int64_t panel = linear.k * PANEL * int64_t(sizeof(Weight));
+    return linear.is_quantized() ? std::max<int64_t>(1, CACHED / panel) * panel : 0;
+}
+
 // This thread's part of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`.
 template <class Weight, class Out>
-void multiply(const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out, int thread, int num_threads) {
+class Product {
     using Input = InputOf<Weight>;
-    constexpr int64_t CACHED = 384 << 10;  // bytes of panels that stay in the second-level cache for all rows
-    if (x.num_rows == 0) return;  // a step of which nobody samples
-    int64_t first, last, panel_size = linear.k * PANEL, pairs = linear.k / 2;
-    share(linear.num_panels(), thread, num_threads, &first, &last);
-    int64_t panel_bytes = panel_size * int64_t(sizeof(Weight));
-    int64_t num_tiles = x.num_tiles();
-    int64_t group = num_tiles == 1 ? 1 : std::max<int64_t>(1, CACHED / panel_bytes);
-    int64_t share_bytes = num_tiles > 16 ? 0 : panel_bytes / pairs / num_tiles;
-    const Weight* weights = linear.weight.as<Weight>();
-    alignas(64) float tile[GEMM_ROWS * PANEL];
-    for (int64_t begin = first; begin < last; begin += group) {
-        int64_t end = std::min(begin + group, last);
-        for (int64_t part = 0; part < num_tiles; part++) {
-            int64_t row = x.first_row(part);
-            int rows = int(x.first_row(part + 1) - row);
-            auto multiply_rows = tile_for<Input, Weight>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
-            for (int64_t p = begin; p < end; p++) {
-                const Weight* panel = weights + p * panel_size;
-                auto next = reinterpret_cast<const char*>(panel) + group * panel_bytes + part * pairs * share_bytes;
-                multiply_rows(x.tile(part), panel, pairs, tile, next, p + group < last ? share_bytes : 0);
-                if (!linear.bias.empty()) add_bias(tile, rows, linear.bias.data() + p * PANEL);
-                out.take(tile, row, rows, p, std::min(PANEL, linear.n - p * PANEL));
+
+  public:
+    Product(const Linear& linear, const TiledRows<Input>& x, const Out& out, int thread, int num_threads)
+        : linear_(linear), x_(x), out_(out), num_tiles_(x.num_tiles()),
+          held_(num_tiles_ == 1 ? 1 : std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Weight))))),
+          share_(num_tiles_ > 16 ? 0 : linear.panel_bytes() / (linear.k / 2) / num_tiles_) {
+        share(linear.num_panels(), thread, num_threads, &first_, &last_);
+    }
+
+    template <class Stored>
+    void run(const Stored* weights) const {
+        int64_t size = linear_.panel_bytes() / int64_t(sizeof(Stored));
+        if constexpr (std::is_same<Stored, Weight>::value) {
+            for (int64_t begin = first_; begin < last_; begin += held_) multiply(begin, weights + begin * size, size);
+        } else if (num_tiles_ == 1) {
+            for (int64_t panel = first_; panel < last_; panel++) multiply(panel, weights + panel * size, size);
+        } else {
+            int64_t wide_size = linear_.k * PANEL;
+            auto wide = reinterpret_cast<Weight*>(widened_memory(widened_bytes<Weight>(linear_)));
+            for (int64_t begin = first_; begin < last_; begin += held_) {
+                for (int64_t p = begin; p < std::min(begin + held_, last_); p++)
+                    widen_panel(weights + p * size, linear_.k / 2, wide + (p - begin) * wide_size);
+                multiply(begin, wide, wide_size);
             }
         }
     }
+
+  private:
+    // The panels from `begin` that are held, which lie at `panels`, `size` apart.
+    template <class Read>
+    void multiply(int64_t begin, const Read* panels, int64_t size) const {
+        int64_t end = std::min(begin + held_, last_);
+        alignas(64) float tile[GEMM_ROWS * PANEL];
+        for (int64_t part = 0; part < num_tiles_; part++) {
+            int64_t row = x_.first_row(part);
+            int rows = int(x_.first_row(part + 1) - row);
+            auto multiply_rows = tile_for<Input, Read>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
+            for (int64_t p = begin; p < end; p++) {
+                multiply_rows(x_.tile(part), panels + (p - begin) * size, linear_.k / 2, scales_of(p), tile,
+                              ahead_of(p, part));
+                if (!linear_.bias.empty()) add_bias(tile, rows, linear_.bias.data() + p * PANEL);
+                out_.take(tile, row, rows, p, std::min(PANEL, linear_.n - p * PANEL));
+            }
+        }
+    }
+
+    Scales scales_of(int64_t panel) const {
+        if (!linear_.is_quantized()) return {nullptr, 0};
+        return {linear_.scales.as<bf16>() + panel * linear_.num_groups() * PANEL, linear_.group_size / 2};
+    }
+
+    // Its share of the panel that is multiplied after those that are held.
+    Ahead ahead_of(int64_t panel, int64_t part) const {
+        int64_t next = panel + held_;
+        if (next >= last_) return {nullptr, 0};
+        return {linear_.weight.as<char>() + next * linear_.panel_bytes() + part * (linear_.k / 2) * share_, share_};
+    }
+
+    const Linear& linear_;
+    const TiledRows<Input>& x_;
+    const Out& out_;
+    int64_t num_tiles_, held_, share_, first_, last_;
+};
+
+template <class Weight, class Out>
+void multiply(const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out, int thread, int num_threads) {
+    if (x.num_rows == 0) return;  // a step of which nobody samples
+    Product<Weight, Out> product(linear, x, out, thread, num_threads);
+    with_panels<Weight>(linear, [&](auto* panels) { product.run(panels); });
 }
 
 }  // namespace millrace

@@ -14,7 +14,7 @@ namespace millrace {
 
 constexpr int64_t PANEL = 32;  // columns of a product that lie together
 
-enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -27,7 +27,11 @@ struct Shape {  // as `_Shape` of library.py
     int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size;
     int64_t rotary_dim;
     float rms_norm_eps;
-    int32_t dtype;  // of weights and cache: FLOAT32 or BFLOAT16
+    int32_t dtype;       // FLOAT32 or BFLOAT16: of the computing, and of what the next two do not say otherwise
+    int32_t linears;     // how the layers' matrices are kept: as dtype, INT8 or INT4
+    int32_t head;        // and the head's: as dtype or INT8
+    int32_t cache;       // and keys and values: as dtype or INT8
+    int32_t group_size;  // numbers of a row of an INT4 matrix that share a scale; even
     int32_t has_head, is_tied;
 };
 
@@ -56,13 +60,23 @@ class Memory {
 };
 
 // A weight [n, k] in panels of 32 of its n rows, which are columns of the product: [n / 32][k / 2][32][2] in bf16,
-// [n / 32][k][32] in float32. What is past n is zero.
+// [n / 32][k][32] in float32 and int8, [n / 32][k / 2][32] bytes of two numbers in int4. What is past n is zero.
+// A number of int8 and int4 is to be multiplied by the scale of its row and its group of k.
 struct Linear {
     int64_t n = 0, k = 0;
+    Type type = FLOAT32;
+    int64_t group_size = 0;   // of k; the last group may be smaller
     Memory weight;
+    Memory scales;            // bf16 [n / 32][groups][32]; none where numbers are what they are
     std::vector<float> bias;  // [n rounded up to 32] in the order of the columns; empty: none
 
     int64_t num_panels() const { return ceil_div(n, PANEL); }
+    bool is_quantized() const { return type == INT8 || type == INT4; }
+    int64_t num_groups() const { return is_quantized() ? ceil_div(k, group_size) : 0; }
+    int64_t panel_bytes() const {
+        int64_t numbers = k * PANEL;
+        return type == INT4 ? numbers / 2 : type == INT8 ? numbers : type == BFLOAT16 ? numbers * 2 : numbers * 4;
+    }
 };
 
 struct Layer {
@@ -108,5 +122,8 @@ enum Kind : int32_t {
 
 // Puts the tensor `data` [rows, columns] of `type` in its place. False if a number is not finite in the model's dtype.
 bool set_tensor(Model& model, int64_t layer, Kind kind, const void* data, Type type);
+
+// What products see of a tensor that has rows and columns, [rows, columns]. False for any other, and for one not yet set.
+bool get_matrix(Model& model, int64_t layer, Kind kind, float* numbers);
 
 }  // namespace millrace

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <new>
 
-#include "model.h"
-#include "simd.h"
+#include "panels.h"
+#include "quantize.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -26,7 +26,9 @@ Memory::Memory(int64_t num_bytes) : num_bytes_(num_bytes) {
 }
 
 int64_t Model::weights_bytes() const {
-    auto of = [](const Linear& linear) { return linear.weight.num_bytes() + int64_t(linear.bias.size()) * 4; };
+    auto of = [](const Linear& linear) {
+        return linear.weight.num_bytes() + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
+    };
     int64_t total = embedding.num_bytes() + of(head) + int64_t(final_norm.size()) * 4;
     for (const Layer& layer : layers) {
         total += of(layer.qkv) + of(layer.output) + of(layer.gate_up) + of(layer.down);
@@ -76,36 +78,105 @@ struct Rows {  // which columns of a fused linear a tensor's rows become
     int64_t column(int64_t row) const { return half < 0 ? offset + row : interleaved(row, half); }
 };
 
+struct Matrix {  // where a tensor with rows and columns is kept
+    Linear* linear = nullptr;
+    Rows place;
+    int64_t num_rows = 0;
+};
+
+// None for a tensor that is no such.
+Matrix matrix_of(Model& model, int64_t index, Kind kind) {
+    const Shape& shape = model.shape;
+    int64_t hidden = shape.hidden_size, inner = shape.intermediate_size;
+    int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
+    if (kind == HEAD || (kind == EMBEDDING && shape.is_tied)) return {&model.head, {}, shape.vocab_size};
+    if (kind < Q || kind > DOWN) return {};
+    Layer& layer = model.layers[index];
+    switch (kind) {
+        case Q: return {&layer.qkv, {}, heads};
+        case K: return {&layer.qkv, {heads}, kv};
+        case V: return {&layer.qkv, {heads + kv}, kv};
+        case O: return {&layer.output, {}, hidden};
+        case GATE: return {&layer.gate_up, {0, 0}, inner};
+        case UP: return {&layer.gate_up, {0, 1}, inner};
+        default: return {&layer.down, {}, hidden};
+    }
+}
+
+// Puts a row where its panel has it. False if a number is not finite. `codes` [k] is for use meanwhile.
 template <class T>
-bool pack_rows(Model& model, Linear& linear, Rows place, int64_t rows, const void* data, Type type) {
-    int64_t panel_size = linear.k * PANEL, k = linear.k;
-    T* packed = linear.weight.as<T>();
+bool put_row(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>&) {
+    T* panel = linear.weight.as<T>() + column / PANEL * linear.k * PANEL;
+    bool is_finite = true;
+    for (int64_t i = 0; i < linear.k; i++) {
+        T* to = panel + place_in_pairs<T>(i, PANEL, column % PANEL);
+        narrow(row[i], to);
+        is_finite &= std::isfinite(widen(*to));
+    }
+    return is_finite;
+}
+
+bf16* scale_of(Linear& linear, int64_t column, int64_t group) {
+    return linear.scales.as<bf16>() + (column / PANEL * linear.num_groups() + group) * PANEL + column % PANEL;
+}
+
+template <>
+bool put_row<int8_t>(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>& codes) {
+    auto numbers = reinterpret_cast<int8_t*>(codes.data());
+    bf16 scale = *scale_of(linear, column, 0) = to_int8(row, linear.k, numbers);
+    int8_t* panel = linear.weight.as<int8_t>() + column / PANEL * linear.k * PANEL;
+    for (int64_t i = 0; i < linear.k; i++) panel[place_in_pairs<int8_t>(i, PANEL, column % PANEL)] = numbers[i];
+    return std::isfinite(widen(scale));
+}
+
+template <>
+bool put_row<Nibbles>(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>& codes) {
+    bool is_finite = true;
+    for (int64_t begin = 0; begin < linear.k; begin += linear.group_size) {
+        int64_t count = std::min(linear.group_size, linear.k - begin);
+        bf16 scale = to_int4(row + begin, count, codes.data() + begin);
+        *scale_of(linear, column, begin / linear.group_size) = scale;
+        is_finite &= std::isfinite(widen(scale));
+    }
+    Nibbles* panel = linear.weight.as<Nibbles>() + column / PANEL * (linear.k / 2) * PANEL;
+    for (int64_t i = 0; i < linear.k; i += 2)
+        panel[place_in_pairs<Nibbles>(i, PANEL, column % PANEL)].codes = uint8_t(codes[i] | codes[i + 1] << 4);
+    return is_finite;
+}
+
+template <class T>
+bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, Type type) {
+    Linear& linear = *matrix.linear;
+    int64_t rows = matrix.num_rows, k = linear.k;
     std::atomic<bool> is_finite{true};
-    int num_threads = rows * k > 1 << 16 ? model.pool->size() : 1;
-    model.pool->run(num_threads, [&](int thread) {
+    int num_threads = rows * k > 1 << 16 ? pool.size() : 1;
+    pool.run(num_threads, [&](int thread) {
+        std::vector<float> row(k);
+        std::vector<uint8_t> codes(k);
         int64_t first, last;
         share(ceil_div(rows, 16), thread, num_threads, &first, &last);
         bool finite = true;
-        for (int64_t row = first * 16; row < std::min(last * 16, rows); row++) {
-            int64_t column = place.column(row);
-            T* panel = packed + column / PANEL * panel_size;
-            for (int64_t i = 0; i < k; i++) {
-                T* to = panel + place_in_pairs<T>(i, PANEL, column % PANEL);
-                narrow(read(data, type, row * k + i), to);
-                finite &= std::isfinite(widen(*to));
-            }
+        for (int64_t r = first * 16; r < std::min(last * 16, rows); r++) {
+            for (int64_t i = 0; i < k; i++) row[i] = read(data, type, r * k + i);
+            finite &= put_row<T>(linear, matrix.place.column(r), row.data(), codes);
         }
         if (!finite) is_finite = false;
     });
     return is_finite;
 }
 
-bool set_rows(Model& model, Linear& linear, Rows place, int64_t rows, const void* data, Type type) {
-    bool is_half = model.shape.dtype == BFLOAT16;
-    if (!linear.weight.num_bytes())
-        linear.weight = Memory(linear.num_panels() * PANEL * linear.k * (is_half ? 2 : 4));
-    return is_half ? pack_rows<bf16>(model, linear, place, rows, data, type)
-                   : pack_rows<float>(model, linear, place, rows, data, type);
+bool set_matrix(Model& model, const Matrix& matrix, const void* data, Type type) {
+    Linear& linear = *matrix.linear;
+    if (!linear.weight.num_bytes()) {
+        linear.weight = Memory(linear.num_panels() * linear.panel_bytes());
+        if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
+    }
+    switch (linear.type) {
+        case INT8: return pack_rows<int8_t>(*model.pool, matrix, data, type);
+        case INT4: return pack_rows<Nibbles>(*model.pool, matrix, data, type);
+        case BFLOAT16: return pack_rows<bf16>(*model.pool, matrix, data, type);
+        default: return pack_rows<float>(*model.pool, matrix, data, type);
+    }
 }
 
 bool set_bias(Model& model, Linear& linear, Rows place, int64_t rows, const void* data, Type type) {
@@ -139,36 +210,37 @@ bool set_embedding(Model& model, const void* data, Type type) {
 
 bool set_tensor(Model& model, int64_t index, Kind kind, const void* data, Type type) {
     const Shape& shape = model.shape;
+    Matrix matrix = matrix_of(model, index, kind);
+    if (matrix.linear) return set_matrix(model, matrix, data, type);
+    if (kind == EMBEDDING) return set_embedding(model, data, type);
     int64_t hidden = shape.hidden_size, inner = shape.intermediate_size;
     int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
     Type rounded = Type(shape.dtype);
-    if (kind == EMBEDDING && shape.is_tied) return set_rows(model, model.head, {}, shape.vocab_size, data, type);
-    if (kind == EMBEDDING) return set_embedding(model, data, type);
-    if (kind == HEAD) return set_rows(model, model.head, {}, shape.vocab_size, data, type);
     if (kind == FINAL_NORM) return set_floats(model.final_norm, 0, hidden, data, type, rounded);
     Layer& layer = model.layers[index];
-    Rows k_rows{heads}, v_rows{heads + kv}, gate{0, 0}, up{0, 1};
     switch (kind) {
         case INPUT_NORM: return set_floats(layer.input_norm, 0, hidden, data, type, rounded);
         case POST_NORM: return set_floats(layer.post_norm, 0, hidden, data, type, rounded);
         case Q_NORM: return set_floats(layer.q_norm, 0, shape.head_dim, data, type, rounded);
         case K_NORM: return set_floats(layer.k_norm, 0, shape.head_dim, data, type, rounded);
-        case Q: return set_rows(model, layer.qkv, {}, heads, data, type);
-        case K: return set_rows(model, layer.qkv, k_rows, kv, data, type);
-        case V: return set_rows(model, layer.qkv, v_rows, kv, data, type);
-        case O: return set_rows(model, layer.output, {}, hidden, data, type);
-        case GATE: return set_rows(model, layer.gate_up, gate, inner, data, type);
-        case UP: return set_rows(model, layer.gate_up, up, inner, data, type);
-        case DOWN: return set_rows(model, layer.down, {}, hidden, data, type);
         case Q_BIAS: return set_bias(model, layer.qkv, {}, heads, data, type);
-        case K_BIAS: return set_bias(model, layer.qkv, k_rows, kv, data, type);
-        case V_BIAS: return set_bias(model, layer.qkv, v_rows, kv, data, type);
+        case K_BIAS: return set_bias(model, layer.qkv, {heads}, kv, data, type);
+        case V_BIAS: return set_bias(model, layer.qkv, {heads + kv}, kv, data, type);
         case O_BIAS: return set_bias(model, layer.output, {}, hidden, data, type);
-        case GATE_BIAS: return set_bias(model, layer.gate_up, gate, inner, data, type);
-        case UP_BIAS: return set_bias(model, layer.gate_up, up, inner, data, type);
+        case GATE_BIAS: return set_bias(model, layer.gate_up, {0, 0}, inner, data, type);
+        case UP_BIAS: return set_bias(model, layer.gate_up, {0, 1}, inner, data, type);
         case DOWN_BIAS: return set_bias(model, layer.down, {}, hidden, data, type);
         default: return false;
     }
+}
+
+bool get_matrix(Model& model, int64_t index, Kind kind, float* numbers) {
+    Matrix matrix = matrix_of(model, index, kind);
+    if (!matrix.linear || !matrix.linear->weight.num_bytes()) return false;
+    auto read = model.shape.dtype == BFLOAT16 ? read_row<bf16> : read_row<float>;
+    for (int64_t row = 0; row < matrix.num_rows; row++)
+        read(*matrix.linear, matrix.place.column(row), numbers + row * matrix.linear->k);
+    return true;
 }
 
 }  // namespace millrace

@@ -1,4 +1,4 @@
-// Vectors of float32 on AVX-512 or AVX2, and pairs of numbers as weights and keys are stored.
+// Vectors of float32 on AVX-512 or AVX2, and numbers as weights and keys are stored.
 //
 // Knows instructions; refuses to know matrices. One source, compiled once for each instruction set: a vector is as wide
 // as the set allows. Whatever is here gives the same bits for the same element, wherever in a vector the element is.
@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace millrace {
 
@@ -16,6 +17,12 @@ namespace millrace {
 #define UNROLL _Pragma("GCC unroll 16")
 
 using bf16 = uint16_t;
+struct Nibbles {  // two numbers of 4 bits, the first of them in the lower half
+    uint8_t codes;
+};
+
+// What the 16 codes of 4 bits stand for, times a scale.
+alignas(64) constexpr float LEVELS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
 inline float widen(bf16 x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -24,6 +31,7 @@ inline float widen(bf16 x) {
     return value;
 }
 inline float widen(float x) { return x; }
+inline float widen(int8_t x) { return x; }
 
 // Rounds to nearest, ties to even; a NaN stays one.
 inline bf16 to_bf16(float x) {
@@ -69,6 +77,33 @@ inline F load_even(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32
 inline F load_odd(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))));
 }
+// W numbers of bf16 or int8
+inline F load(const bf16* p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline F load(const int8_t* p) {
+    __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_cvtepi32_ps(wide);
+}
+// Rounded to whole numbers, ties to even, which int8 holds
+inline void store(int8_t* p, F x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+// W bytes of two numbers of 4 bits each: the levels that the lower and the upper of them name
+inline F load_even(const Nibbles* p) {
+    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_permutexvar_ps(codes, _mm512_load_ps(LEVELS));
+}
+inline F load_odd(const Nibbles* p) {
+    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), _mm512_load_ps(LEVELS));
+}
+// Numbers that bf16 holds exactly, as pairs (even, odd) of it
+inline F join(F even, F odd) {
+    __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(odd)));
+}
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
@@ -101,37 +136,83 @@ inline F load_odd(const bf16* p) {
     __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(int(0xffff0000))));
 }
+inline F load(const bf16* p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline F load(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store(int8_t* p, F x) {
+    __m256i whole = _mm256_cvtps_epi32(x);
+    __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(narrow, narrow));
+}
+inline F level_of(__m256i codes) {  // by their lowest 4 bits
+    F low = _mm256_permutevar8x32_ps(_mm256_load_ps(LEVELS), codes);
+    F high = _mm256_permutevar8x32_ps(_mm256_load_ps(LEVELS + 8), codes);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+}
+inline F load_even(const Nibbles* p) {
+    return level_of(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline F load_odd(const Nibbles* p) {
+    __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return level_of(_mm256_srli_epi32(codes, 4));
+}
+inline F join(F even, F odd) {
+    __m256i low = _mm256_srli_epi32(_mm256_castps_si256(even), 16);
+    return _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_castps_si256(odd)));
+}
 
 #else
 #error "the native step needs AVX-512 (F, BW, VL, DQ) or AVX2 with FMA"
 #endif
 
 // Numbers are stored in pairs along the dimension that is summed: in bf16 the two of a pair lie side by side,
-// [pairs][width][2]; in float32 the rows stay whole, [2 * pairs][width]. Both are read through these two.
+// [pairs][width][2], and in 4 bits in one byte, [pairs][width]; in float32 and int8 the rows stay whole,
+// [2 * pairs][width]. All are read through these.
 inline F even_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
     return load_even(base + 2 * (pair * width + lane));
 }
 inline F odd_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
     return load_odd(base + 2 * (pair * width + lane));
 }
-inline F even_of(const float* base, int64_t pair, int64_t width, int64_t lane) {
+inline F even_of(const Nibbles* base, int64_t pair, int64_t width, int64_t lane) {
+    return load_even(base + pair * width + lane);
+}
+inline F odd_of(const Nibbles* base, int64_t pair, int64_t width, int64_t lane) {
+    return load_odd(base + pair * width + lane);
+}
+template <class T>
+inline F even_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
     return load(base + 2 * pair * width + lane);
 }
-inline F odd_of(const float* base, int64_t pair, int64_t width, int64_t lane) {
+template <class T>
+inline F odd_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
     return load(base + (2 * pair + 1) * width + lane);
 }
-// Where number `index` of the summed dimension is, in lane `lane`.
+// The same as W pairs of bf16, where that holds them exactly.
+inline F pairs_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
+    return load(reinterpret_cast<const float*>(base + 2 * (pair * width + lane)));
+}
+template <class T>
+inline F pairs_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
+    return join(even_of(base, pair, width, lane), odd_of(base, pair, width, lane));
+}
+// Where number `index` of the summed dimension is, in lane `lane`; of two in one place see `Nibbles`.
 template <class T>
 inline int64_t place_in_pairs(int64_t index, int64_t width, int64_t lane) {
-    if (sizeof(T) == 2) return 2 * ((index / 2) * width + lane) + index % 2;
+    if (std::is_same<T, bf16>::value) return 2 * ((index / 2) * width + lane) + index % 2;
+    if (std::is_same<T, Nibbles>::value) return index / 2 * width + lane;
     return index * width + lane;
 }
 
-// Sums of two products of bf16 numbers, `pairs` of them with one pair `x` for all lanes.
+// Sums of two products of bf16 numbers: each lane's pair, of `pairs_of`, with one pair `x` for all lanes.
 #if defined(__AVX512BF16__)
 #define MILLRACE_BF16_DOT 1
-inline F add_dots(F sums, const bf16* pairs, uint32_t x) {
-    return _mm512_dpbf16_ps(sums, __m512bh(_mm512_loadu_si512(pairs)), __m512bh(_mm512_set1_epi32(int(x))));
+inline F add_dots(F sums, F pairs, uint32_t x) {
+    return _mm512_dpbf16_ps(sums, __m512bh(_mm512_castps_si512(pairs)), __m512bh(_mm512_set1_epi32(int(x))));
 }
 inline void store(bf16* p, F x) {
     __m256bh narrowed = _mm512_cvtneps_pbh(x);
@@ -139,9 +220,12 @@ inline void store(bf16* p, F x) {
 }
 #elif defined(MILLRACE_EMULATE_BF16_DOT)  // what runs with those instructions, on a machine without them: for tests
 #define MILLRACE_BF16_DOT 1
-inline F add_dots(F sums, const bf16* pairs, uint32_t x) {
-    sums = fma(load_odd(pairs), splat(widen(bf16(x >> 16))), sums);
-    return fma(load_even(pairs), splat(widen(bf16(x))), sums);
+inline F add_dots(F sums, F pairs, uint32_t x) {
+    float both[W];
+    store(both, pairs);
+    auto at = reinterpret_cast<const bf16*>(both);
+    sums = fma(load_odd(at), splat(widen(bf16(x >> 16))), sums);
+    return fma(load_even(at), splat(widen(bf16(x))), sums);
 }
 inline void store(bf16* p, F x) {
     float numbers[W];

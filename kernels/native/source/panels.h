@@ -1,0 +1,61 @@
+// A weight's panels, number by number and panel by panel.
+//
+// Knows how numbers of each type lie in a panel. Refuses to know what is multiplied with them.
+
+#pragma once
+
+#include "model.h"
+#include "simd.h"
+
+namespace millrace {
+
+// Calls `use` with a linear's panels as what they hold; `Weight` is the model's dtype.
+template <class Weight, class Use>
+void with_panels(const Linear& linear, const Use& use) {
+    switch (linear.type) {
+        case INT8: return use(linear.weight.as<int8_t>());
+        case INT4: return use(linear.weight.as<Nibbles>());
+        default: return use(linear.weight.as<Weight>());
+    }
+}
+
+// Number `index` of row `lane` of a panel, without its scale.
+template <class T>
+float number_at(const T* panel, int64_t index, int64_t lane) {
+    return widen(panel[place_in_pairs<T>(index, PANEL, lane)]);
+}
+inline float number_at(const Nibbles* panel, int64_t index, int64_t lane) {
+    uint8_t codes = panel[place_in_pairs<Nibbles>(index, PANEL, lane)].codes;
+    return LEVELS[index % 2 ? codes >> 4 : codes & 15];
+}
+
+// A row of the weight, [k], as products see it.
+template <class Weight>
+void read_row(const Linear& linear, int64_t row, float* to) {
+    int64_t panel = row / PANEL, lane = row % PANEL;
+    with_panels<Weight>(linear, [&](auto* panels) {
+        auto from = panels + panel * (linear.panel_bytes() / int64_t(sizeof(*panels)));
+        for (int64_t i = 0; i < linear.k; i++) to[i] = number_at(from, i, lane);
+    });
+    if (!linear.is_quantized()) return;
+    const bf16* scales = linear.scales.as<bf16>() + panel * linear.num_groups() * PANEL + lane;
+    for (int64_t i = 0; i < linear.k; i++) to[i] *= widen(scales[i / linear.group_size * PANEL]);
+}
+
+// A panel of int8 or int4 in the model's dtype, which holds its numbers exactly; without the scales.
+template <class Stored, class Weight>
+void widen_panel(const Stored* panel, int64_t num_pairs, Weight* to) {
+    for (int64_t pair = 0; pair < num_pairs; pair++) {
+        for (int64_t lane = 0; lane < PANEL; lane += W) {
+            if (sizeof(Weight) == 2) {
+                store(reinterpret_cast<float*>(to + 2 * (pair * PANEL + lane)), pairs_of(panel, pair, PANEL, lane));
+            } else {
+                auto rows = reinterpret_cast<float*>(to) + 2 * pair * PANEL + lane;
+                store(rows, even_of(panel, pair, PANEL, lane));
+                store(rows + PANEL, odd_of(panel, pair, PANEL, lane));
+            }
+        }
+    }
+}
+
+}  // namespace millrace

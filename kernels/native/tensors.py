@@ -1,0 +1,46 @@
+"""A decoder's tensors by the names that checkpoints give them, as the library numbers them."""
+
+from __future__ import annotations
+
+# suffix of a layer's tensor -> `Kind` of source/model.h
+LAYER_KINDS = {
+    "input_layernorm.weight": 3,
+    "post_attention_layernorm.weight": 4,
+    "self_attn.q_norm.weight": 5,
+    "self_attn.k_norm.weight": 6,
+    "self_attn.q_proj.weight": 7,
+    "self_attn.k_proj.weight": 8,
+    "self_attn.v_proj.weight": 9,
+    "self_attn.o_proj.weight": 10,
+    "mlp.gate_proj.weight": 11,
+    "mlp.up_proj.weight": 12,
+    "mlp.down_proj.weight": 13,
+    "self_attn.q_proj.bias": 14,
+    "self_attn.k_proj.bias": 15,
+    "self_attn.v_proj.bias": 16,
+    "self_attn.o_proj.bias": 17,
+    "mlp.gate_proj.bias": 18,
+    "mlp.up_proj.bias": 19,
+    "mlp.down_proj.bias": 20,
+}
+MODEL_KINDS = {"model.embed_tokens.weight": 0, "lm_head.weight": 1, "model.norm.weight": 2}
+
+
+def place(name: str) -> tuple[int, int]:
+    """(layer, kind)."""
+    if is_of_model(name):
+        return 0, MODEL_KINDS[name]
+    index, _, suffix = name.removeprefix("model.layers.").partition(".")
+    return int(index), LAYER_KINDS[suffix]
+
+
+def is_of_model(name: str) -> bool:
+    """Whether it belongs to no layer."""
+    return name in MODEL_KINDS
+
+
+def is_matrix(name: str, is_tied: bool) -> bool:
+    """Whether something is multiplied with it; with the embedding where it is the head."""
+    return (
+        name.endswith("_proj.weight") or name == "lm_head.weight" or (is_tied and name == "model.embed_tokens.weight")
+    )

@@ -29,6 +29,8 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
             "dtype": info.dtype,
+            "quantization": info.quantization,
+            "kv_cache_dtype": info.kv_cache_dtype,
             "device": info.device,
             "attention_backend": info.attention_backend,
             "eos_token_ids": list(info.eos_token_ids),
@@ -65,6 +67,7 @@ def _settled(info: ModelInfo) -> dict[str, Any]:
     return {
         "model": info.model_id,
         "dtype": info.dtype,
+        "kv_cache_dtype": info.kv_cache_dtype or "auto",
         "device": info.device,
         "attention_backend": info.attention_backend,
         "max_model_len": info.max_model_len,

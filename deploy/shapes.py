@@ -380,6 +380,8 @@ class ServedModel(Shape):
     max_model_len: Count
     vocab_size: Count
     dtype: str
+    quantization: str | None  # how matrices are kept; null: as dtype
+    kv_cache_dtype: str | None  # of keys and values; null: there is no cache
     device: str
     attention_backend: str
     eos_token_ids: list[Count]

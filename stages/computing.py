@@ -20,6 +20,8 @@ class Computing:
     backend: str  # native, torch or triton
     device: str
     dtype: str
+    quantization: str | None  # how matrices are kept; None: as dtype
+    kv_cache_dtype: str
     max_model_len: int  # what was asked for, or what fits
     memory: MemoryTable
     num_host_blocks: int

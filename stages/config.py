@@ -25,6 +25,9 @@ class EngineConfig:
     offline: bool = False  # never open a socket; the model must be there already
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"  # dummy: random weights, for benchmarks
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
+    quantization: Literal["int8", "int4"] | None = (
+        None  # of matrices, as they are loaded; None: they are kept as `dtype`
+    )
     max_model_len: int | Literal["auto"] | None = None  # tokens, prompt and answer; None: the model's; auto: what fits
     logprobs_mode: LogprobsMode = "raw_logprobs"  # the model's own; processed: of what tokens are drawn from
     generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
@@ -51,6 +54,7 @@ class EngineConfig:
     block_size: int = 16  # tokens; smaller wastes less, larger loads faster
     num_gpu_blocks: int | None = None  # exact size of the pool, on any device; None: from memory
     kv_cache_bytes: int | None = None  # size of the pool; None: from memory
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: as `dtype`
     enable_prefix_caching: bool = True  # do not compute what an earlier prompt or answer began with
     swap_space: float | None = None  # GiB of host memory for preempted sequences; None: 4, on a CPU 1; 0: recompute
     num_cpu_blocks: int | None = None  # exact size of that pool; None: from swap_space

@@ -43,6 +43,12 @@ def load_encoder(
     """Blocks for as long as it takes. Raises as `load_model` does."""
     if config.load_format == "dummy":
         raise ConfigError("load_format = dummy: random weights are made for models that generate; this one only reads")
+    if config.quantization is not None or config.kv_cache_dtype != "auto":
+        asked = "kv_cache_dtype" if config.quantization is None else "quantization"
+        raise ConfigError(
+            f"{asked} = {getattr(config, asked)}: is for models that generate, and this one only reads, in its own "
+            "dtype and without a cache; leave it out, or set dtype = bfloat16"
+        )
     device = choose_device(config, threads)
     dtype = None if config.dtype == "auto" else torch_dtype(config, "")
     with phases("tokenizer"):

@@ -122,6 +122,8 @@ def _put_together(
         memory=memory,
         tasks=frozenset({"generate", "embed"} if shape.has_head else {"embed"}),
         pooling=text.pooling,
+        quantization=computing.quantization,
+        kv_cache_dtype=computing.kv_cache_dtype,
     )
     grammars = Grammars(
         lambda: Vocabulary(
@@ -158,8 +160,10 @@ def _load_computing(
         except (NativeUnavailableError, UnsupportedModelError) as error:
             reason = str(error)
             costs = "torch instead: a second and 200 MiB more at the start, and longer steps"
-            if config.attention_backend == "auto":
+            if config.attention_backend == "auto" and _native_only(config) is None:
                 log.warning("native.unavailable", reason=reason, costs=costs)
+    if (asked := _native_only(config)) is not None:
+        raise ConfigError(f"{asked}: only the native step does that, and here it does not run: {reason}")
     if config.attention_backend == "native":
         raise ConfigError(f"attention_backend = native: {reason}; use auto, which then takes torch")
     with phases("import"):
@@ -175,6 +179,15 @@ def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
         return f"device = {config.device}: it computes on CPUs, and this is for a GPU"
     if config.dtype_of(shape.dtype) == "float16":
         return "dtype = float16: it computes in bfloat16 and float32"
+    return None
+
+
+def _native_only(config: EngineConfig) -> str | None:
+    """What is asked for that only the native library does, and what to do without it; None: nothing."""
+    if config.quantization is not None:
+        return f"quantization = {config.quantization} (leave it out, or use a CPU and attention_backend = auto)"
+    if config.kv_cache_dtype != "auto":
+        return f"kv_cache_dtype = {config.kv_cache_dtype} (use auto, or a CPU and attention_backend = auto)"
     return None
 
 

@@ -21,10 +21,13 @@ SORTED_BYTES = 40 * WHOLE_SIZE  # on the host, where rows are sorted whole
 COLUMN_BYTES = 128  # of a slot: the sampler's columns of one number each
 
 
-def check_room_for_weights(shape: ModelConfig, dtype: str, item_size: int, device: str, free_bytes: int) -> None:
-    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle."""
-    num_bytes = sum(math.prod(sizes) for sizes in expected_shapes(shape).values()) * item_size
-    check_weights(num_bytes, free_bytes, device, dtype)
+def check_room_for_weights(
+    shape: ModelConfig, dtype: str, item_size: Callable[[str], float], device: str, free_bytes: int
+) -> None:
+    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle.
+    `item_size(name)`: bytes of one number of that tensor."""
+    num_bytes = sum(math.prod(sizes) * item_size(name) for name, sizes in expected_shapes(shape).items())
+    check_weights(int(num_bytes), free_bytes, device, dtype)
 
 
 def sizing_on_cpu(

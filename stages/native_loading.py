@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 
 from ..kernels.native.errors import NonFiniteError
-from ..kernels.native.model import NativeCache, NativeModel
+from ..kernels.native.model import GROUP_SIZE, CacheDType, DType, NativeCache, NativeModel
 from ..model.config import ModelConfig
 from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source
@@ -28,7 +28,8 @@ from .runner import ModelRunner
 from .sizing import free_host_bytes, num_host_blocks
 from .trials import measure_rates
 
-ITEM_SIZES = {"float32": 4, "bfloat16": 2}  # of the dtypes that the library computes in
+# bytes of a number, in int4 with its share of a scale
+ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP_SIZE}
 
 
 def load_natively(
@@ -36,16 +37,28 @@ def load_natively(
 ) -> Computing:
     """Loads the checkpoint in `root`. Raises as `load_model` does, `NativeUnavailableError` where the library can not
     be had, and `UnsupportedModelError` for a model that it does not compute."""
-    dtype = cast(Literal["float32", "bfloat16"], config.dtype_of(shape.dtype))
+    dtype = cast(DType, config.dtype_of(shape.dtype))
+    cache_dtype: CacheDType = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     sizes = native_shape(shape)
     with phases("library"):
         cos, sin = rope_tables(shape.rope, max_model_len)
-        model = NativeModel(sizes, dtype, cos, sin, num_threads=threads.count, cpus=threads.pinned)
+        model = NativeModel(
+            sizes,
+            dtype,
+            cos,
+            sin,
+            quantization=config.quantization,
+            cache_dtype=cache_dtype,
+            num_threads=threads.count,
+            cpus=threads.pinned,
+        )
     with phases("weights"):
-        check_room_for_weights(shape, dtype, ITEM_SIZES[dtype], "cpu", free_host_bytes())
+        check_room_for_weights(
+            shape, config.quantization or dtype, lambda name: ITEM_SIZES[model.type_of(name)], "cpu", free_host_bytes()
+        )
         _fill(model, root, shape, config.load_format)
     with phases("cache"):
-        bytes_per_block = sizes.bytes_per_block(config.block_size, dtype)
+        bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
         activations = model.step_bytes(config.num_step_tokens, config.max_num_seqs)
         sizing = sizing_on_cpu(
@@ -62,7 +75,7 @@ def load_natively(
             model.set_positions(*rope_tables(shape.rope, memory.max_model_len))
         runner = ModelRunner(
             NativeDecoder(model),
-            NativeCache(sizes, memory.num_blocks, config.block_size, dtype),
+            NativeCache(sizes, memory.num_blocks, config.block_size, cache_dtype),
             np.zeros(config.max_num_seqs, np.int64),
             -(-memory.max_model_len // config.block_size),
             host_blocks,
@@ -75,6 +88,8 @@ def load_natively(
         backend="native",
         device="cpu",
         dtype=dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=cache_dtype,
         max_model_len=memory.max_model_len,
         memory=memory,
         num_host_blocks=host_blocks,

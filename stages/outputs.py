@@ -120,3 +120,5 @@ class ModelInfo:
     memory: MemoryTable | None = None  # where it goes; None without a model
     tasks: frozenset[Task] = frozenset({"generate", "embed"})  # what it can be asked for
     pooling: PoolingConfig | None = None  # what its embeddings are; None: it has none
+    quantization: str | None = None  # how matrices are kept; None: as dtype
+    kv_cache_dtype: str | None = None  # of keys and values; None: an encoder has none

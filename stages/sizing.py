@@ -102,13 +102,14 @@ class Sizing:
     def _rows(self, max_model_len: int) -> tuple[MemoryRow, ...]:
         config, needs, is_host = self.config, self.needs_of(max_model_len), self.machine.is_host
         blocks = self.num_blocks(max_model_len)
-        cache = f"{blocks} blocks of {config.block_size} tokens, {human(self.bytes_per_block)} each: "
+        kept = _kept_as(None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+        cache = f"{blocks} blocks of {config.block_size} tokens{kept}, {human(self.bytes_per_block)} each: "
         cache += f"{blocks * config.block_size} tokens, {blocks // self._blocks_of(max_model_len)} sequences of "
         cache += f"{max_model_len} tokens at once"
         how = "computed" if is_host else "measured"
         swap = f"{self.host_blocks} blocks of sequences that are swapped out" if self.host_blocks else "not used"
         rows = [
-            MemoryRow("weights", needs.weights, "the model's tensors, measured"),
+            MemoryRow("weights", needs.weights, f"the model's tensors{_kept_as(config.quantization)}, measured"),
             MemoryRow("state", needs.state, f"tables for {config.max_num_seqs} sequences of {max_model_len} tokens"),
             MemoryRow("activations", needs.activations, f"a step of {config.num_step_tokens} tokens, {how}"),
             MemoryRow("logits", needs.logits, f"{config.max_num_seqs} rows, and choosing tokens from them"),
@@ -179,10 +180,16 @@ class Sizing:
         return f"raise gpu_memory_utilization = {config.gpu_memory_utilization}, or lower max_num_batched_tokens"
 
 
+def _kept_as(form: str | None) -> str:
+    return "" if form is None else f" in {form}"
+
+
 def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> None:
     """Raises `ConfigError` for weights that are larger than the memory that is free."""
     if num_bytes > free_bytes:
         smaller = "dtype = bfloat16 halves that; or " if dtype == "float32" else ""
+        if device == "cpu" and dtype == "bfloat16":
+            smaller = "quantization = int8 halves that; or "
         raise ConfigError(
             f"the weights take {human(num_bytes)} as {dtype}, and {device} has {human(free_bytes)} free: {smaller}"
             "choose a smaller model, or free memory"

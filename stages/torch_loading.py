@@ -41,7 +41,7 @@ def load_on_torch(
     with phases("weights"):
         dtype = torch_dtype(config, shape.dtype)
         name = str(dtype).removeprefix("torch.")
-        check_room_for_weights(shape, name, dtype.itemsize, str(device), _free_bytes(device))
+        check_room_for_weights(shape, name, lambda _: dtype.itemsize, str(device), _free_bytes(device))
         weights = load_weights(root, shape, device, dtype, load_format=config.load_format)
         decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
     with phases("cache"):
@@ -59,6 +59,8 @@ def load_on_torch(
         backend=kernels.name,
         device=str(device),
         dtype=name,
+        quantization=None,
+        kv_cache_dtype=name,
         max_model_len=max_model_len,
         memory=memory,
         num_host_blocks=host_blocks,

@@ -183,6 +183,7 @@ def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
     settled = {
         "model": engine.info.model_id,
         "dtype": engine.info.dtype,
+        "kv_cache_dtype": engine.info.kv_cache_dtype or "auto",
         "device": engine.info.device,
         "attention_backend": engine.info.attention_backend,
         "max_model_len": engine.info.max_model_len,

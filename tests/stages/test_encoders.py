@@ -119,6 +119,13 @@ def load(folder: Path, **settings: Any) -> Any:
     return load_model(EngineConfig(model=str(folder), **CPU | settings), Phases(lambda: 0.0), LiveEnv(0))
 
 
+@pytest.mark.parametrize("asked", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}])
+def test_an_encoder_refuses_quantization_and_says_what_halves_its_weights(tmp_path: Path, asked: dict[str, Any]):
+    make_encoder("bert", tmp_path)
+    with pytest.raises(ConfigError, match="= int8: is for models that generate.*leave it out, or set dtype = bfloat16"):
+        load(tmp_path, **asked)
+
+
 def test_pooling_and_limits_are_read_from_the_checkpoint_unless_told_otherwise(tmp_path: Path):
     make_encoder("bert", tmp_path)
     assert load(tmp_path).info.pooling.kind == "mean"

@@ -156,6 +156,8 @@ def test_weights_larger_than_free_memory_are_refused_before_they_are_loaded():
         check_weights(2**31, 2**30, "cpu", "float32")
     with pytest.raises(ConfigError, match="as bfloat16, and cuda:0 has 1 GiB free: choose a smaller model"):
         check_weights(2**31, 2**30, "cuda:0", "bfloat16")
+    with pytest.raises(ConfigError, match="as bfloat16, and cpu has 1 GiB free: quantization = int8 halves that"):
+        check_weights(2**31, 2**30, "cpu", "bfloat16")
 
 
 # -- auto

@@ -1,0 +1,118 @@
+"""Engines whose weights, keys and values are kept in 8 and 4 bits: what it costs the model, what it takes, what it
+says, and that neither swapping nor a prefix hit shows."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from typing import Any
+
+import pytest
+
+from millrace.kernels.native import build, machine
+from millrace.model.demo import WEIGHTS
+from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
+from millrace.stages.errors import ConfigError
+from tests.bench.quantized_quality import PLAIN, Form, held_out, load, mean_loss
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not machine.instruction_sets() or build.find_compiler() is None, reason="no AVX2, or no C++ compiler"
+    ),
+]
+
+NUM_DOCUMENTS = 40  # of about 90 tokens
+SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 8, "threads": 1}
+FORMS: dict[str, dict[str, Any]] = {
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int8 KV": {"kv_cache_dtype": "int8"},
+    "int8, int8 KV": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
+
+@cache
+def loss(form: Form) -> float:
+    return mean_loss(load(WEIGHTS, form), held_out(WEIGHTS, NUM_DOCUMENTS))
+
+
+@pytest.mark.parametrize(
+    ("form", "bound"),
+    [
+        (Form(quantization="int8"), 0.005),
+        (Form(cache_dtype="int8"), 0.005),
+        (Form(quantization="int4"), 0.03),
+    ],
+    ids=lambda value: value.label if isinstance(value, Form) else "",
+)
+def test_perplexity_of_a_held_out_text_stays_near_bfloat16s(form: Form, bound: float):
+    """On a text whose keys the bundled model was never trained on; a loss grows by about as much as its exponential."""
+    assert 0.4 < loss(PLAIN) < 0.7, "perplexity 1.72 over more documents"
+    assert abs(loss(form) - loss(PLAIN)) < bound
+
+
+async def answer(engine: Engine, prompt: list[int], num_new: int) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+    return [t async for output in engine.generate(prompt, params) for t in output.outputs[0].token_ids]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_are_the_same_alone_and_swapped_and_recomputed_and_after_a_prefix_hit(form: str):
+    """bfloat16 besides: tokens are equal because bits are. The pool holds one longest sequence and little more."""
+    common = list(range(40, 100))
+    prompts = [[*common, 100 + 7 * i, 5, i] for i in range(6)]
+    roomy = EngineConfig(**SMALL, **FORMS[form], enable_prefix_caching=False, num_gpu_blocks=256)
+
+    async def alone() -> list[list[int]]:
+        async with Engine(roomy) as engine:
+            return [await answer(engine, prompt, 60) for prompt in prompts]
+
+    async def crowded(num_cpu_blocks: int) -> tuple[list[list[int]], set[str], int]:
+        config = EngineConfig(**SMALL, **FORMS[form], num_gpu_blocks=18, num_cpu_blocks=num_cpu_blocks)
+        async with Engine(config) as engine:
+            first = await answer(engine, prompts[0], 60)
+            found = await asyncio.gather(*(answer(engine, prompt, 60) for prompt in prompts[1:]))
+            assert engine.prefix_cache is not None
+            hows = {how for how, _ in engine.scheduler.preemptions}
+            return [first, *found], hows, engine.prefix_cache.num_hits
+
+    expected = asyncio.run(alone())
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    for num_cpu_blocks, wanted in ((0, "recompute"), (200, "swap")):
+        found, hows, num_hits = asyncio.run(crowded(num_cpu_blocks))
+        assert found == expected and wanted in hows and num_hits > 0
+
+
+def test_what_was_chosen_is_told_and_an_int8_cache_holds_nearly_twice_the_tokens():
+    sizes = {"kv_cache_bytes": 2**20, **SMALL}
+    with LLM(**sizes) as plain, LLM(**sizes, **FORMS["int8, int8 KV"]) as small, LLM(**sizes, **FORMS["int4"]) as least:
+        tables = [llm.info.memory for llm in (plain, small, least)]
+        told = [(llm.info.quantization, llm.info.kv_cache_dtype) for llm in (plain, small, least)]
+    assert told == [(None, "bfloat16"), ("int8", "int8"), ("int4", "bfloat16")]
+    assert all(table is not None for table in tables)
+    assert tables[1].num_tokens > 1.9 * tables[0].num_tokens
+    weights = [table.row("weights").num_bytes for table in tables]
+    assert weights[1] < 0.52 * weights[0] and weights[2] < 0.36 * weights[0]
+    assert "tensors in int8, measured" in tables[1].row("weights").what
+    assert "blocks of 16 tokens in int8" in tables[1].row("kv_cache").what
+    assert "tensors, measured" in tables[0].row("weights").what
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"quantization": "int8", "attention_backend": "torch"}, "quantization = int8.*attention_backend = torch"),
+        ({"quantization": "int4", "dtype": "float16"}, "quantization = int4.*leave it out.*float16"),
+        ({"kv_cache_dtype": "int8", "attention_backend": "torch"}, "kv_cache_dtype = int8.*use auto.*torch"),
+    ],
+)
+def test_what_only_the_native_step_does_is_refused_elsewhere_with_what_to_do(asked: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        LLM(config=EngineConfig(**SMALL, **asked))
+
+
+def test_without_a_native_library_quantization_is_refused_and_not_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MILLRACE_INSTRUCTION_SET", "none of them")
+    with pytest.raises(ConfigError, match="quantization = int8.*only the native step.*none of them"):
+        LLM(config=EngineConfig(**SMALL, quantization="int8"))

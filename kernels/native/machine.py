@@ -8,7 +8,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-# best first; what each needs of /proc/cpuinfo
+# what each needs of /proc/cpuinfo; AMD's best first
 INSTRUCTION_SETS: dict[str, frozenset[str]] = {
     "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
@@ -16,23 +16,31 @@ INSTRUCTION_SETS: dict[str, frozenset[str]] = {
 }
 
 
+@cache
 def instruction_sets() -> tuple[str, ...]:
     """Those of `INSTRUCTION_SETS` that the processor has and the system lets us use, best first."""
-    flags = _flags()
-    return tuple(name for name, needed in INSTRUCTION_SETS.items() if needed <= flags)
-
-
-@cache
-def _flags() -> frozenset[str]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return frozenset()
+        return ()
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                return frozenset(line.split(":", 1)[1].split())
+        return best_first(Path("/proc/cpuinfo").read_text())
     except OSError:
-        pass
-    return frozenset()
+        return ()
+
+
+def best_first(cpuinfo: str) -> tuple[str, ...]:
+    """The same, by what the system says of the processor.
+
+    Intel's cores take two cycles for sixteen sums of two products of bfloat16, and begin two times sixteen fused
+    multiply-adds of float32 in each. On an Emerald Rapids, 576 x 1536 in bfloat16 at 12 rows: 88 GFLOP/s by the
+    former and 158 by the latter. AMD's are as fast at both or faster at the former.
+    """
+    lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
+    said = {name.strip(): value.strip() for name, _, value in lines}
+    flags = frozenset(said.get("flags", "").split())
+    found = [name for name, needed in INSTRUCTION_SETS.items() if needed <= flags]
+    if said.get("vendor_id") == "GenuineIntel" and "avx512_bf16" in found:
+        found[:2] = "avx512", "avx512_bf16"
+    return tuple(found)
 
 
 def cpus() -> tuple[int, ...]:

@@ -50,94 +50,112 @@ struct TiledRows {
 
 enum class Into { STORE, ADD };  // out = product, out += product
 
-// What is to be fetched while a tile is computed, so that memory is busy meanwhile: `share` bytes a pair from `next` on.
-struct Ahead {
-    const char* next;
-    int64_t share;
+// Panels side by side that few rows are multiplied with at a time: as many sums as a core needs to be busy, as each waits
+// for the one before it.
+constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+// A panel's numbers and scales, and how far the next ones are.
+template <class Stored>
+struct Panels {
+    const Stored* numbers;
+    int64_t numbers_apart;
+    const bf16* scales;  // [groups][32]; none where numbers are what they are
+    int64_t scales_apart, group_pairs;
 };
 
-// Sums of R rows by 32 columns over some pairs of k. x of a tile of `TiledRows`, panel as `Linear` has it, out [R][32].
-template <int R, class Input, class Stored>
-void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead) {
-    constexpr int V = GEMM_VECTORS;
+// What is to be fetched while a tile is computed, so that memory is busy meanwhile: of each panel `share` bytes a pair.
+struct Ahead {
+    const char* next;
+    int64_t apart, share;
+};
+
+// Sums of R rows by P panels of 32 columns over some pairs of k. x of a tile of `TiledRows`, out [P][R][32].
+template <int R, int P, class Input, class Stored>
+void sum_tile(const Input* x, const Stored* panel, int64_t apart, int64_t num_pairs, float* out, const Ahead& ahead) {
+    constexpr int V = GEMM_VECTORS, C = P * V;  // vectors of a panel, and of all
     constexpr bool is_dot = sizeof(Input) == 2;
     const char* next = ahead.next;
-    int64_t share = ahead.share;
+    int64_t share = ahead.share, next_apart = ahead.apart;
     for (int64_t lane = 0; lane < PANEL; lane += V * W) {
-        F sums[R][V];
+        F sums[R][C];
         UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < V; v++) sums[r][v] = zero();
+            UNROLL for (int c = 0; c < C; c++) sums[r][c] = zero();
         for (int64_t pair = 0; pair < num_pairs; pair++) {
             if (lane == 0 && share) {
-                _mm_prefetch(next + pair * share, _MM_HINT_T1);
-                if (share > 64) _mm_prefetch(next + pair * share + 64, _MM_HINT_T1);
-                if (share > 128) {
-                    _mm_prefetch(next + pair * share + 128, _MM_HINT_T1);
-                    _mm_prefetch(next + pair * share + 192, _MM_HINT_T1);
+                UNROLL for (int p = 0; p < P; p++) {
+                    const char* line = next + p * next_apart + pair * share;
+                    _mm_prefetch(line, _MM_HINT_T1);
+                    if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
+                    if (share > 128) {
+                        _mm_prefetch(line + 128, _MM_HINT_T1);
+                        _mm_prefetch(line + 192, _MM_HINT_T1);
+                    }
                 }
             }
-            F weights[V];
+            F weights[C];
             if constexpr (is_dot) {
 #ifdef MILLRACE_BF16_DOT
-                UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, pair, PANEL, lane + v * W);
+                UNROLL for (int c = 0; c < C; c++)
+                    weights[c] = pairs_of(panel + c / V * apart, pair, PANEL, lane + c % V * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     uint32_t both;
                     std::memcpy(&both, x + 2 * (pair * R + r), 4);
-                    UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[v], both);
+                    UNROLL for (int c = 0; c < C; c++) sums[r][c] = add_dots(sums[r][c], weights[c], both);
                 }
 #endif
             } else {
-                UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, pair, PANEL, lane + v * W);
+                UNROLL for (int c = 0; c < C; c++)
+                    weights[c] = even_of(panel + c / V * apart, pair, PANEL, lane + c % V * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     F number = splat(x[2 * pair * R + r]);
-                    UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
+                    UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, weights[c]);
                 }
-                UNROLL for (int v = 0; v < V; v++) weights[v] = odd_of(panel, pair, PANEL, lane + v * W);
+                UNROLL for (int c = 0; c < C; c++)
+                    weights[c] = odd_of(panel + c / V * apart, pair, PANEL, lane + c % V * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     F number = splat(x[(2 * pair + 1) * R + r]);
-                    UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
+                    UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, weights[c]);
                 }
             }
         }
         UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < V; v++) store(out + r * PANEL + lane + v * W, sums[r][v]);
+            UNROLL for (int c = 0; c < C; c++)
+                store(out + (c / V * R + r) * PANEL + lane + c % V * W, sums[r][c]);
     }
 }
 
-// Scales of a panel, [groups][32].
-struct Scales {
-    const bf16* data;  // none where numbers are what they are
-    int64_t group_pairs;
-};
-
-// R rows by 32 columns of a product: one sum, or one for each group of k, times its scales.
-template <int R, class Input, class Stored>
-void multiply_tile(const Input* x, const Stored* panel, int64_t num_pairs, const Scales& scales, float* out,
-                   Ahead ahead) {
-    if (!scales.data) return sum_tile<R>(x, panel, num_pairs, out, ahead);
-    alignas(64) float sums[R * PANEL];
+// R rows by P panels of a product: one sum, or one for each group of k, times its scales.
+template <int R, int P, class Input, class Stored>
+void multiply_tile(const Input* x, const Panels<Stored>& panels, int64_t num_pairs, float* out, Ahead ahead) {
+    const Stored* numbers = panels.numbers;
+    const bf16* scales = panels.scales;
+    int64_t apart = panels.numbers_apart, group = panels.group_pairs;
+    if (!scales) return sum_tile<R, P>(x, numbers, apart, num_pairs, out, ahead);
+    alignas(64) float sums[P * R * PANEL];
     int64_t pair_size = place_in_pairs<Stored>(2, PANEL, 0);
-    const bf16* factors = scales.data;
-    for (int64_t begin = 0; begin < num_pairs; begin += scales.group_pairs, factors += PANEL) {
-        int64_t count = std::min(scales.group_pairs, num_pairs - begin);
-        sum_tile<R>(x + 2 * begin * R, panel + begin * pair_size, count, sums, ahead);
+    for (int64_t begin = 0; begin < num_pairs; begin += group, scales += PANEL) {
+        int64_t count = std::min(group, num_pairs - begin);
+        sum_tile<R, P>(x + 2 * begin * R, numbers + begin * pair_size, apart, count, sums, ahead);
         ahead.next += count * ahead.share;
-        for (int64_t lane = 0; lane < PANEL; lane += W) {
-            F factor = load(factors + lane);
-            for (int64_t i = lane; i < R * PANEL; i += PANEL)
-                store(out + i, begin ? fma(load(sums + i), factor, load(out + i)) : mul(load(sums + i), factor));
+        for (int p = 0; p < P; p++) {
+            for (int64_t lane = 0; lane < PANEL; lane += W) {
+                F scale = load(scales + p * panels.scales_apart + lane);
+                for (int64_t i = p * R * PANEL + lane; i < (p + 1) * R * PANEL; i += PANEL)
+                    store(out + i, begin ? fma(load(sums + i), scale, load(out + i)) : mul(load(sums + i), scale));
+            }
         }
     }
 }
 
 template <class Input, class Stored>
-using MultiplyTile = void (*)(const Input*, const Stored*, int64_t, const Scales&, float*, Ahead);
+using MultiplyTile = void (*)(const Input*, const Panels<Stored>&, int64_t, float*, Ahead);
 
-// The tile for each number of rows, from 1.
+// The tile for each number of rows, from 1, with one panel or with as many as `panels_for` says.
 template <class Input, class Stored, int... R>
-MultiplyTile<Input, Stored> tile_for(int rows, std::integer_sequence<int, R...>) {
-    static const MultiplyTile<Input, Stored> tiles[] = {multiply_tile<R + 1, Input, Stored>...};
-    return tiles[rows - 1];
+MultiplyTile<Input, Stored> tile_for(int rows, bool is_alone, std::integer_sequence<int, R...>) {
+    static const MultiplyTile<Input, Stored> alone[] = {multiply_tile<R + 1, 1, Input, Stored>...};
+    static const MultiplyTile<Input, Stored> together[] = {multiply_tile<R + 1, panels_for(R + 1), Input, Stored>...};
+    return (is_alone ? alone : together)[rows - 1];
 }
 
 inline void add_bias(float* tile, int rows, const float* bias) {
@@ -201,62 +219,72 @@ int64_t widened_bytes(const Linear& linear) {
 template <class Weight, class Out>
 class Product {
     using Input = InputOf<Weight>;
+    // Tiles up to which each widens the weights for itself: that costs one of float32 less than a pass over memory.
+    static constexpr int64_t WIDENING_TILES = sizeof(Input) == 2 ? 1 : 2;
 
   public:
     Product(const Linear& linear, const TiledRows<Input>& x, const Out& out, int thread, int num_threads)
         : linear_(linear), x_(x), out_(out), num_tiles_(x.num_tiles()),
-          held_(num_tiles_ == 1 ? 1 : std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Weight))))),
+          held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Weight))))),
           share_(num_tiles_ > 16 ? 0 : linear.panel_bytes() / (linear.k / 2) / num_tiles_) {
+        if (num_tiles_ == 1) held_ = panels_for(int(x.num_rows));
         share(linear.num_panels(), thread, num_threads, &first_, &last_);
     }
 
     template <class Stored>
     void run(const Stored* weights) const {
-        int64_t size = linear_.panel_bytes() / int64_t(sizeof(Stored));
-        if constexpr (std::is_same<Stored, Weight>::value) {
-            for (int64_t begin = first_; begin < last_; begin += held_) multiply(begin, weights + begin * size, size);
-        } else if (num_tiles_ == 1) {
-            for (int64_t panel = first_; panel < last_; panel++) multiply(panel, weights + panel * size, size);
-        } else {
-            int64_t wide_size = linear_.k * PANEL;
-            auto wide = reinterpret_cast<Weight*>(widened_memory(widened_bytes<Weight>(linear_)));
-            for (int64_t begin = first_; begin < last_; begin += held_) {
-                for (int64_t p = begin; p < std::min(begin + held_, last_); p++)
-                    widen_panel(weights + p * size, linear_.k / 2, wide + (p - begin) * wide_size);
-                multiply(begin, wide, wide_size);
+        int64_t size = linear_.panel_bytes() / int64_t(sizeof(Stored)), wide_size = linear_.k * PANEL;
+        if constexpr (!std::is_same<Stored, Weight>::value) {
+            if (num_tiles_ > WIDENING_TILES) {
+                auto wide = reinterpret_cast<Weight*>(widened_memory(widened_bytes<Weight>(linear_)));
+                for (int64_t begin = first_; begin < last_; begin += held_) {
+                    for (int64_t p = begin; p < std::min(begin + held_, last_); p++)
+                        widen_panel(weights + p * size, linear_.k / 2, wide + (p - begin) * wide_size);
+                    multiply(begin, wide, wide_size);
+                }
+                return;
             }
         }
+        for (int64_t begin = first_; begin < last_; begin += held_) multiply(begin, weights + begin * size, size);
     }
 
   private:
-    // The panels from `begin` that are held, which lie at `panels`, `size` apart.
-    template <class Read>
-    void multiply(int64_t begin, const Read* panels, int64_t size) const {
+    // The panels from `begin` that are held, which lie at `numbers`, `size` apart.
+    template <class Stored>
+    void multiply(int64_t begin, const Stored* numbers, int64_t size) const {
         int64_t end = std::min(begin + held_, last_);
-        alignas(64) float tile[GEMM_ROWS * PANEL];
+        alignas(64) float tiles[GEMM_ROWS * PANEL];
+        auto sizes = std::make_integer_sequence<int, GEMM_ROWS>();
         for (int64_t part = 0; part < num_tiles_; part++) {
             int64_t row = x_.first_row(part);
-            int rows = int(x_.first_row(part + 1) - row);
-            auto multiply_rows = tile_for<Input, Read>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
-            for (int64_t p = begin; p < end; p++) {
-                multiply_rows(x_.tile(part), panels + (p - begin) * size, linear_.k / 2, scales_of(p), tile,
-                              ahead_of(p, part));
-                if (!linear_.bias.empty()) add_bias(tile, rows, linear_.bias.data() + p * PANEL);
-                out_.take(tile, row, rows, p, std::min(PANEL, linear_.n - p * PANEL));
+            int rows = int(x_.first_row(part + 1) - row), together = panels_for(rows), count;
+            for (int64_t panel = begin; panel < end; panel += count) {
+                count = panel + together <= end ? together : 1;
+                auto multiply_rows = tile_for<Input, Stored>(rows, count == 1, sizes);
+                multiply_rows(x_.tile(part), panels_at(panel, numbers + (panel - begin) * size, size), linear_.k / 2,
+                              tiles, ahead_of(panel, part));
+                for (int p = 0; p < count; p++) take(panel + p, row, rows, tiles + p * rows * PANEL);
             }
         }
     }
 
-    Scales scales_of(int64_t panel) const {
-        if (!linear_.is_quantized()) return {nullptr, 0};
-        return {linear_.scales.as<bf16>() + panel * linear_.num_groups() * PANEL, linear_.group_size / 2};
+    void take(int64_t panel, int64_t row, int rows, float* tile) const {
+        if (!linear_.bias.empty()) add_bias(tile, rows, linear_.bias.data() + panel * PANEL);
+        out_.take(tile, row, rows, panel, std::min(PANEL, linear_.n - panel * PANEL));
     }
 
-    // Its share of the panel that is multiplied after those that are held.
+    template <class Stored>
+    Panels<Stored> panels_at(int64_t panel, const Stored* numbers, int64_t size) const {
+        int64_t scales = linear_.num_groups() * PANEL;
+        if (!linear_.is_quantized()) return {numbers, size, nullptr, 0, 0};
+        return {numbers, size, linear_.scales.as<bf16>() + panel * scales, scales, linear_.group_size / 2};
+    }
+
+    // Its share of the panels that are multiplied after those that are held.
     Ahead ahead_of(int64_t panel, int64_t part) const {
-        int64_t next = panel + held_;
-        if (next >= last_) return {nullptr, 0};
-        return {linear_.weight.as<char>() + next * linear_.panel_bytes() + part * (linear_.k / 2) * share_, share_};
+        int64_t next = panel + held_, size = linear_.panel_bytes();
+        if (next >= last_) return {nullptr, 0, 0};
+        return {linear_.weight.as<char>() + next * size + part * (linear_.k / 2) * share_, size, share_};
     }
 
     const Linear& linear_;

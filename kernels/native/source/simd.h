@@ -148,13 +148,10 @@ inline void store(int8_t* p, F x) {
     __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(narrow, narrow));
 }
-inline F level_of(__m256i codes) {  // by their lowest 4 bits
-    F low = _mm256_permutevar8x32_ps(_mm256_load_ps(LEVELS), codes);
-    F high = _mm256_permutevar8x32_ps(_mm256_load_ps(LEVELS + 8), codes);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
-}
+inline F level_of(__m256i codes) { return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8))); }
 inline F load_even(const Nibbles* p) {
-    return level_of(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+    __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return level_of(_mm256_and_si256(codes, _mm256_set1_epi32(15)));
 }
 inline F load_odd(const Nibbles* p) {
     __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

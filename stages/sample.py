@@ -100,7 +100,7 @@ class Sample(Stage[StepLogits, StepTokens]):
             out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
             self._trace_void(grant, error)
             return
-        done = _done(tokens)
+        done = _done(grant, tokens)
         out.send(done, port="feedback")  # first: the next step waits for it
         progress = self._watch.done(grant)
         if tokens.started or progress:
@@ -126,11 +126,17 @@ class Sample(Stage[StepLogits, StepTokens]):
         tracer.emit(EventKind.STEP_VOID, source, grant.step, len(grant.slots), reason)
 
 
-def _done(tokens: StepTokens) -> StepDone:
+def _done(grant: StepGrant, tokens: StepTokens) -> StepDone:
     if tokens.pooled:
         tokens = _with_rows_of_pooled(tokens)
     return StepDone(
-        tokens.step, tokens.slots, tokens.sequence_ids, tokens.places, tokens.token_ids, tokens.finishes != 0
+        tokens.step,
+        tokens.slots,
+        tokens.sequence_ids,
+        tokens.places,
+        tokens.token_ids,
+        tokens.finishes != 0,
+        1 if grant.drafts is None else 1 + int(grant.drafts.counts.max()),
     )
 
 

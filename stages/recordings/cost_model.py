@@ -35,15 +35,23 @@ class StepContents:
     num_started: int = 0  # sequences that begin, or come back
 
     @classmethod
-    def of(cls, starts: Ints | Indices, num_tokens: Ints, num_copied: int = 0, num_started: int = 0) -> StepContents:
-        """Of rows that compute `num_tokens` tokens each from `starts` on, [R] both."""
+    def of(
+        cls,
+        starts: Ints | Indices,
+        num_tokens: Ints,
+        num_copied: int = 0,
+        num_started: int = 0,
+        num_drafts: int = 0,
+    ) -> StepContents:
+        """Of rows that compute `num_tokens` tokens each from `starts` on, [R] both, and drafts besides, each of which
+        counts as a row."""
         is_prefill = num_tokens > 1
         tokens, before = num_tokens[is_prefill].astype(np.float64), starts[is_prefill]
         decoding = starts[~is_prefill]
         return cls(
             int(tokens.sum()),
             float((tokens * (before + (tokens + 1) / 2)).sum()),
-            len(decoding),
+            len(decoding) + num_drafts,
             int(decoding.sum()) + len(decoding),
             num_copied,
             num_started,
@@ -188,11 +196,17 @@ def _contents(told: Fields) -> tuple[int, StepContents]:
     step, least, most = given.whole("step"), -(2**31), 2**31 - 1
     starts = np.array(given.wholes("starts_less_step", most, least), np.int64) + step
     num_tokens = np.array(given.wholes("num_tokens", most), np.int32)
+    drafts = [0] * len(num_tokens) if told.get("num_drafts") is None else given.wholes("num_drafts", most)
     copies, started = told.get("copies"), told.get("started")
-    if len(starts) != len(num_tokens) or not isinstance(copies, list) or not isinstance(started, list):
+    if (
+        not len(starts) == len(num_tokens) == len(drafts)
+        or not isinstance(copies, list)
+        or not isinstance(started, list)
+    ):
         raise Wrong("grant: must have a start for each row, and say what it copies and starts")
     num_copied = sum(len(copy[1]) for copy in copies if _is_copy(copy))
-    return step, StepContents.of(starts, num_tokens, num_copied, len(started))
+    certain = num_tokens - np.array(drafts, np.int32)
+    return step, StepContents.of(starts, certain, num_copied, len(started), sum(drafts))
 
 
 def _is_copy(told: Any) -> bool:

@@ -78,6 +78,7 @@ class Core:
             block_size=engine.block_size,
             steps_in_flight=engine.steps_in_flight,
             enable_chunked_prefill=engine.enable_chunked_prefill,
+            num_speculative_tokens=engine.most_drafts,
         )
         cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching else None
         host = HostTier(engine.num_host_blocks, engine.block_size) if engine.num_host_blocks else None

@@ -56,7 +56,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     },
     "speculation": {
         "speculation": "draft tokens of small batches by n-grams of prompt and answer; auto: natively on a CPU",
-        "num_speculative_tokens": "drafts of a sequence in one step, at most",
+        "num_speculative_tokens": "drafts in one step, at most; while several sequences run they share them",
         "prompt_lookup_max": "tokens that must have stood there before, for a sequence to begin drafting",
         "prompt_lookup_min": "the same, for each further draft",
     },

@@ -49,7 +49,7 @@ class EngineConfig:
 
     # drafts
     speculation: Literal["auto", "ngram", "off"] = "auto"  # auto: ngram where it was measured to pay, natively on a CPU
-    num_speculative_tokens: int = 8  # drafts of a sequence in one step, at most; no more than a block less one
+    num_speculative_tokens: int = 7  # drafts in one step, at most; of one sequence no more than a block less one
     prompt_lookup_max: int = 6  # tokens that must have stood there before, for a sequence to begin drafting
     prompt_lookup_min: int = 2  # the same, for each further draft
 

@@ -47,7 +47,7 @@ class Limits:
     block_size: int
     steps_in_flight: int = 2  # K
     enable_chunked_prefill: bool = True
-    num_speculative_tokens: int = 0  # drafts of a row, at most; 0: nobody drafts
+    num_speculative_tokens: int = 0  # drafts of a step, at most; 0: nobody drafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,10 +84,8 @@ class Scheduler:
         self._settled: list[StepDone] = []  # to tell allocate in the next plan, as the next
         self._voided: list[int] = []
         self._found = FoundShare()
-        self.speculation = Speculation(
-            min(limits.num_speculative_tokens, limits.block_size - 1),  # no more than a block at a time, for the cache
-            limits.steps_in_flight,
-        )
+        most_each = limits.block_size - 1  # no more than a block of tokens at a time, for the cache
+        self.speculation = Speculation(limits.num_speculative_tokens, most_each, limits.steps_in_flight)
         self._row_limit = limits.max_num_seqs  # lowered when steps fail, until the one at fault is alone
         self._report: PlanReport | None = None  # the last one
         self._must_wait = False  # nothing could be granted: plan again when a step is done

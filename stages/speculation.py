@@ -2,10 +2,10 @@
 
 Drafts are computed behind a row's own token, as a chunk of a prompt is, and kept as far as the sampler then chooses the
 very same tokens: so an answer is what it is without them. What they cost is a wider step, and that a row with drafts
-needs its last token on the host, so it can not run ahead. Hence three rules. Nobody drafts while more than MAX_ROWS
-sequences are served, or a prompt is computed: a step has better use for its width. A sequence begins when a whole run
-of its last tokens stood before; it goes on while the drafts of its steps turn out right, and drafts further the more of
-them do. And it stops when it makes no more than it would by running ahead.
+needs its last token on the host, so it can not run ahead. Hence three rules. Nobody drafts while so many sequences are
+served that each could draft but a few tokens, or while a prompt is computed: a step has better use for its width. A
+sequence begins when a whole run of its last tokens stood before; it goes on while the drafts of its steps turn out
+right, and drafts further the more of them do. And it stops when it makes no more than it would by running ahead.
 
 Plain state beside the scheduler's. Knows how many tokens there are, not which: all that it decides follows from
 guesses, grants and outcomes, so a recording replays whatever it hides.
@@ -26,19 +26,17 @@ from .params import SamplingParams
 from .sequences import Sequence
 from .slots import SlotTable
 
-MAX_ROWS = 4  # sequences served at once
-MAX_TOKENS = 16  # of a step with drafts, when all rows have some; on a CPU it takes twice as long as one token
-MAX_MIXED_TOKENS = 8  # when others run ahead beside them, whose tokens wait for the drafts: a third longer
+FEWEST = 3  # drafts that each row must have room for in a step
 FIRST_LENGTH, LEAST_LENGTH = 4, 2  # drafts of a row
 LOOK_TOKENS = 4  # between two looks at a sequence that does not draft
 PAUSE_TOKENS = 32  # after it stopped
 FIRST_SCORE = 3.0
 SCORE_WEIGHT = 0.25  # of the newest step in a sequence's score
-LEAST_SCORE = 0.5  # drafts accepted a step, where nobody runs ahead
+LEAST_SCORE = 1.0  # drafts accepted a step, where nobody runs ahead
 
 
 def num_speculative_tokens(config: EngineConfig, info: ModelInfo) -> int:
-    """Drafts of a row, at most; 0: nobody drafts. On by itself where it was measured to pay: the native step on a CPU,
+    """Drafts of a step, at most; 0: nobody drafts. On by itself where it was measured to pay: the native step on a CPU,
     in which a few rows more cost little, as one row reads all weights."""
     is_on = config.speculation == "ngram" or (config.speculation == "auto" and info.attention_backend == "native")
     return config.num_speculative_tokens if is_on else 0
@@ -76,16 +74,20 @@ class _Track:
 
 
 class Speculation:
-    """Told of the line-up before each plan, of guesses, and of what became of drafts. With `num_tokens` of 0 nobody
-    ever drafts."""
+    """Told of the line-up before each plan, of guesses, and of what became of drafts.
 
-    def __init__(self, num_tokens: int, steps_in_flight: int) -> None:
-        self.num_tokens = num_tokens  # drafts of a row, at most
+    A step holds `num_tokens` drafts at most, and one token more: several rows share them. With 0 nobody ever drafts.
+    """
+
+    def __init__(self, num_tokens: int, most_each: int, steps_in_flight: int) -> None:
+        self.num_tokens = min(num_tokens, most_each)  # drafts of a row, at most
+        self._width = 1 + num_tokens  # tokens of a step
+        self._max_rows = max(1, self._width // (1 + FEWEST))
         self.num_drafts = 0  # rows of steps that had some
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self.num_accepted_at = [0] * num_tokens  # of the drafts at each place of a row
-        self._worth_running_ahead = steps_in_flight - 0.5  # tokens that a row makes while one step is under way
+        self.num_accepted_at = [0] * self.num_tokens  # of the drafts at each place of a row
+        self._least_beside_others = max(LEAST_SCORE, steps_in_flight - 0.5)  # who run ahead make as many meanwhile
         self._lineup: Lineup | None = None
         self._tracks: dict[int, _Track] = {}  # by slot
 
@@ -110,7 +112,7 @@ class Speculation:
             return
         self._lineup, before = lineup, self._tracks
         self._tracks = {}
-        for slot in lineup.slots.tolist() if len(lineup.slots) <= MAX_ROWS else ():
+        for slot in lineup.slots.tolist() if len(lineup.slots) <= self._max_rows else ():
             sequence, track = table.sequences[slot], before.get(slot)
             assert sequence is not None
             if track is None or track.sequence_id != sequence.sequence_id:
@@ -145,16 +147,12 @@ class Speculation:
 
     def drafts(self, slots: Indices, table: SlotTable, token_budget: int) -> Drafts | None:
         """What rows that want one token each, [R], are to compute besides; None: nothing."""
-        most = self._most_each(slots, token_budget)
-        parts = [self._drafts_of(slot, most, table) for slot in slots.tolist()] if most > 0 else []
+        if not len(slots):
+            return None
+        most = min(self.num_tokens, min(self._width, token_budget) // len(slots) - 1)
+        parts = [self._drafts_of(slot, most, table) for slot in slots.tolist()]
         counts = np.array([len(part) for part in parts], np.int32)
         return Drafts(counts, np.concatenate(parts)) if counts.any() else None
-
-    def _most_each(self, slots: Indices, token_budget: int) -> int:
-        if not len(slots) or not self.is_drafting:
-            return 0
-        is_mixed = self.num_drafting < len(slots)
-        return min(self.num_tokens, min(MAX_MIXED_TOKENS if is_mixed else MAX_TOKENS, token_budget) // len(slots) - 1)
 
     def _drafts_of(self, slot: int, most: int, table: SlotTable) -> Indices:
         track = self._tracks.get(slot)
@@ -183,7 +181,7 @@ class Speculation:
     def _note_score(self, track: _Track, num_accepted: int) -> None:
         track.score += (num_accepted - track.score) * SCORE_WEIGHT
         runs_alone = all(other.is_drafting for other in self._tracks.values())
-        if track.score < (LEAST_SCORE if runs_alone else self._worth_running_ahead):
+        if track.score < (LEAST_SCORE if runs_alone else self._least_beside_others):
             assert track.guess is not None
             track.is_drafting, track.look_at = False, track.guess.num_known + PAUSE_TOKENS
 

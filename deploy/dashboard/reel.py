@@ -171,7 +171,7 @@ HELP = {
     "max_waiting": "Prompts inside schedule, at most.",
     "scheduler": "Who comes first.",
     "priority_ageing_s": "Seconds of waiting that are worth one priority.",
-    "most_drafts": "Tokens that a row drafts ahead, at most; 0: nobody drafts.",
+    "most_drafts": "Tokens that are drafted in a step, at most; 0: nobody drafts.",
 }
 
 

@@ -87,7 +87,7 @@ class RecordedEngine:
     max_waiting: int  # prompts inside schedule
     scheduler: str
     priority_ageing_s: float | None
-    most_drafts: int = 0  # of a row; 0: nobody drafts
+    most_drafts: int = 0  # in a step; 0: nobody drafts
 
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:

@@ -112,7 +112,7 @@ def draw_setup(seed: int) -> Setup:
         max_waiting_requests=dice.choice([2] + [1000] * 7),
         tokenizer_workers=dice.choice([1, 2]),
         speculation=Random(f"drafts/{seed}").choice(["off", "ngram", "ngram"]),
-        num_speculative_tokens=Random(f"drafted/{seed}").choice([1, 3, 8]),
+        num_speculative_tokens=Random(f"drafted/{seed}").choice([1, 7, 15, 31]),
         prompt_lookup_max=Random(f"lookup/{seed}").choice([1, 1, 3]),
         prompt_lookup_min=1,
     )

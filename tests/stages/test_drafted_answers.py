@@ -32,7 +32,9 @@ async def answer(engine: Engine, prompt: str, **params: Any) -> tuple[list[int],
 async def answers(**settings: Any) -> tuple[list[Any], int]:
     """Of each prompt in each way, alone and then together; and how many drafts were right."""
     fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_seqs": 8}
-    async with Engine(EngineConfig(**fields, prompt_lookup_max=3, prompt_lookup_min=1, **settings)) as engine:
+    async with Engine(
+        EngineConfig(**fields, prompt_lookup_max=3, prompt_lookup_min=1, num_speculative_tokens=15, **settings)
+    ) as engine:
         found = [await answer(engine, prompt, **way) for prompt in PROMPTS for way in WAYS]
         for way in WAYS:
             found += await asyncio.gather(*(answer(engine, prompt, **way) for prompt in PROMPTS))
@@ -55,7 +57,7 @@ def test_answers_are_the_same_when_memory_runs_out():
 
     async def run(**settings: Any) -> tuple[list[Any], Scheduler]:
         sizes: dict[str, Any] = {"block_size": 8, "num_gpu_blocks": 34, "num_cpu_blocks": 20, "max_model_len": 256}
-        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": 15}
         async with Engine(EngineConfig(dtype="float32", device="cpu", **sizes, **lookup, **settings)) as engine:
             params: dict[str, Any] = {"temperature": 0.1, "ignore_eos": True, "max_tokens": 160}
             asked = [(prompt, seed) for prompt in PROMPTS for seed in (1, 2)][:4]

@@ -28,13 +28,14 @@ from millrace.stages.recordings.veil import Veil
 from millrace.stages.sample import Sample
 from millrace.stages.scheduler import Limits, Scheduler
 from millrace.stages.sequences import Sequence as Waiting
-from millrace.stages.speculation import MAX_ROWS, may_draft
+from millrace.stages.speculation import may_draft
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
 from tests.stages.recordings import TIGHT, record, requests
 
 ROUND = "row your boat, "
 REPEATS = Script(eos_probability=0.0, period=3)
 DRAFTS: dict[str, Any] = {"speculation": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+WIDE: dict[str, Any] = {**DRAFTS, "prompt_lookup_max": 1, "num_speculative_tokens": 15}  # four rows may draft
 
 
 def engine_of(env: SimEnv, script: Script = REPEATS, **config: Any) -> ScriptedEngine:
@@ -138,7 +139,7 @@ async def test_drafts_change_no_token_when_memory_runs_out(
     """The device checks each step, and that the blocks hold what they should; answers are compared here."""
     script = Script(eos_probability=0.01, period=period)
     sizes = {"num_gpu_blocks": 25, "max_num_seqs": 4, "num_cpu_blocks": num_cpu_blocks}
-    config = replace(TIGHT, steps_in_flight=steps_in_flight, **sizes, **{**DRAFTS, "prompt_lookup_max": 1})
+    config = replace(TIGHT, steps_in_flight=steps_in_flight, **sizes, **WIDE)
 
     async with scripted_engine(config, script=script, env=env) as engine:
         asked = requests(30, seed=3)
@@ -198,11 +199,13 @@ def test_rows_whose_tokens_hang_on_more_than_logits_and_position_do_not_draft():
 
 @sim_test(seeds=2)
 async def test_nobody_drafts_while_too_many_are_served(env: SimEnv):
-    async with engine_of(env, max_num_seqs=16) as engine:
-        await asyncio.gather(*(ask(engine, "abc", seed=i) for i in range(MAX_ROWS + 1)))
+    async with engine_of(env, num_speculative_tokens=11) as engine:  # 12 tokens of a step: 3 rows with 3 drafts each
+        await asyncio.gather(*(ask(engine, "abc", seed=i) for i in range(4)))
         assert engine.scheduler.speculation.num_drafts == 0
-        await asyncio.gather(*(ask(engine, "abc", seed=i) for i in range(MAX_ROWS)))
+        grants = grants_of(engine)
+        await asyncio.gather(*(ask(engine, "abc", seed=i) for i in range(3)))
         assert engine.scheduler.speculation.num_drafts > 0
+        assert max(grant.num_computed for grant in grants if grant.drafts is not None) <= 12
 
 
 @sim_test(seeds=2)
@@ -340,13 +343,9 @@ def test_finding_nothing_counts_as_being_wrong():
 
 def test_no_draft_goes_past_the_limit_of_an_answer():
     plan = Plan()
-    while plan.num_known < 198:
-        plan.step(0)
-    plan.guess(8)
     while plan.scheduler.sequences[0].limit - plan.num_known > 3:
         plan.step(0)
-        if plan.scheduler.slots_to_guess():
-            plan.guess(8)
+    plan.guess(8)
     assert plan.step(0) == 2  # they, and the token behind them, are the last three
 
 
@@ -378,7 +377,7 @@ def test_without_drafts_there_is_nobody_to_guess_of():
 
 def test_a_recording_with_drafts_replays_without_its_texts(tmp_path: Path):
     path = tmp_path / "run.jsonl"
-    config = replace(TIGHT, max_num_seqs=4, num_gpu_blocks=25, **{**DRAFTS, "prompt_lookup_max": 1})
+    config = replace(TIGHT, max_num_seqs=4, num_gpu_blocks=25, **WIDE)
     parts = record(path, 16, config=config, script=Script(period=3))
     assert parts.schedule.scheduler.speculation.num_accepted_tokens > 20
     replay = Replay(Recording(path)).run()

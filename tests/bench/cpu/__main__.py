@@ -44,6 +44,7 @@ def contenders(options: argparse.Namespace, model: str) -> list[Contender]:
     """Ours and the peers that were named."""
     python, threads = sys.executable, options.threads
     serve = [python, "-m", "millrace", "serve", model, "--port", "{port}", "--device", "cpu", "--max-num-seqs", "64"]
+    serve += ["--speculation", "off"]  # random weights repeat themselves
     found: list[Contender] = [
         InProcess(OURS, "millrace", python, model, threads),
         InProcess("transformers", "transformers", python, model, threads),

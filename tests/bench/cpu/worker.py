@@ -34,7 +34,9 @@ class Millrace:
         from millrace.stages import EngineConfig
 
         self.loop = asyncio.new_event_loop()
-        self.engine = MillraceEngine(EngineConfig(model=model, device="cpu", max_model_len=2048, max_num_seqs=64))
+        sizes = {"max_model_len": 2048, "max_num_seqs": 64}
+        config = EngineConfig(model=model, device="cpu", speculation="off", **sizes)  # random weights repeat themselves
+        self.engine = MillraceEngine(config)
         self.loop.run_until_complete(self.engine.start())
 
     def run(self, asked: list[Asked]) -> float | None:

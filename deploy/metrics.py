@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..stages.engine import Engine
     from ..stages.host import HostTier
     from ..stages.outbox import RequestOutbox
+    from ..stages.speculation import Speculation
     from .service import Service
     from .telemetry import Telemetry
 
@@ -157,6 +158,7 @@ class Metrics:
         yield _swaps_refused(engine.host_tier)
         num_recomputed = engine.scheduler.num_recomputed_tokens
         yield counter("millrace:recomputed_tokens", "Tokens computed again after a preemption.", num_recomputed, labels)
+        yield from _drafts(engine.scheduler.speculation, labels)
         cache = engine.prefix_cache
         queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
         on_host = 0 if cache is None else cache.num_host_hits
@@ -169,6 +171,25 @@ class Metrics:
         for code in (*CODES, "other"):
             rejected.add_metric([code], self._rejected[code])
         yield rejected
+
+
+def _drafts(speculation: Speculation, labels: dict[str, str]) -> Iterator[Metric]:
+    num_drafting = speculation.num_drafting
+    yield gauge("millrace:num_requests_drafting", "Sequences that draft tokens ahead.", num_drafting, labels)
+    name, text = "vllm:spec_decode_num_drafts", "Rows of steps that had drafts."
+    yield counter(name, text, speculation.num_drafts, labels)
+    name, text = "vllm:spec_decode_num_draft_tokens", "Tokens drafted."
+    yield counter(name, text, speculation.num_draft_tokens, labels)
+    name, text = "vllm:spec_decode_num_accepted_tokens", "Of them, tokens that turned out right."
+    yield counter(name, text, speculation.num_accepted_tokens, labels)
+    by_place = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "The same, by place among the drafts.",
+        labels=[*labels, "position"],
+    )
+    for place, count in enumerate(speculation.num_accepted_at):
+        by_place.add_metric([*labels.values(), str(place)], count)
+    yield by_place
 
 
 def _preemptions(counts: Mapping[tuple[str, str], int]) -> Metric:

@@ -58,6 +58,12 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "priority_ageing_s": "seconds of waiting that are worth one priority; none: priorities are strict",
         "steps_in_flight": "2 overlaps planning with execution, 1 is the serial debug mode",
     },
+    "speculation": {
+        "speculation": "draft tokens of small batches by n-grams of prompt and answer; auto: natively on a CPU",
+        "num_speculative_tokens": "drafts in one step, at most; while several sequences run they share them",
+        "prompt_lookup_max": "tokens that must have stood there before, for a sequence to begin drafting",
+        "prompt_lookup_min": "the same, for each further draft",
+    },
     "KV cache": {
         "block_size": "tokens of a block: smaller wastes less, larger loads faster",
         "num_gpu_blocks": "exact size of the pool, on any device; none: from memory",

@@ -21,6 +21,8 @@ class _Counts:
     num_queries: int
     num_hits: int
     num_preemptions: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class StatsLine:
@@ -55,6 +57,12 @@ class StatsLine:
                 "prefix_hit_rate": round((counts.num_hits - last.num_hits) / num_queries, 4) if num_queries else None,
                 "num_preemptions": counts.num_preemptions - last.num_preemptions,
             }
+        num_drafts = counts.num_draft_tokens - last.num_draft_tokens
+        if num_drafts:
+            in_core["num_draft_tokens"] = num_drafts
+            in_core["draft_acceptance_rate"] = round(
+                (counts.num_accepted_tokens - last.num_accepted_tokens) / num_drafts, 4
+            )
         log.info(
             "engine.stats",
             prompt_tokens_per_s=round((counts.num_prompt - last.num_prompt) / passed_s, 1),
@@ -65,7 +73,9 @@ class StatsLine:
     def _counts(self) -> _Counts:
         num_prompt, num_generated = self._metrics.num_tokens(self._engine)
         if not self._engine.has_core:
-            return _Counts(num_prompt, num_generated, 0, 0, 0)
+            return _Counts(num_prompt, num_generated, 0, 0, 0, 0, 0)
         cache = self._engine.prefix_cache
         queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
-        return _Counts(num_prompt, num_generated, queries, hits, self._engine.scheduler.num_preemptions)
+        scheduler = self._engine.scheduler
+        drafts = (scheduler.speculation.num_draft_tokens, scheduler.speculation.num_accepted_tokens)
+        return _Counts(num_prompt, num_generated, queries, hits, scheduler.num_preemptions, *drafts)

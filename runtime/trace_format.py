@@ -21,6 +21,7 @@ The fields, `FIELDS` in code:
     STEP_DONE         num_rows       num_finished     step_us
     STEP_VOID         num_rows       reason_name
     WAITING_FOR       num_waiting    num_running      reason_name
+    STEP_DRAFTED      num_rows       num_drafts       num_accepted        num_running
     ROW_EXTEND        sequence_id    slot             start               num_tokens
     ROW_DECODE        sequence_id    slot             start
     ROW_LEAVE         sequence_id    slot
@@ -49,6 +50,8 @@ for edges that carried something, and counts from the last one on, `num_waiting`
 sampling began `forward_us` and `sample_us` before their records: when the device could begin; of `sample_us`,
 `grammar_us` was spent waiting for masks. WAITING_FOR says, when it changes, what the first in line lacks: slots,
 blocks, swapped (blocks, to come back from the host), tokens (of the step), a turn, or "" when nobody waits.
+STEP_DRAFTED is written, once the step is done, for those in which rows had drafts: they are none of the tokens that
+STEP_GRANTED and the rows below tell of, and so many of them became tokens of their answers.
 
 There is no record per token. Who took part in a step is told by changes only (`StepRows` writes them): ROW_EXTEND is a
 row that computes prompt tokens [start, start + num_tokens) in this step alone, ROW_DECODE one that from this step on
@@ -115,6 +118,7 @@ class EventKind(IntEnum):
     STEP_DONE = 20
     STEP_VOID = 21
     WAITING_FOR = 22
+    STEP_DRAFTED = 23
 
     ROW_EXTEND = 32
     ROW_DECODE = 33
@@ -154,6 +158,7 @@ FIELDS: dict[EventKind, tuple[str, ...]] = {
     EventKind.STEP_DONE: ("num_rows", "num_finished", "step_us"),
     EventKind.STEP_VOID: ("num_rows", "reason_name"),
     EventKind.WAITING_FOR: ("num_waiting", "num_running", "reason_name"),
+    EventKind.STEP_DRAFTED: ("num_rows", "num_drafts", "num_accepted", "num_running"),
     EventKind.ROW_EXTEND: ("sequence_id", "slot", "start", "num_tokens"),
     EventKind.ROW_DECODE: ("sequence_id", "slot", "start"),
     EventKind.ROW_LEAVE: ("sequence_id", "slot"),

@@ -112,10 +112,11 @@ class Allocate(Stage[StepPlan, StepGrant]):
         if not tracer.enabled:
             return
         if grant is not None:
-            num_rows = num_decodes = len(grant.slots)
+            num_rows = num_tokens = num_decodes = len(grant.slots)
             if not grant.is_decode:
-                num_decodes = int(np.count_nonzero(grant.num_tokens == 1))
-            counts = (num_rows, grant.num_computed, num_decodes, report.num_free)
+                num_tokens = int(grant.num_certain.sum())
+                num_decodes = int(np.count_nonzero(grant.num_certain == 1))
+            counts = (num_rows, num_tokens, num_decodes, report.num_free)
             tracer.bind()(STEP_GRANTED, source, grant.step, *counts)
             self._trace_rows(grant)
         for slot in (*plan.preempted, *report.preempted):
@@ -131,4 +132,4 @@ class Allocate(Stage[StepPlan, StepGrant]):
         if grant.is_decode and self._rows.go_on(grant.step, grant.slots):
             return
         ids = self._sequence_ids[grant.slots]
-        self._rows.step(grant.step, grant.slots, ids, grant.starts, grant.num_tokens)
+        self._rows.step(grant.step, grant.slots, ids, grant.starts, grant.num_certain)

@@ -42,7 +42,8 @@ class Allocator:
     written to, and count as granted without being computed. So do the first tokens of a block that goes on differently:
     the sequence gets a copy of that one. One whose next block another sequence computes is left out until that is
     there. With a `host`, what a victim has computed is copied there while there is room, and copied back
-    when it is served again.
+    when it is served again. Drafts get blocks like any tokens, and count as computed once schedule says that they were
+    accepted.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Allocator:
         if tally.num_blocks > self.pool.num_available:
             for row, num_wanted in beginners.items():
                 holdings.detach(plan, row, num_wanted)
+            plan = _without_drafts(plan)  # nobody loses anything, or waits, for the sake of a guess
             pressure = Pressure(holdings, plan, beginners)
             pressure.serve()
             grows = pressure.new_blocks.nonzero()[0]
@@ -206,11 +208,12 @@ class Allocator:
 
     def _grant(self, plan: StepPlan, tally: _Tally) -> StepGrant | None:
         holdings, tables = self._holdings, self.tables
-        slots, granted, is_sampled = plan.slots, tally.granted, plan.reaches_end
+        slots, granted, is_sampled, drafts = plan.slots, tally.granted, plan.reaches_end, plan.drafts
         if granted is not plan.num_wanted:
             rows = granted.nonzero()[0]
             slots, granted = plan.slots[rows], tally.granted[rows]
             is_sampled = plan.reaches_end[rows] & (granted == plan.num_wanted[rows])
+            drafts = None if drafts is None else drafts.take(rows)
         if not len(slots) and not holdings.copies:
             return None
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
@@ -218,7 +221,7 @@ class Allocator:
             table_slots, table_places, blocks = holdings.grow(plan.slots[tally.grows], tally.counts, tally.num_blocks)
         starts = tables.num_tokens[slots]
         ends = starts + granted
-        tables.num_tokens[slots] = ends
+        tables.num_tokens[slots] = ends if drafts is None else ends - drafts.counts
         self.last_granted = plan.step
         holdings.last_step[slots] = plan.step
         if holdings.begun:
@@ -237,6 +240,7 @@ class Allocator:
             table_places=table_places,
             table_blocks=blocks,
             is_decode=plan.is_decode,
+            drafts=drafts,
             started=holdings.tell_started(slots) if holdings.started else (),
             copies=tuple(holdings.copies),
         )
@@ -275,6 +279,12 @@ class Allocator:
         self._holdings.reset(plan.completed_step, self.last_granted)
         self._stride = self._last_slots = None
         return self._report(plan, np.zeros_like(plan.num_wanted), (), is_void=True, is_reset=True)
+
+
+def _without_drafts(plan: StepPlan) -> StepPlan:
+    if plan.drafts is None:
+        return plan
+    return replace(plan, num_wanted=plan.num_wanted - plan.drafts.counts, drafts=None)
 
 
 def _cut_to_budget(plan: StepPlan) -> Ints:

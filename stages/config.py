@@ -12,6 +12,7 @@ from ..runtime.inject import parse_fault
 from .errors import ConfigError
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+MAX_SPECULATIVE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,12 @@ class EngineConfig:
     scheduler: str = "priority"  # or "fifo", or package.module:Class, a subclass of millrace.stages.policy.Policy
     priority_ageing_s: float | None = None  # waiting so long is worth one priority; None: however long, it stays behind
     steps_in_flight: int = 2  # K: 2 overlaps planning with execution, 1 is the serial debug mode
+
+    # drafts
+    speculation: Literal["auto", "ngram", "off"] = "auto"  # auto: ngram where it was measured to pay, natively on a CPU
+    num_speculative_tokens: int = 7  # drafts in one step, at most; of one sequence no more than a block less one
+    prompt_lookup_max: int = 6  # tokens that must have stood there before, for a sequence to begin drafting
+    prompt_lookup_min: int = 2  # the same, for each further draft
 
     # the cache
     block_size: int = 16  # tokens; smaller wastes less, larger loads faster
@@ -100,6 +107,8 @@ class EngineConfig:
             "tokenizer_workers",
             "max_admitted_requests",
             "max_unread_tokens",
+            "num_speculative_tokens",
+            "prompt_lookup_min",
         ):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks", "kv_cache_bytes", "threads"):
@@ -110,6 +119,12 @@ class EngineConfig:
             raise ConfigError(
                 f"num_cpu_blocks = {self.num_cpu_blocks}: must be at least 0, which switches swapping off"
             )
+        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            asked = f"num_speculative_tokens = {self.num_speculative_tokens}"
+            raise ConfigError(f"{asked}: must be at most {MAX_SPECULATIVE_TOKENS}; speculation = off has none")
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            asked = f"prompt_lookup_max = {self.prompt_lookup_max}"
+            raise ConfigError(f"{asked}: must be at least prompt_lookup_min, which is {self.prompt_lookup_min}")
         for name in ("priority_ageing_s", "max_parked_s"):
             seconds = getattr(self, name)
             if seconds is not None and not 0.0 < seconds < float("inf"):

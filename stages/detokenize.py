@@ -148,7 +148,7 @@ class Detokenize(Stage[StepTokens, StepText]):
             is_fast = (self._traits[step.token_ids] & self._cares[slots]) == 0
             is_fast &= is_ours & (places == next_places) & (step.finishes == 0)
             is_new = is_ours & (places >= next_places)
-            self.gaps.step(slots[is_new], places[is_new], now_us)
+            self._note_gaps(slots[is_new], places[is_new], now_us)
             columns = (slots, places, step.sequence_ids, step.token_ids)
             rows = self._read_fast(*(column[is_fast] for column in columns))
             await self._read_slow(step, (is_new & ~is_fast).nonzero()[0], rows, out)
@@ -159,6 +159,12 @@ class Detokenize(Stage[StepTokens, StepText]):
             if self._begun:
                 self._begun = {}
         self._is_halfway = False
+
+    def _note_gaps(self, slots: Indices, places: Indices, now_us: int) -> None:
+        """Of several tokens of one answer the first ends the gap, and the others have none."""
+        is_first = np.append(True, slots[1:] != slots[:-1])[: len(slots)]
+        self.gaps.step(slots[is_first], places[is_first], now_us)
+        self.gaps.histogram.observe(0, len(slots) - int(np.count_nonzero(is_first)))
 
     def _is_plain(self, step: StepTokens) -> bool:
         """Whether nothing in the step needs a closer look: each row goes on with the next token of a sequence that is

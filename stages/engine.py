@@ -89,6 +89,8 @@ class Engine:
     ) -> None:
         self._logits_processor = logits_processor
         self.config = replace(config or EngineConfig(), **overrides)
+        if logits_processor is not None:  # it is to see each token before the next one is chosen
+            self.config = replace(self.config, speculation="off")
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
         self._owns_env = env is None
         self._health = Health("new")
@@ -107,10 +109,17 @@ class Engine:
         engine's own warm-up (request id "warm-up") included.
         """
         self._edit(lambda pipeline: pipeline.insert(stage, after, name=name))
+        self._draft_only_if_asked(after)
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
         """Puts a stage of yours in the place of the one called `name`. Before `start`."""
         self._edit(lambda pipeline: pipeline.replace(name, stage))
+        self._draft_only_if_asked(name)
+
+    def _draft_only_if_asked(self, name: str) -> None:
+        """Whoever takes steps from the device need not know of drafts, unless they were asked for by name."""
+        if name in ("execute", "sample") and self.config.speculation == "auto":
+            self.config = replace(self.config, speculation="off")
 
     def _edit(self, edit: Callable[[Pipeline], object]) -> None:
         if self._health.state != "new":
@@ -170,6 +179,7 @@ class Engine:
             max_model_len=info.max_model_len,
             num_blocks=info.num_blocks,
             num_host_blocks=info.num_host_blocks,
+            num_speculative_tokens=self.scheduler.speculation.num_tokens if self.has_core else 0,
             **seconds,
         )
 

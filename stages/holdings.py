@@ -78,6 +78,8 @@ class Holdings:
             self._forget_on_host(self.host.settle(plan.completed_step, plan.voided, plan.generation))
             for sequence_id in plan.discarded:
                 self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an older step may copy into them
+        for slot, num_accepted in plan.accepted:
+            self.tables.num_tokens[slot] += num_accepted
         for slot in (*plan.ended, *plan.dropped):
             self.empty(slot)
         for slot in plan.preempted:

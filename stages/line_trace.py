@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..runtime.stage import Context
 from ..runtime.trace import NO_SLOT, EventKind
-from .messages import PlanReport, StepPlan
+from .messages import PlanReport, StepDone, StepPlan
 from .scheduler import Scheduler
 from .sequences import Sequence, State
 
@@ -23,6 +23,7 @@ class LineTrace:
         self._scheduler = scheduler
         self._recompute, self._swap = context.tracer.source("recompute"), context.tracer.source("swap")
         self._waiting_for = ""
+        self._drafted = (0, 0, 0)  # so far: rows with drafts, drafts, and those that were accepted
         self._plan: StepPlan | None = None
         self._starting: dict[int, tuple[Sequence, int]] = {}  # by slot, not served yet: (who, tokens on the host)
 
@@ -59,6 +60,16 @@ class LineTrace:
             how = self._swap if num_swapped else self._recompute
             counts = (self._num_blocks(num_cached), num_cached)
             self._tracer.emit(EventKind.RESUMED, self._source, step, slot, how, *counts)
+
+    def done(self, done: StepDone) -> None:
+        """Writes STEP_DRAFTED for a step in which somebody drafted. Told when the scheduler has taken it in."""
+        speculation, before = self._scheduler.speculation, self._drafted
+        if speculation.num_drafts == before[0]:
+            return
+        self._drafted = (speculation.num_drafts, speculation.num_draft_tokens, speculation.num_accepted_tokens)
+        num_rows, num_drafts, num_accepted = (now - then for now, then in zip(self._drafted, before, strict=True))
+        counts = (num_rows, num_drafts, num_accepted, self._scheduler.num_running)
+        self._tracer.emit(EventKind.STEP_DRAFTED, self._source, done.step, *counts)
 
     def parked(self, sequence_id: int, kind: EventKind) -> None:
         """Writes PARKED or UNPARKED. Unknown ids are over already."""

@@ -26,6 +26,7 @@ class News:
     preempted: list[int] = field(default_factory=list)  # slots
     dropped: list[int] = field(default_factory=list)  # slots
     discarded: list[int] = field(default_factory=list)  # sequence ids
+    accepted: list[tuple[int, int]] = field(default_factory=list)  # (slot, drafts)
 
     @property
     def frees(self) -> bool:
@@ -119,6 +120,7 @@ class Lives:
     def _leave(self, sequence: Sequence) -> None:
         self.slots.leave(sequence.slot)
         self.news.started = [started for started in self.news.started if started.slot != sequence.slot]
+        self.news.accepted = [(slot, count) for slot, count in self.news.accepted if slot != sequence.slot]
         self._lineup = None
 
     # -- losing blocks

@@ -13,6 +13,7 @@ Who says what to whom:
     StepGrant    allocate -> execute
     StepLogits   execute  -> sample
     Rates        execute  -> allocate
+    Guess        schedule -> schedule, for those who record
     StepDone, StepVoid   sample -> schedule
     StepTokens   sample   -> detokenize, with what became of pooled sequences, as Pooled
     StepText     detokenize -> exit
@@ -157,6 +158,20 @@ class Started:
 
 
 @message
+class Drafts:
+    """Tokens that may come next, to be computed behind a row's own and kept as far as they turn out right."""
+
+    counts: Ints  # [R] of each row; only rows that are known to their last token on the host have any
+    token_ids: Indices  # [sum of counts] row by row
+
+    def take(self, rows: Indices) -> Drafts:
+        """Those of some rows, in rising order: all that have any are among them."""
+        counts = self.counts[rows]
+        assert int(counts.sum()) == len(self.token_ids), "a row with drafts is left out"
+        return Drafts(counts, self.token_ids)
+
+
+@message
 class StepPlan:
     """An ordered list of wishes. A plan without rows only says what has happened."""
 
@@ -164,7 +179,7 @@ class StepPlan:
     generation: int  # goes up when steps in flight were voided; older grants are not run
     completed_step: int  # every step up to this one is done: what waited for it may be reused
     slots: Indices  # [R] in the order of service
-    num_wanted: Ints  # [R] tokens to compute, at least 1
+    num_wanted: Ints  # [R] tokens to compute, at least 1; drafts are among them
     reaches_end: Bools  # [R] whether all wanted tokens lead to a new one
     token_budget: int
     victims: Indices  # slots that may lose their blocks, first to go first
@@ -172,6 +187,8 @@ class StepPlan:
     num_reserved: Ints | None = None  # [R] tokens to hold blocks for, at once; None and 0 = only for what is granted
     is_decode: bool = False  # each row wants one token
     allows_partial: bool = True  # False: a wish is granted whole or not at all
+    drafts: Drafts | None = None  # granted all or none of them
+    accepted: Sequence[tuple[int, int]] = ()  # (slot, drafts of its last step that turned out right): computed for good
     started: tuple[Started, ...] = ()
     ended: Sequence[int] = ()  # [E] slots whose sequences are over
     preempted: Sequence[int] = ()  # slots that schedule took from their sequences, for better ones
@@ -227,11 +244,12 @@ class StepGrant:
     slots: Indices  # [R]
     starts: Ints  # [R] position of the first token to compute
     num_tokens: Ints  # [R] at least 1
-    is_sampled: Bools  # [R] whether the last of them yields a new token
+    is_sampled: Bools  # [R] whether the last of them yields a new token; with drafts, so does each before it
     table_slots: Indices  # [B]
     table_places: Indices  # [B]
     table_blocks: Ints  # [B]
     is_decode: bool = False  # as the plan says
+    drafts: Drafts | None = None  # the last of a row's tokens
     started: tuple[Started, ...] = ()
     copies: tuple[BlockCopy, ...] = ()  # a grant that has some may have no rows
 
@@ -244,11 +262,23 @@ class StepGrant:
         """Tokens of all rows."""
         return len(self.slots) if self.is_decode else int(self.num_tokens.sum())
 
+    @property
+    def num_certain(self) -> Ints:
+        """[R] tokens that are no drafts."""
+        return self.num_tokens if self.drafts is None else self.num_tokens - self.drafts.counts
+
+    @property
+    def logits_slots(self) -> Indices:
+        """[L] whose the rows of logits are."""
+        slots = self.slots[self.is_sampled]
+        return slots if self.drafts is None else np.repeat(slots, 1 + self.drafts.counts[self.is_sampled])
+
 
 @message
 class StepLogits:
     """A step on its way through the device. `logits` resolves to the device's handle on [L, V] logits, one row for each
-    sampled row of the grant, in order; it raises what the forward pass raised."""
+    sampled row of the grant, in order, and one more for each of its drafts behind it; it raises what the forward pass
+    raised."""
 
     grant: StepGrant
     logits: asyncio.Future[Any]
@@ -260,7 +290,8 @@ class StepLogits:
 
 @message
 class StepDone:
-    """A step's outcome, for the books of schedule."""
+    """A step's outcome, for the books of schedule. The tokens of one sequence, if there are several, follow each
+    other."""
 
     step: int
     slots: Indices  # [L]
@@ -268,7 +299,20 @@ class StepDone:
     places: Indices  # [L] which generated token this is, from 0
     token_ids: Indices  # [L]
     is_finished: Bools  # [L]
+    most_tokens: int = 1  # of one sequence: no more than so many
     took_us: int = 0  # since the step before was done, or the device could begin with this one; 0: not measured
+
+
+@message
+class Guess:
+    """What may come next in an answer, as its last tokens stood before in it or its prompt. Not a promise: the device
+    looks at each token."""
+
+    slot: int
+    sequence_id: int
+    num_known: int  # tokens of the sequence, all told by the device, behind which these would come
+    token_ids: Indices  # none: nothing of the kind was found
+    is_sure: bool  # as many tokens stood there before as make it worth to try
 
 
 @message
@@ -342,7 +386,8 @@ class PromptProgress:
 
 @message
 class StepTokens:
-    """The tokens of a step, for whoever turns them into text."""
+    """The tokens of a step, for whoever turns them into text. Those of one sequence, if there are several, follow each
+    other."""
 
     step: int
     slots: Indices  # [L]

@@ -20,6 +20,7 @@ from .grammar.grammar_gate import GrammarGate
 from .host import HostTier
 from .intake import Intake
 from .limits import RequestLimits
+from .ngrams import NgramDrafter
 from .outbox import Outboxes, RequestOutbox
 from .outputs import ModelInfo
 from .pipeline import build_encoder_pipeline, build_pipeline
@@ -32,6 +33,7 @@ from .schedule import Schedule
 from .scheduler import Limits
 from .searches import Searches
 from .sequences import State
+from .speculation import num_speculative_tokens
 from .tokenize import Tokenize
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class EngineParts:
         self.gate = GrammarGate(loaded.grammars, config.max_waiting_requests)
         self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
         self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config))
+        self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config), drafter=_drafter(config, info))
         cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
         host = HostTier(info.num_host_blocks, info.block_size) if info.num_host_blocks else None
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
@@ -139,4 +141,10 @@ def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
         steps_in_flight=config.steps_in_flight,
         enable_chunked_prefill=config.enable_chunked_prefill,
         itl_target_ms=info.itl_target_ms,
+        num_speculative_tokens=num_speculative_tokens(config, info),
     )
+
+
+def _drafter(config: EngineConfig, info: ModelInfo) -> NgramDrafter | None:
+    num_tokens = num_speculative_tokens(config, info)
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, num_tokens) if num_tokens else None

@@ -73,9 +73,9 @@ class ModelRunner:
         self._scored = ScoredPrompts(num_slots)
 
     def forward(self, grant: StepGrant) -> Array | LogitsWithPrompts:
-        """[L, V] logits of the grant's sampled rows, in their order, but for pooled sequences: the pooler has what
-        becomes of those. [0, 0] for a grant of copies alone. With them, if that was asked for, what the logits of
-        prompt tokens are made of."""
+        """[L, V] logits of the grant's sampled rows and their drafts, in their order, but for pooled sequences: the
+        pooler has what becomes of those. [0, 0] for a grant of copies alone. With them, if that was asked for, what the
+        logits of prompt tokens are made of."""
         self._take_news(grant)
         with self._arrays.inference():
             for copy in grant.copies:
@@ -95,7 +95,7 @@ class ModelRunner:
         hidden, rows = self.decoder.hidden(inputs, self.cache), inputs.logits_rows
         if self.pooler is not None and self.pooler.num_pooled:
             self._pool(grant, hidden, self.pooler)
-            rows = rows[self._upload(~self.pooler.is_pooled[grant.slots[grant.is_sampled]])]
+            rows = rows[self._upload(~self.pooler.is_pooled[grant.logits_slots])]
         sampled = self.decoder.logits(hidden[rows])
         if not runs:
             return sampled
@@ -137,7 +137,7 @@ class ModelRunner:
         """The grant as the decoder reads it. Rows with one token come first there; logits keep the grant's order."""
         slots, starts = grant.slots, grant.starts.astype(np.int64)
         is_fed = starts >= self._num_known[slots]  # its input is the newest token
-        if np.count_nonzero(is_fed) == len(slots):
+        if np.count_nonzero(is_fed) == len(slots) and grant.drafts is None:
             return self._decode_inputs(slots, starts, grant.is_sampled)
         is_single = grant.num_tokens == 1
         order = np.argsort(~is_single, kind="stable")
@@ -147,14 +147,22 @@ class ModelRunner:
         offsets = ends - counts  # [S] of each row's first token in the step
         row_of = np.empty_like(order)
         row_of[order] = np.arange(len(order))
+        input_ids = self._input_ids(slots, starts, counts, offsets, is_fed)
+        logits_rows = ends[row_of[grant.is_sampled]] - 1
+        if grant.drafts is not None:
+            num_drafts = grant.drafts.counts.astype(np.int64)
+            drafts = self._arrays.beside(self.last_tokens, grant.drafts.token_ids.astype(np.int64))
+            self._arrays.put(input_ids, _ranges(ends[row_of] - num_drafts, num_drafts), drafts)
+            num_drafts = num_drafts[grant.is_sampled]
+            logits_rows = _ranges(logits_rows - num_drafts, 1 + num_drafts)
         return self._make(
-            input_ids=self._input_ids(slots, starts, counts, offsets, is_fed),
+            input_ids=input_ids,
             slots=slots,
             token_slots=np.repeat(slots, counts),
             positions=np.arange(ends[-1]) - np.repeat(offsets - starts, counts),
             query_starts=np.concatenate([offsets, ends[-1:]]),
             lengths=starts + counts,
-            logits_rows=ends[row_of[grant.is_sampled]] - 1,
+            logits_rows=logits_rows,
             num_decode=int(np.count_nonzero(is_single)),
         )
 
@@ -215,6 +223,13 @@ class ModelRunner:
     def wait(self) -> None:
         """Returns when the device has done all that was asked of it."""
         self._arrays.wait(self.last_tokens)
+
+
+def _ranges(starts: Longs, counts: Longs) -> Longs:
+    """[sum of counts] `counts[i]` numbers from `starts[i]` on, one range behind the other."""
+    ends = np.cumsum(counts)
+    numbers: Longs = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
+    return numbers
 
 
 def _offsets(grant: StepGrant) -> Indices:

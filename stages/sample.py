@@ -101,7 +101,7 @@ class Sample(Stage[StepLogits, StepTokens]):
             self._trace_void(grant, error)
             return
         began_s, step_s = self._began_s, self._step_s()
-        done = _done(tokens, int(step_s * 1e6))
+        done = _done(grant, tokens, int(step_s * 1e6))
         out.send(done, port="feedback")  # first: the next step waits for it
         progress = self._watch.done(grant)
         if tokens.started or progress:
@@ -132,11 +132,12 @@ class Sample(Stage[StepLogits, StepTokens]):
         tracer.emit(EventKind.STEP_VOID, source, grant.step, len(grant.slots), reason)
 
 
-def _done(tokens: StepTokens, took_us: int) -> StepDone:
+def _done(grant: StepGrant, tokens: StepTokens, took_us: int) -> StepDone:
     if tokens.pooled:
         tokens = _with_rows_of_pooled(tokens)
     rows = (tokens.slots, tokens.sequence_ids, tokens.places, tokens.token_ids, tokens.finishes != 0)
-    return StepDone(tokens.step, *rows, took_us)
+    most_tokens = 1 if grant.drafts is None else 1 + int(grant.drafts.counts.max())
+    return StepDone(tokens.step, *rows, most_tokens, took_us)
 
 
 def _with_rows_of_pooled(tokens: StepTokens) -> StepTokens:

@@ -31,6 +31,7 @@ from .messages import (
 from .pooler import Pooler
 from .processors import LogitsProcessor
 from .prompt_logits import LogitsWithPrompts, prompt_logprobs
+from .runs import Runs, last_of_each
 from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
 
 Choose = Callable[[Array, Bools, Drawing | None], tuple[Longs, Bools]]  # `maths.choose`, or what does as it does
@@ -51,6 +52,9 @@ class Sampler:
 
     A sequence that has ended is still in the steps that were in flight then (a deferred stop). Such rows appear in
     neither slots nor tokens of those steps, until `Started` gives their slot to somebody.
+
+    Where a row has drafts, the token behind each is chosen in the same way, and those count that would have come one by
+    one. Such rows ask for nothing that hangs on the tokens before but the logits themselves: no edits and no masks.
 
     Of pooled sequences there are no logits: the `pooler`, which the runner shares, has a vector when they have ended.
     """
@@ -95,8 +99,8 @@ class Sampler:
                 self.table.needs[started.slot] |= EDITS
 
     def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts) -> StepTokens:
-        """One token for each sampled row of the grant whose sequence goes on, and what was made of those that are
-        pooled. `logits` [L, V], of the others, may be changed.
+        """One token for each sampled row of the grant whose sequence goes on, more where drafts turned out right, and
+        what was made of those that are pooled. `logits` [L, V], of the others, may be changed.
 
         A row without a finite maximum (a NaN, an infinity, or nothing that is allowed) ends with `FinishReason.ERROR`
         and token 0, which means nothing. Every id is in [0, V).
@@ -108,29 +112,33 @@ class Sampler:
             with self._arrays.inference():
                 of_prompts = prompt_logprobs(logits)
             logits = logits.sampled
-        slots = grant.slots[grant.is_sampled]
+        slots, runs = grant.logits_slots, Runs.of(grant)
         needs = self.table.needs[slots]
         pooled: dict[int, Pooled] = {}
         if _any(needs, ENDED | POOLED):
             is_pooled = needs & POOLED != 0
             pooled = self._pool(slots[is_pooled])
+            runs = None if runs is None else runs.take(np.flatnonzero(needs & (ENDED | POOLED) == 0))
             slots, needs = slots[~is_pooled], needs[~is_pooled]
             alive = np.flatnonzero(needs & ENDED == 0)
             slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
         with self._arrays.inference():
-            tokens = self._sample(grant, slots, needs, logits, of_prompts)
+            tokens = self._sample(grant, slots, runs, needs, logits, of_prompts)
         return replace(tokens, pooled=pooled) if pooled else tokens
 
     def _sample(
         self,
         grant: StepGrant,
         slots: Indices,
+        runs: Runs | None,
         needs: NDArray[np.uint8],
         logits: Array,
         of_prompts: tuple[PromptLogprobs, ...],
     ) -> StepTokens:
         table = self.table
         places = table.num_generated[slots]
+        if runs is not None:
+            places = places + runs.offsets
         asked = np.flatnonzero(needs & LOGPROBS) if _any(needs, LOGPROBS) else NO_ROWS
         guided = np.flatnonzero(needs & GRAMMAR) if _any(needs, GRAMMAR) else NO_ROWS
         allowed = self._allowed(slots[guided]) if len(guided) else None
@@ -146,7 +154,7 @@ class Sampler:
             raw = self._processed(logits, asked, slots, needs)
         if len(slots):
             is_random = needs & RANDOM != 0
-            drawing = self._drawing(slots) if np.count_nonzero(is_random) else None
+            drawing = self._drawing(slots, places) if np.count_nonzero(is_random) else None
             token_ids, is_broken = self._choose(logits, is_random, drawing)
             if _any(needs, THINKING):
                 table.steer(slots, np.flatnonzero(needs & THINKING), token_ids)
@@ -154,16 +162,23 @@ class Sampler:
             token_ids, is_broken = NO_ROWS, np.zeros(0, np.bool_)
         over = NO_ROWS if allowed is None else guided[allowed.is_over]
         token_ids[over], is_broken[over] = table.eos_token_id, False
-        self._arrays.put(self.last_tokens, slots, self._arrays.beside(self.last_tokens, token_ids))
         if is_edited:
             table.limits.note(slots, token_ids)
             self._note_processed(slots, token_ids)
-        finishes = table.settle(slots, places, token_ids, is_broken, over)
+        kept: Indices | None = None
+        if runs is None:
+            newest, newest_ids = slots, token_ids
+            finishes = table.settle(slots, places, token_ids, is_broken, over)
+        else:
+            finishes, kept = self._settle_runs(runs, slots, places, token_ids, is_broken, over)
+            last = kept[last_of_each(slots[kept])]
+            newest, newest_ids = slots[last], token_ids[last]
+        self._arrays.put(self.last_tokens, newest, self._arrays.beside(self.last_tokens, newest_ids))
         if self.masks is not None and len(guided):
             goes_on = finishes[guided] == FinishReason.NONE
             self.masks.advance(slots[guided[goes_on]], token_ids[guided[goes_on]])
             self.masks.drop(slots[guided[~goes_on]])
-        return StepTokens(
+        tokens = StepTokens(
             step=grant.step,
             slots=slots,
             sequence_ids=table.sequence_ids[slots],
@@ -175,6 +190,18 @@ class Sampler:
             prompt_logprobs=of_prompts,
             grammar_us=0 if self.masks is None or allowed is None else self.masks.waited_us,
         )
+        return tokens if kept is None or len(kept) == len(slots) else _rows_of_tokens(tokens, kept)
+
+    def _settle_runs(
+        self, runs: Runs, slots: Indices, places: Indices, token_ids: Longs, is_broken: Bools, over: Longs
+    ) -> tuple[NDArray[np.int8], Indices]:
+        """As the table's `settle`, of rows that may be several of one sequence: (finishes [L], which count)."""
+        counting = runs.that_count(token_ids)
+        over = np.isin(counting, over).nonzero()[0]
+        at, place, chosen = slots[counting], places[counting], token_ids[counting]
+        finishes = np.zeros(len(slots), np.int8)
+        finishes[counting] = self.table.settle(at, place, chosen, is_broken[counting], over)
+        return finishes, counting[runs.up_to_the_end(counting, finishes[counting])]
 
     def _pool(self, slots: Indices) -> dict[int, Pooled]:
         if not len(slots):
@@ -184,9 +211,9 @@ class Sampler:
 
     # -- choosing
 
-    def _drawing(self, slots: Indices) -> Drawing:
+    def _drawing(self, slots: Indices, places: Indices) -> Drawing:
         table = self.table
-        u = maths.uniform(table.seeds[slots], table.positions(slots))
+        u = maths.uniform(table.seeds[slots], table.num_prompt[slots] + places)
         return Drawing(table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], u)
 
     def _allowed(self, slots: Indices) -> Allowed:
@@ -282,7 +309,8 @@ class Sampler:
             found = found / arrays.beside(logits, temperature)[:, None]
         cut = np.flatnonzero(is_random & self.table.is_truncated[at])
         if len(cut):
-            arrays.put(found, cut, maths.truncated(arrays.take(found, cut), self._drawing(at[cut])))
+            drawing = self._drawing(at[cut], self.table.num_generated[at[cut]])  # its randomness is not looked at
+            arrays.put(found, cut, maths.truncated(arrays.take(found, cut), drawing))
         return found
 
     def _logprobs(
@@ -295,6 +323,15 @@ class Sampler:
             return {}
         found = maths.top_logprobs(maths.rows_of(raw, whole), token_ids[rows], self.table.num_logprobs[slots[rows]])
         return dict(zip(rows.tolist(), found, strict=True))
+
+
+def _rows_of_tokens(tokens: StepTokens, rows: Indices) -> StepTokens:
+    """Of a step's tokens those of some rows."""
+    logprobs = {new: tokens.logprobs[old] for new, old in enumerate(rows.tolist()) if old in tokens.logprobs}
+    columns = {
+        name: getattr(tokens, name)[rows] for name in ("slots", "sequence_ids", "places", "token_ids", "finishes")
+    }
+    return replace(tokens, logprobs=logprobs, **columns)
 
 
 def _any(needs: NDArray[np.uint8], bit: int) -> bool:

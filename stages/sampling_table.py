@@ -131,10 +131,6 @@ class SamplingTable:
     def _known(self, token_ids: Collection[int]) -> Ints:
         return np.array([token_id for token_id in token_ids if 0 <= token_id < self.vocab_size], np.int32)
 
-    def positions(self, slots: Indices) -> NDArray[np.int64]:
-        """The absolute position of the token that each slot is about to get."""
-        return self.num_prompt[slots] + self.num_generated[slots]
-
     def forbidden(self, slots: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """EOS and stop token ids of the rows that have not reached `min_tokens`: (index into `slots`, id)."""
         early = np.flatnonzero(self.num_generated[slots] < self.min_tokens[slots])
@@ -152,7 +148,7 @@ class SamplingTable:
         self, slots: Indices, place: Indices, token_ids: Indices, is_broken: Bools, over: Indices = NO_INDICES
     ) -> NDArray[np.int8]:
         """Notes one new token for each of `slots`, none of which is finished; `place` is their `num_generated` until
-        now. Returns their `FinishReason`.
+        now, and one more for each time that a slot was named before. Returns their `FinishReason`.
 
         A row whose logits held no number ends with ERROR. The rows `over` end with STOP, whatever their token. EOS or a
         stop token id ends a row with STOP, also where it reaches its limit at the same token; else the limit ends it

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
 from .line_trace import LineTrace
-from .messages import PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
+from .messages import Guess, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
+from .ngrams import NgramDrafter
 from .policy import Policy
 from .scheduler import Limits, Scheduler
 
@@ -29,7 +30,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     The control lane names sequences that are over (cancelled, past their deadline, stopped by a stop string); they run
     on for at most K + 1 steps, and nobody sees what they make. And those whose clients stall, or read again.
 
-    A `call_log` is told of each call, and what came of it.
+    A `call_log` is told of each call, and what came of it. The `drafter` guesses how answers go on; what it says is
+    told to the log with what was taken, so that who replays it needs no texts.
     """
 
     inputs: ClassVar = {"report": PlanReport, "feedback": StepDone | StepVoid, "in": TokenRequest}
@@ -37,8 +39,15 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     on_crash: ClassVar = Crash.RECOVER
     reads_lane: ClassVar = True
 
-    def __init__(self, limits: Limits, max_waiting: int = 512, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        max_waiting: int = 512,
+        policy: Policy | None = None,
+        drafter: NgramDrafter | None = None,
+    ) -> None:
         self.scheduler = Scheduler(limits, policy)
+        self.drafter = drafter
         self.max_waiting = max_waiting  # prompts; more stay in the channel, and hold their senders back
         self.last_step_s = 0.0  # when a step was last planned or done
         self.call_log: CallLog | None = None
@@ -62,13 +71,14 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
         self._batch, self._taken = batch, 0
         failed = self._take(batch, out)
+        guesses = self._guess()
         causes = self._take_lane()
         plans = []
         while (plan := self.scheduler.plan()) is not None:
             self._send(plan, out)
             plans.append(plan)
         if self.call_log is not None:
-            self.call_log.schedule(batch, causes, plans, failed)
+            self.call_log.schedule([*batch, *guesses], causes, plans, failed)
         assert self._trace is not None
         self._trace.line()
 
@@ -79,6 +89,17 @@ class Schedule(Stage[TokenRequest, StepPlan]):
             self.call_log.crash("schedule")
         self.scheduler.rebuild()
         await self.handle(rest, out)
+
+    def _guess(self) -> Sequence[Guess]:
+        """Of sequences that draft, or may begin to, how they may go on."""
+        scheduler = self.scheduler
+        slots = () if self.drafter is None else scheduler.slots_to_guess()
+        if self.drafter is None or not slots:
+            return ()
+        guesses = [self.drafter.guess(scheduler.slots, slot) for slot in slots]
+        for guess in guesses:
+            scheduler.take_guess(guess)
+        return guesses
 
     def _take_lane(self) -> Mapping[int, str]:
         assert self._context is not None and self._trace is not None
@@ -107,11 +128,14 @@ class Schedule(Stage[TokenRequest, StepPlan]):
             match message:
                 case StepDone():
                     scheduler.on_done(message)
+                    trace.done(message)
                 case PlanReport():
                     scheduler.on_report(message)
                     trace.reported(message)
                 case TokenRequest():
                     scheduler.add(message)
+                case Guess():  # in a recording that is run again
+                    scheduler.take_guess(message)
                 case StepVoid():
                     for sequence, error in scheduler.on_void(message):
                         out.fail(sequence.request_id, error)

@@ -8,7 +8,8 @@ becomes of each sequence in `lives.py`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,9 +17,21 @@ from .errors import Failed, RequestError
 from .expectation import FoundShare
 from .lineup import Steady
 from .lives import Lives, News
-from .messages import Indices, Ints, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
+from .messages import (
+    Bools,
+    Drafts,
+    Guess,
+    Indices,
+    Ints,
+    PlanReport,
+    StepDone,
+    StepPlan,
+    StepVoid,
+    TokenRequest,
+)
 from .policy import Policy
 from .sequences import Sequence, State
+from .speculation import Speculation
 from .step_costs import StepContents
 from .step_size import StepSize, Wish
 
@@ -37,6 +50,7 @@ class Limits:
     steps_in_flight: int = 2  # K
     enable_chunked_prefill: bool = True
     itl_target_ms: float = 0.0  # that a step beside answers may take; 0: as long as it takes
+    num_speculative_tokens: int = 0  # drafts of a step, at most; 0: nobody drafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,13 +61,14 @@ class _Flight:
     generation: int
     slots: Indices  # of the rows it runs
     contents: StepContents | None  # for who chooses the size of steps
+    drafted: Mapping[int, int] = field(default_factory=dict)  # slot -> drafts
 
 
 class Scheduler:
     """Holds every sequence from its arrival to its end, and makes one plan at a time.
 
-    Call `add`, `on_report`, `on_done`, `on_void`, `end`, `park` and `unpark` as things happen, then `plan` until it
-    returns None. A plan is outstanding until its report; at most K granted steps are in flight.
+    Call `add`, `on_report`, `on_done`, `on_void`, `take_guess`, `end`, `park` and `unpark` as things happen, then
+    `plan` until it returns None. A plan is outstanding until its report; at most K granted steps are in flight.
     """
 
     def __init__(self, limits: Limits, policy: Policy | None = None) -> None:
@@ -75,6 +90,8 @@ class Scheduler:
         self._found = FoundShare()
         target_s, most = limits.itl_target_ms / 1e3, limits.max_num_batched_tokens
         self._step_size = StepSize(target_s, most) if target_s else None  # None: always the most
+        most_each = limits.block_size - 1  # no more than a block of tokens at a time, for the cache
+        self.speculation = Speculation(limits.num_speculative_tokens, most_each, limits.steps_in_flight)
         self._row_limit = limits.max_num_seqs  # lowered when steps fail, until the one at fault is alone
         self._report: PlanReport | None = None  # the last one
         self._must_wait = False  # nothing could be granted: plan again when a step is done
@@ -201,10 +218,13 @@ class Scheduler:
                 done.places[known],
                 done.token_ids[known],
                 done.is_finished[known],
+                done.most_tokens,
                 done.took_us,
             )
         self.slots.note_tokens(done.slots, done.places, done.token_ids)
         self._settled.append(done)
+        for slot, num_drafts in flight.drafted.items():
+            self._note_drafts(slot, num_drafts, int(np.count_nonzero(done.slots == slot)))
         if np.count_nonzero(done.is_finished):
             for sequence_id in done.sequence_ids[done.is_finished].tolist():
                 self.end(sequence_id)
@@ -234,6 +254,38 @@ class Scheduler:
         self.lives.take_back(self.slots.running().tolist(), tell=True)
         self.lives.give_up_swapped(-1)
 
+    # -- drafts
+
+    def slots_to_guess(self) -> list[int]:
+        """Those of which a guess is worth its time now. Changes nothing: who replays a recording does not ask."""
+        if not self.speculation.num_watched:
+            return []
+        return self.speculation.due(self.slots, {slot for flight in self._flights for slot in flight.slots.tolist()})
+
+    def take_guess(self, guess: Guess) -> None:
+        """What may come next in an answer."""
+        self.speculation.take(guess, self.slots)
+        if self.speculation.is_drafting:
+            self._steady = None
+
+    def _note_drafts(self, slot: int, num_drafts: int, num_new: int) -> None:
+        """Of the first new token it was known that it comes; each further one is a draft that turned out right."""
+        num_accepted = max(0, num_new - 1)
+        self.speculation.note(slot, num_drafts, num_accepted)
+        if num_accepted and self.slots.is_running[slot]:
+            self.slots.num_known[slot] += num_accepted
+            self.slots.num_computed[slot] += num_accepted
+            self.lives.news.accepted.append((slot, num_accepted))
+
+    def _held(self, slots: Indices, *, is_drafting_time: bool) -> Bools:
+        """[R] rows that wait for the outcome of a step: it decides how far they have come, or what to draft behind."""
+        held = [slot for flight in self._flights for slot in flight.drafted]
+        drafting = self.speculation.drafting()
+        if is_drafting_time and any(np.isin(drafting, flight.slots).any() for flight in self._flights):
+            held += drafting  # all of them, so that they go on together, in one step
+        is_held: Bools = np.isin(slots, held)
+        return is_held
+
     # -- planning
 
     def plan(self) -> StepPlan | None:
@@ -253,7 +305,7 @@ class Scheduler:
             slots, num_wanted = self._rows()
         if not len(slots) and not self._has_news():
             return None
-        self._outstanding = self._make_plan(slots, num_wanted, budget)
+        self._outstanding = self._make_plan(slots, num_wanted, self._drafts(slots, num_wanted, budget), budget)
         self.slots.last_step[slots] = self._outstanding.step
         self._told_step = self.completed_step
         return self._outstanding
@@ -272,14 +324,19 @@ class Scheduler:
         slots, steady = lineup.slots, self._steady
         if steady is not None and steady.lineup is lineup and steady.num_plans > 0 and len(slots) <= self._row_limit:
             return slots, steady.num_wanted
+        self.speculation.line_up(lineup, self.slots)
         num_left = self.slots.num_known[slots] - self.slots.num_computed[slots]
         is_runnable = self.slots.num_known[slots] < self.slots.limit[slots]
         is_decode = is_runnable & (num_left == 1)
-        if 0 < len(slots) <= self._row_limit and is_decode.all():
+        is_prefill = is_runnable & (num_left > 1)
+        is_steady = 0 < len(slots) <= self._row_limit and np.count_nonzero(is_decode) == len(slots)
+        if self.speculation.is_drafting or any(flight.drafted for flight in self._flights):
+            is_steady = False
+            is_decode &= ~self._held(slots, is_drafting_time=not np.count_nonzero(is_prefill))
+        if is_steady:
             self._steady = Steady.of(lineup, self.slots, num_left)
             return slots, num_left
         self._steady = None
-        is_prefill = is_runnable & (num_left > 1)
         rows = np.concatenate([slots[is_decode], slots[is_prefill]])
         wanted = np.concatenate([num_left[is_decode], num_left[is_prefill]])
         return rows[: self._row_limit], wanted[: self._row_limit]
@@ -387,7 +444,13 @@ class Scheduler:
         parked = self._blocks(table.num_computed[table.is_running & table.is_parked])
         return report.num_free + report.num_quarantined + int(parked.sum()) - int(owed.sum()) - growth
 
-    def _make_plan(self, slots: Indices, num_wanted: Ints, token_budget: int) -> StepPlan:
+    def _drafts(self, slots: Indices, num_wanted: Ints, token_budget: int) -> Drafts | None:
+        """What rows are to compute besides; nothing while any computes a prompt."""
+        if not self.speculation.is_drafting or np.count_nonzero(num_wanted > 1):
+            return None
+        return self.speculation.drafts(slots, self.slots, token_budget)
+
+    def _make_plan(self, slots: Indices, num_wanted: Ints, drafts: Drafts | None, token_budget: int) -> StepPlan:
         lineup, steady = self.lives.lineup, self._steady
         is_steady = steady is not None and num_wanted is steady.num_wanted
         if steady is not None and is_steady:
@@ -403,7 +466,7 @@ class Scheduler:
             generation=self._generation,
             completed_step=self.completed_step,
             slots=slots,
-            num_wanted=num_wanted,
+            num_wanted=num_wanted if drafts is None else num_wanted + drafts.counts,
             reaches_end=reaches_end,
             token_budget=token_budget,
             victims=lineup.victims,
@@ -411,6 +474,8 @@ class Scheduler:
             num_reserved=num_reserved,
             is_decode=is_steady,
             allows_partial=self.limits.enable_chunked_prefill,
+            drafts=drafts,
+            accepted=news.accepted,
             started=tuple(news.started),
             ended=news.ended,
             preempted=news.preempted,
@@ -438,10 +503,18 @@ class Scheduler:
         self._steady = None
         rows = report.num_granted.nonzero()[0]
         slots, granted, num_cached = plan.slots[rows], report.num_granted[rows], report.num_cached[rows]
+        wanted, drafted = plan.num_wanted[rows], {}
+        if plan.drafts is not None:  # a row is granted all of its drafts, or a single token
+            counts = plan.drafts.counts[rows]
+            wanted = wanted - counts
+            more = (granted - wanted) * (counts > 0)
+            drafted = {slot: count for slot, count in zip(slots.tolist(), more.tolist(), strict=True) if count}
+            granted = np.minimum(granted, wanted)
         contents = None
         if self._step_size is not None:
-            contents = StepContents.of(table.num_computed[slots] + num_cached, granted)
-        self._flights.append(_Flight(report.step, plan.generation, slots, contents))
+            starts = table.num_computed[slots] + num_cached
+            contents = StepContents.of(starts, granted, num_drafts=sum(drafted.values()))
+        self._flights.append(_Flight(report.step, plan.generation, slots, contents, drafted))
         for row in num_cached.nonzero()[0].tolist():
             lives.note_begun(int(slots[row]), int(num_cached[row]))
         if np.count_nonzero(granted > 1):
@@ -450,7 +523,7 @@ class Scheduler:
             self._note_found(int(slots[row]), int(num_cached[row]))
         progress = np.where(table.is_running[slots], granted + num_cached, 0)
         table.num_computed[slots] += progress
-        is_sampled = plan.reaches_end[rows] & (progress == plan.num_wanted[rows])
+        is_sampled = plan.reaches_end[rows] & (progress == wanted)
         table.num_known[slots] += is_sampled
 
     def _note_found(self, slot: int, num_cached: int) -> None:

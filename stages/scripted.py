@@ -39,6 +39,7 @@ from .messages import (
 from .params import SamplingParams
 from .pooling import Floats, PoolingParams
 from .prompt_runs import PromptRun, ScoredPrompts
+from .runs import Runs
 from .sequences import choice_seed
 
 Hashes = NDArray[np.uint64]
@@ -66,20 +67,23 @@ class Script:
 
     By default the next token is a keyed hash of all tokens before it (of the seed too, unless greedy): a letter or,
     with `eos_probability`, EOS. With `answer`, a function from the prompt's token ids and the choice's seed to the
-    answer's token ids, EOS follows after those. Of the sampling parameters, max_tokens, min_tokens, ignore_eos,
-    stop_token_ids, seed and temperature = 0 count; the others change nothing.
+    answer's token ids, EOS follows after those. With a `period` answers repeat themselves: letters hang on the seed and
+    on their place in it, and only the end on what stands before. Of the sampling parameters, max_tokens, min_tokens,
+    ignore_eos, stop_token_ids, seed and temperature = 0 count; the others change nothing.
     """
 
     key: int = 0
     eos_probability: float = 0.02
     answer: Callable[[Sequence[int], int], Sequence[int]] | None = None
+    period: int | None = None
 
-    def next_token(self, context: int, seed: int, may_end: bool) -> int:
-        """The hashed token after a context of hash `context`."""
-        mixed = _mix(context ^ (seed * _FACTOR + self.key & _WORD))
+    def next_token(self, context: int, seed: int, place: int, may_end: bool) -> int:
+        """The hashed token after a context of hash `context`, at a place of the answer."""
+        key = seed * _FACTOR + self.key & _WORD
+        mixed = _mix(context ^ key)
         if may_end and (mixed >> 11) * 2.0**-53 < self.eos_probability:
             return EOS
-        return ALPHABET[mixed & 31]
+        return ALPHABET[(mixed if self.period is None else _mix(place % self.period ^ key)) & 31]
 
     def embedding(self, prompt: Sequence[int]) -> Floats:
         """The embedding of a prompt, whole and of length 1: letters of a hash of it. [EMBEDDING_SIZE]"""
@@ -95,14 +99,14 @@ class Script:
         mixed = _mix(context ^ self.key & _WORD)
         return np.frombuffer(mixed.to_bytes(EMBEDDING_SIZE, "little"), np.uint8).astype(np.float32) + 1
 
-    def next_tokens(self, contexts: Hashes, seeds: Hashes, may_end: Bools) -> Ints:
+    def next_tokens(self, contexts: Hashes, seeds: Hashes, places: Indices, may_end: Bools) -> Ints:
         """The same for many rows, [L] each."""
         with np.errstate(over="ignore"):
-            z = contexts ^ (seeds * np.uint64(_FACTOR) + np.uint64(self.key & _WORD))
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
-            z ^= z >> np.uint64(31)
+            keys = seeds * np.uint64(_FACTOR) + np.uint64(self.key & _WORD)
+        z = _mix_all(contexts ^ keys)
         is_end = may_end & ((z >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.eos_probability)
+        if self.period is not None:
+            z = _mix_all((places % self.period).astype(np.uint64) ^ keys)
         return np.where(is_end, np.int32(EOS), _LETTERS[(z & np.uint64(31)).astype(np.intp)]).astype(np.int32)
 
     def expected(self, prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> list[int]:
@@ -118,7 +122,7 @@ class Script:
             place = len(tokens)
             may_end = not params.ignore_eos and place >= params.min_tokens
             if written is None:
-                token = self.next_token(context, seed, may_end)
+                token = self.next_token(context, seed, place, may_end)
             else:
                 token = written[min(place, len(written) - 1)]
             tokens.append(token)
@@ -138,6 +142,14 @@ def _mix(z: int) -> int:
     z = (z ^ (z >> 30)) * _MIX_1 & _WORD
     z = (z ^ (z >> 27)) * _MIX_2 & _WORD
     return z ^ (z >> 31)
+
+
+def _mix_all(z: Hashes) -> Hashes:
+    """The same of each."""
+    with np.errstate(over="ignore"):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+        return z ^ (z >> np.uint64(31))
 
 
 # -- the device
@@ -276,15 +288,21 @@ class ScriptedModel:
             start, count, end = int(grant.starts[row]), int(grant.num_tokens[row]), int(ends[row])
             known = self._known[grant.slots[row]][start : start + count]
             tokens[end - count : end - count + len(known)] = known
+        if grant.drafts is not None:
+            places = [np.arange(end - count, end) for end, count in zip(ends, grant.drafts.counts, strict=True)]
+            tokens[np.concatenate(places)] = grant.drafts.token_ids
         self._cache[self._tables[slots, positions // self.block_size], positions % self.block_size] = tokens
         self._num_seen[grant.slots] += grant.num_tokens
         self.max_batched_tokens = max(self.max_batched_tokens, len(slots))
 
     def _read_back(self, grant: StepGrant) -> Hashes:
-        rows = grant.is_sampled
-        slots, lengths = grant.slots[rows], grant.starts[rows] + grant.num_tokens[rows]
+        rows, runs = grant.is_sampled, Runs.of(grant)
+        slots, lengths = grant.logits_slots, grant.starts[rows] + grant.num_certain[rows]
         if not len(slots):
             return np.zeros(0, np.uint64)
+        if runs is not None:
+            assert grant.drafts is not None
+            lengths = np.repeat(lengths, 1 + grant.drafts.counts[rows]) + runs.offsets
         width = -(-int(lengths.max()) // self.block_size)
         history = self._cache[self._tables[slots, :width]].reshape(len(slots), -1)
         return _hash_rows(history, lengths, self._factors)
@@ -293,21 +311,29 @@ class ScriptedModel:
         """A script needs no preparation, and no grammar changes it."""
 
     def sample(self, grant: StepGrant, logits: Hashes) -> StepTokens:
-        """One token for each sampled row whose sequence goes on; rows that have ended appear no more."""
-        self._check_contents(grant, logits)
-        rows = grant.is_sampled.nonzero()[0]
-        is_alive = ~self._is_finished[grant.slots[rows]]
-        pooled = self._pool(grant, grant.slots[rows], logits) if self._is_pooled.any() else {}
-        is_alive &= ~self._is_pooled[grant.slots[rows]]
-        slots, contexts = grant.slots[rows][is_alive], logits[is_alive]
+        """One token for each sampled row whose sequence goes on, and more behind drafts that are right; rows that have
+        ended appear no more."""
+        slots, runs = grant.logits_slots, Runs.of(grant)
+        firsts = np.arange(len(slots)) if runs is None else (runs.offsets == 0).nonzero()[0]
+        self._check_contents(grant, logits, firsts)
+        is_alive = ~self._is_finished[slots]
+        pooled = self._pool(grant, slots, logits) if self._is_pooled.any() else {}
+        alive = (is_alive & ~self._is_pooled[slots]).nonzero()[0]
+        slots, contexts = slots[alive], logits[alive]
         places = (self._num_tokens[slots] - self._num_prompt[slots]).astype(np.intp)
+        if runs is not None:
+            runs = runs.take(alive)
+            places += runs.offsets
         tokens = self._choose(slots, places, contexts)
         finishes = self._finishes(slots, places, tokens)
-        self._last_tokens[slots] = tokens
-        with np.errstate(over="ignore"):
-            factors = self._factors[np.minimum(self._num_tokens[slots], len(self._factors) - 1)]
-            self._contexts[slots] += (tokens + 3).astype(np.uint64) * factors
-        self._num_tokens[slots] += 1
+        if runs is not None:
+            kept = runs.that_count(tokens)
+            kept = kept[runs.up_to_the_end(kept, finishes[kept])]
+            slots, places, tokens, finishes = slots[kept], places[kept], tokens[kept], finishes[kept]
+            self._check_drafted(grant, slots, places, tokens, contexts[kept])
+        self._last_tokens[slots] = tokens  # of several the last
+        np.add.at(self._contexts, slots, self._terms(slots, places, tokens))
+        np.add.at(self._num_tokens, slots, 1)
         self._is_finished[slots] = finishes != FinishReason.NONE
         return StepTokens(
             step=grant.step,
@@ -339,24 +365,43 @@ class ScriptedModel:
             self._is_finished[slot] = True
         return pooled
 
-    def _check_contents(self, grant: StepGrant, contexts: Hashes) -> None:
-        """What was read before and after the step is what each sequence's history should be."""
-        slots = grant.slots[grant.is_sampled]
+    def _check_contents(self, grant: StepGrant, contexts: Hashes, rows: Indices) -> None:
+        """What `rows` of the logits were read from, before and after the step, is what each sequence's history should
+        be."""
+        slots = grant.logits_slots[rows]
         is_ours = ~self._is_finished[slots]
         after = self._read_back(grant)
-        for found, when in ((contexts, "read"), (after, "left")):
+        for found, when in ((contexts[rows], "read"), (after[rows], "left")):
             for row in (is_ours & (found != self._contexts[slots])).nonzero()[0].tolist():
                 self.violations.append(
                     f"step {grant.step} {when} another history of sequence {self._sequence_ids[slots[row]]} "
                     f"(slot {slots[row]}) than was written"
                 )
 
+    def _check_drafted(
+        self, grant: StepGrant, slots: Indices, places: Indices, tokens: Indices, contexts: Hashes
+    ) -> None:
+        """What each token that counts was chosen by is its sequence's history, the tokens before it in the step
+        included."""
+        expected, terms = self._contexts.tolist(), self._terms(slots, places, tokens).tolist()
+        for row, slot in enumerate(slots.tolist()):
+            if contexts[row] != expected[slot]:
+                self.violations.append(f"step {grant.step} chose token {places[row]} of slot {slot} by another text")
+            expected[slot] = (expected[slot] + terms[row]) & _WORD
+
+    def _terms(self, slots: Indices, places: Indices, tokens: Indices) -> Hashes:
+        """What answer tokens add to the hashes of their sequences."""
+        with np.errstate(over="ignore"):
+            factors = self._factors[np.minimum(self._num_prompt[slots] + places, len(self._factors) - 1)]
+            terms: Hashes = (tokens + 3).astype(np.uint64) * factors
+            return terms
+
     def _choose(self, slots: Indices, places: Indices, contexts: Hashes) -> Indices:
         if self.script.answer is not None:
             written = (self._written[slot] for slot in slots.tolist())
             return np.array([w[min(p, len(w) - 1)] for w, p in zip(written, places.tolist(), strict=True)], np.intp)
         may_end = ~self._ignores_eos[slots] & (places >= self._min_tokens[slots])
-        return self.script.next_tokens(contexts, self._seeds[slots], may_end).astype(np.intp)
+        return self.script.next_tokens(contexts, self._seeds[slots], places, may_end).astype(np.intp)
 
     def _finishes(self, slots: Indices, places: Indices, tokens: Indices) -> NDArray[np.int8]:
         may_end = places >= self._min_tokens[slots]
@@ -433,6 +478,7 @@ class _GrantBooks:
         self._tables = np.full((num_slots, blocks_per_slot), -1, np.int32)
         self._num_placed = np.zeros(num_slots, np.int32)  # entries of the table that count
         self._num_computed = np.zeros(num_slots, np.int32)
+        self._num_drafted = np.zeros(num_slots, np.int32)  # behind those, in the last step
         self._owner = np.full(num_blocks, -1, np.int32)  # slot that may write it
         # step -> blocks it may read or write, on the device and on the host
         self._in_flight: dict[int, tuple[NDArray[np.bool_], NDArray[np.bool_]]] = {}
@@ -448,6 +494,7 @@ class _GrantBooks:
         for started in grant.started:
             self._num_placed[started.slot] = 0
             self._num_computed[started.slot] = started.num_cached
+            self._num_drafted[started.slot] = 0
             num_found[started.slot] = started.num_shared // self._block_size
         is_block = (grant.table_blocks >= 0) & (grant.table_blocks < self._num_blocks)
         if not is_block.all():
@@ -502,8 +549,9 @@ class _GrantBooks:
         if (grant.num_tokens < 1).any():
             self._complain(grant, f"has a row of no tokens: {grant.num_tokens.tolist()}")
         due = self._num_computed[grant.slots]
-        if (grant.starts != due).any():
-            self._complain(grant, f"starts at {grant.starts.tolist()}, not at {due.tolist()}")
+        latest = due + self._num_drafted[grant.slots]  # if they all were right
+        if (grant.starts < due).any() or (grant.starts > latest).any():
+            self._complain(grant, f"starts at {grant.starts.tolist()}, not at {due.tolist()} to {latest.tolist()}")
         if (ends > self._num_placed[grant.slots] * self._block_size).any():
             self._complain(grant, f"writes up to {ends.tolist()} in {self._num_placed[grant.slots].tolist()} blocks")
         for slot, start, end in zip(grant.slots.tolist(), grant.starts.tolist(), ends.tolist(), strict=True):
@@ -512,7 +560,8 @@ class _GrantBooks:
             if (self._owner[written] != slot).any():
                 self._complain(grant, f"writes blocks {written.tolist()} of slot {slot}, which others own")
             used[table] = True
-        self._num_computed[grant.slots] = ends
+        self._num_computed[grant.slots] = grant.starts + grant.num_certain
+        self._num_drafted[grant.slots] = ends - self._num_computed[grant.slots]
 
     def complete(self, step: int) -> None:
         """Nothing of `step` runs any more."""

@@ -51,8 +51,9 @@ class Sharing:
         # [S, 2 B] the newest tokens, by position: of the block that fills, and of the one before
         self._newest = np.zeros((num_slots, 2 * tables.block_size), np.int32)
         self._prefills: deque[_Prefill] = deque()
-        self._unread: list[StepDone] = []  # at most B
+        self._unread: list[StepDone] = []
         self._num_unread = 0  # rows
+        self._most_unread = 0  # tokens of one sequence, at most B
         cache.followers.most_tails = max(1, pool.num_blocks // BLOCKS_PER_TAIL)
         pool.on_evicted = self._forget
 
@@ -115,7 +116,7 @@ class Sharing:
         self._sequence_ids[:] = -1
         self._prefills.clear()
         self._unread.clear()
-        self._num_unread = 0
+        self._num_unread = self._most_unread = 0
         self.cache.clear()
 
     # -- steps
@@ -145,20 +146,23 @@ class Sharing:
                         self._put_tail(slot, chain)
         is_steady = not (plan.started or plan.ended or plan.preempted or plan.dropped)
         for done in plan.settled:
+            if self._most_unread + done.most_tokens > self._tables.block_size:
+                self._read_tokens()
             self._unread.append(done)
             self._num_unread += len(done.slots)
-            if len(self._unread) == self._tables.block_size or self._num_unread >= ROWS_READ_AT_ONCE:
+            self._most_unread += done.most_tokens
+            if self._most_unread == self._tables.block_size or self._num_unread >= ROWS_READ_AT_ONCE:
                 self._read_tokens()
         if self._unread and not is_steady:  # somebody looks for blocks now, or leaves some
             self._read_tokens()
 
     def _read_tokens(self) -> None:
-        """Some steps at once, as what it takes hardly depends on how many. NOTE: no more of them than a block has
-        tokens, or one would be written over before it is put in."""
+        """Some steps at once, as what it takes hardly depends on how many. NOTE: with no more tokens of a sequence than
+        a block has, or one would be written over before it is put in."""
         columns = [(done.slots, done.sequence_ids, done.places, done.token_ids) for done in self._unread]
         slots, sequence_ids, places, token_ids = (np.concatenate(column) for column in zip(*columns, strict=True))
         self._unread.clear()
-        self._num_unread = 0
+        self._num_unread = self._most_unread = 0
         is_ours = self._sequence_ids[slots] == sequence_ids
         if np.count_nonzero(is_ours) < len(is_ours):
             slots, places, token_ids = slots[is_ours], places[is_ours], token_ids[is_ours]

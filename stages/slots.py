@@ -113,9 +113,12 @@ class SlotTable:
 
     def known_tokens(self, sequence: Sequence) -> Ints:
         """Prompt and answer so far of a sequence that has a slot, [P + G]."""
+        return np.concatenate([sequence.token_ids[: sequence.num_prompt], self.answer(sequence.slot)])
+
+    def answer(self, slot: int) -> Ints:
+        """What the device has told of the answer of the sequence in `slot`, [G]; a view that holds for now."""
         self._write_down()
-        answered = self.generated[sequence.slot, : self.num_generated[sequence.slot]]
-        return np.concatenate([sequence.token_ids[: sequence.num_prompt], answered])
+        return self.generated[slot, : self.num_generated[slot]]
 
     def note_tokens(self, slots: Indices, places: Indices, token_ids: Indices) -> None:
         """The device chose `token_ids[i]` as answer token `places[i]` of `slots[i]`. Said twice, it changes nothing.

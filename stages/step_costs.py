@@ -36,15 +36,23 @@ class StepContents:
     num_started: int = 0  # sequences that begin, or come back
 
     @classmethod
-    def of(cls, starts: Ints | Indices, num_tokens: Ints, num_copied: int = 0, num_started: int = 0) -> StepContents:
-        """Of rows that compute `num_tokens` tokens each from `starts` on, [R] both."""
+    def of(
+        cls,
+        starts: Ints | Indices,
+        num_tokens: Ints,
+        num_copied: int = 0,
+        num_started: int = 0,
+        num_drafts: int = 0,
+    ) -> StepContents:
+        """Of rows that compute `num_tokens` tokens each from `starts` on, [R] both, and drafts besides, each of which
+        counts as a row."""
         is_prefill = num_tokens > 1
         tokens, before = num_tokens[is_prefill].astype(np.float64), starts[is_prefill]
         decoding = starts[~is_prefill]
         return cls(
             int(tokens.sum()),
             float((tokens * (before + (tokens + 1) / 2)).sum()),
-            len(decoding),
+            len(decoding) + num_drafts,
             int(decoding.sum()) + len(decoding),
             num_copied,
             num_started,

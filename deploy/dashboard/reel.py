@@ -172,6 +172,7 @@ HELP = {
     "max_waiting": "Prompts inside schedule, at most.",
     "scheduler": "Who comes first.",
     "priority_ageing_s": "Seconds of waiting that are worth one priority.",
+    "most_drafts": "Tokens that are drafted in a step, at most; 0: nobody drafts.",
 }
 
 

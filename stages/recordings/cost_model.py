@@ -162,11 +162,17 @@ def _contents(told: Fields) -> tuple[int, StepContents]:
     step, least, most = given.whole("step"), -(2**31), 2**31 - 1
     starts = np.array(given.wholes("starts_less_step", most, least), np.int64) + step
     num_tokens = np.array(given.wholes("num_tokens", most), np.int32)
+    drafts = [0] * len(num_tokens) if told.get("num_drafts") is None else given.wholes("num_drafts", most)
     copies, started = told.get("copies"), told.get("started")
-    if len(starts) != len(num_tokens) or not isinstance(copies, list) or not isinstance(started, list):
+    if (
+        not len(starts) == len(num_tokens) == len(drafts)
+        or not isinstance(copies, list)
+        or not isinstance(started, list)
+    ):
         raise Wrong("grant: must have a start for each row, and say what it copies and starts")
     num_copied = sum(len(copy[1]) for copy in copies if _is_copy(copy))
-    return step, StepContents.of(starts, num_tokens, num_copied, len(started))
+    certain = num_tokens - np.array(drafts, np.int32)
+    return step, StepContents.of(starts, certain, num_copied, len(started), sum(drafts))
 
 
 def _is_copy(told: Any) -> bool:

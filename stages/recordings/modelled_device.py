@@ -89,7 +89,7 @@ class ModelledDevice:
         is_finished = places + 1 >= self._num_wanted[rows]
         self._is_over[rows] = is_finished
         columns = (rows, self._sequence_id[rows], places, self._zeros[: len(rows)], is_finished)
-        return StepDone(grant.step, *columns, int(took_s * 1e6))
+        return StepDone(grant.step, *columns, took_us=int(took_s * 1e6))
 
     def _steady_of(self, grant: StepGrant, done: StepDone, contents: StepContents) -> _Steady | None:
         num_left = int((self._num_wanted[done.slots] - self._num_generated[done.slots]).min()) - 1
@@ -106,7 +106,7 @@ class ModelledDevice:
         steady.num_left -= 1
         if not steady.num_left:
             self._settle()
-        return StepDone(step, *columns, int(took_s * 1e6))
+        return StepDone(step, *columns, took_us=int(took_s * 1e6))
 
     def _settle(self) -> None:
         """Rows come or go: writes down how far they have come."""

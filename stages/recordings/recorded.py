@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from ..messages import Rates, StepDone, StepVoid, TokenRequest
+from ..messages import Guess, Rates, StepDone, StepVoid, TokenRequest
 from .recording import (
     READABLE,
     VERSION,
@@ -25,12 +25,14 @@ from .recording import (
     read_add,
     read_done,
     read_engine,
+    read_guess,
 )
 from .recording import read_void as _read_void
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_ITEMS = 65_536  # of a list in a line
 END_CAUSES = 512  # characters
+NO_DRAFTS: Fields = {"num_drafts": None}  # of recordings from before there were any
 
 
 class RecordingError(ValueError):
@@ -50,7 +52,7 @@ class ScheduleCall:
 
     line: int
     time_s: float  # since the recording began
-    taken: Sequence[TokenRequest | StepDone | StepVoid | ReportTaken]
+    taken: Sequence[TokenRequest | StepDone | StepVoid | ReportTaken | Guess]
     lane: Sequence[tuple[int, str]]  # (sequence, cause), in order
     plans: Sequence[Fields]
     failed: Sequence[int]  # sequences given up
@@ -146,11 +148,13 @@ class Recording:
 
     def _schedule(self, number: int, time_s: float, told: dict[str, Any], unchanged: Unchanged) -> ScheduleCall:
         taken = [self._taken(item, unchanged) for item in _objects(told, "in")]
-        plans = [unchanged.put_back("plan", plan) for plan in _objects(told, "plans")]
+        plans = [NO_DRAFTS | {"accepted": []} | unchanged.put_back("plan", plan) for plan in _objects(told, "plans")]
         failed = Given("schedule", {"failed": [], **told}).wholes("failed", 2**53)
         return ScheduleCall(number, time_s, taken, _lane(told), plans, failed)
 
-    def _taken(self, item: dict[str, Any], unchanged: Unchanged) -> TokenRequest | StepDone | StepVoid | ReportTaken:
+    def _taken(
+        self, item: dict[str, Any], unchanged: Unchanged
+    ) -> TokenRequest | StepDone | StepVoid | ReportTaken | Guess:
         if "add" in item:
             return read_add(_object(item, "add"), self.engine)
         if "done" in item:
@@ -159,13 +163,16 @@ class Recording:
             return _read_void(_object(item, "void"))
         if "report" in item:
             return ReportTaken(Given("in", item).whole("report"))
-        raise Wrong("schedule.in: each must be one of add, done, void and report")
+        if "guess" in item:
+            return read_guess(_object(item, "guess"), self.engine)
+        raise Wrong("schedule.in: each must be one of add, done, void, report and guess")
 
     def _allocate(self, number: int, time_s: float, told: dict[str, Any], unchanged: Unchanged) -> AllocateCall:
         reports, grants = [], []
         for answer in _objects(told, "answers"):
             reports.append(unchanged.put_back("report", _object(answer, "report")))
-            grants.append(unchanged.put_back("grant", _object(answer, "grant")) if "grant" in answer else None)
+            granted = unchanged.put_back("grant", _object(answer, "grant")) if "grant" in answer else None
+            grants.append(None if granted is None else NO_DRAFTS | granted)
         return AllocateCall(number, time_s, _rates(told), reports, grants)
 
 

@@ -18,7 +18,7 @@ import orjson
 
 from ...runtime.env import Env, Worker
 from ...runtime.log import get_logger
-from ..messages import Ints, PlanReport, Rates, StepDone, StepGrant, StepPlan, StepVoid, TokenRequest
+from ..messages import Guess, Ints, PlanReport, Rates, StepDone, StepGrant, StepPlan, StepVoid, TokenRequest
 from .recording import (
     VERSION,
     Fields,
@@ -27,6 +27,7 @@ from .recording import (
     add_fields,
     done_fields,
     grant_fields,
+    guess_fields,
     plan_fields,
     report_fields,
     void_fields,
@@ -223,6 +224,8 @@ class _Encoder:
                 return {"void": void_fields(message)}
             case PlanReport():
                 return {"report": message.step}
+            case Guess():
+                return {"guess": guess_fields(message)}
             case _:
                 raise TypeError(f"schedule was given {type(message).__name__}, of which a recording knows nothing")
 
@@ -240,9 +243,21 @@ class _Encoder:
         if self._veil is None:
             return done.token_ids.astype("int32")
         ids = done.sequence_ids.tolist()
-        token_ids = self._veil.go_on(ids, done.token_ids)
+        token_ids = self._veil.go_on(ids, done.token_ids) if done.most_tokens == 1 else self._go_on_by_runs(done)
         for row in done.is_finished.nonzero()[0].tolist():
             self._veil.end(ids[row])
+        return token_ids
+
+    def _go_on_by_runs(self, done: StepDone) -> Ints:
+        """Of several tokens of one answer each goes on from the one before."""
+        assert self._veil is not None
+        nth = np.zeros(len(done.slots), np.intp)  # token of its sequence, in this step
+        for row in range(1, len(nth)):
+            nth[row] = nth[row - 1] + 1 if done.slots[row] == done.slots[row - 1] else 0
+        token_ids = np.zeros(len(nth), np.int32)
+        for each in range(int(nth.max(initial=-1)) + 1):
+            rows = np.flatnonzero(nth == each)
+            token_ids[rows] = self._veil.go_on(done.sequence_ids[rows].tolist(), done.token_ids[rows])
         return token_ids
 
     def _allocate(self, batch: Sequence[Any], answers: Sequence[Answer]) -> Fields:

@@ -1,8 +1,8 @@
 """What a recording is: JSON lines that say what schedule and allocate were told, in order, and what they decided.
 
     {"millrace_recording": 2, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...}}
-    {"t": 1.25, "schedule": {"in": [{"add": {...}}, {"done": {...}}, {"report": 7}], "lane": [[3, "cancel"]],
-                             "plans": [{...}], "failed": []}}
+    {"t": 1.25, "schedule": {"in": [{"add": {...}}, {"done": {...}}, {"report": 7}, {"guess": {...}}],
+                             "lane": [[3, "cancel"]], "plans": [{...}], "failed": []}}
     {"t": 1.25, "allocate": {"rates": [[copy_s, compute_s]], "answers": [{"report": {...}, "grant": {...}}]}}
     {"t": 1.25, "reset_prefix_cache": 12}
     {"t": 9.00, "end": "closed"}
@@ -11,7 +11,8 @@ One line is one call of a stage's `handle`; `t` is in seconds since the recordin
 on the engine's clock, on which that was `began_s`. A message is an object with the fields of `messages.py`; one that is
 as in the message of its kind before is left out (`Unchanged`). Positions and places are written less the step's number,
 so that rows which go on decoding do not change. Prompts and answers are there as numbers that show what is alike and
-not what it says (`veil.py`), unless ids were asked for.
+not what it says (`veil.py`), unless ids were asked for. Of guesses and drafts only is told how many tokens they are:
+nothing that is decided depends on more.
 
 This file knows the format, both ways, and no file: `recorder.py` writes one, `recorded.py` reads one. Nothing read here
 is trusted.
@@ -20,14 +21,16 @@ is trusted.
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..config import EngineConfig
+from ..config import MAX_SPECULATIVE_TOKENS, EngineConfig
 from ..messages import (
+    Guess,
     Indices,
     Ints,
     PlanReport,
@@ -41,6 +44,7 @@ from ..messages import (
 from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pooling import PoolingParams
+from ..speculation import num_speculative_tokens
 
 VERSION = 2  # 1: before steps told their time, which nothing was decided by
 READABLE = (1, VERSION)
@@ -85,11 +89,13 @@ class RecordedEngine:
     scheduler: str
     priority_ageing_s: float | None
     itl_target_ms: float = 0.0  # 0: none
+    most_drafts: int = 0  # in a step; 0: nobody drafts
 
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
         """That of an engine with this configuration and these sizes."""
         settled = {
+            "most_drafts": num_speculative_tokens(config, info),
             "num_blocks": info.num_blocks,
             "num_host_blocks": info.num_host_blocks,
             "block_size": info.block_size,
@@ -161,6 +167,8 @@ def plan_fields(plan: StepPlan) -> Fields:
         "num_reserved": None if plan.num_reserved is None else plan.num_reserved,
         "is_decode": plan.is_decode,
         "allows_partial": plan.allows_partial,
+        "num_drafts": None if plan.drafts is None else plan.drafts.counts,
+        "accepted": [list(each) for each in plan.accepted],
         "started": [[each.slot, each.sequence_id, len(each.token_ids)] for each in plan.started],
         "ended": list(plan.ended),
         "preempted": list(plan.preempted),
@@ -201,6 +209,7 @@ def grant_fields(grant: StepGrant) -> Fields:
         "table_places": grant.table_places,
         "table_blocks": grant.table_blocks,
         "is_decode": grant.is_decode,
+        "num_drafts": None if grant.drafts is None else grant.drafts.counts,
         "started": [[each.slot, each.sequence_id, each.num_cached, each.num_shared] for each in grant.started],
         "copies": [[int(copy.direction), copy.sources.tolist(), copy.destinations.tolist()] for copy in grant.copies],
     }
@@ -217,8 +226,20 @@ def done_fields(done: StepDone, token_ids: Ints | None) -> Fields:
         "sequence_ids": done.sequence_ids,
         "places_less_step": (done.places - done.step),
         "finished": np.flatnonzero(done.is_finished),
+        "most_tokens": done.most_tokens,
         "token_ids": None if token_ids is None else to_base64(token_ids),
         "took_us": done.took_us,
+    }
+
+
+def guess_fields(guess: Guess) -> Fields:
+    """A guess; its tokens are nothing that schedule looks at."""
+    return {
+        "slot": guess.slot,
+        "sequence_id": guess.sequence_id,
+        "num_known": guess.num_known,
+        "num_tokens": len(guess.token_ids),
+        "is_sure": guess.is_sure,
     }
 
 
@@ -333,6 +354,7 @@ def read_engine(values: Any) -> RecordedEngine:
         scheduler=given.text("scheduler"),
         priority_ageing_s=None if ageing is None else given.number("priority_ageing_s"),
         itl_target_ms=given.number("itl_target_ms"),
+        most_drafts=Given("engine", {"most_drafts": 0, **given.values}).whole("most_drafts", 0, MAX_SPECULATIVE_TOKENS),
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
@@ -351,15 +373,31 @@ def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
     count = len(slots)
     sequence_ids = given.wholes("sequence_ids", 2**53)
     places = _indices(given.wholes("places_less_step", engine.max_model_len, -(2**31))) + step
-    if len(sequence_ids) != count or len(places) != count or len(set(slots)) != count:
-        raise Wrong("done: must have a slot, a sequence and a place for each row, and no slot twice")
+    most_tokens = Given("done", {"most_tokens": 1, **values}).whole("most_tokens", 1, engine.block_size)
+    most_rows = max(Counter(slots).values(), default=0)
+    if len(sequence_ids) != count or len(places) != count or most_rows > most_tokens:
+        raise Wrong(
+            "done: must have a slot, a sequence and a place for each row, and no slot more than most_tokens times"
+        )
     if count and (int(places.min()) < 0 or int(places.max()) >= engine.max_model_len):
         raise Wrong(f"done: places must be from 0 to {engine.max_model_len - 1}")
     is_finished = np.zeros(count, np.bool_)
     is_finished[given.wholes("finished", count - 1)] = True
     token_ids = given.tokens("token_ids", count).astype(np.intp)
     columns = (_indices(slots), np.array(sequence_ids, np.int64), places, token_ids, is_finished)
-    return StepDone(step, *columns, given.whole("took_us", 0, 2**53))
+    return StepDone(step, *columns, most_tokens, given.whole("took_us", 0, 2**53))
+
+
+def read_guess(values: Mapping[str, Any], engine: RecordedEngine) -> Guess:
+    """A guess, of which tokens 0 stand for what they were."""
+    given = Given("guess", values)
+    return Guess(
+        given.whole("slot", 0, engine.max_num_seqs - 1),
+        given.whole("sequence_id", 0, 2**53),
+        given.whole("num_known", 1, engine.max_model_len),
+        np.zeros(given.whole("num_tokens", 0, engine.most_drafts), np.intp),
+        given.flag("is_sure"),
+    )
 
 
 def read_void(values: Mapping[str, Any]) -> StepVoid:

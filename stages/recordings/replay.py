@@ -79,6 +79,7 @@ class Core:
             steps_in_flight=engine.steps_in_flight,
             enable_chunked_prefill=engine.enable_chunked_prefill,
             itl_target_ms=engine.itl_target_ms,
+            num_speculative_tokens=engine.most_drafts,
         )
         cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching else None
         host = HostTier(engine.num_host_blocks, engine.block_size) if engine.num_host_blocks else None

@@ -42,7 +42,8 @@ class Millrace:
         from millrace.stages import Engine, EngineConfig
 
         self.loop = asyncio.new_event_loop()
-        config = EngineConfig(model=str(folder), device=device, max_model_len=2048, max_num_seqs=64)
+        sizes = {"max_model_len": 2048, "max_num_seqs": 64}
+        config = EngineConfig(model=str(folder), device=device, speculation="off", **sizes)  # random weights repeat
         self.engine = Engine(config)
         self.loop.run_until_complete(self.engine.start())
 

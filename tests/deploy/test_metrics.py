@@ -11,7 +11,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.metrics import Metrics
 from millrace.deploy.service import Service
 from millrace.stages import EngineConfig, SamplingParams
-from millrace.stages.testing import ScriptedEngine, scripted_engine
+from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
 from tests.deploy.running import RunningServer, post_bytes, send
 
 TEXT = "/v1/completions"
@@ -161,3 +161,26 @@ def test_no_client_can_add_a_series(server: RunningServer):
         server.get(f"/path/{i}", method=f"M{i}")
         server.post(TEXT, {"prompt": "a", "model": f"m{i}", "user": f"u{i}", "max_tokens": 1})
     assert set(scrape(server)) == before
+
+
+def test_drafts_and_what_was_right_of_them_have_the_names_that_vllm_gives_them():
+    async def run() -> None:
+        script = Script(eos_probability=0.0, period=3)
+        async with scripted_engine(script=script, speculation="ngram", num_speculative_tokens=3) as engine:
+            service = Service(ServerConfig())
+            metrics = Metrics(service)
+            service.attach(engine)
+            metrics.watch(engine)
+            params = SamplingParams(max_tokens=60)
+            async for _ in engine.generate("abc", params):
+                pass
+            samples, told = samples_of(metrics.render().decode()), engine.scheduler.speculation
+            assert of(samples, "vllm:spec_decode_num_drafts_total") == told.num_drafts > 5
+            assert of(samples, "vllm:spec_decode_num_draft_tokens_total") == told.num_draft_tokens
+            assert of(samples, "vllm:spec_decode_num_accepted_tokens_total") == told.num_accepted_tokens > 10
+            for position, count in enumerate(told.num_accepted_at):
+                by_place = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+                assert of(samples, by_place, position=str(position)) == count
+            assert of(samples, "millrace:num_requests_drafting") == 0
+
+    asyncio.run(run())

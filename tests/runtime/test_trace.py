@@ -65,7 +65,7 @@ def test_numbers_of_kinds_never_change():
             "PARKED": 66,
             "KV_RANGE": 67,
         },
-        **{"KV_POOL": 68, "UNPARKED": 69, "LOOP_LAG": 80, "GC_PAUSE": 81},
+        **{"KV_POOL": 68, "UNPARKED": 69, "LOOP_LAG": 80, "GC_PAUSE": 81, "STEP_DRAFTED": 23},
     }
 
 

@@ -30,6 +30,7 @@ FOUND_BY = {  # seeds that are known to find it, tried first: the others take a 
     "fork_source_reused_while_copied": (42,),
     "swap_kept_despite_void": (98,),
     "moved_despite_void": (42,),
+    "drafting_rows_run_ahead": (21,),
 }
 
 _pool: ProcessPoolExecutor | None = None

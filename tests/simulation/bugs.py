@@ -15,6 +15,7 @@ from millrace.runtime.bells import BellTower
 from millrace.runtime.channel import Channel
 from millrace.runtime.exit import Exit
 from millrace.stages import prefix
+from millrace.stages.allocator import Allocator
 from millrace.stages.blocks import BlockPool
 from millrace.stages.followers import Followers
 from millrace.stages.holdings import Holdings
@@ -22,6 +23,7 @@ from millrace.stages.host import HostTier
 from millrace.stages.lives import Lives
 from millrace.stages.messages import Ints, StepPlan
 from millrace.stages.outbox import Choice, RequestOutbox
+from millrace.stages.runs import NO_DRAFT, Runs
 from millrace.stages.scheduler import Scheduler
 from millrace.stages.sequences import State
 from millrace.stages.sharing import Sharing
@@ -416,6 +418,70 @@ def moved_despite_void() -> AbstractContextManager[None]:
     return _changed(HostTier, "settle", change)
 
 
+def trusted_drafts() -> AbstractContextManager[None]:
+    """The token behind the first draft that was wrong counts, too."""
+
+    def change(that_count: Any) -> Any:
+        def trusting(self: Runs, token_ids: Any) -> Any:
+            rows = that_count(self, token_ids)
+            more = rows[self.drafts[rows] != NO_DRAFT] + 1
+            return np.union1d(rows, more)
+
+        return trusting
+
+    return _changed(Runs, "that_count", change)
+
+
+def drafts_computed_for_good() -> AbstractContextManager[None]:
+    """What a step drafts counts as computed, right or wrong."""
+
+    def change(serve: Any) -> Any:
+        def gullible(self: Allocator, plan: StepPlan) -> Any:
+            grant, report = serve(self, plan)
+            if grant is not None and grant.drafts is not None:
+                self.tables.num_tokens[grant.slots] += grant.drafts.counts
+            return grant, report
+
+        return gullible
+
+    def change_note(take_note: Any) -> Any:
+        def deaf(self: Holdings, plan: StepPlan) -> None:
+            take_note(self, replace(plan, accepted=()))
+
+        return deaf
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with _changed(Allocator, "serve", change), _changed(Holdings, "take_note", change_note):
+            yield
+
+    return planted()
+
+
+def accepted_drafts_forgotten() -> AbstractContextManager[None]:
+    """Allocate does not hear of drafts that were accepted."""
+
+    def change(take_note: Any) -> Any:
+        def deaf(self: Holdings, plan: StepPlan) -> None:
+            take_note(self, replace(plan, accepted=()))
+
+        return deaf
+
+    return _changed(Holdings, "take_note", change)
+
+
+def drafting_rows_run_ahead() -> AbstractContextManager[None]:
+    """A row is planned again before it is known how many of its drafts were right."""
+
+    def change(held: Any) -> Any:
+        def hasty(self: Scheduler, slots: Any, *, is_drafting_time: bool) -> Any:
+            return np.zeros(len(slots), np.bool_)
+
+        return hasty
+
+    return _changed(Scheduler, "_held", change)
+
+
 BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     bug.__name__: bug
     for bug in (
@@ -443,5 +509,9 @@ BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
         half_a_block_forgotten,
         parked_for_good,
         moved_despite_void,
+        trusted_drafts,
+        drafts_computed_for_good,
+        accepted_drafts_forgotten,
+        drafting_rows_run_ahead,
     )
 }

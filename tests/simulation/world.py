@@ -72,6 +72,7 @@ class Setup:
     policy: str
     config: EngineConfig
     eos_probability: float
+    period: int | None  # of answers that repeat themselves
     capacities: tuple[int, ...]  # of the edges that wait, in their order; the last is the door's
     max_waiting: int  # prompts inside schedule
     device_delay_s: float
@@ -111,6 +112,10 @@ def draw_setup(seed: int) -> Setup:
         max_admitted_requests=dice.choice([4] + [1000] * 7),
         max_waiting_requests=dice.choice([2] + [1000] * 7),
         tokenizer_workers=dice.choice([1, 2]),
+        speculation=Random(f"drafts/{seed}").choice(["off", "ngram", "ngram"]),
+        num_speculative_tokens=Random(f"drafted/{seed}").choice([1, 7, 15, 31]),
+        prompt_lookup_max=Random(f"lookup/{seed}").choice([1, 1, 3]),
+        prompt_lookup_min=1,
     )
     is_tight = Random(f"tight/{seed}").random() < 0.3  # many at once, in hardly more memory than one needs
     if is_tight:
@@ -128,6 +133,7 @@ def draw_setup(seed: int) -> Setup:
         policy=dice.choice(POLICIES),
         config=config,
         eos_probability=dice.choice([0.0, 0.01, 0.2]) * (not is_tight),
+        period=Random(f"period/{seed}").choice([None, 1, 3, 5]),
         capacities=tuple(dice.choice([1, 1, 2, 5]) for _ in range(5)),
         max_waiting=dice.choice([1, 1, 4, 512]),
         device_delay_s=dice.choice([0.0001, 0.01, 0.5]),
@@ -298,7 +304,7 @@ class World:
     def __init__(self, setup: Setup, env: SimEnv) -> None:
         self.setup = setup
         self.env = env
-        self.script = Script(key=setup.seed, eos_probability=setup.eos_probability)
+        self.script = Script(key=setup.seed, eos_probability=setup.eos_probability, period=setup.period)
         self.parts = self._build()
         self.report = Report()
         self.ends: Counter[str] = Counter()
@@ -372,7 +378,10 @@ class World:
         states["evicted"] += self.parts.allocate.allocator.pool.num_evicted > 0
         if grant is not None:
             states["chunk"] += int((~grant.is_sampled).any())
-            states["mixed step"] += bool((grant.num_tokens > 1).any() and (grant.num_tokens == 1).any())
+            states["mixed step"] += bool((grant.num_certain > 1).any() and (grant.num_certain == 1).any())
+            states["drafted"] += grant.drafts is not None
+        states["drafts accepted"] += bool(plan.accepted)
+        states["drafts left out"] += plan.drafts is not None and grant is not None and grant.drafts is None
 
     def _note_swaps(self, plan: Any, grant: Any, report: Any) -> None:
         host, states = self.parts.allocate.allocator.host, self.report.states

@@ -14,7 +14,7 @@ from millrace.runtime.simloop import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
-from millrace.stages.testing import ScriptedPipeline, scripted_pipeline
+from millrace.stages.testing import Script, ScriptedPipeline, scripted_pipeline
 
 TIGHT = EngineConfig(
     max_model_len=96,
@@ -54,12 +54,13 @@ def record(
     config: EngineConfig = TIGHT,
     look: Callable[[ScriptedPipeline], object] | None = None,
     device_s: tuple[float, float] = (0.001, 0.02),
+    script: Script | None = None,
 ) -> ScriptedPipeline:
     """A recording of a simulated run; the pipeline as it was left. `look` is called after each
     call of schedule and allocate; each phase of a step takes `device_s`, from and to."""
 
     async def live(env: SimEnv) -> ScriptedPipeline:
-        parts = scripted_pipeline(config, env=env)
+        parts = scripted_pipeline(config, script, env)
         recorder = parts.record(path, config, env)
         if look is not None:
             _look_after_each_call(parts, look)

@@ -19,7 +19,7 @@ from millrace.runtime.testing import sim_test
 from millrace.stages.arrays import Array, arrays_of
 from millrace.stages.device import Device
 from millrace.stages.execute import Execute
-from millrace.stages.messages import BlockCopy, Direction, StepGrant
+from millrace.stages.messages import BlockCopy, Direction, Drafts, StepGrant
 from millrace.stages.runner import ModelRunner
 from millrace.stages.sampling import Sampler
 from tests.model.checkpoints import make_checkpoint
@@ -304,3 +304,20 @@ def test_the_stages_need_no_torch():
     )
     code = f"import sys\nfor name in {names}: __import__('millrace.stages.' + name)\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_drafts_stand_behind_the_newest_token_and_each_has_logits(make: Make):
+    runner, decoder = make()
+    news = [started(slot, (1, 2, 3)) for slot in (0, 1, 2)]
+    runner.forward(grant([(s, 0, 3, True) for s in (0, 1, 2)], started=news, tables=table(0, 3) + table(1, 4, 5)))
+    drafts = Drafts(ints(2, 0, 0), np.array([41, 42]))
+    runner.forward(
+        replace(grant([(0, 3, 3, True), (1, 3, 1, True), (2, 0, 2, False)], started=news[2:]), drafts=drafts)
+    )
+    inputs = decoder.inputs[1]
+    assert inputs.num_decode == 1 and inputs.query_starts.tolist() == [0, 1, 4, 6]
+    assert [token for token, _, _ in tokens_of(inputs, 0)] == [101]
+    assert [(token, position) for token, position, _ in tokens_of(inputs, 1)] == [(100, 3), (41, 4), (42, 5)]
+    assert [token for token, _, _ in tokens_of(inputs, 2)] == [1, 2]
+    assert inputs.logits_rows.tolist() == [1, 2, 3, 0]  # in the order of the grant
+    assert inputs.lengths.tolist() == [4, 6, 2]

@@ -121,12 +121,13 @@ def test_aborting_ends_a_request_and_frees_its_blocks(scripted: Any) -> None:
 def test_tokens_one_by_one_and_many_at_once_are_the_same(
     contexts: list[int], seed: int, key: int, may_end: bool
 ) -> None:
-    script = Script(key=key, eos_probability=0.3)
     count = len(contexts)
-    together = script.next_tokens(
-        np.array(contexts, np.uint64), np.full(count, seed, np.uint64), np.full(count, may_end)
-    )
-    assert together.tolist() == [script.next_token(context, seed, may_end) for context in contexts]
+    seeds, places = np.full(count, seed, np.uint64), np.arange(count)
+    for period in (None, 2):
+        script = Script(key=key, eos_probability=0.3, period=period)
+        together = script.next_tokens(np.array(contexts, np.uint64), seeds, places, np.full(count, may_end))
+        one_by_one = [script.next_token(context, seed, place, may_end) for place, context in enumerate(contexts)]
+        assert together.tolist() == one_by_one
 
 
 # -- what the device notices

@@ -32,7 +32,8 @@ NUM_ROUNDS = 3
 
 async def measure(model: str, threads: int | None, batches: tuple[int, ...] = BATCHES) -> list[dict[str, float]]:
     """A row a batch: the median of some rounds, by the time of a step. Empty where torch computes the steps."""
-    config = EngineConfig(model=model, device="cpu", threads=threads, max_model_len=2048, max_num_seqs=max(batches))
+    sizes = {"max_model_len": 2048, "max_num_seqs": max(batches)}
+    config = EngineConfig(model=model, device="cpu", threads=threads, speculation="off", **sizes)  # type: ignore[arg-type]
     async with Engine(config) as engine:
         if engine.info.attention_backend != "native":
             return []

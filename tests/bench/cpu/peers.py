@@ -107,6 +107,7 @@ def our_contenders(model: str, threads: int, version: str) -> list[Contender]:
     """This engine, in process and served."""
     python = sys.executable
     sizes = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--threads", str(threads)]
+    sizes += ["--speculation", "off"]  # random weights repeat themselves: drafts would have it too easy
     serve = [python, "-m", "millrace.deploy", "serve", model, "--port", "{port}", "--device", "cpu", *sizes]
     return [
         InProcess(OURS, "millrace", python, model, threads, version=version, leaves_out=NO_W4),

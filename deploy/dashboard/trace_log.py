@@ -131,7 +131,7 @@ class StepFold:
         return [_End(step, time_ns, took_us, opened[step - first]) for step, time_ns, took_us in told]
 
     def _take_singly(self, of_steps: Records) -> list[_End]:
-        ends = []
+        ends: list[_End] = []
         for time_ns, kind, _, step, a, b, c, d in of_steps.tolist():
             match kind:
                 case EventKind.STEP_PLANNED:

@@ -141,9 +141,8 @@ class StepFold:
                     opened.num_rows, opened.num_tokens, opened.num_decode, opened.num_free = a, b, c, d
                 case EventKind.STEP_DONE | EventKind.STEP_VOID:
                     is_void = kind == EventKind.STEP_VOID
-                    ends.append(
-                        _End(step, time_ns, 0 if is_void else c, self._open.pop(step, None) or _Open(), is_void)
-                    )
+                    begun = self._open.pop(step, None)
+                    ends.append(_End(step, time_ns, 0 if is_void else c, begun or _Open(), is_void))
                 case EventKind.PREEMPTED:
                     self._open.setdefault(step, _Open()).num_preempted += 1
                 case EventKind.REQUEST_ACCEPTED:

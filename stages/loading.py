@@ -185,9 +185,9 @@ def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
 def _native_only(config: EngineConfig) -> str | None:
     """What is asked for that only the native library does, and what to do without it; None: nothing."""
     if config.quantization is not None:
-        return f"quantization = {config.quantization} (leave it out, or use a CPU and attention_backend = auto)"
+        return f"quantization = {config.quantization} (leave it out, or use device = cpu with attention_backend = auto)"
     if config.kv_cache_dtype != "auto":
-        return f"kv_cache_dtype = {config.kv_cache_dtype} (use auto, or a CPU and attention_backend = auto)"
+        return f"kv_cache_dtype = {config.kv_cache_dtype} (use auto, or device = cpu with attention_backend = auto)"
     return None
 
 

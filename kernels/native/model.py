@@ -34,7 +34,6 @@ _TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 _CACHE_TYPES: dict[CacheDType, type[np.generic]] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
 GROUP_SIZE = 32  # of int4
 _MAX_HEAD_DIM = 1024
-_MAX_GROUP_SIZE = 256
 
 _PROBLEMS = {
     1: "an input id is not in the vocabulary",
@@ -152,8 +151,8 @@ class NativeModel:
         Raises UnsupportedModelError, and NativeUnavailableError if the library cannot be had.
         """
         shape.check()
-        if group_size < 2 or group_size % 2 or group_size > _MAX_GROUP_SIZE:
-            raise ValueError(f"group_size = {group_size}: must be even and at most {_MAX_GROUP_SIZE}")
+        if group_size < 2 or group_size % 2:
+            raise ValueError(f"group_size = {group_size}: must be even, as numbers are kept in pairs")
         self.shape, self.dtype, self.quantization = shape, dtype, quantization
         self.cache_dtype = cache_dtype or dtype
         self.instruction_set = library.choose_instruction_set(instruction_set)

@@ -66,7 +66,7 @@ def test_an_embedding_that_is_not_the_head_stays_as_it_is_and_the_head_of_int4_i
         untied.matrix("model.embed_tokens.weight", 70, 64)
 
 
-@pytest.mark.parametrize("group_size", [20, 32, 72, 256])
+@pytest.mark.parametrize("group_size", [20, 32, 72, 400])
 def test_int4_groups_are_levels_of_one_scale_and_nearer_than_by_their_largest_number_alone(group_size: int) -> None:
     tensor = checkpoint("tied").tensors[DOWN]
     model = checkpoint("tied").load("bfloat16", quantization="int4", group_size=group_size, num_threads=1)

@@ -42,8 +42,8 @@ inline bf16 to_int8(const float* x, int64_t count, int8_t* codes) {
     return scale;
 }
 
-// `count` numbers, at most 256, as codes of `LEVELS` times the scale that is returned: of some scales about the one that
-// makes the largest of them the lowest level, the one with the least sum of squared errors.
+// `count` numbers as codes of `LEVELS` times the scale that is returned: of some scales about the one that makes the
+// largest of them the lowest level, the one with the least sum of squared errors.
 bf16 to_int4(const float* x, int64_t count, uint8_t* codes);
 
 }  // namespace millrace

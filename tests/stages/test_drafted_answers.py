@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace.stages import Engine, EngineConfig, SamplingParams
@@ -68,3 +69,25 @@ def test_answers_are_the_same_when_memory_runs_out():
     drafted, scheduler = asyncio.run(run(speculation="ngram"))
     assert drafted == without
     assert scheduler.num_preemptions > 0 and scheduler.speculation.num_accepted_tokens > 20
+
+
+@pytest.mark.slow
+def test_vectors_that_are_made_beside_drafts_are_what_they_are_alone():
+    """Of a prompt of one token, which is in a step with a row that drafts, and has no logits."""
+
+    async def run() -> None:
+        fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_seqs": 4}
+        lookup = {"speculation": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1, "num_speculative_tokens": 15}
+        async with Engine(EngineConfig(**fields, **lookup)) as engine:
+            way: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 200}
+            alone = await answer(engine, PROMPTS[2], **way), await engine.embed([70])
+            num_drafts = engine.scheduler.speculation.num_drafts
+            answering = asyncio.create_task(answer(engine, PROMPTS[2], **way))
+            vectors = []
+            while not answering.done():
+                vectors.append(await engine.embed([70]))
+            assert await answering == alone[0] and len(vectors) > 1
+            assert engine.scheduler.speculation.num_drafts > num_drafts
+            assert all(np.array_equal(vector.embedding, alone[1].embedding) for vector in vectors)
+
+    asyncio.run(run())

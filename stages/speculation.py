@@ -36,7 +36,7 @@ LEAST_SCORE = 1.0  # drafts accepted a step, where nobody runs ahead
 
 
 def num_speculative_tokens(config: EngineConfig, info: ModelInfo) -> int:
-    """Drafts of a step, at most; 0: nobody drafts. On by itself where it was measured to pay: the native step on a CPU,
+    """Drafts of a step, at most; 0: nobody drafts. "auto" means the native step on a CPU,
     in which a few rows more cost little, as one row reads all weights."""
     is_on = config.speculation == "ngram" or (config.speculation == "auto" and info.attention_backend == "native")
     return config.num_speculative_tokens if is_on else 0

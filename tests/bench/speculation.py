@@ -29,7 +29,7 @@ from millrace.stages import Engine, EngineConfig, SamplingParams
 from .shapes import SHAPES, make_checkpoint
 from .workloads import w1
 
-TEXTS = {"always": 0.0, "often": 0.9, "half": 1.0, "never": 3.0}  # how often the last token comes again -> temperature
+TEXTS = {"always": 0.0, "often": 0.9, "half": 1.0, "never": 2.0}  # how often the last token comes again -> temperature
 BATCHES = (1, 2, 3)  # with the last one nobody drafts
 NUM_ANSWER = 128
 

@@ -405,7 +405,7 @@ def test_a_run_of_tokens_is_hidden_as_they_would_be_one_by_one():
 
 def test_code_of_ones_own_between_logits_and_tokens_switches_it_off_unless_it_was_asked_for():
     assert Engine(logits_processor=LogitsProcessor(), speculation="ngram").config.speculation == "off"
-    engine = Engine()
+    engine = Engine(speculation="auto")
     engine.replace("tokenize", Sample(None, None))  # type: ignore[arg-type]
     assert engine.config.speculation == "auto"
     engine.replace("sample", Sample(None, None))  # type: ignore[arg-type]

@@ -61,16 +61,32 @@ def test_the_admins_routes_are_checked_as_all_others():
 
 
 def test_a_key_that_begins_right_takes_no_longer_than_one_that_does_not():
+    """A difference that is there shows in every round; where a text lies in memory makes one that comes and goes."""
+    found = []
+    for seed in range(3):
+        found.append(welch_t(*timings(random.Random(seed))))
+        if abs(found[-1]) < 4.5:
+            return
+    raise AssertionError(f"t = {found} in three rounds")
+
+
+def timings(order: random.Random) -> tuple[list[float], list[float]]:
+    """Nanoseconds of checks of keys that begin right, and of others, in a random order."""
     checker = Keys([RIGHT, "another-key"])
-    begins_right, is_wrong = Request(RIGHT[:-1] + "x"), Request("x" * len(RIGHT))
-    timings: dict[bool, list[float]] = {True: [], False: []}
-    order = random.Random(1)
+    taken: tuple[list[float], list[float]] = ([], [])
+    requests = [
+        (wrong, Request("x" * len(RIGHT) if wrong else RIGHT[:-1] + "x")) for wrong in order.choices((0, 1), k=400)
+    ]
     for _ in range(count(20_000, full=100_000)):
-        which = order.random() < 0.5
-        timings[which].append(seconds(checker, begins_right if which else is_wrong))
-    first, second = (sorted(values)[: int(len(values) * 0.9)] for values in timings.values())  # without interruptions
+        wrong, request = order.choice(requests)
+        taken[wrong].append(seconds(checker, request))
+    return taken
+
+
+def welch_t(*samples: list[float]) -> float:
+    """Of the means of two samples, each less its slowest tenth, which was interrupted."""
+    first, second = (sorted(values)[: int(len(values) * 0.9)] for values in samples)
     mean_1, mean_2 = sum(first) / len(first), sum(second) / len(second)
     var_1 = sum((value - mean_1) ** 2 for value in first) / (len(first) - 1)
     var_2 = sum((value - mean_2) ** 2 for value in second) / (len(second) - 1)
-    welch_t = (mean_1 - mean_2) / math.sqrt(var_1 / len(first) + var_2 / len(second))
-    assert abs(welch_t) < 4.5
+    return (mean_1 - mean_2) / math.sqrt(var_1 / len(first) + var_2 / len(second))

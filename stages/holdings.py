@@ -214,10 +214,15 @@ class Holdings:
     def _move_out(self, blocks: list[int]) -> None:
         """Cached blocks are taken for something else: what they hold goes to the host as far as there is room."""
         assert self.host is not None and self.sharing is not None
-        cache = self.sharing.cache
+        cache, offloading = self.sharing.cache, self.host.offloading
         moving = [block for block in blocks if not cache.is_tail(block) and not cache.is_on_host(block)]
+        pays = offloading.pays(cache.num_host_hits, self.host.rates)
+        if not pays:
+            moving = [block for block in moving if cache.is_sample(block)]
         places = self.host.adopt(len(moving), self._step, self._generation, self.completed_step)
         moving = moving[: len(places)]
+        if pays:
+            offloading.charge(len(moving))
         for block in set(blocks).difference(moving):
             cache.forget(block)
         for block, place in zip(moving, places.tolist(), strict=True):

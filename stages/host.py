@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from .blocks import BlockPool
 from .messages import NO_INTS, Ints, Rates
+from .offloading import Offloading
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +43,7 @@ class HostTier:
     def __init__(self, num_blocks: int, block_size: int, rates: Rates | None = None) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.rates = rates
+        self.offloading = Offloading(block_size)  # of cached prefixes
         self.num_full = 0  # times that there was no room
         self.num_dear = 0  # times that computing again was cheaper
         self._swapped: dict[int, _Swapped] = {}  # by sequence

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .followers import Followers
+from .followers import TOKEN_BYTES, Followers
 from .messages import Ints
+from .offloading import is_sampled
 
 MIN_TOKENS_TO_WAIT_FOR = 32  # fewer are computed again sooner than the K steps are over that one would wait
 # Fewer are mostly alike by chance, and each copy makes what it is made of the last that is evicted; but if one is left
@@ -29,9 +30,9 @@ Digest = Callable[[bytes, bytes], bytes]  # (key before, tokens) -> key
 
 
 # What is known of a full block: its key; what stands before it, which is the number that the block before was given
-# when it was put in, and for a first block the salt; its tokens [B] i32; its own number. A plain tuple, as the garbage
-# collector leaves those alone: there is one for each block of the pool.
-_Entry = tuple[bytes, int | str, bytes, int]
+# when it was put in, and for a first block the salt; its tokens [B] i32; its own number; whether it is a sample (see
+# `offloading.py`). A plain tuple, as the garbage collector leaves those alone: there is one for each block of the pool.
+_Entry = tuple[bytes, int | str, bytes, int, bool]
 
 
 class _Tier:
@@ -46,7 +47,7 @@ class _Tier:
         block = self.blocks.get(key)
         if block is None:
             return None
-        _, known_before, known_tokens, number = self.entries[block]
+        _, known_before, known_tokens, number, _ = self.entries[block]
         return (block, number) if known_before == before and known_tokens == tokens else None
 
     def put(self, block: int, entry: _Entry) -> None:
@@ -68,7 +69,9 @@ class Chain:
 
     sequence_id: int
     token_ids: Ints  # [P + G] as it started
+    contents: bytes  # the same, i32
     num_known: int  # full blocks of them
+    is_sample: bool  # its blocks are (see `offloading.py`)
     salt: str
     keys: list[bytes]  # of the full blocks of `token_ids`, as far as anybody asked; before them that of the salt
     last: int | str  # number of the last block that was found or put in; at first the salt
@@ -96,6 +99,7 @@ class PrefixCache:
 
     def __init__(self, block_size: int, secret: bytes = b"", digest: Digest | None = None) -> None:
         self.block_size = block_size
+        self._block_bytes = TOKEN_BYTES * block_size
         self.min_tokens_to_wait_for = MIN_TOKENS_TO_WAIT_FOR
         self.min_tokens_to_fork = MIN_TOKENS_TO_FORK
         self.num_queries = 0  # tokens looked up
@@ -117,7 +121,9 @@ class PrefixCache:
         """A sequence that has no block yet."""
         root = self.digest(self._secret, salt.encode())
         num_known = len(token_ids) // self.block_size
-        return Chain(sequence_id, token_ids.astype(np.int32, copy=False), num_known, salt, [root], salt)
+        token_ids = token_ids.astype(np.int32, copy=False)
+        contents = token_ids.tobytes()
+        return Chain(sequence_id, token_ids, contents, num_known, is_sampled(sequence_id), salt, [root], salt)
 
     # -- finding
 
@@ -141,7 +147,7 @@ class PrefixCache:
         if begin >= end:
             return None
         least = min(self.min_tokens_to_fork, end - begin)
-        return self.followers.find(last, chain.token_ids[begin:end].tobytes(), least)
+        return self.followers.find(last, chain.contents[TOKEN_BYTES * begin : TOKEN_BYTES * end], least)
 
     def _run(self, chain: Chain, tier: _Tier, place: int, last: int | str) -> tuple[list[int], int | str]:
         """The blocks of a tier that hold what `chain` has from `place` on, as many as follow each other; and the number
@@ -206,7 +212,7 @@ class PrefixCache:
         if on_host is None:
             self._num_put += 1
         number = self._num_put if on_host is None else on_host[1]  # what stands behind it there goes on being found
-        self._device.put(block, (key, chain.last, tokens, number))
+        self._device.put(block, (key, chain.last, tokens, number, chain.is_sample))
         self.followers.add(block, chain.last, tokens)
         chain.last = number
         return True
@@ -247,8 +253,12 @@ class PrefixCache:
 
     def is_on_host(self, block: int) -> bool:
         """Whether the host has the same as `block` on the device."""
-        key, before, tokens, _ = self._device.entries[block]
+        key, before, tokens, _, _ = self._device.entries[block]
         return self._host.find(key, before, tokens) is not None
+
+    def is_sample(self, block: int) -> bool:
+        """Whether `block` on the device is moved to the host even where that does not pay."""
+        return self._device.entries[block][4]
 
     def move_out(self, block: int, place: int) -> int | None:
         """What is in `block` on the device will be in block `place` on the host, and there alone. Returns the block
@@ -292,7 +302,7 @@ class PrefixCache:
 
     def _check_tier(self, tier: _Tier, keys: dict[int, bytes]) -> None:
         assert len(tier.blocks) == len(tier.entries), "a block has no key, or a key no block"
-        for block, (key, before, tokens, _) in tier.entries.items():
+        for block, (key, before, tokens, _, _) in tier.entries.items():
             assert tier.blocks.get(key) == block, f"block {block} is known by the key of block {tier.blocks.get(key)}"
             root = self.digest(self._secret, before.encode()) if isinstance(before, str) else keys.get(before)
             if root is not None:  # else the block before was forgotten, and this one can not be found
@@ -301,12 +311,14 @@ class PrefixCache:
     # -- keys
 
     def _key(self, chain: Chain, place: int) -> bytes:
-        while len(chain.keys) <= place + 1:
-            chain.keys.append(self.digest(chain.keys[-1], self._tokens(chain, len(chain.keys) - 1)))
-        return chain.keys[place + 1]
+        keys = chain.keys
+        while len(keys) <= place + 1:
+            keys.append(self.digest(keys[-1], self._tokens(chain, len(keys) - 1)))
+        return keys[place + 1]
 
     def _tokens(self, chain: Chain, place: int) -> bytes:
-        return chain.token_ids[place * self.block_size : (place + 1) * self.block_size].tobytes()
+        begin = place * self._block_bytes
+        return chain.contents[begin : begin + self._block_bytes]
 
     def _end_computing(self, chain: Chain, key: bytes) -> None:
         if self._computing.get(key) == chain.sequence_id:

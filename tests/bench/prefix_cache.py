@@ -5,8 +5,9 @@
 1. W3 on a CPU: 16 requests at once with 512 common tokens, 32 of their own and 32 to come, with the cache and without,
    in turn; and the same with nothing in common. There the memory that the cache keeps in use counts, too: 570 MB of
    blocks pass through the processor's caches instead of 210.
-   What the cache itself costs where it finds nothing, `cost`: many short runs, with and without it in turn, of 16
-   prompts of 128 tokens in a pool that they fill either way, so both use the same memory.
+   What the cache itself costs where it finds nothing, `cost`: many short runs, with and without it in turn, of 7
+   prompts of 128 tokens in a pool that they fill either way, so both use the same memory. The shorter the runs, the
+   less of the machine's moods is in a pair.
 2. Tokens found in a trace of prompts (`hash_ids`: 512 tokens each, as Mooncake publishes them), one request after the
    other, beside an exact LRU of as many blocks.
 3. What schedule and allocate take for a decoding step, with a pool of some size full of cached blocks and one of ten
@@ -40,7 +41,9 @@ HASH_TOKENS = 512  # of a hash id in the trace
 BLOCK_SIZE = 16
 PARTS = ("seconds", "cost", "trace", "steps")
 POOL_BLOCKS = 1536  # of the servers: a few runs fill it, and from then on a cache gives up old blocks for new ones
-SHORT_POOL_BLOCKS = 160  # 16 short runs take 144
+SHORT_POOL_BLOCKS = 64  # a short run takes 63
+NUM_SHORT = 7  # prompts of a short run
+COST_WARM_UPS = 10  # runs until what is evicted has shown that it is not found again
 NUM_WARM_UPS = 3  # runs until it is full: before, a cache that never reuses a block pays for its pages' first use
 TRACE_MEMORY = (256_000, 1_024_000, 4_096_000)  # tokens
 
@@ -124,11 +127,11 @@ def cost_without_hits(shape: str, pairs: int) -> dict[str, Any]:
         make_checkpoint(shape, Path(folder))
         servers = {has: Server(Path(folder), has_cache=has, num_blocks=SHORT_POOL_BLOCKS) for has in (True, False)}
         ratios = []
-        for pair in range(NUM_WARM_UPS + pairs):
-            prompts = [draw.integers(300, 15_000, 128).tolist() for _ in range(16)]
+        for pair in range(COST_WARM_UPS + pairs):
+            prompts = [draw.integers(300, 15_000, 128).tolist() for _ in range(NUM_SHORT)]
             order = (True, False) if pair % 2 else (False, True)
-            took = {has: servers[has].seconds(prompts, 8) for has in order}
-            if pair >= NUM_WARM_UPS:
+            took = {has: servers[has].seconds(prompts, 2) for has in order}
+            if pair >= COST_WARM_UPS:
                 ratios.append(took[True] / took[False] - 1)
         for server in servers.values():
             server.close()
@@ -269,7 +272,7 @@ def main() -> None:
     if "seconds" in options.parts:
         figures["seconds"] = seconds_with_and_without(options.shape, options.runs)
     if "cost" in options.parts:
-        figures["cost without hits"] = cost_without_hits(options.shape, 10 * options.runs)
+        figures["cost without hits"] = cost_without_hits(options.shape, 40 * options.runs)
     if "trace" in options.parts and options.trace is not None:
         figures["trace"] = [hits_of_a_trace(options.trace, size, options.requests) for size in TRACE_MEMORY]
     if "steps" in options.parts:

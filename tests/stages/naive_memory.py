@@ -334,11 +334,11 @@ class NaiveMemory:
         cache = self.allocator.cache
         if cache is None:
             return
-        for block, (_, _, tokens, _) in cache._device.entries.items():
+        for block, (_, _, tokens, *_) in cache._device.entries.items():
             self._check_found(self.device[block], tokens, f"block {block}")
         for block, (_, tokens) in cache.followers.tails.items():
             self._check_found(self.device[block][: len(tokens) // 4], tokens, f"the tail in block {block}")
-        for block, (_, _, tokens, _) in cache._host.entries.items():
+        for block, (_, _, tokens, *_) in cache._host.entries.items():
             if self.moved[block] <= completed_step:
                 self._check_found(self.host[block], tokens, f"block {block} on the host")
 

@@ -78,7 +78,7 @@ def _schema(wrapped: Any) -> Mapping[str, Any]:
         _refuse("response_format.json_schema.name", "must be 1 to 64 letters, digits, _ or -")
     if not isinstance(schema, dict):
         _refuse("response_format.json_schema.schema", "must be a JSON schema, an object")
-    if wrapped.get("strict") not in (None, True, False):
+    if not isinstance(wrapped.get("strict"), bool | None):
         _refuse("response_format.json_schema.strict", "must be true or false")
     return schema
 

@@ -67,6 +67,7 @@ def test_every_name_of_a_form_is_understood(kind: Any, fields: dict[str, Any], e
         ({"response_format": format_of(name="x")}, "response_format.json_schema.schema"),
         ({"response_format": format_of(name="x", schema="{}")}, "response_format.json_schema.schema"),
         ({"response_format": format_of(name="x", schema={}, strict="yes")}, "response_format.json_schema.strict"),
+        ({"response_format": format_of(name="x", schema={}, strict=0)}, "response_format.json_schema.strict"),
         ({"response_format": format_of(name="x", schema={"const": "a" * 65536})}, "response_format"),
         ({"structured_outputs": "a"}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),

@@ -9,7 +9,7 @@ from . import logits
 from .memory import MemoryTable
 from .messages import Rates
 from .runner import ModelRunner
-from .sampling import Choose
+from .sampling import AllowOnly, Choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,4 +29,5 @@ class Computing:
     itl_target_ms: float  # 0: none
     rates: Rates | None
     choose: Choose = logits.choose
+    allow_only: AllowOnly = logits.allow_only
     enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first

@@ -135,10 +135,11 @@ def _put_together(
         shape.vocab_size,
         computing.max_model_len,
         eos_token_ids,
-        GrammarMasks(grammars, config.max_num_seqs, shape.vocab_size, env),
+        GrammarMasks(grammars, config.max_num_seqs, env),
         runner.pooler,
         logprobs_mode=config.logprobs_mode,
         choose=computing.choose,
+        allow_only=computing.allow_only,
     )
     return LoadedModel(info, tokenizer, text.encoder, text_table, runner, sampler, grammars, computing.enter)
 

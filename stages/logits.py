@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import Array, HostArray, arrays_of
-from .messages import TopLogprobs
+from .messages import Ints, TopLogprobs
 
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -78,9 +78,13 @@ def forbid(logits: Array, rows: Array, ids: Array) -> None:
     logits[rows, ids] = -np.inf
 
 
-def allow_only(logits: Array, rows: Longs, is_forbidden: Array) -> None:
-    """In each of `rows` [n], in rising order, the tokens of `is_forbidden` [n, V] cannot be chosen."""
+def allow_only(logits: Array, rows: Longs, masks: Ints) -> None:
+    """In each of `rows` [n], in rising order, the tokens whose bits are 0 in `masks` [n, W] cannot be chosen. The bits
+    are on the host, the lowest of each word first."""
+    from ..model.grammar import unpack  # there by now, if there are masks
+
     arrays = arrays_of(logits)
+    is_forbidden = arrays.beside(logits, ~unpack(masks, logits.shape[1]))
     if len(rows) == len(logits):
         arrays.hide(logits, is_forbidden)
     else:

@@ -97,6 +97,7 @@ def load_natively(
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
         choose=partial(_choose, model),
+        allow_only=model.hide,
         enter=partial(os.sched_setaffinity, 0, threads.pinned[:1]) if threads.pinned else None,
     )
 

@@ -35,6 +35,7 @@ from .runs import Runs, last_of_each
 from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
 
 Choose = Callable[[Array, Bools, Drawing | None], tuple[Longs, Bools]]  # `maths.choose`, or what does as it does
+AllowOnly = Callable[[Array, Longs, Ints], None]  # `maths.allow_only`, or what does as it does
 
 NO_ROWS: Longs = np.zeros(0, np.int64)
 
@@ -70,11 +71,12 @@ class Sampler:
         *,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         choose: Choose = maths.choose,
+        allow_only: AllowOnly = maths.allow_only,
     ) -> None:
         self.last_tokens = last_tokens
         self.pooler = pooler
         self._arrays = arrays_of(last_tokens)
-        self._choose = choose
+        self._choose, self._allow_only = choose, allow_only
         self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
         self.masks = masks  # None: nobody brings a grammar
         self.logprobs_mode: LogprobsMode = logprobs_mode
@@ -149,7 +151,7 @@ class Sampler:
             logits = self._arrays.floats(logits)
             self._edit(slots, logits)
         if allowed is not None:
-            maths.allow_only(logits, guided, self._arrays.beside(logits, ~allowed.tokens))
+            self._allow_only(logits, guided, allowed.masks)
         if len(asked) and not is_raw:
             raw = self._processed(logits, asked, slots, needs)
         if len(slots):
@@ -221,7 +223,7 @@ class Sampler:
         assert self.masks is not None, "a sequence has a grammar, and this sampler was made without masks"
         allowed = self.masks.read(slots)
         goes_on = np.flatnonzero(self.table.ignores_eos[slots])
-        allowed.tokens[goes_on[:, None], self.table.eos] = False
+        self.masks.forbid_end(allowed, goes_on)
         return allowed
 
     # -- edits

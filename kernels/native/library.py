@@ -47,6 +47,17 @@ class Choices(Structure):
     ]
 
 
+class Masks(Structure):
+    """`Masks` of source/sampling.h."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("num_rows", "vocab_size")),
+        *((name, c_void_p) for name in ("rows", "words")),
+        ("num_words", c_int64),
+    ]
+
+
 def choose_instruction_set(asked: str | None = None) -> str:
     """The one asked for, here or in the environment, or the best the machine has.
 
@@ -94,6 +105,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_norm.restype = None
     library.millrace_head.argtypes = [model, c_void_p, c_int64, c_void_p]
     library.millrace_head.restype = c_int32
+    library.millrace_hide.argtypes = [model, POINTER(Masks)]
+    library.millrace_hide.restype = None
     library.millrace_choose.argtypes = [model, POINTER(Choices)]
     library.millrace_choose.restype = c_int32
     if not library.millrace_is_supported():

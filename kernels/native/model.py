@@ -299,6 +299,22 @@ class NativeModel:
         self._check(self._library.millrace_head(self._model, hidden.ctypes.data, len(hidden), out.ctypes.data))
         return out
 
+    def hide(self, logits: Floats, rows: Longs, masks: NDArray[np.int32]) -> None:
+        """In each of `rows` [n] of `logits` [L, V], none of them twice, the tokens whose bits are 0 in `masks` [n, W]
+        become -inf. W holds at least V bits, the lowest of each word first."""
+        vocab_size, num_words = logits.shape[1], masks.shape[1]
+        assert len(masks) == len(rows) and 32 * num_words >= vocab_size, f"{masks.shape} masks of {vocab_size} tokens"
+        assert not len(rows) or 0 <= rows.min() <= rows.max() < len(logits), f"rows {rows} of {len(logits)}"
+        told = library.Masks(
+            logits=_pointer(logits, np.float32),
+            num_rows=len(rows),
+            vocab_size=vocab_size,
+            rows=_pointer(rows, np.int64),
+            words=_pointer(masks, np.int32),
+            num_words=num_words,
+        )
+        self._library.millrace_hide(self._model, ctypes.byref(told))
+
     def choose(
         self,
         logits: Floats,  # [L, V]

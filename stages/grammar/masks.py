@@ -31,7 +31,7 @@ log = get_logger("millrace.stages")
 class Allowed(NamedTuple):
     """What n rows may say next."""
 
-    tokens: Bools  # [n, V]; EOS where the answer may end
+    masks: Ints  # [n, W] a bit for each token, the lowest of a word first; EOS where the answer may end
     is_over: Bools  # [n] it can only end here
     has_failed: Bools  # [n] it can not go on, and is not complete
 
@@ -59,9 +59,8 @@ class GrammarMasks:
     chose. A sequence that comes back from a preemption has its generated tokens replayed.
     """
 
-    def __init__(self, grammars: Grammars, num_slots: int, vocab_size: int, env: Env) -> None:
+    def __init__(self, grammars: Grammars, num_slots: int, env: Env) -> None:
         self.grammars = grammars
-        self.vocab_size = vocab_size
         self._begin_thread = env.side_thread("grammar-begin")
         self._step_thread = env.side_thread("grammar-step")
         self._beginning: dict[int, Pending[Answer | None]] = {}  # by slot
@@ -84,13 +83,15 @@ class GrammarMasks:
         began_ns = self._now_ns()
         self._settle(slots)
         self.waited_us = (self._now_ns() - began_ns) // 1000
-        from ...model.grammar import unpack
-
         masks = self._masks[slots]
         bits = masks.view(np.uint32)
         is_open: Bools = np.any(bits & ~self.grammars.compiler.eos_words, axis=1)
         may_end: Bools = np.any(bits, axis=1)
-        return Allowed(unpack(masks, self.vocab_size), ~is_open & may_end, ~is_open & ~may_end)
+        return Allowed(masks, ~is_open & may_end, ~is_open & ~may_end)
+
+    def forbid_end(self, allowed: Allowed, rows: Indices) -> None:
+        """None of these rows may end."""
+        allowed.masks[rows] &= ~self.grammars.compiler.eos_words.view(np.int32)
 
     def advance(self, slots: Indices, token_ids: Indices) -> None:
         """`slots[i]` got `token_ids[i]`: the next masks are made from now on. Each of them was read before."""

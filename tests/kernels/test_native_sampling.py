@@ -10,6 +10,7 @@ import pytest
 
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
+from millrace.stages.logits import allow_only
 from tests.kernels.native_oracle import Array, Checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -131,3 +132,31 @@ def test_drawn_tokens_are_spread_as_their_probabilities() -> None:
     logits = np.array([[0.0, 1.0, 2.0, -1.0, 0.5]] * 1000, np.float32)
     counts = np.bincount(choose(logits, u=(np.arange(1000) + 0.5) / 1000)[0], minlength=5)
     assert np.abs(counts / 1000 - np.exp(logits[0]) / np.exp(logits[0]).sum()).max() < 0.002
+
+
+@pytest.mark.parametrize("size", (5, 31, 32, 33, 1_000, 49_152))
+def test_tokens_without_a_bit_are_hidden_in_the_rows_asked_for_and_nothing_else_is_touched(size: int) -> None:
+    """NaN and infinities among them; the mask has more bits than there are tokens, and the others count for nothing."""
+    draw = np.random.default_rng(size)
+    logits = draw.standard_normal((7, size)).astype(np.float32)
+    logits[0, 0], logits[2, size - 1], logits[5, size // 2] = np.nan, np.inf, -np.inf
+    masks = draw.integers(-(2**31), 2**31, (3, size // 32 + 2), np.int32)
+    asked = np.array([5, 0, 2])
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=size, bitorder="little")
+    expected = logits.copy()
+    expected[asked] = np.where(bits == 1, logits[asked], -np.inf)
+    model().hide(logits, asked, masks)
+    assert logits.tobytes() == expected.tobytes()
+
+
+def test_what_masks_hide_natively_is_what_numpy_hides() -> None:
+    logits, masks = rows(1_000), np.random.default_rng(1).integers(-(2**31), 2**31, (NUM_ROWS, 32), np.int32)
+    by_numpy = logits.copy()
+    allow_only(by_numpy, np.arange(NUM_ROWS), masks)
+    model().hide(logits, np.arange(NUM_ROWS), masks)
+    assert logits.tobytes() == by_numpy.tobytes()
+
+
+def test_masks_of_too_few_bits_are_refused() -> None:
+    with pytest.raises(AssertionError, match="masks of 1000 tokens"):
+        model().hide(rows(1_000), np.array([0]), np.zeros((1, 31), np.int32))

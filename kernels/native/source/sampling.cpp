@@ -185,12 +185,38 @@ void choose_row(Row& row, const Choices& all, int64_t i) {
         all.token_ids[i] = row.likeliest();
 }
 
+void hide_row(float* logits, const uint32_t* words, int64_t size) {
+    for (int64_t first = 0; first < size; first += 32) {
+        uint32_t word = words[first / 32];
+        float* x = logits + first;
+        if (size - first >= 32) {
+            for (int i = 0; i < 32; i++) x[i] = word >> i & 1 ? x[i] : NOTHING;  // one masked move
+        } else {
+            for (int i = 0; i < size - first; i++) x[i] = word >> i & 1 ? x[i] : NOTHING;
+        }
+    }
+}
+
+int threads_for(const Pool& pool, int64_t num_rows, int64_t vocab_size) {
+    constexpr int64_t WORTH = 1 << 16;  // logits that pay for another thread
+    return int(std::min<int64_t>({pool.size(), num_rows, 1 + num_rows * vocab_size / WORTH}));
+}
+
 }  // namespace
 
+void hide(Pool& pool, const Masks& masks) {
+    int num_threads = threads_for(pool, masks.num_rows, masks.vocab_size);
+    pool.run(num_threads, [&](int thread) {
+        int64_t first, last;
+        share(masks.num_rows, thread, num_threads, &first, &last);
+        for (int64_t i = first; i < last; i++)
+            hide_row(masks.logits + masks.rows[i] * masks.vocab_size, masks.words + i * masks.num_words,
+                     masks.vocab_size);
+    });
+}
+
 void choose(Pool& pool, const Choices& choices) {
-    constexpr int64_t WORTH = 1 << 16;  // logits that pay for another thread
-    int64_t work = choices.num_rows * choices.vocab_size;
-    int num_threads = int(std::min<int64_t>({pool.size(), choices.num_rows, 1 + work / WORTH}));
+    int num_threads = threads_for(pool, choices.num_rows, choices.vocab_size);
     pool.run(num_threads, [&](int thread) {
         thread_local Row row;
         int64_t first, last;

@@ -23,4 +23,16 @@ struct Choices {  // as `Choices` of library.py
 
 void choose(Pool& pool, const Choices& choices);
 
+// What some rows of V logits may choose: bit t of a row's words says whether token t may be chosen.
+struct Masks {  // as `Masks` of library.py
+    float* logits;
+    int64_t num_rows, vocab_size;
+    const int64_t* rows;      // [n] of logits, none of them twice
+    const uint32_t* words;    // [n, num_words]
+    int64_t num_words;        // enough for V bits
+};
+
+// Sets the logits of all other tokens to -inf.
+void hide(Pool& pool, const Masks& masks);
+
 }  // namespace millrace

@@ -1,0 +1,203 @@
+"""Messages as bytes: what crosses from one process to another, and nothing else.
+
+A message is a dataclass of a type that both ends have listed, with plain values, containers and numpy arrays in it. It
+becomes a header in JSON, in which whatever holds something is a list that begins with a tag, and behind it the arrays'
+own bytes. Reading builds listed types only and runs no code of the sender's: no pickle, no names of modules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+Buffer = bytes | memoryview
+
+LIST, TUPLE, DICT, SET, ARRAY, BYTES, FLOAT = range(7)  # tags; those of listed types follow
+FIRST_TYPE = 16
+ALIGNMENT = 8  # of arrays behind the header: numpy and native code read them where they lie
+
+_DTYPES = ("<i8", "<i4", "<i2", "|i1", "<u8", "<u4", "<u2", "|u1", "<f8", "<f4", "<f2", "|b1")
+_DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(_DTYPES)}
+_PLAIN = frozenset({int, str, bool, type(None)})
+_PADDING = tuple(bytes(count) for count in range(ALIGNMENT))
+
+
+class WireError(ValueError):
+    """A value that can not cross, or bytes that are no message; says which."""
+
+
+class Codec:
+    """Turns messages of the listed `types` (dataclasses and enums) into bytes and back. Both ends list the same."""
+
+    def __init__(self, types: Sequence[type]) -> None:
+        self._tags: dict[type, int] = {}
+        self._readers: list[Callable[[list[Any]], Any]] = []
+        self._fields: dict[type, tuple[str, ...]] = {}
+        told = []
+        for kind in types:
+            self._tags[kind] = FIRST_TYPE + len(self._readers)
+            names = _field_names(kind)
+            self._fields[kind] = names
+            self._readers.append(_reader(kind, names))
+            told.append(f"{kind.__name__}({','.join(names)})")
+        self.fingerprint = hashlib.sha256(";".join(told).encode()).hexdigest()[:16]
+
+    def encode(self, message: Any) -> tuple[bytes, list[Buffer]]:
+        """(header, what comes behind it). The second part's length is a multiple of ALIGNMENT. Arrays are not copied:
+        send before they change."""
+        buffers: list[Buffer] = []
+        try:
+            return orjson.dumps(self._pack(message, buffers)), buffers
+        except (TypeError, orjson.JSONEncodeError) as error:  # such as an integer of more than 64 bits
+            raise WireError(f"{type(message).__name__} can not cross: {error}") from None
+
+    def decode(self, header: Buffer, body: Buffer) -> Any:
+        """The message. Arrays are views of `body`, not to be written to. `WireError` for what is none."""
+        try:
+            reading = _Reading(self._readers, body)
+            message = reading.unpack(orjson.loads(header))
+        except WireError:
+            raise
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+            raise WireError(f"no message: {type(error).__name__}: {str(error)[:200]}") from None
+        except Exception as error:  # a type's own check of its values
+            raise WireError(f"no message of ours: {type(error).__name__}: {str(error)[:200]}") from None
+        if reading.offset != len(body):
+            raise WireError(f"{len(body)} bytes behind the header, of which the message takes {reading.offset}")
+        return message
+
+    def _pack(self, value: Any, buffers: list[Buffer]) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else [FLOAT, repr(value)]
+        if kind is np.ndarray:
+            return _pack_array(value, buffers)
+        tag = self._tags.get(kind)
+        if tag is not None:
+            if issubclass(kind, enum.Enum):
+                return [tag, value.value]
+            packed = [tag]
+            for name in self._fields[kind]:
+                part = getattr(value, name)
+                packed.append(part if type(part) in _PLAIN else self._pack(part, buffers))
+            return packed
+        if kind is tuple:
+            return [TUPLE, *(self._pack(item, buffers) for item in value)]
+        if kind is list:
+            return [LIST, *(self._pack(item, buffers) for item in value)]
+        return self._pack_rarely(value, buffers)
+
+    def _pack_rarely(self, value: Any, buffers: list[Buffer]) -> Any:
+        if isinstance(value, Mapping):
+            return [DICT, *(self._pack(part, buffers) for pair in value.items() for part in pair)]
+        if isinstance(value, (frozenset, set)):
+            return [SET, *(self._pack(item, buffers) for item in sorted(value))]
+        if isinstance(value, (bytes, bytearray)):
+            _put(bytes(value), buffers)
+            return [BYTES, len(value)]
+        if isinstance(value, np.generic):
+            return self._pack(value.item(), buffers)
+        if isinstance(value, tuple):
+            return [TUPLE, *(self._pack(item, buffers) for item in value)]
+        raise WireError(f"a {type(value).__name__} can not cross: its type is not among those that both ends list")
+
+
+class _Reading:
+    """One message on its way back from bytes."""
+
+    def __init__(self, readers: Sequence[Callable[[list[Any]], Any]], body: Buffer) -> None:
+        self._readers = readers
+        self._body = memoryview(body)
+        self.offset = 0  # of what was not taken yet
+
+    def unpack(self, tree: Any) -> Any:
+        if type(tree) is not list:
+            if type(tree) is dict:
+                raise WireError("a JSON object in a header: containers are lists with a tag")
+            return tree
+        tag = tree[0]
+        if type(tag) is not int or tag < 0:
+            raise WireError(f"tag {tag!r}: must be a number from 0")
+        if tag >= FIRST_TYPE:
+            values = [part if type(part) is not list else self.unpack(part) for part in tree[1:]]
+            return self._readers[tag - FIRST_TYPE](values)
+        match tag:
+            case _ if tag == ARRAY:
+                return self._array(tree[1], tree[2:])
+            case _ if tag == BYTES:
+                return bytes(self._take(tree[1]))
+            case _ if tag == FLOAT:
+                return float(tree[1])
+        items = map(self.unpack, tree[1:])
+        match tag:
+            case _ if tag == LIST:
+                return list(items)
+            case _ if tag == TUPLE:
+                return tuple(items)
+            case _ if tag == SET:
+                return frozenset(items)
+            case _ if tag == DICT:
+                parts = list(items)
+                return dict(zip(parts[::2], parts[1::2], strict=True))
+        raise WireError(f"tag {tag}: there is none")
+
+    def _array(self, code: Any, shape: list[Any]) -> Any:
+        if type(code) is not int or not 0 <= code < len(_DTYPES) or not all(_is_size(size) for size in shape):
+            raise WireError(f"array of dtype {code!r} and shape {shape!r}: there is none")
+        dtype = np.dtype(_DTYPES[code])
+        count = math.prod(shape)
+        data = self._take(count * dtype.itemsize)
+        return np.frombuffer(data, dtype, count).reshape(shape)
+
+    def _take(self, num_bytes: Any) -> Buffer:
+        begin = self.offset
+        if not _is_size(num_bytes) or begin + num_bytes > len(self._body):
+            raise WireError(f"{num_bytes!r} bytes of an array at {begin}: the message has {len(self._body)}")
+        self.offset = begin + num_bytes + -num_bytes % ALIGNMENT
+        return self._body[begin : begin + num_bytes]
+
+
+def _pack_array(array: Any, buffers: list[Buffer]) -> list[int]:
+    code = _DTYPE_CODES.get(array.dtype)
+    if code is None:
+        raise WireError(f"an array of dtype {array.dtype} can not cross: numbers of fixed size can")
+    if array.nbytes:
+        _put(np.ascontiguousarray(array).data.cast("B"), buffers)
+    return [ARRAY, code, *array.shape]
+
+
+def _put(data: Buffer, buffers: list[Buffer]) -> None:
+    buffers.append(data)
+    if rest := -len(data) % ALIGNMENT:
+        buffers.append(_PADDING[rest])
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    if issubclass(kind, enum.Enum):
+        return ()
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError(f"{kind.__name__}: a type that crosses is a dataclass or an enum")
+    return tuple(spec.name for spec in dataclasses.fields(kind) if spec.init)
+
+
+def _reader(kind: type, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
+    if issubclass(kind, enum.Enum):
+        return lambda values: kind(*values)
+
+    def read(values: Iterable[Any]) -> Any:
+        return kind(**dict(zip(names, values, strict=True)))
+
+    return read

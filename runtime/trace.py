@@ -6,22 +6,34 @@ Import from here. The format is in `trace_format.py`, the ring in `trace_ring.py
 
 from __future__ import annotations
 
+import mmap
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from .env import Env
 from .trace_format import FIELDS, MAX_NAMES, MAX_U32, NO_SLOT, Column, EventKind, Records
-from .trace_ring import DEFAULT_CAPACITY_EVENTS, Emit, Reader, TraceRing
+from .trace_ring import DEFAULT_CAPACITY_EVENTS, Emit, Reader, TraceRing, num_written_in, ring_bytes
 from .trace_tables import as_dicts, in_order_of_time, request_names, token_times
+
+NAME_COLUMNS = [
+    (kind, column)
+    for kind, fields in FIELDS.items()
+    for field, column in zip(fields, "abcd", strict=False)
+    if field.endswith("_name")
+]
 
 
 class Tracer:
     """Hands each writing thread its ring. One per pipeline.
 
     `enabled` may be switched at any time; switched off, `emit` returns at once. `strict` (for tests) makes `emit` raise
-    where a record would not say what `FIELDS` promises.
+    where a record would not say what `FIELDS` promises. Rings lie in memory, or in `directory`; or in `files`, each
+    open and of `ring_bytes`, taken in turn by the threads that write: so another process can `adopt` them.
     """
 
     def __init__(
@@ -32,6 +44,7 @@ class Tracer:
         capacity_events: int = DEFAULT_CAPACITY_EVENTS,
         directory: Path | None = None,
         strict: bool = False,
+        files: Sequence[int] = (),
     ) -> None:
         self.enabled = enabled
         self._is_strict = strict
@@ -39,9 +52,12 @@ class Tracer:
         self._wall_time = time.time if env is None else env.wall_time
         self._capacity_events = capacity_events
         self._directory = directory
+        self._files = list(files)
         self._rings: list[TraceRing] = []
+        self._readable: list[TraceRing | mmap.mmap] = []  # ours and adopted ones, in the order in which they were begun
+        self._adopted: list[mmap.mmap] = []  # of others, and not begun yet
         self._here = _Here()
-        self._names: dict[str, int] = {"": 0}
+        self._names: dict[str, int] = {name: place for place, name in enumerate(_names_before(files))} or {"": 0}
         self._lock = threading.Lock()
 
     def source(self, name: str) -> int:
@@ -86,9 +102,19 @@ class Tracer:
                 words = struct.unpack("<III", text[start : start + 12].ljust(12, b"\0"))
                 self.emit(EventKind.REQUEST_NAME, source, 0, sequence_id, *words)
 
+    def adopt(self, ring: mmap.mmap) -> None:
+        """From now on a ring that another process writes is read with ours, its names turned into ours."""
+        with self._lock:
+            self._adopted.append(ring)
+
     def readers(self) -> list[Reader]:
-        """A reader of each ring there is."""
-        return [Reader(ring) for ring in list(self._rings)]
+        """A reader of each ring there is, always in the same order: new ones come behind."""
+        with self._lock:
+            begun = [ring for ring in self._adopted if num_written_in(ring)]
+            self._readable += begun
+            self._adopted = [ring for ring in self._adopted if ring not in begun]
+            readable = list(self._readable)
+        return [Reader(ring) if isinstance(ring, TraceRing) else AdoptedReader(ring, self) for ring in readable]
 
     def read_all(self) -> Records:
         """What the rings hold now, in order of time."""
@@ -111,14 +137,45 @@ class Tracer:
                 now_ns=self._now_ns,
                 wall_ns=round(self._wall_time() * 1e9),
                 thread=thread.name,
+                file=self._files.pop(0) if self._files else None,
             )
             ring.write_names(self._names, first_id=0)
             if self._is_strict:
                 ring.emit = self._checked(ring.emit)
             self._rings.append(ring)
+            self._readable.append(ring)
         self._here.ring = ring
         self._here.emit = ring.emit
         return ring
+
+
+class AdoptedReader(Reader):
+    """Reads a ring of another process, whose ids of names are its own, as if it were one of `tracer`'s."""
+
+    def __init__(self, ring: mmap.mmap, tracer: Tracer) -> None:
+        super().__init__(ring)
+        self._tracer = tracer
+
+    def names(self) -> list[str]:
+        """Those of the tracer."""
+        return self._tracer.names()
+
+    def read_since(self, cursor: int = 0) -> tuple[Records, int, int]:
+        """As any reader's, in ids of the tracer's names."""
+        records, cursor, num_lost = super().read_since(cursor)
+        ids = np.array([self._tracer.source(name) for name in super().names()], np.uint32)
+        records["source"] = ids.take(records["source"], mode="clip")
+        for kind, column in NAME_COLUMNS:
+            is_one = records["kind"] == kind
+            if np.count_nonzero(is_one):
+                records[column][is_one] = ids.take(records[column][is_one], mode="clip")
+        return records, cursor, num_lost
+
+
+def _names_before(files: Sequence[int]) -> list[str]:
+    """The names of a process that wrote to these files before: ids in its records go on meaning them."""
+    rings = (mmap.mmap(file, 0, access=mmap.ACCESS_READ) for file in files)
+    return max((Reader(ring).names() for ring in rings if num_written_in(ring)), key=len, default=[])
 
 
 class _Here(threading.local):
@@ -153,5 +210,6 @@ __all__ = [
     "as_dicts",
     "in_order_of_time",
     "request_names",
+    "ring_bytes",
     "token_times",
 ]

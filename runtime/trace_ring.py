@@ -45,7 +45,8 @@ class Emit(Protocol):
 class TraceRing:
     """The last `capacity_events` records of one writing thread. A full ring overwrites its oldest record.
 
-    In memory, or in the file `path`, which other processes may read meanwhile and anybody after a crash.
+    In memory, or in the file `path`, which other processes may read meanwhile and anybody after a crash; or in `file`,
+    open and of `ring_bytes`, in which it goes on where a process that used it before has left it.
     NOTE: one thread writes. Readers need no lock: they see by two counters in the header what was overwritten under
     them. The oldest record may be under the writer's hand, so `capacity_events - 1` can be read.
     """
@@ -60,16 +61,19 @@ class TraceRing:
         now_ns: Callable[[], int] = time.monotonic_ns,
         wall_ns: int | None = None,
         thread: str = "",
+        file: int | None = None,
     ) -> None:
         if capacity_events < 2:
             raise ValueError(f"capacity_events = {capacity_events}: a trace ring has room for at least 2")
         self.capacity_events = capacity_events
-        self.map = _new_map(RECORDS_AT + capacity_events * RECORD.size, path)
-        fixed = (MAGIC, VERSION, RECORD.size, capacity_events, 0, 0)
+        size = ring_bytes(capacity_events)
+        self.map = _new_map(size, path) if file is None else mmap.mmap(file, size)
+        num_written = num_written_in(self.map)
+        fixed = (MAGIC, VERSION, RECORD.size, capacity_events, num_written, num_written)
         wall_ns = time.time_ns() if wall_ns is None else wall_ns
         HEADER.pack_into(self.map, 0, *fixed, now_ns(), wall_ns, 0, os.getpid(), thread.encode()[:64])
         self._now_ns = now_ns
-        self._num_written = [0]  # as in the header, where it takes three times as long to read
+        self._num_written = [num_written]  # as in the header, where it takes three times as long to read
         self._counters = memoryview(self.map)[NUM_WRITTEN_AT : NUM_WRITTEN_AT + 16].cast("Q")
         self._records: Records = np.frombuffer(self.map, RECORD_DTYPE, capacity_events, RECORDS_AT)
         self.emit = self._make_emit()
@@ -127,8 +131,11 @@ class TraceRing:
 class Reader:
     """Reads a ring without disturbing its writer: one of this process, or a file (also of a process that has died)."""
 
-    def __init__(self, ring: TraceRing | Path) -> None:
-        self._map = ring.map if isinstance(ring, TraceRing) else _read_map(ring)
+    def __init__(self, ring: TraceRing | Path | mmap.mmap) -> None:
+        if isinstance(ring, Path):
+            self._map = _read_map(ring)
+        else:
+            self._map = ring.map if isinstance(ring, TraceRing) else ring
         self.capacity_events = self.header()["capacity_events"]
 
     def header(self) -> dict[str, Any]:
@@ -156,6 +163,17 @@ class Reader:
     def _counters(self) -> tuple[int, int]:
         num_written, num_begun = struct.unpack_from("<QQ", self._map, NUM_WRITTEN_AT)
         return num_written, num_begun
+
+
+def ring_bytes(capacity_events: int = DEFAULT_CAPACITY_EVENTS) -> int:
+    """What a ring takes."""
+    return RECORDS_AT + capacity_events * RECORD.size
+
+
+def num_written_in(ring: mmap.mmap) -> int:
+    """Records that were ever written to a ring; 0 where none was begun."""
+    magic, _, _, _, num_written, *_ = HEADER.unpack_from(ring, 0)
+    return int(num_written) if magic == MAGIC else 0
 
 
 def _new_map(num_bytes: int, path: Path | None) -> mmap.mmap:

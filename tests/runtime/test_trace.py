@@ -1,7 +1,9 @@
 """The trace: what a record says, what a reader may rely on while the writer goes on, and what can be derived."""
 
+import mmap
 import re
 import struct
+import tempfile
 import threading
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from millrace.runtime.trace import (
     as_dicts,
     in_order_of_time,
     request_names,
+    ring_bytes,
     token_times,
 )
 from millrace.runtime.trace_format import NUM_BEGUN_AT, RECORD, RECORD_DTYPE, RECORDS_AT
@@ -151,6 +154,36 @@ def test_a_file_ring_is_read_by_others_and_after_the_writers_death(tmp_path: Pat
     header = reader.header()
     assert header["base_monotonic_ns"] == 1_000 * 10**9 and header["base_wall_ns"] == 1_700_000_000 * 10**9
     assert header["thread"].rstrip(b"\0") == b"MainThread" and header["capacity_events"] == 8
+
+
+def test_a_ring_of_another_process_is_read_with_ours_in_our_names_and_goes_on_after_its_death():
+    with tempfile.TemporaryFile() as file:
+        file.truncate(ring_bytes(8))
+        ours = Tracer(capacity_events=8)
+        ours.source("only ours")
+        ours.emit(EventKind.LOOP_LAG, ours.source("loop"), 0, 1)
+        ours.adopt(mmap.mmap(file.fileno(), 0))
+        assert len(ours.readers()) == 1, "nothing was written there yet"
+
+        theirs = Tracer(capacity_events=8, files=[file.fileno()])
+        theirs.emit(EventKind.STAGE_RESTART, theirs.source("schedule"), 0, 2, theirs.source("Error"))
+        theirs.emit(EventKind.LOOP_LAG, theirs.source("loop"), 0, 3)
+        after = Tracer(capacity_events=8, files=[file.fileno()])
+        after.emit(EventKind.PREEMPTED, after.source("allocate"), 5, 7, after.source("swap"))
+        assert after.names() == [*theirs.names(), "allocate", "swap"]
+
+        told = [(event["kind"], event["source"]) for event in as_dicts(ours.read_all(), ours.names())]
+        assert told == [
+            ("LOOP_LAG", "loop"),
+            ("STAGE_RESTART", "schedule"),
+            ("LOOP_LAG", "loop"),
+            ("PREEMPTED", "allocate"),
+        ]
+        events = list(as_dicts(ours.read_all(), ours.names()))
+        assert events[1]["error_name"] == "Error" and events[3]["how_name"] == "swap" and events[3]["slot"] == 7
+        own, adopted = ours.readers()
+        assert own.header()["num_written"] == 1 and adopted.header()["num_written"] == 3
+        assert adopted.names() == ours.names()
 
 
 @pytest.mark.parametrize(

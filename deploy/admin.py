@@ -53,7 +53,7 @@ class Admin:
 
     async def reset_cache(self, request: web.Request) -> web.Response:
         """Forgets every cached prefix. Requests under way keep their blocks and go on."""
-        freed = self.service.require_engine().reset_prefix_cache()
+        freed = await self.service.require_engine().forget_prefixes()
         log.info("cache.reset", freed_blocks=freed)
         return answer({"freed_blocks": freed})
 

@@ -19,6 +19,9 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-
 class ServerConfig:
     """All that `serve` can be told besides the engine's settings. Read once, checked once."""
 
+    # where it runs
+    mode: Literal["auto", "inline", "split"] = "auto"  # split: the step loop in a process of its own; see modes.py
+
     # where it listens
     host: str = "127.0.0.1"  # loopback; another address needs a key, or allow_no_key
     port: int = 8000  # 0: any free one, printed in the ready line

@@ -44,6 +44,7 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
         },
         "memory": None if info.memory is None else info.memory.to_json(),
         "startup_s": dict(info.startup_s),
+        "process": {"mode": engine.mode, "engine_pid": engine.engine_pid},
         "blocks": _blocks(engine) if engine.has_core else None,
     }
 

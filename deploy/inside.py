@@ -59,6 +59,7 @@ class Inside:
     async def stages(self, request: web.Request) -> web.Response:
         """What each stage does, how full each edge is, and what limits them all."""
         engine = self.service.require_engine()
+        await engine.refresh()
         tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
         load = await self._in_thread(lambda: load_of(view_of(tracer), now_ns))
         return answer(stages_report(engine, load))
@@ -67,6 +68,7 @@ class Inside:
         """The requests under way, in the order in which they came: `limit` of them from behind `cursor` on. What came
         before the cursor may have ended meanwhile; nothing is left out or told twice for that."""
         engine = self.service.require_engine()
+        await engine.refresh()
         limit = whole_number(request, "limit", MAX_LISTED, least=1, most=MAX_LISTED)
         cursor = whole_number(request, "cursor", 0, least=0, most=MAX_CURSOR)
         live = {name: one for name, one in self.service.live.items() if self._may_see(request, one)}

@@ -77,7 +77,10 @@ class Profiler:
     def _check(self) -> None:
         if self._folder is None:
             raise ApiError("no_profiler", "there is no folder for profiles: start the server with --profiler-dir")
-        backend = self._service.require_some_engine().info.attention_backend
+        engine = self._service.require_some_engine()
+        if engine.mode == "split":
+            raise ApiError("no_profiler", "the steps run in a process of their own: start with --mode inline")
+        backend = engine.info.attention_backend
         if backend not in WITH_TORCH or "torch" not in sys.modules:
             message = f"the steps of this engine (attention backend {backend}) run without torch, so its profiler sees"
             hint = "GET /admin/trace has their times, --attention-backend torch or triton makes steps that it sees"

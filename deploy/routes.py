@@ -125,14 +125,19 @@ class Routes:
     async def server_info(self, request: web.Request) -> web.Response:
         """The model, the settings, the memory table and how long the start took."""
         engine = self.service.require_engine()
+        await engine.refresh()
         return answer(server_info(engine, self.service.config, self.service.model_names, package_version()))
 
     async def load(self, request: web.Request) -> web.Response:
         """How much is under way."""
-        return answer(load(self.service.require_engine(), len(self.service.live)))
+        engine = self.service.require_engine()
+        await engine.refresh()
+        return answer(load(engine, len(self.service.live)))
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""
+        if self.service.engine is not None:
+            await self.service.engine.refresh()
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     # -- models

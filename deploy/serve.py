@@ -9,16 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from ..runtime.log import configure, get_logger
+from ..runtime.loops import loop_factory
 from ..stages.config import EngineConfig
 from .config import ServerConfig
+from .modes import Mode, choose_mode
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -37,8 +39,9 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     Thread(target=import_module, args=("aiohttp",), name="millrace-import", daemon=True).start()
     with_messages = server_config.log_error_messages
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve(engine_config, server_config, _make_engine, options.sources))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        make_engine = partial(_make_engine, choose_mode(server_config.mode))
+        return runner.run(serve(engine_config, server_config, make_engine, options.sources))
 
 
 async def serve(
@@ -114,17 +117,11 @@ class _Stop:
             self.on_early()
 
 
-def _make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
+def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
+    if mode == "split":
+        from ..stages.split.engine import SplitEngine
+
+        return SplitEngine(config)
     from ..stages.engine import Engine  # imports torch, and the server listens before that
 
     return Engine(config)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed."""
-    if find_spec("uvloop") is None:
-        return None
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

@@ -91,6 +91,9 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
 }
 
 SERVER_HELP: dict[str, dict[str, str]] = {
+    "processes": {
+        "mode": "inline: one process; split: HTTP and text in one, the step loop in another; auto: as the machine is",
+    },
     "listening": {
         "host": "address; other than loopback it needs --api-key or --allow-no-key",
         "port": "0: any free one, printed in the ready line",

@@ -440,6 +440,13 @@ class Blocks(Shape):
     quarantined: Count
 
 
+class Process(Shape):
+    """Where the step loop runs."""
+
+    mode: Literal["inline", "split"]
+    engine_pid: Count | None
+
+
 class ServerInfo(Shape):
     """What runs here, and with which settings."""
 
@@ -448,6 +455,7 @@ class ServerInfo(Shape):
     config: Configuration
     memory: Memory | None
     startup_s: dict[str, float]
+    process: Process
     blocks: Blocks
 
 

@@ -176,7 +176,10 @@ def _stack(frame: FrameType) -> list[str]:
 
 
 def stack_of(error: BaseException) -> list[str]:
-    """Where an exception came from, outermost first; nothing of what it says, which may quote a client."""
+    """Where an exception came from, outermost first; nothing of what it says, which may quote a client. One that came
+    from another process has brought that along."""
+    if elsewhere := getattr(error, "stack_elsewhere", None):
+        return list(elsewhere)
     summary = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
     return [_place(entry.filename, entry.lineno, entry.name) for entry in summary[-MAX_FRAMES:]]
 

@@ -282,15 +282,19 @@ class OutboundChannel(Channel[T], Generic[T]):
         name: str,
         capacity: int,
         clock: Callable[[], float] = time.monotonic,
-        on_refused: Callable[[T, WireError], None] | None = None,
+        on_send: Callable[[T], object] | None = None,
+        on_refused: Callable[[T, WireError], object] | None = None,
     ) -> None:
         super().__init__(name, capacity, clock)
         self._link: Link | None = None
         self._edge = 0
+        self._on_send = on_send
         self._on_refused = on_refused
         self._kept: deque[T] = deque()  # until there is a link; each has its place among `_items`
 
     def _put(self, item: T, now: float | None = None) -> None:
+        if self._on_send is not None:
+            self._on_send(item)
         if self._link is None:
             self._kept.append(item)
         elif not self._carry(item):
@@ -351,11 +355,19 @@ class OutboundChannel(Channel[T], Generic[T]):
 
 class InboundChannel(Channel[T], Generic[T]):
     """The receiving half: what arrives is queued here, and what is received gives the sender room again. It stays when
-    its link is lost, with what had arrived, and may be given another."""
+    its link is lost, with what had arrived, and may be given another. `on_arrival` is told of each item before it is
+    queued."""
 
-    def __init__(self, name: str, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        clock: Callable[[], float] = time.monotonic,
+        on_arrival: Callable[[T], object] | None = None,
+    ) -> None:
         super().__init__(name, capacity, clock)
         self._link: Link | None = None
+        self._on_arrival = on_arrival
         self._num_owned = 0  # items that came by the link there is now: the others' room is nobody's
         self.num_owed = 0  # credits that leave with the next turn
 
@@ -371,6 +383,8 @@ class InboundChannel(Channel[T], Generic[T]):
         if self._num_owned + self.num_owed >= self.capacity:
             raise LinkError(f"edge {self.name}: an item came without a credit: it holds {self.capacity}")
         self._num_owned += 1
+        if self._on_arrival is not None:
+            self._on_arrival(item)
         if not self.is_closed:
             self._put(item)
 

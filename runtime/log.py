@@ -81,12 +81,23 @@ def configure(
     client sent."""
     shutdown()
     _Active.with_error_messages = with_error_messages
+    _Active.settings = {
+        "format": format,
+        "level": level,
+        "foreign_level": foreign_level,
+        "with_error_messages": with_error_messages,
+    }
     sink = LogSink(format, _level_number(level), sys.stderr.fileno() if fd is None else fd)
     _Active.target = sink
     _Active.foreign = _ForeignHandler(_level_number(foreign_level))
     _Active.foreign.install()
     atexit.register(shutdown)
     return sink
+
+
+def settings() -> dict[str, Any] | None:
+    """What `configure` was told last, for a process of ours that is to write as this one does; None: nothing."""
+    return _Active.settings
 
 
 def shutdown(timeout_s: float = 2.0) -> bool:
@@ -220,6 +231,7 @@ class _Active:
     target: Target
     foreign: _ForeignHandler | None = None
     with_error_messages = True
+    settings: dict[str, Any] | None = None
 
 
 class _Logger:

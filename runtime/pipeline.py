@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .channel import Channel, ChannelClosed, ControlLane
 from .env import Env, LiveEnv
 from .exit import Exit, Outbox
-from .graph import Graph, GraphError, Port
+from .graph import Graph, Port
 from .inject import Fault, Faults
 from .log import get_logger
 from .runner import Output, StageRunner
@@ -92,6 +92,8 @@ class Pipeline(Graph):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._taps: dict[Port, list[Channel[Any]]] = {}
         self._port_channels: dict[Port, Channel[Any]] = {}
+        self._given: dict[Port, Channel[Any]] = {}
+        self._unwatched: set[str] = set()  # channels
 
     # -- declaring
 
@@ -120,6 +122,14 @@ class Pipeline(Graph):
         part.exit = self.exit if self.exit in part.stages.values() else None
         return part
 
+    def give_channel(self, port: str, channel: Channel[Any], *, is_watched: bool = True) -> None:
+        """Has an open end use a channel of the caller's, such as half of one that reaches over a link. Before `start`.
+        One that is not watched is watched over there."""
+        stage, _, name = port.partition(".")
+        self._given[Port(stage, name)] = channel
+        if not is_watched:
+            self._unwatched.add(channel.name)
+
     def use(self, env: Env, tracer: Tracer | None = None) -> None:
         """Runs on `env` (simulation, or one shared by several pipelines) and writes to `tracer`. Whoever made them
         closes them."""
@@ -128,11 +138,9 @@ class Pipeline(Graph):
 
     # -- running
 
-    async def start(self, mode: Literal["inline", "split"] = "inline") -> None:
+    async def start(self) -> None:
         """Checks the graph, starts every stage, and returns when all are set up. Raises what a set-up raised, after
         stopping the others."""
-        if mode != "inline":
-            raise GraphError(f'mode = "{mode}": only "inline", one process, is built; leave mode out')
         if self._health.state != "new":
             raise RuntimeError(f"a pipeline starts once, and this one is {self._health.state}: build another")
         self.check()
@@ -150,7 +158,8 @@ class Pipeline(Graph):
         except BaseException:
             await self.stop()
             raise
-        self.watch = Watch(self.tracer, self.channels, self.env.now)
+        watched = {name: channel for name, channel in self.channels.items() if name not in self._unwatched}
+        self.watch = Watch(self.tracer, watched, self.env.now)
         if self.env.is_live:
             self.watch.start()
         self._health = Health("ready")
@@ -277,7 +286,8 @@ class Pipeline(Graph):
         for port in sorted({self.entry, *self.open_ports}, key=str):
             if port not in self._port_channels:
                 capacity = self.entry_capacity if port == self.entry else OPEN_END_CAPACITY
-                open_end: Channel[Any] = Channel(str(port), capacity, self.env.now)
+                given = self._given.get(port)
+                open_end = Channel(str(port), capacity, self.env.now) if given is None else given
                 self.channels[open_end.name] = self._port_channels[port] = open_end
 
     def _make_runner(self, name: str, stage: Stage[Any, Any]) -> StageRunner:

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..runtime.cpus import lower_priority
 from ..runtime.env import Env, LiveEnv
@@ -46,7 +46,7 @@ from .outputs import (
     ScoringRequestOutput,
 )
 from .params import SamplingParams
-from .parts import EncoderParts, EngineParts
+from .parts import EncoderParts, EngineParts, TextParts
 from .phases import Phases
 from .pooling import Floats, PoolingParams
 from .prefix import PrefixCache
@@ -79,6 +79,8 @@ class Engine:
     A `logits_processor` is yours to write, see `LogitsProcessor`.
     """
 
+    mode: ClassVar[Literal["inline", "split"]] = "inline"  # whether the step loop is in this process or one of its own
+
     def __init__(
         self,
         config: EngineConfig | None = None,
@@ -94,7 +96,7 @@ class Engine:
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
         self._owns_env = env is None
         self._health = Health("new")
-        self._parts: EngineParts | EncoderParts | None = None
+        self._parts: TextParts | EncoderParts | None = None
         self._info: ModelInfo | None = None
         self._request_numbers = itertools.count()
         self._edits: list[Callable[[Pipeline], object]] = []
@@ -147,11 +149,7 @@ class Engine:
         if self._logits_processor is not None:
             loaded.sampler.use(self._logits_processor)
         with phases("pipeline"):
-            secret = self._env.secret("prefix.secret", 16)
-            if loaded.info.num_blocks:
-                self._parts = EngineParts(self.config, loaded, self._make_device(loaded), secret)
-            else:
-                self._parts = EncoderParts(self.config, loaded)
+            self._parts = self._make_parts(loaded)
             self._info = loaded.info
             self._parts.pipeline.use(self._env, Tracer(self._env))
             for edit in self._edits:
@@ -164,7 +162,7 @@ class Engine:
             await self._warm_up()
         if self._computes_here:
             self._env.yield_to("device")
-        self._parts.pipeline.inject(faults)
+        await self._inject(self._parts.pipeline, faults)
         self._health = Health("ready")
         seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
         info = loaded.info
@@ -198,18 +196,32 @@ class Engine:
     def _faults(self, pipeline: Pipeline) -> list[Fault]:
         """Those that the configuration asks for. `ConfigError` if there is no such stage."""
         faults = [parse_fault(text) for text in self.config.inject]
+        names = self._stage_names(pipeline)
         for fault in faults:
-            if fault.stage not in pipeline.stages:
-                stages = ", ".join(pipeline.stages)
+            if fault.stage not in names:
+                stages = ", ".join(names)
                 raise ConfigError(f"inject: there is no stage {fault.stage}; there are {stages}")
             log.warning("fault.injected", stage=fault.stage, kind=fault.kind, rate=fault.rate, delay_s=fault.delay_s)
         return faults
+
+    def _stage_names(self, pipeline: Pipeline) -> list[str]:
+        return list(pipeline.stages)
 
     async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
         return await self._env.run_in_thread(_load, self.config, self._env)
 
-    def _record(self, path: Path) -> Recorder:
+    def _make_parts(self, loaded: Any) -> TextParts | EncoderParts:
+        """Of what `_load` gave."""
+        if not loaded.info.num_blocks:
+            return EncoderParts(self.config, loaded)
+        secret = self._env.secret("prefix.secret", 16)
+        return EngineParts(self.config, loaded, self._make_device(loaded), secret)
+
+    async def _inject(self, pipeline: Pipeline, faults: Sequence[Fault]) -> None:
+        pipeline.inject(faults)
+
+    def _record(self, path: Path) -> Recorder | None:
         if not isinstance(self._parts, EngineParts):
             raise ConfigError(f"record = {path}: this model generates nothing, so nothing is scheduled")
         return self._parts.record(path, self.config, self._env)
@@ -229,7 +241,7 @@ class Engine:
             await self.pipeline.call(pooled_request("warm-up", (prompt,), PoolingParams()))
         else:
             await self.pipeline.call(Pairs(["warm"], ["up"]).request("warm-up", self.info.tasks))
-        self.reset_prefix_cache()
+        await self.forget_prefixes()
 
     async def stop(self, cause: str = "server_shutdown") -> None:
         """Ends what is under way, and frees everything. May be called again."""
@@ -238,10 +250,10 @@ class Engine:
         if parts is not None:
             for request_id in list(parts.exit.live):
                 parts.pipeline.cancel(request_id, cause)
-            if isinstance(parts, EngineParts):
+            if isinstance(parts, TextParts):
                 await parts.searches.wait_until_over()
             await parts.pipeline.stop()
-            if isinstance(parts, EngineParts):
+            if isinstance(parts, TextParts):
                 await parts.gate.aclose()
         if self._recorder is not None:
             await self._recorder.aclose()
@@ -251,6 +263,11 @@ class Engine:
             is_on_gpu = self._info is not None and self._info.device != "cpu"
             del parts
             _free_memory(is_on_gpu)
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The process of the step loop, if it has one of its own."""
+        return None
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Takes nothing new and waits for what is under way; False if some of it is left after `timeout_s`."""
@@ -409,7 +426,7 @@ class Engine:
         if structured is None:
             return await self._enter(request, wait, deadline_s)
         check_task(task_of(request), self.info.tasks)
-        gate, began_s = self._core().gate, self._env.now()
+        gate, began_s = self._text().gate, self._env.now()
         try:
             async with asyncio.timeout(deadline_s):
                 await gate.admit(self._env, request.request_id, structured)
@@ -463,7 +480,7 @@ class Engine:
             raise NotServing(self.health)
         try:
             check_task("generate", self.info.tasks)
-            return self._core().searches.submit(request, beams, deadline_s)
+            return self._text().searches.submit(request, beams, deadline_s)
         except ValueError as error:  # a request id that is in use
             raise Refused(str(error), param="request_id") from None
 
@@ -554,7 +571,7 @@ class Engine:
     @property
     def token_gaps_us(self) -> Histogram:
         """Microseconds between two tokens of an answer, of all answers so far."""
-        return self._core().detokenize.gaps.histogram
+        return self._text().detokenize.gaps.histogram
 
     @property
     def admission(self) -> Admission:
@@ -564,12 +581,12 @@ class Engine:
     @property
     def grammars(self) -> Grammars:
         """The books of the compiled grammars, to look at."""
-        return self._core().loaded.grammars
+        return self._text().grammars
 
     @property
     def grammar_gate(self) -> GrammarGate:
         """Where grammars are looked at, to look at."""
-        return self._core().gate
+        return self._text().gate
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix, so that nothing is found that was computed before. Returns the blocks freed."""
@@ -577,20 +594,34 @@ class Engine:
             return 0
         return self._core().allocate.reset_prefix_cache()
 
+    async def forget_prefixes(self) -> int:
+        """The same, wherever the blocks are."""
+        return self.reset_prefix_cache()
+
+    async def refresh(self, *, with_blocks: bool = False) -> None:
+        """Before one looks at books that may be in another process (`scheduler`, `pool`, stages and channels): what
+        they show then is not older than this call. Which block is whose is told if `with_blocks`. Here they are at
+        hand."""
+
     @property
     def has_core(self) -> bool:
         """Whether there are a scheduler and blocks: not where the model reads texts at once."""
-        return isinstance(self._require_parts(), EngineParts)
+        return isinstance(self._require_parts(), TextParts)
 
-    def _require_parts(self) -> EngineParts | EncoderParts:
+    def _require_parts(self) -> TextParts | EncoderParts:
         if self._parts is None:
             raise NotServing(self.health)
         return self._parts
 
-    def _core(self) -> EngineParts:
+    def _text(self) -> TextParts:
         parts = self._require_parts()
-        if not isinstance(parts, EngineParts):
+        if not isinstance(parts, TextParts):
             raise AttributeError("a model that generates nothing has no scheduler, no blocks and no prefix cache")
+        return parts
+
+    def _core(self) -> EngineParts:
+        parts = self._text()
+        assert isinstance(parts, EngineParts), "the books of another process are its own"
         return parts
 
 

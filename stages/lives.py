@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from .lineup import Lineup
 from .messages import Ints, PlanReport, Started, TokenRequest
 from .policy import Policy
@@ -72,10 +74,15 @@ class Lives:
             sequence_id = request.first_sequence_id + choice
             if sequence_id in self.sequences:
                 continue
+            token_ids = request.token_ids
+            if request.generated is not None:
+                if choice not in request.generated:
+                    continue
+                token_ids = np.concatenate([token_ids, request.generated[choice]])
             sequence = Sequence(
                 sequence_id,
                 request.request_id,
-                request.token_ids,
+                token_ids,
                 num_prompt,
                 num_prompt + answer,
                 params,

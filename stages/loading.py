@@ -64,16 +64,45 @@ class LoadedModel:
         return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelText:
+    """What a process needs of a model that has the stages of text, and computes nothing."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    encoder: ModelEncoder
+    text_table: TextTable
+
+    def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
+        """As `LoadedModel` does."""
+        return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
+
+
+def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], ModelText]:
+    """The parts of a model that know text, once one says what was loaded elsewhere. Blocks for as long as it takes, and
+    raises as `load_model` does; `ConfigError` for a model that generates nothing."""
+    root = _resolve(config)
+    if is_bidirectional(root):
+        raise ConfigError("mode = split: this model reads texts at once and generates nothing; use mode = inline")
+    shape = ModelConfig.read(root)
+    text = _read_text(config, root, shape, config.model or hub.BUNDLED, phases)
+    return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
+
+
+def _resolve(config: EngineConfig) -> Path:
+    return hub.resolve(
+        config.model,
+        revision=config.revision,
+        download_dir=Path(config.download_dir) if config.download_dir else None,
+        offline=config.offline,
+    )
+
+
 def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     """Blocks for as long as it takes. Raises `ConfigError` for settings, and `ModelError` for a model, that do not
     fit together; each says what would."""
     with phases("resolve"):
-        root = hub.resolve(
-            config.model,
-            revision=config.revision,
-            download_dir=Path(config.download_dir) if config.download_dir else None,
-            offline=config.offline,
-        )
+        root = _resolve(config)
     threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
     model_id = config.model or hub.BUNDLED
     if is_bidirectional(root):
@@ -125,11 +154,7 @@ def _put_together(
         quantization=computing.quantization,
         kv_cache_dtype=computing.kv_cache_dtype,
     )
-    grammars = Grammars(
-        lambda: Vocabulary(
-            text_table.bytes, tokenizer.special_ids, eos_token_ids, shape.vocab_size, tokenizer.to_json()
-        )
-    )
+    grammars = Grammars(lambda: make_vocabulary(tokenizer, text_table, info))
     sampler = Sampler(
         runner.last_tokens,
         shape.vocab_size,
@@ -142,6 +167,11 @@ def _put_together(
         allow_only=computing.allow_only,
     )
     return LoadedModel(info, tokenizer, text.encoder, text_table, runner, sampler, grammars, computing.enter)
+
+
+def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo) -> Vocabulary:
+    """What grammars know of the model's tokens."""
+    return Vocabulary(text_table.bytes, tokenizer.special_ids, info.eos_token_ids, info.vocab_size, tokenizer.to_json())
 
 
 # -- what computes

@@ -114,6 +114,8 @@ class TokenRequest:
     num_expected_cached: int = 0  # as in `Request`
     pooling: PoolingParams | None = None  # its kind is said; the prompt may then fill the context
     type_ids: Ints | None = None  # [P] which text of a pair each token is of, 0 or 1; None: there is one text
+    # choice -> its answer so far, made by an engine that has died; a choice that is not there is over. None: it is new
+    generated: Mapping[int, Ints] | None = None
 
 
 # -- steps

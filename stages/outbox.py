@@ -131,6 +131,16 @@ class Outboxes(Exit["RequestOutbox"]):
             stages_us = outbox.times.stages_us
             stages_us[stage] = stages_us.get(stage, 0) + service_us
 
+    def awaits(self, sequence_id: int) -> bool:
+        """Whether somebody waits for more of a sequence."""
+        return sequence_id in self._choices
+
+    def park_again(self) -> None:
+        """Tells schedule once more of each choice that is parked: it is another one, and has not heard."""
+        for choice in self._choices.values():
+            if choice.is_parked:
+                self.lane.post(choice.sequence_id, "park")
+
     def number_of(self, request_id: str) -> int | None:
         outbox = self.live.get(request_id)
         return None if outbox is None else outbox.request.first_sequence_id

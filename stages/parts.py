@@ -6,23 +6,26 @@ Knows who needs what of whom. Starts and stops nothing.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..runtime.env import Env
+from ..runtime.pipeline import Pipeline
 from .allocate import Allocate
 from .config import EngineConfig
-from .detokenize import Answer, Detokenize
+from .detokenize import Answer, Detokenize, IncrementalDecoder, TextTable
 from .device import Device
 from .encode import Encode
 from .errors import ConfigError
 from .execute import Execute
 from .grammar.grammar_gate import GrammarGate
+from .grammar.grammars import Grammars
 from .host import HostTier
 from .intake import Intake
 from .limits import RequestLimits
 from .ngrams import NgramDrafter
 from .outbox import Outboxes, RequestOutbox
 from .outputs import ModelInfo
+from .params import SamplingParams
 from .pipeline import build_encoder_pipeline, build_pipeline
 from .policy import make_policy
 from .prefix import PrefixCache
@@ -37,8 +40,24 @@ from .speculation import num_speculative_tokens
 from .tokenize import Tokenize
 
 if TYPE_CHECKING:
+    from ..model.tokenizer import Tokenizer
+    from .encoder import ModelEncoder
     from .encoder_loading import LoadedEncoder
     from .loading import LoadedModel
+
+
+class LoadedText(Protocol):
+    """What the stages that know text need of a model."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def encoder(self) -> ModelEncoder: ...
+    @property
+    def text_table(self) -> TextTable: ...
+    def make_decoder(self, params: SamplingParams) -> IncrementalDecoder: ...
 
 
 class EncoderParts:
@@ -58,37 +77,23 @@ class EncoderParts:
         self.exit.on_end.append(self.intake.request_ended)
 
 
-class EngineParts:
-    """The stages of one engine, joined: an engine's own, and what tests look into."""
+class TextParts:
+    """The stages of an engine that know text, and what goes with them: the same whether the step loop is in this
+    process or in another. `loaded` brings tokenizer and grammars."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedText, grammars: Grammars) -> None:
         info = loaded.info
-        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
+        self.limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
         self.loaded = loaded
-        self.gate = GrammarGate(loaded.grammars, config.max_waiting_requests)
-        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
-        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
-        self.schedule = Schedule(_step_limits(config, info), policy=make_policy(config), drafter=_drafter(config, info))
-        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
-        host = HostTier(info.num_host_blocks, info.block_size) if info.num_host_blocks else None
-        sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
-        self.allocate = Allocate(*sizes, cache, host)
-        execute, sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
+        self.grammars = grammars
+        self.gate = GrammarGate(grammars, config.max_waiting_requests)
+        self.intake = Intake(self.limits, config.max_admitted_requests, config.max_waiting_requests)
+        self.tokenize = Tokenize(loaded.encoder, self.limits, config.tokenizer_workers)
         self.detokenize = Detokenize(
             loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
         )
         self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s, config.max_queue_s)
-        self.pipeline = build_pipeline(
-            self.intake,
-            self.tokenize,
-            self.schedule,
-            self.allocate,
-            execute,
-            sample,
-            self.detokenize,
-            self.exit,
-            steps_in_flight=config.steps_in_flight,
-        )
+        self.pipeline = self._make_pipeline()
         self.exit.lane = self.pipeline.lane
         self.exit.on_start.append(self.intake.request_started)
         self.exit.locate = self._stage_of
@@ -96,7 +101,7 @@ class EngineParts:
             self.pipeline,
             self.exit,
             loaded.encoder,
-            limits,
+            self.limits,
             info.eos_token_ids,
             lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
         )
@@ -106,6 +111,34 @@ class EngineParts:
             self.searches.request_ended,
             self.gate.request_ended,
         ]
+
+    def _make_pipeline(self) -> Pipeline:
+        raise NotImplementedError
+
+    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
+        """(where a request is, whether any of it has been served yet)."""
+        raise NotImplementedError
+
+
+class CoreStages:
+    """The stages of the step loop. Steps are counted from `first_step`."""
+
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"", first_step: int = 0
+    ) -> None:
+        info = loaded.info
+        self.loaded = loaded
+        self.schedule = Schedule(
+            _step_limits(config, info),
+            policy=make_policy(config),
+            drafter=_drafter(config, info),
+            first_step=first_step,
+        )
+        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
+        host = HostTier(info.num_host_blocks, info.block_size) if info.num_host_blocks else None
+        sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
+        self.allocate = Allocate(*sizes, cache, host)
+        self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
 
     def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
         """Records from now on, which is before the pipeline starts. The caller closes the recorder when it has stopped.
@@ -120,8 +153,35 @@ class EngineParts:
         self.schedule.call_log = self.allocate.call_log = recorder
         return recorder
 
+
+class EngineParts(TextParts):
+    """The stages of one engine, joined: an engine's own, and what tests look into."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
+        self._steps_in_flight = config.steps_in_flight
+        self.core = CoreStages(config, loaded, device, secret)
+        self.schedule, self.allocate = self.core.schedule, self.core.allocate
+        super().__init__(config, loaded, loaded.grammars)
+
+    def _make_pipeline(self) -> Pipeline:
+        core = self.core
+        return build_pipeline(
+            self.intake,
+            self.tokenize,
+            core.schedule,
+            core.allocate,
+            core.execute,
+            core.sample,
+            self.detokenize,
+            self.exit,
+            steps_in_flight=self._steps_in_flight,
+        )
+
+    def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
+        """As `CoreStages` does."""
+        return self.core.record(path, config, env)
+
     def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
-        """(where a request is, whether any of it has been served yet)."""
         first, sequences = outbox.request.first_sequence_id, self.schedule.scheduler.sequences
         known = [sequences[i] for i in range(first, first + outbox.request.num_sequences) if i in sequences]
         if outbox.request_id in self.searches:

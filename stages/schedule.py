@@ -5,13 +5,13 @@ The thinking is in `scheduler.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
 from .line_trace import LineTrace
-from .messages import Guess, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
+from .messages import Guess, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
 from .ngrams import NgramDrafter
 from .policy import Policy
 from .scheduler import Limits, Scheduler
@@ -45,12 +45,14 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         max_waiting: int = 512,
         policy: Policy | None = None,
         drafter: NgramDrafter | None = None,
+        first_step: int = 0,
     ) -> None:
-        self.scheduler = Scheduler(limits, policy)
+        self.scheduler = Scheduler(limits, policy, first_step)
         self.drafter = drafter
         self.max_waiting = max_waiting  # prompts; more stay in the channel, and hold their senders back
         self.last_step_s = 0.0  # when a step was last planned or done
         self.call_log: CallLog | None = None
+        self.on_start: list[Callable[[Sequence[Started]], object]] = []  # told of those that get slots
         self._batch: Sequence[Any] = ()
         self._taken = 0  # messages of it
         self._context: Context | None = None
@@ -145,6 +147,9 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     def _send(self, plan: StepPlan, out: Outlet[StepPlan]) -> None:
         assert self._context is not None and self._trace is not None
         out.send(plan)
+        if plan.started:
+            for tell in self.on_start:
+                tell(plan.started)
         self.last_step_s = self._context.env.now()
         self._trace.planned(plan)
 

@@ -68,19 +68,20 @@ class Scheduler:
     """Holds every sequence from its arrival to its end, and makes one plan at a time.
 
     Call `add`, `on_report`, `on_done`, `on_void`, `take_guess`, `end`, `park` and `unpark` as things happen, then
-    `plan` until it returns None. A plan is outstanding until its report; at most K granted steps are in flight.
+    `plan` until it returns None. A plan is outstanding until its report; at most K granted steps are in flight. Steps
+    are counted from `first_step`, where another engine has stopped.
     """
 
-    def __init__(self, limits: Limits, policy: Policy | None = None) -> None:
+    def __init__(self, limits: Limits, policy: Policy | None = None, first_step: int = 0) -> None:
         self.limits = limits
         self.policy = policy or Policy()
         self.lives = Lives(limits.max_num_seqs, self.policy)
         self.slots = self.lives.slots
         self.waiting = self.lives.waiting
         self.admission_blocked_reason = ""  # what the first in line lacks: "blocks", or "swapped" if it is swapped out
-        self.last_granted = -1  # step
-        self.completed_step = -1
-        self._told_step = -1  # the completed step that allocate was last told of
+        self.last_granted = first_step - 1  # step
+        self.completed_step = first_step - 1
+        self._told_step = first_step - 1  # the completed step that allocate was last told of
         self._generation = 0
         self._outstanding: StepPlan | None = None
         self._flights: deque[_Flight] = deque()

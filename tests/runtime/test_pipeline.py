@@ -61,13 +61,11 @@ async def test_a_pipeline_starts_once_and_says_where_it_is(env: SimEnv) -> None:
 
 
 @sim_test(seeds=2)
-async def test_start_checks_the_graph_and_knows_only_inline(env: SimEnv) -> None:
+async def test_start_checks_the_graph(env: SimEnv) -> None:
     broken = line(Pass(), env=env)
     broken.edges.clear()
     with pytest.raises(GraphError, match="output pass.out goes nowhere"):
         await broken.start()
-    with pytest.raises(GraphError, match='mode = "split": only "inline"'):
-        await line(Pass(), env=env).start(mode="split")
 
 
 @sim_test(seeds=6)

@@ -1,0 +1,100 @@
+"""Stands in the engine process for the exit, which is in the front: knows which requests live, and passes failures on.
+
+The front alone ends a request. Knows requests and their sequences; refuses to know what becomes of text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Never
+
+from ...runtime.exit import Exit
+from ...runtime.pipeline import NotServing
+from ..messages import TokenRequest
+from .words import RequestFailed, Served
+
+
+class CoreOutbox:
+    """A request that lives in the front."""
+
+    def __init__(self, request_id: str, first_sequence_id: int, post: Callable[[Any], None]) -> None:
+        self.request_id = request_id
+        self.first_sequence_id = first_sequence_id
+        self.sequence_ids: list[int] = []
+        self._post = post
+
+    def end(self, cause: str, error: BaseException | None) -> None:
+        """Tells the front of a failure of its own; a dead pipeline is no failure of the request's."""
+        if cause == "error" and not isinstance(error, NotServing):
+            self._post(RequestFailed.of(self.request_id, error))
+
+    def __aiter__(self) -> Never:
+        raise TypeError("answers are read in the front")
+
+
+class CoreExit(Exit[CoreOutbox]):
+    """`take` each request before it is scheduled, and `forget` it when the front says so"""
+
+    def __init__(self, post: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._post = post
+        self._request_ids: dict[int, str] = {}  # by sequence id
+        self._times_us: dict[str, dict[str, int]] = {}  # by stage and request, since they were told
+
+    def take(self, item: TokenRequest) -> None:
+        """A prompt of a request arrives; there may be more of the same."""
+        outbox = self.live.get(item.request_id)
+        if outbox is None:
+            first = item.first_sequence_id - item.prompt_index * item.params.n
+            outbox = self.live[item.request_id] = CoreOutbox(item.request_id, first, self._post)
+        ids = range(item.first_sequence_id, item.first_sequence_id + item.params.n)
+        outbox.sequence_ids += ids
+        self._request_ids.update(dict.fromkeys(ids, item.request_id))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """These requests are over."""
+        for request_id in request_ids:
+            self.end(request_id, "over")
+
+    def end(self, request_id: str, cause: str, error: BaseException | None = None) -> bool:
+        outbox = self.live.get(request_id)
+        if outbox is not None:
+            for sequence_id in outbox.sequence_ids:
+                self._request_ids.pop(sequence_id, None)
+        return super().end(request_id, cause, error)
+
+    def requests_of(self, item: Any) -> Iterable[str]:
+        """By request id, or by the sequences in the rows of a step."""
+        if hasattr(item, "request_id"):
+            return (item.request_id,)
+        pooled = getattr(item, "pooled", None)
+        pooled = pooled.values() if isinstance(pooled, Mapping) else ()
+        ids = [*getattr(item, "sequence_ids", ()), *(one.sequence_id for one in pooled)]
+        found = (self._request_ids.get(int(sequence_id)) for sequence_id in ids)
+        return tuple(dict.fromkeys(request_id for request_id in found if request_id is not None))
+
+    def number_of(self, request_id: str) -> int | None:
+        outbox = self.live.get(request_id)
+        return None if outbox is None else outbox.first_sequence_id
+
+    def note_service(self, request_id: str, stage: str, service_us: int) -> None:
+        if not self._times_us:
+            self._later()
+        times = self._times_us.setdefault(stage, {})
+        times[request_id] = times.get(request_id, 0) + service_us
+
+    def _later(self) -> None:
+        """Once for all that a batch of a stage says."""
+        asyncio.get_running_loop().call_soon(self._tell_times)
+
+    def _tell_times(self) -> None:
+        times, self._times_us = self._times_us, {}
+        for stage, by_request in times.items():
+            self._post(Served(stage, by_request))
+
+    def make_outbox(self, request: Any) -> CoreOutbox:
+        raise TypeError("requests come in at the front")
+
+    def deliver(self, item: Any) -> None:
+        raise TypeError("texts are delivered in the front")

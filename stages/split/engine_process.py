@@ -1,0 +1,269 @@
+"""The engine process: loads the model, runs the step loop, and says to the front what comes of it.
+
+The front starts it as `python -P -m` and this module's name (`runtime/child.py`). It ends when the front says so, when
+the front has gone, or when its pipeline is beyond mending; whatever it held, the front knows enough to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+from ...model.errors import ModelError
+from ...runtime import log as logs
+from ...runtime.child import joined
+from ...runtime.cpus import lower_priority
+from ...runtime.env import Env, LiveEnv
+from ...runtime.flight import stack_of, task_stacks
+from ...runtime.link import InboundChannel, Link, LinkError, OutboundChannel
+from ...runtime.log import get_logger
+from ...runtime.loops import loop_factory
+from ...runtime.pipeline import Pipeline
+from ...runtime.trace import Tracer
+from ..config import EngineConfig
+from ..device import Device
+from ..errors import ConfigError
+from ..messages import Started, StepTokens, TokenRequest
+from ..parts import CoreStages
+from ..phases import Phases
+from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
+from ..recordings.recorder import Recorder
+from .books import read_books
+from .core_exit import CoreExit
+from .kept_grammars import KeptGrammars
+from .words import (
+    CODEC,
+    Admitted,
+    Ask,
+    Broken,
+    Causes,
+    Crashed,
+    Gone,
+    NotStarted,
+    Ready,
+    Setup,
+    Stop,
+    Told,
+)
+
+Load = Callable[[EngineConfig, Env, Phases], tuple[Any, Device]]  # in a thread: the model, and what runs its steps
+
+log = get_logger("millrace.stages")
+
+
+class EngineProcess:
+    """The life of the process: `run` it."""
+
+    def __init__(self, sock: socket, files: Sequence[int], load: Load) -> None:
+        self._files = files
+        self._load = load
+        self._env = LiveEnv()
+        self._link = Link(sock, CODEC, self._hear, self._lost)
+        self._exit = CoreExit(self._link.post)
+        self._requests: InboundChannel[TokenRequest] = InboundChannel(
+            "->".join(TO_SCHEDULE), ENTRY_CAPACITY, self._env.now, self._arrived
+        )
+        self._tokens: OutboundChannel[StepTokens] = OutboundChannel(
+            "->".join(TO_DETOKENIZE), TEXT_CAPACITY, self._env.now
+        )
+        self._link.add_inbound(self._requests)
+        self._link.add_outbound(self._tokens)
+        self._over = asyncio.Event()
+        self._setup: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
+        self._core: CoreStages | None = None
+        self._pipeline: Pipeline | None = None
+        self._recorder: Recorder | None = None
+        self._grammars: KeptGrammars | None = None
+        self._last_moved: tuple[object, ...] = ()  # what shows that there is news
+        self._is_lost = False
+
+    async def run(self) -> int:
+        """Until it is told to stop, or the front has gone."""
+        self._link.start()
+        over = asyncio.ensure_future(self._over.wait())
+        starting = asyncio.ensure_future(self._start())
+        try:
+            await asyncio.wait([over, starting], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done() and not starting.result():
+                await asyncio.sleep(0)  # what was said last leaves
+                return 1
+            await over
+            return 1 if self._is_lost else 0
+        finally:
+            starting.cancel()
+            over.cancel()
+            await asyncio.wait([starting, over])
+            await self._end()
+
+    # -- starting
+
+    async def _start(self) -> bool:
+        """Whether it could."""
+        setup = await self._setup
+        if setup.log is not None:
+            logs.configure(**setup.log)
+        phases = Phases(self._env.now)
+        try:
+            loaded, device = await self._env.run_in_thread(self._load, setup.config, self._env, phases)
+            with phases("pipeline"):
+                await self._start_stages(setup, loaded, device)
+        except (ConfigError, ModelError) as error:
+            kind = "ConfigError" if isinstance(error, ConfigError) else "ModelError"
+            self._link.post(NotStarted(kind, str(error)))
+            return False
+        except Exception as error:
+            log.error("engine_process.not_started", error=type(error).__name__, exc_info=error)
+            self._link.post(NotStarted(type(error).__name__, "the log has more"))
+            return False
+        if loaded.info.attention_backend == "native":
+            self._env.yield_to("device")
+            lower_priority()
+        gc.collect()
+        gc.freeze()
+        self._link.post(Ready(loaded.info, dict(phases.seconds)))
+        return True
+
+    async def _start_stages(self, setup: Setup, loaded: Any, device: Device) -> None:
+        if not loaded.info.num_blocks:
+            raise ConfigError("mode = split: this model generates nothing; use mode = inline")
+        secret = self._env.secret("prefix.secret", 16)
+        core = self._core = CoreStages(setup.config, loaded, device, secret, setup.first_step)
+        core.schedule.on_start.append(self._admitted)
+        self._grammars = KeptGrammars(loaded.grammars, self._env)
+        pipeline = self._pipeline = build_core_pipeline(
+            core.schedule, core.allocate, core.execute, core.sample, steps_in_flight=setup.config.steps_in_flight
+        )
+        pipeline.exit = self._exit
+        self._exit.on_end.append(self._grammars.request_ended)
+        pipeline.use(self._env, Tracer(self._env, files=self._files))
+        pipeline.give_channel("schedule.in", self._requests, is_watched=False)
+        pipeline.give_channel("sample.out", self._tokens)
+        pipeline.on_crash.append(self._crashed)
+        if setup.config.record is not None:
+            self._recorder = core.record(Path(setup.config.record), setup.config, self._env)
+        await pipeline.start()
+        assert pipeline.watch is not None
+        pipeline.watch.on_tick.append(self._tick)
+
+    # -- hearing
+
+    def _hear(self, word: Any) -> None:
+        match word:
+            case Causes():
+                if self._pipeline is not None:
+                    for sequence_id, cause in word.causes.items():
+                        self._pipeline.lane.post(sequence_id, cause)
+            case Gone():
+                self._exit.forget(word.request_ids)
+            case Ask():
+                self._link.post(self._answer(word))
+            case Setup():
+                self._setup.set_result(word)
+            case Stop():
+                self._over.set()
+            case _:
+                raise LinkError(f"a {type(word).__name__} is none of the front's words")
+
+    def _arrived(self, request: TokenRequest) -> None:
+        self._exit.take(request)
+        if self._grammars is not None and request.params.structured_outputs is not None:
+            self._grammars.request_came(request.request_id, request.params.structured_outputs)
+
+    def _lost(self, error: LinkError | None) -> None:
+        if error is not None:
+            log.error("link.broken", end="engine", reason=str(error))
+        self._is_lost = True
+        self._over.set()
+
+    def _answer(self, ask: Ask) -> Told:
+        if self._core is None or self._pipeline is None:
+            return Told(ask.number, error="the engine is loading")
+        match ask.what:
+            case "books" | "blocks":
+                self._tell_books(with_blocks=ask.what == "blocks")
+                return Told(ask.number)
+            case "forget_prefixes":
+                return Told(ask.number, self._core.allocate.reset_prefix_cache())
+            case "inject":
+                self._pipeline.inject(ask.faults)
+                return Told(ask.number)
+            case "stacks":
+                return Told(ask.number, list(task_stacks(self._pipeline, only=self._pipeline.runners)))
+        return Told(ask.number, error=f"nobody here knows {ask.what!r}")
+
+    # -- saying
+
+    def _tick(self, late_s: float) -> None:
+        """A few times a second: what has changed."""
+        assert self._pipeline is not None
+        health = self._pipeline.health
+        if health.state == "dead":
+            self._link.post(Broken(health.stage or "", health.reason or ""))
+            self._is_lost = True
+            self._over.set()
+        elif (moved := self._moved()) != self._last_moved:
+            self._last_moved = moved
+            self._tell_books()
+
+    def _moved(self) -> tuple[object, ...]:
+        """Changes whenever anything does that books tell of."""
+        assert self._pipeline is not None and self._core is not None
+        runners = self._pipeline.runners.values()
+        moments = [(runner.last_progress_s, runner.is_busy, runner.num_restarts) for runner in runners]
+        depths = [len(channel) for channel in self._pipeline.channels.values()]
+        return (*moments, *depths, len(self._core.schedule.scheduler.sequences))
+
+    def _tell_books(self, *, with_blocks: bool = False) -> None:
+        assert self._core is not None and self._pipeline is not None
+        told_here = [name for name in self._pipeline.channels if name != self._requests.name]
+        self._link.post(read_books(self._core, self._pipeline, told_here, with_blocks=with_blocks))
+
+    def _admitted(self, started: Sequence[Started]) -> None:
+        self._link.post(Admitted([one.sequence_id for one in started]))
+
+    def _crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
+        self._link.post(Crashed(stage, type(error).__name__, stack_of(error), list(request_ids)))
+
+    # -- the end
+
+    async def _end(self) -> None:
+        if self._pipeline is not None:
+            await self._pipeline.stop()
+        if self._grammars is not None:
+            await self._grammars.aclose()
+        if self._recorder is not None:
+            await self._recorder.aclose()
+        await self._env.aclose()
+        self._link.close()
+
+
+def load(config: EngineConfig, env: Env, phases: Phases) -> tuple[Any, Device]:
+    """A real model."""
+    with phases("import"):
+        from ..loading import LoadedModel, load_model
+    loaded = load_model(config, phases, env)
+    if not isinstance(loaded, LoadedModel):
+        raise ConfigError("mode = split: this model reads texts at once and generates nothing; use mode = inline")
+    return loaded, Device(loaded.enter)
+
+
+def main(arguments: Sequence[str], load: Load = load) -> int:
+    """The process."""
+    sock, files = joined(arguments)
+
+    async def live() -> int:
+        return await EngineProcess(sock, files, load).run()
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        code = runner.run(live())
+    logs.shutdown()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

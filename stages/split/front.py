@@ -1,0 +1,139 @@
+"""The stages of text in a process without the step loop, and what stands there for the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from ...runtime.graph import Edge, Port
+from ...runtime.link import InboundChannel, OutboundChannel
+from ...runtime.pipeline import Pipeline
+from ...runtime.runner import StageRunner
+from ...runtime.stage import Stage
+from ...runtime.wire import WireError
+from ..allocate import Allocate
+from ..config import EngineConfig
+from ..execute import Execute
+from ..grammar.grammars import Grammars
+from ..messages import StepTokens, TokenRequest
+from ..outbox import RequestOutbox
+from ..parts import LoadedText, TextParts
+from ..pipeline import (
+    ENTRY_CAPACITY,
+    TEXT_CAPACITY,
+    TO_DETOKENIZE,
+    TO_SCHEDULE,
+    build_core_pipeline,
+    build_front_pipeline,
+)
+from ..sample import Sample
+from ..schedule import Schedule
+from .live_table import LiveTable
+from .mirror import Mirror, MirrorChannel, MirrorRunner, MirrorStage
+
+CORE: dict[str, type[Stage[Any, Any]]] = {
+    "schedule": Schedule,
+    "allocate": Allocate,
+    "execute": Execute,
+    "sample": Sample,
+}
+
+
+class TriedGrammars(Grammars):
+    """Grammars that were tried, and are compiled in the engine process; here they are counted only."""
+
+    def compile(self, structured: Any) -> Any:
+        """Nothing: what a trial lets pass compiles."""
+
+
+class FrontParts(TextParts):
+    """The front's stages, joined; the ends of the loop are `requests` and `tokens`, which reach to the engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedText,
+        grammars: Grammars,
+        table: LiveTable,
+        requests: OutboundChannel[TokenRequest],
+        tokens: InboundChannel[StepTokens],
+    ) -> None:
+        self.table, self.requests, self.tokens = table, requests, tokens
+        super().__init__(config, loaded, grammars)
+
+    def _make_pipeline(self) -> Pipeline:
+        pipeline = build_front_pipeline(self.intake, self.tokenize, self.detokenize, self.exit)
+        pipeline.give_channel("tokenize.out", self.requests)
+        pipeline.give_channel("detokenize.in", self.tokens, is_watched=False)
+        return pipeline
+
+    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
+        request = outbox.request
+        if outbox.request_id in self.searches:
+            return "execute", True
+        if outbox.request_id not in self.table:
+            return ("detokenize", True) if outbox.has_started else ("tokenize", False)
+        ids = range(request.first_sequence_id, request.first_sequence_id + request.num_sequences)
+        if self.table.is_admitted(ids):
+            return "execute", True
+        return "schedule", outbox.has_started
+
+
+def make_ends(
+    table: LiveTable, refused: Callable[[TokenRequest, WireError], object]
+) -> tuple[OutboundChannel[TokenRequest], InboundChannel[StepTokens]]:
+    """The front's halves of the two edges that reach to the engine."""
+    requests: OutboundChannel[TokenRequest] = OutboundChannel(
+        "->".join(TO_SCHEDULE), ENTRY_CAPACITY, on_send=table.sent, on_refused=refused
+    )
+    tokens: InboundChannel[StepTokens] = InboundChannel("->".join(TO_DETOKENIZE), TEXT_CAPACITY, on_arrival=table.note)
+    return requests, tokens
+
+
+def show_the_loop(parts: FrontParts, config: EngineConfig, now_s: float) -> Mirror:
+    """Has a pipeline that runs show the stages and channels of the engine process among its own, in the order of the
+    flow, for observers. Returns what fills them."""
+    pipeline = parts.pipeline
+    loop = build_core_pipeline(*map(_Ports, CORE.values()), steps_in_flight=config.steps_in_flight)
+    reach = {edge.name: edge for edge in _reaching_edges()}
+    channels = {
+        edge.name: MirrorChannel(edge.name, edge.capacity or 0) for edge in (*loop.edges, reach[parts.tokens.name])
+    }
+    inputs: dict[str, dict[str, Any]] = {name: {} for name in CORE}
+    for edge in loop.edges:
+        inputs[edge.target.stage][edge.target.port] = channels[edge.name]
+    inputs["schedule"]["in"] = parts.requests
+    mirrors = {
+        name: MirrorRunner(name, MirrorStage(kind), {port: inputs[name][port] for port in kind.inputs}, now_s)
+        for name, kind in CORE.items()
+    }
+    stages, runners, own = list(pipeline.stages), dict(pipeline.runners), dict(pipeline.channels)
+    order = [one for name in stages for one in ((*CORE, name) if name == "detokenize" else (name,))]
+    shown = cast("dict[str, StageRunner]", {name: runners.get(name) or mirrors.get(name) for name in order})
+    pipeline.runners.clear()
+    pipeline.runners.update(shown)
+    pipeline.stages = {name: runner.stage for name, runner in shown.items()}
+    edges = [*loop.edges, *pipeline.edges, *reach.values()]
+    places = {name: place for place, name in enumerate(order)}
+    pipeline.edges = sorted(edges, key=lambda edge: places[edge.source.stage])
+    all_channels: dict[str, Any] = own | channels
+    flow = {edge.name: place for place, edge in enumerate(pipeline.edges)}
+    pipeline.channels = dict(sorted(all_channels.items(), key=lambda pair: flow.get(pair[0], -1)))
+    return Mirror(config, parts.loaded.info, mirrors, pipeline.channels, parts.table.request_id)
+
+
+def _reaching_edges() -> list[Edge]:
+    (a, b), (c, d) = TO_SCHEDULE, TO_DETOKENIZE
+    return [
+        Edge(_port(a), _port(b), ENTRY_CAPACITY, "wait", "a burst of prompts tokenized at once"),
+        Edge(_port(c), _port(d), TEXT_CAPACITY, "wait", "steps that wait to become text"),
+    ]
+
+
+def _port(text: str) -> Port:
+    stage, _, port = text.partition(".")
+    return Port(stage, port)
+
+
+class _Ports(MirrorStage):
+    """A stage of which only the ports are wanted."""

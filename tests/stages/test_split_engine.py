@@ -1,0 +1,160 @@
+"""A split engine from Python, with the bundled model: what it survives, and what it says when it can not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from millrace.runtime.pipeline import NotServing
+from millrace.stages.config import EngineConfig
+from millrace.stages.errors import ConfigError, RequestError
+from millrace.stages.params import SamplingParams
+from millrace.stages.split import engine as split_engine
+from millrace.stages.split.engine import SplitEngine
+
+pytestmark = pytest.mark.slow
+CONFIG = EngineConfig(max_num_seqs=4, threads=1, inject=("stage=execute,delay=1ms",))
+GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+
+
+def run(test: Callable[[SplitEngine], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with SplitEngine(CONFIG) as engine:
+            await test(engine)
+            pid = engine.engine_pid
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))
+
+
+async def answer(
+    engine: SplitEngine, prompt: str = "Once upon a time", after: Callable[[], None] = lambda: None
+) -> str:
+    """The whole text; `after` is called when a few tokens have come."""
+    text, count = "", 0
+    async for output in engine.generate(prompt, GREEDY):
+        text += output.outputs[0].text
+        count += 1
+        if count == 5:
+            after()
+    return text
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110 - of another process
+        await asyncio.sleep(0.01)
+
+
+def strike(engine: SplitEngine, number: int) -> None:
+    assert engine.engine_pid is not None
+    os.kill(engine.engine_pid, number)
+
+
+def test_an_engine_process_that_hangs_is_replaced_and_answers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_engine, "HANG_S", 1)
+
+    async def test(engine: SplitEngine) -> None:
+        due, pid = await answer(engine), engine.engine_pid
+        assert await answer(engine, after=lambda: strike(engine, signal.SIGSTOP)) == due
+        assert engine.engine_pid != pid and engine.health.is_ready
+
+    run(test)
+
+
+def test_a_foreign_frame_costs_the_engine_process_and_no_answer() -> None:
+    async def test(engine: SplitEngine) -> None:
+        due, pid = await answer(engine), engine.engine_pid
+
+        def disturb() -> None:
+            assert engine._client is not None and engine._client._child is not None
+            engine._client._child.sock.send(b"\x80\x04\x95 this is no frame of ours")
+
+        assert await answer(engine, after=disturb) == due
+        assert engine.engine_pid != pid
+
+    run(test)
+
+
+def test_many_answers_at_once_survive_several_deaths_and_none_has_a_token_twice() -> None:
+    async def test(engine: SplitEngine) -> None:
+        prompts = [f"{word} and" for word in ("Zoe", "Tom", "A cat", "The sea", "One", "Two", "Three")]
+        due = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        under_way = [asyncio.ensure_future(answer(engine, prompt)) for prompt in prompts]
+        await asyncio.sleep(0.03)
+        strike(engine, signal.SIGKILL)
+        assert await asyncio.gather(*under_way) == due
+        await engine.refresh()
+        assert engine.pool.num_in_use == 0 and not engine.scheduler.sequences and not engine.exit.live
+
+    run(test)
+
+
+def test_when_engine_processes_keep_dying_every_request_is_told_and_health_says_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(split_engine, "MAX_DEATHS", 1)
+
+    async def test(engine: SplitEngine) -> None:
+        engine._deaths_s = type(engine._deaths_s)(maxlen=1)
+        strike(engine, signal.SIGKILL)
+        await until(lambda: not engine.health.is_ready)
+        assert engine.health.stage == "engine" and "signal 9" in str(engine.health.reason)
+        with pytest.raises(NotServing, match="another is starting"):
+            await answer(engine)
+        await until(lambda: engine.health.is_ready)
+        with pytest.raises(RequestError, match="engine processes keep ending") as told:
+            await answer(engine, after=lambda: strike(engine, signal.SIGKILL))
+        assert (told.value.status, told.value.code) == (503, "dead")
+        assert engine.health.state == "dead"
+
+    run(test)
+
+
+def test_a_request_that_can_not_cross_is_told_so_alone() -> None:
+    async def test(engine: SplitEngine) -> None:
+        params: Any = SamplingParams(max_tokens=3, extra_args={"it": object()})
+        with pytest.raises(RequestError, match="can not be handed to the engine process: a object can not cross"):
+            async for _ in engine.generate("a", params):
+                pass
+        assert await answer(engine)
+
+    run(test)
+
+
+def test_cancels_and_deadlines_free_what_the_engine_process_held() -> None:
+    async def test(engine: SplitEngine) -> None:
+        long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
+        stream = engine.generate("a", long)
+        await anext(stream)
+        await stream.aclose()
+        with pytest.raises(RequestError, match="the request ran out of time at execute: its answer was not complete"):
+            async for _ in engine.generate("b", long, timeout_s=0.2):
+                pass
+
+        async def is_free() -> bool:
+            await engine.refresh()
+            return engine.pool.num_in_use == 0 and not engine.scheduler.sequences
+
+        while not await is_free():  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_an_encoder_has_no_split_mode(tmp_path: Any) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="mode = split: this model reads texts at once"):
+            await SplitEngine(EngineConfig(model=str(folder))).start()
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))

@@ -92,6 +92,14 @@ class Running:
         """The most memory that its processes have had resident, MiB, each by itself, added up."""
         return sum(_peak_kib(pid) for pid in _processes(self._process.pid)) / 1024
 
+    def cpu_s(self) -> float:
+        """CPU time of all threads of its processes so far."""
+        spent_ns = 0
+        for pid in _processes(self._process.pid):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                spent_ns += int((task / "schedstat").read_text().split()[0])
+        return spent_ns / 1e9
+
     async def stop(self) -> None:
         """Ends all its processes."""
         for number in (signal.SIGCONT, signal.SIGTERM):

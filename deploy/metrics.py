@@ -110,6 +110,8 @@ class Metrics:
             yield from self._gauges(self._engine, labels)
             yield from self._core_counters(self._engine, labels)
         yield from self._counters(self._engine, labels)
+        name, text = "millrace:engine_process_deaths", "Engine processes that ended by themselves."
+        yield counter(name, text, self._engine.num_deaths, {})
         assert self._latencies is not None
         yield from self._latencies.collect(labels)
         yield from stages(self._engine.pipeline)

@@ -56,7 +56,7 @@ class FlightRecorder:
         self._begun_s[reason] = now_s
         moment = datetime.now(UTC)
         first = {"type": "flight", "reason": reason, "time": moment.isoformat(), "pid": os.getpid()} | details
-        lines = [first, *_state(pipeline), *_threads()]
+        lines = [first, *_state(pipeline), *thread_stacks()]
         path = self.directory / f"flight-{moment:%Y%m%dT%H%M%S.%fZ}-{reason}.jsonl"
         return partial(self._write, path, lines, pipeline)
 
@@ -91,6 +91,7 @@ def _state(pipeline: Pipeline | None) -> Iterator[Line]:
         yield from _edges(pipeline)
         yield from _requests(pipeline)
         yield from task_stacks(pipeline)
+        yield from pipeline.stacks_elsewhere
 
 
 def _stages(pipeline: Pipeline) -> Iterator[Line]:
@@ -141,7 +142,8 @@ def _requests(pipeline: Pipeline) -> Iterator[Line]:
         yield {"type": "request", "request_id": request_id, "age_s": age_s} | counts
 
 
-def _threads() -> Iterator[Line]:
+def thread_stacks() -> Iterator[Line]:
+    """Where each thread of this process is."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield {"type": "thread", "thread": names.get(ident, str(ident)), "stack": _stack(frame)}

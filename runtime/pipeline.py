@@ -87,6 +87,7 @@ class Pipeline(Graph):
         self.lane_reader: str | None = None  # the stage that reads the control lane
         self.entry_capacity = OPEN_END_CAPACITY  # requests that have come in and were not looked at
         self.watch: Watch | None = None  # there once it has started
+        self.stacks_elsewhere: list[dict[str, Any]] = []  # told last of tasks and threads in another process
         self._owns_env = True
         self._health = Health("new")
         self._tasks: dict[str, asyncio.Task[None]] = {}

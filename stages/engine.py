@@ -269,6 +269,11 @@ class Engine:
         """The process of the step loop, if it has one of its own."""
         return None
 
+    @property
+    def num_deaths(self) -> int:
+        """Engine processes that have ended by themselves."""
+        return 0
+
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Takes nothing new and waits for what is under way; False if some of it is left after `timeout_s`."""
         return await self.pipeline.drain(timeout_s)
@@ -598,10 +603,10 @@ class Engine:
         """The same, wherever the blocks are."""
         return self.reset_prefix_cache()
 
-    async def refresh(self, *, with_blocks: bool = False) -> None:
+    async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
         """Before one looks at books that may be in another process (`scheduler`, `pool`, stages and channels): what
-        they show then is not older than this call. Which block is whose is told if `with_blocks`. Here they are at
-        hand."""
+        they show then is not older than this call. Which block is whose, and where tasks wait, is told if asked for.
+        Here they are at hand."""
 
     @property
     def has_core(self) -> bool:

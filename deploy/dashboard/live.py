@@ -97,7 +97,8 @@ class LiveViewer(Viewer):
         with suppress(NotServing):
             if engine is None or not engine.has_core:
                 return
-            await engine.refresh(with_blocks=self.topics.blocks is not None)
+            topics = self.topics
+            await engine.refresh(with_blocks=topics.blocks is not None, with_stacks=topics.loop is not None)
             tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
             if self.topics.overview is not None:
                 parts, names = feed.trace_log(engine).window()

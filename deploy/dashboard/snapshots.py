@@ -158,12 +158,13 @@ def latency(latencies: Latencies) -> dict[str, Any]:
 def loop_health(engine: Engine, oversight: Oversight) -> dict[str, Any]:
     """What stands still, where each stage's task waits, and how late the loop and collections of garbage were."""
     stall, runners = oversight.stall, engine.pipeline.runners
+    stacks = [*task_stacks(engine.pipeline, only=runners), *engine.pipeline.stacks_elsewhere]
     return {
         "stall": None
         if stall is None
         else {"name": stall.name, "reason": stall.reason, "num_waiting": stall.num_waiting},
         "num_stalls": oversight.num_stalls,
-        "stacks": {told["task"]: told["stack"] for told in task_stacks(engine.pipeline, only=runners)},
+        "stacks": {told["task"]: told["stack"] for told in stacks if told.get("task") in runners},
         "lag": _histogram(oversight.meter.lag_us),
         "pause": _histogram(oversight.meter.pause_us),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,6 +161,9 @@ class EngineClient:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, less what is nobody's business but the server's."""
+    """Ours, less what is nobody's business but the server's; modules are found where we find them."""
     secret = ("MILLRACE_API_KEY", "MILLRACE_ADMIN_KEY", "MILLRACE_SSL")
-    return {name: value for name, value in os.environ.items() if not name.startswith(secret)}
+    told = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
+    ours = [path or os.getcwd() for path in sys.path]
+    told["PYTHONPATH"] = os.pathsep.join(path for path in ours if not path.startswith((sys.prefix, sys.base_prefix)))
+    return told

@@ -67,6 +67,7 @@ STEPS_APART = 16  # from the last step that is known of an engine to the first o
 STOP_S = 10.0  # that an engine may take to free everything
 HANG_S = 30  # without a word of the engine process, though there is work and it is asked each second: it is replaced
 STALL_S = 300.0  # the same where it speaks and nothing moves: it may compute something large on a slow machine
+SUSPECT_S = 2.0  # the same: it is asked where its tasks wait
 REFRESH_S = 0.5  # that whoever looks at books waits for new ones
 OPEN_TO_INSERT = ("intake", "detokenize")  # behind these a stage of a user's is in this process with both neighbours
 
@@ -90,10 +91,12 @@ class SplitEngine(Engine):
         self._files: list[int] = []
         self._faults_there: list[Fault] = []
         self._gone: list[str] = []  # requests that are over, to be told with the next turn
+        self._num_deaths = 0
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS)
         self._keeper: asyncio.Task[None] | None = None
         self._away: Health | None = None  # while there is no engine process
         self._next_look_s = 0.0
+        self._looking: asyncio.Task[None] | None = None
         self._num_unheard = 0  # looks since the engine process said anything
 
     # -- stages of your own
@@ -199,6 +202,10 @@ class SplitEngine(Engine):
         return self._away if self._away is not None and self._health.is_ready else super().health
 
     @property
+    def num_deaths(self) -> int:
+        return self._num_deaths
+
+    @property
     def engine_pid(self) -> int | None:
         """The engine process, or the last one; None before there was one."""
         return None if self._client is None else self._client.pid
@@ -214,6 +221,7 @@ class SplitEngine(Engine):
     async def _replace_process(self, how: str) -> bool:
         """Starts another process, which goes on with what is under way. False if that is given up."""
         assert self._client is not None
+        self._num_deaths += 1
         exit = self._front().exit
         log.error("engine_process.died", pid=self._client.pid, how=how, num_live=len(exit.live))
         self._away = Health("loading", stage="engine", reason=f"the engine process ended ({how}), another is starting")
@@ -274,7 +282,12 @@ class SplitEngine(Engine):
         self._next_look_s = now_s + 1.0
         self._num_unheard += 1
         self._client.post(Ask(-1, "books"))  # whatever it says next will do
-        stall = find_stall(self._front().pipeline, STALL_S)
+        pipeline = self._front().pipeline
+        if find_stall(pipeline, SUSPECT_S) is None:
+            pipeline.stacks_elsewhere = []
+        elif self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self.refresh(with_stacks=True))  # for who records what led to it
+        stall = find_stall(pipeline, STALL_S)
         is_stalled = stall is not None and stall.name.partition(".")[0] in CORE
         if self._num_unheard > HANG_S or is_stalled:
             reason = f"no word for {HANG_S} s" if stall is None else stall.reason
@@ -342,9 +355,11 @@ class SplitEngine(Engine):
 
     # -- books
 
-    async def refresh(self, *, with_blocks: bool = False) -> None:
+    async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
         with suppress(NotServing):  # then what was told last is what there is
             await self._ask_there("blocks" if with_blocks else "books", timeout_s=REFRESH_S)
+            if with_stacks:
+                self._front().pipeline.stacks_elsewhere = await self._ask_there("stacks", timeout_s=REFRESH_S)
 
     async def forget_prefixes(self) -> int:
         return int(await self._ask_there("forget_prefixes"))

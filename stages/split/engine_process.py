@@ -19,7 +19,7 @@ from ...runtime import log as logs
 from ...runtime.child import joined
 from ...runtime.cpus import lower_priority
 from ...runtime.env import Env, LiveEnv
-from ...runtime.flight import stack_of, task_stacks
+from ...runtime.flight import stack_of, task_stacks, thread_stacks
 from ...runtime.link import InboundChannel, Link, LinkError, OutboundChannel
 from ...runtime.log import get_logger
 from ...runtime.loops import loop_factory
@@ -193,7 +193,8 @@ class EngineProcess:
                 self._pipeline.inject(ask.faults)
                 return Told(ask.number)
             case "stacks":
-                return Told(ask.number, list(task_stacks(self._pipeline, only=self._pipeline.runners)))
+                stacks = [*task_stacks(self._pipeline, only=self._pipeline.runners), *thread_stacks()]
+                return Told(ask.number, [stack | {"process": "engine"} for stack in stacks])
         return Told(ask.number, error=f"nobody here knows {ask.what!r}")
 
     # -- saying

@@ -6,6 +6,7 @@ Filled a few times a second from `Books`, or when somebody asks. Plain data; not
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -169,7 +170,7 @@ class SchedulerView:
     def __init__(self, config: EngineConfig, request_id: Callable[[int], str | None], num_drafts: int) -> None:
         self.limits = LimitsView(config.max_num_seqs)
         self.step_token_budget = config.max_num_batched_tokens or 0
-        self.preemptions: Mapping[tuple[str, str], int] = {}
+        self.preemptions: Counter[tuple[str, str]] = Counter()
         self.speculation = SpeculationView(config.num_speculative_tokens if num_drafts else 0)
         self.speculation.num_accepted_at = [0] * self.speculation.num_tokens
         self._request_id = request_id
@@ -179,7 +180,7 @@ class SchedulerView:
     def update(self, books: Books) -> None:
         for name, value in books.figures.items():
             setattr(self, name, value)
-        self.preemptions, self.speculation = books.preemptions, SpeculationView(**books.drafts)
+        self.preemptions, self.speculation = Counter(books.preemptions), SpeculationView(**books.drafts)
         self._columns, self._num_generated = books.sequences, books.num_generated
         for name in ("sequences", "slots"):
             self.__dict__.pop(name, None)

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from millrace.runtime.flight import stack_of
 from millrace.runtime.pipeline import NotServing
+from millrace.runtime.stalls import find_stall
 from millrace.stages.config import EngineConfig
+from millrace.stages.engine import Engine
 from millrace.stages.errors import ConfigError, RequestError
 from millrace.stages.params import SamplingParams
 from millrace.stages.split import engine as split_engine
@@ -22,9 +25,9 @@ CONFIG = EngineConfig(max_num_seqs=4, threads=1, inject=("stage=execute,delay=1m
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
-def run(test: Callable[[SplitEngine], Awaitable[None]]) -> None:
+def run(test: Callable[[SplitEngine], Awaitable[None]], **overrides: Any) -> None:
     async def main() -> None:
-        async with SplitEngine(CONFIG) as engine:
+        async with SplitEngine(CONFIG, **overrides) as engine:
             await test(engine)
             pid = engine.engine_pid
         assert pid is not None
@@ -34,9 +37,7 @@ def run(test: Callable[[SplitEngine], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(main(), 60.0))
 
 
-async def answer(
-    engine: SplitEngine, prompt: str = "Once upon a time", after: Callable[[], None] = lambda: None
-) -> str:
+async def answer(engine: Engine, prompt: str = "Once upon a time", after: Callable[[], None] = lambda: None) -> str:
     """The whole text; `after` is called when a few tokens have come."""
     text, count = "", 0
     async for output in engine.generate(prompt, GREEDY):
@@ -146,6 +147,57 @@ def test_cancels_and_deadlines_free_what_the_engine_process_held() -> None:
             await asyncio.sleep(0.01)
 
     run(test)
+
+
+def test_sequences_are_swapped_and_come_back_as_in_one_process() -> None:
+    prompts = [f"{word} went" for word in ("Zoe", "Tom", "A cat", "The sea")]
+    small: dict[str, Any] = {"num_gpu_blocks": 9, "max_model_len": 128, "num_cpu_blocks": 16, "inject": ()}
+    due: list[str] = []
+
+    async def inline() -> None:
+        async with Engine(CONFIG, **small) as engine:
+            due.extend(await asyncio.gather(*(answer(engine, prompt) for prompt in prompts)))
+            assert engine.scheduler.num_preemptions > 0
+
+    async def test(engine: SplitEngine) -> None:
+        assert await asyncio.gather(*(answer(engine, prompt) for prompt in prompts)) == due
+        await engine.refresh(with_blocks=True)
+        assert engine.scheduler.num_preemptions == engine.scheduler.preemptions.total() > 0
+        assert engine.host_tier is not None and engine.host_tier.pool.num_blocks == 16
+        assert not engine.scheduler.sequences and (engine.pool.num_tables == 0).all()
+
+    asyncio.run(inline())
+    run(test, **small)
+
+
+def test_a_stage_that_fails_over_there_is_told_of_here_and_the_guilty_request_ends() -> None:
+    async def test(engine: SplitEngine) -> None:
+        told: list[tuple[str, str, bool]] = []
+        engine.pipeline.on_crash.append(lambda stage, e, ids: told.append((stage, type(e).__name__, bool(stack_of(e)))))
+        with pytest.raises(RequestError, match="the model failed on this request"):
+            await answer(engine)
+        await engine.refresh()
+        assert set(told) == {("execute", "InjectedError", True)}
+        assert engine.pipeline.runners["execute"].num_restarts == len(told) >= 2 and engine.health.is_ready
+
+    run(test, inject=("stage=execute,error",))
+
+
+def test_a_stage_that_stands_still_over_there_is_found_from_here_with_where_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(split_engine, "SUSPECT_S", 0.2)
+
+    async def test(engine: SplitEngine) -> None:
+        asking = asyncio.ensure_future(answer(engine))
+        await until(lambda: bool(engine.pipeline.stacks_elsewhere))
+        stall = find_stall(engine.pipeline, 0.2)
+        assert stall is not None and stall.name == "execute"
+        stacks = {told.get("task"): told["stack"] for told in engine.pipeline.stacks_elsewhere}
+        assert "strike" in " ".join(stacks["execute"])
+        asking.cancel()
+
+    run(test, inject=("stage=execute,freeze",))
 
 
 def test_an_encoder_has_no_split_mode(tmp_path: Any) -> None:

@@ -12,7 +12,7 @@ import enum
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import orjson
@@ -24,7 +24,9 @@ FIRST_TYPE = 16
 ALIGNMENT = 8  # of arrays behind the header: numpy and native code read them where they lie
 
 _DTYPES = ("<i8", "<i4", "<i2", "|i1", "<u8", "<u4", "<u2", "|u1", "<f8", "<f4", "<f2", "|b1")
-_DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(_DTYPES)}
+_DTYPES_BY_CODE = [np.dtype(name) for name in _DTYPES]
+_CODES = {np.dtype(char).num: _DTYPES_BY_CODE.index(np.dtype(char)) for char in "?bBhHiIlLqQefd"}  # by number: fast
+_COPIED_BYTES = 1 << 16  # arrays up to this are copied, which takes less than to make a view of them
 _PLAIN = frozenset({int, str, bool, type(None)})
 _PADDING = tuple(bytes(count) for count in range(ALIGNMENT))
 
@@ -130,33 +132,30 @@ class _Reading:
         if tag >= FIRST_TYPE:
             values = [part if type(part) is not list else self.unpack(part) for part in tree[1:]]
             return self._readers[tag - FIRST_TYPE](values)
-        match tag:
-            case _ if tag == ARRAY:
-                return self._array(tree[1], tree[2:])
-            case _ if tag == BYTES:
-                return bytes(self._take(tree[1]))
-            case _ if tag == FLOAT:
-                return float(tree[1])
-        items = map(self.unpack, tree[1:])
-        match tag:
-            case _ if tag == LIST:
-                return list(items)
-            case _ if tag == TUPLE:
-                return tuple(items)
-            case _ if tag == SET:
-                return frozenset(items)
-            case _ if tag == DICT:
-                parts = list(items)
-                return dict(zip(parts[::2], parts[1::2], strict=True))
+        if tag == ARRAY:
+            return self._array(tree[1], tree[2:])
+        if tag == BYTES:
+            return bytes(self._take(tree[1]))
+        if tag == FLOAT:
+            return float(tree[1])
+        items = [self.unpack(item) for item in tree[1:]]
+        if tag == LIST:
+            return items
+        if tag == TUPLE:
+            return tuple(items)
+        if tag == SET:
+            return frozenset(items)
+        if tag == DICT:
+            return dict(zip(items[::2], items[1::2], strict=True))
         raise WireError(f"tag {tag}: there is none")
 
     def _array(self, code: Any, shape: list[Any]) -> Any:
         if type(code) is not int or not 0 <= code < len(_DTYPES) or not all(_is_size(size) for size in shape):
             raise WireError(f"array of dtype {code!r} and shape {shape!r}: there is none")
-        dtype = np.dtype(_DTYPES[code])
-        count = math.prod(shape)
-        data = self._take(count * dtype.itemsize)
-        return np.frombuffer(data, dtype, count).reshape(shape)
+        dtype = _DTYPES_BY_CODE[code]
+        count = shape[0] if len(shape) == 1 else math.prod(shape)
+        array = np.frombuffer(self._take(count * dtype.itemsize), dtype, count)
+        return array if len(shape) == 1 else array.reshape(shape)
 
     def _take(self, num_bytes: Any) -> Buffer:
         begin = self.offset
@@ -167,11 +166,13 @@ class _Reading:
 
 
 def _pack_array(array: Any, buffers: list[Buffer]) -> list[int]:
-    code = _DTYPE_CODES.get(array.dtype)
-    if code is None:
+    code = _CODES.get(array.dtype.num)
+    if code is None or _DTYPES_BY_CODE[code] != array.dtype:
         raise WireError(f"an array of dtype {array.dtype} can not cross: numbers of fixed size can")
-    if array.nbytes:
+    if array.nbytes > _COPIED_BYTES:
         _put(np.ascontiguousarray(array).data.cast("B"), buffers)
+    elif array.nbytes:
+        _put(array.tobytes(), buffers)
     return [ARRAY, code, *array.shape]
 
 
@@ -197,7 +198,14 @@ def _reader(kind: type, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
     if issubclass(kind, enum.Enum):
         return lambda values: kind(*values)
 
+    if not any(spec.kw_only for spec in dataclasses.fields(cast(Any, kind))):
+        return lambda values: kind(*values) if len(values) == len(names) else _wrong_number(kind)
+
     def read(values: Iterable[Any]) -> Any:
         return kind(**dict(zip(names, values, strict=True)))
 
     return read
+
+
+def _wrong_number(kind: type) -> NoReturn:
+    raise WireError(f"a {kind.__name__} with another number of fields than it has")

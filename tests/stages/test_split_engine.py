@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,13 +201,21 @@ def test_a_stage_that_stands_still_over_there_is_found_from_here_with_where_it_w
     run(test, inject=("stage=execute,freeze",))
 
 
-def test_an_encoder_has_no_split_mode(tmp_path: Any) -> None:
-    folder = tmp_path / "bert"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ('{"model_type": "bert", "architectures": ["BertModel"]}', "mode = split: this model reads texts at once"),
+        (None, "max_model_len = 1: needs at least 2"),
+    ],
+)
+def test_what_can_not_be_served_is_said_as_in_one_process(tmp_path: Path, config: str | None, complaint: str) -> None:
+    options: dict[str, Any] = {"max_model_len": 1}
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+        options = {"model": str(tmp_path)}
 
     async def main() -> None:
-        with pytest.raises(ConfigError, match="mode = split: this model reads texts at once"):
-            await SplitEngine(EngineConfig(model=str(folder))).start()
+        with pytest.raises(ConfigError, match=complaint):
+            await SplitEngine(EngineConfig(**options)).start()
 
     asyncio.run(asyncio.wait_for(main(), 60.0))

@@ -53,6 +53,26 @@ class PagedAttention(Protocol):
     ) -> Tensor: ...
 
 
+class AttentionPrologue(Protocol):
+    """`reference.attention_prologue`."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """The kernels of a decoder. Each does what its namesake in `reference.py` says."""
@@ -60,11 +80,11 @@ class Backend:
     name: BackendName
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    rope: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    attention_prologue: AttentionPrologue
     silu_mul: Callable[[Tensor], Tensor]
     paged_decode: PagedDecode
     paged_attention: PagedAttention
+    copy_blocks: Callable[[Tensor, int, Tensor, Tensor], None]
 
 
 def load(name: BackendName) -> Backend:
@@ -78,11 +98,11 @@ def load(name: BackendName) -> Backend:
             name,
             reference.rms_norm,
             reference.add_rms_norm,
-            reference.rope,
-            reference.write_kv,
+            reference.attention_prologue,
             reference.silu_mul,
             reference.paged_decode,
             reference.paged_attention,
+            reference.copy_blocks,
         )
     if name != "triton":
         raise ValueError(f"attention_backend = {name!r}: must be 'torch' or 'triton'")
@@ -91,7 +111,7 @@ def load(name: BackendName) -> Backend:
             "attention_backend = triton: the package triton is not installed (it exists for Linux only); "
             "install it with `pip install triton`, or choose attention_backend = torch"
         )
-    from . import triton_attention, triton_launch, triton_layers
+    from . import triton_attention, triton_copy, triton_launch, triton_layers, triton_prologue
 
     if not (torch.cuda.is_available() or triton_launch.IS_INTERPRETED):
         raise BackendUnavailableError(
@@ -102,9 +122,9 @@ def load(name: BackendName) -> Backend:
         name,
         triton_layers.rms_norm,
         triton_layers.add_rms_norm,
-        triton_layers.rope,
-        triton_layers.write_kv,
+        triton_prologue.attention_prologue,
         triton_layers.silu_mul,
         triton_attention.paged_decode,
         triton_attention.paged_attention,
+        triton_copy.copy_blocks,
     )

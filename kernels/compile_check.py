@@ -36,6 +36,9 @@ TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -90,17 +93,12 @@ def layer_cases(dtype: torch.dtype) -> list[Case]:
     """The small kernels at the widths of an 8B model."""
     x = _meta(64, 4096, dtype=dtype)
     weight = _meta(4096, dtype=dtype)
-    q, k, v = _qkv(32, 8, 128, dtype)
-    k_cache, v_cache = _caches(8, 16, 128, dtype)
-    tables = _meta(4096, 64, dtype=torch.float32)
-    numbers = _meta(64, dtype=torch.int64)
+    q, _, _ = _qkv(32, 8, 128, dtype)
     name = TYPE_NAMES[dtype]
     return [
         Case(f"rms_norm {name}", lambda: triton_layers.rms_norm(x, weight, 1e-5)),
         Case(f"rms_norm heads {name}", lambda: triton_layers.rms_norm(q, weight[:128], 1e-6)),
         Case(f"add_rms_norm {name}", lambda: triton_layers.add_rms_norm(x, x, weight, 1e-5)),
-        Case(f"rope {name}", lambda: triton_layers.rope(q, k, tables, tables, numbers)),
-        Case(f"write_kv {name}", lambda: triton_layers.write_kv(k, v, k_cache, v_cache, numbers)),
         Case(f"silu_mul {name}", lambda: triton_layers.silu_mul(_meta(64, 2 * 14336, dtype=dtype))),
     ]
 
@@ -173,8 +171,10 @@ def _compile(launch: Launch, name: str, arch: int) -> Report:
     divisible: dict[tuple[int, ...], list[list[object]]] = {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        is_constant = parameter.is_constexpr or (
-            isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        is_constant = (
+            parameter.is_constexpr
+            or value is None
+            or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize)
         )
         signature[parameter.name] = "constexpr" if is_constant else _type_of(value)
         if is_constant:
@@ -238,6 +238,8 @@ def _caches(num_groups: int, block_size: int, head_dim: int, dtype: torch.dtype)
 
 
 def main() -> int:
+    from .compile_cases import all_cases
+
     parser = argparse.ArgumentParser(description="Cross-compile the Triton kernels and inspect the code.")
     parser.add_argument("--arch", type=int, choices=sorted(SHARED_BYTES), action="append", help="default: all")
     parser.add_argument("--quick", action="store_true", help="head sizes 64 and 128 in bfloat16 only")
@@ -248,7 +250,7 @@ def main() -> int:
     cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
     num_problems = 0
     for arch in options.arch or sorted(SHARED_BYTES, reverse=True):
-        for case in cases:
+        for case in cases + all_cases(arch, head_dims, dtypes):
             for report in check(case, arch):
                 problems = report.problems(case)
                 num_problems += len(problems)

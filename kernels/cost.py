@@ -36,14 +36,30 @@ def add_rms_norm(num_tokens: int, dim: int, element_size: int) -> Cost:
     return Cost((4 * elements + dim) * element_size, 5 * elements)
 
 
-def rope(num_tokens: int, num_heads: int, num_groups: int, rotary_dim: int, element_size: int) -> Cost:
-    """Only rotated elements move. A row of the tables is rotary_dim f32 numbers, cosines and sines together."""
-    elements = num_tokens * (num_heads + num_groups) * rotary_dim
-    return Cost(2 * elements * element_size + num_tokens * (rotary_dim * 4 + 8), 3 * elements)
+def attention_prologue(
+    num_tokens: int,
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    rotary_dim: int,
+    element_size: int,
+    cache_size: int,
+    has_norms: bool = False,
+) -> Cost:
+    """Reads the projection once; writes what changes of the queries, and keys and values of `cache_size` bytes a
+    number. A row of the tables is rotary_dim f32 numbers, cosines and sines together; a position and a slot are i64."""
+    query_dim = head_dim if has_norms else rotary_dim
+    read = num_heads * query_dim + 2 * num_groups * head_dim
+    written = num_heads * query_dim * element_size + 2 * num_groups * head_dim * cache_size
+    turned = (num_heads + num_groups) * rotary_dim
+    normed = (num_heads + num_groups) * head_dim if has_norms else 0
+    num_bytes = num_tokens * (read * element_size + written + rotary_dim * 4 + 16)
+    return Cost(num_bytes + 2 * head_dim * element_size * has_norms, num_tokens * (3 * turned + 4 * normed))
 
 
-def write_kv(num_tokens: int, num_groups: int, head_dim: int, element_size: int) -> Cost:
-    return Cost(4 * num_tokens * num_groups * head_dim * element_size + 8 * num_tokens, 0)
+def copy_blocks(num_blocks: int, block_bytes: int) -> Cost:
+    """`block_bytes` of a whole block, all layers."""
+    return Cost(num_blocks * (2 * block_bytes + 16), 0)
 
 
 def silu_mul(num_tokens: int, dim: int, element_size: int) -> Cost:

@@ -122,6 +122,61 @@ def _places_of(slot_mapping: Tensor, block_size: int) -> tuple[Tensor | None, tu
     return None if is_all else written, (slots // block_size, slots % block_size)
 
 
+def attention_prologue(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """What lies between a layer's fused projection and its attention: norms of heads, RoPE, the write to the cache.
+
+    qkv             [T, H + 2G, D]  queries, keys, values; contiguous in D; may be written to, and is not read any more
+    q_norm, k_norm  [D]             as qkv; None = heads are not normed
+    cos, sin        [P, D_rot / 2]  f32, as for `rope`
+    positions       [T] i64         as for `rope`
+    k/v_cache       [N, G, B, D]    as qkv, or float8_e4m3fn; any strides
+    slot_mapping    [T] i64         block * B + offset in the block; below 0 nothing is written
+    k/v_scale       [G] f32         of an fp8 cache, and only there: numbers are kept divided by it, at most +-448
+
+    Returns the queries, [T, H, D] as qkv, contiguous in D; they may lie in its memory.
+    """
+    num_groups = k_cache.shape[1]
+    q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * num_groups, num_groups, num_groups), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    rope(q, k, cos, sin, positions)
+    if k_scale is not None and v_scale is not None:
+        k, v = _to_fp8(k, k_scale), _to_fp8(v, v_scale)
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def _to_fp8(heads: Tensor, scale: Tensor) -> Tensor:
+    """[T, G, D] in e4m3, as bytes."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    numbers = (heads.float() / scale[:, None]).clamp(-largest, largest)
+    return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def copy_blocks(data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None:
+    """Copies whole blocks of a cache, all layers: on a CPU twice as fast as indexing by a list.
+
+    data                   [..., N, ...]  contiguous; axis `axis` counts blocks
+    sources, destinations  [C] i64        `destinations[i]` becomes what `sources[i]` is; no block is both
+    """
+    for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+        data.select(axis, destination).copy_(data.select(axis, source))
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of a fused projection.
 

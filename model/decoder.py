@@ -21,9 +21,21 @@ class Kernels(Protocol):
     """What the decoder needs of a kernel backend; shapes as in `kernels/reference.py`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None: ...
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None: ...
+    def attention_prologue(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor: ...
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+    def copy_blocks(self, data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None: ...
     def paged_decode(
         self,
         q: Tensor,
@@ -104,13 +116,9 @@ class Decoder:
         config, kernels = self.config, self.kernels
         num_tokens = x.shape[0]
         qkv = layer.qkv(x).view(num_tokens, -1, config.head_dim)  # [T, H + 2 G, D]
-        q, k, v = qkv.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q, layer.q_norm, config.rms_norm_eps)  # [T, H, D]
-            k = kernels.rms_norm(k, layer.k_norm, config.rms_norm_eps)  # [T, G, D]
-        kernels.rope(q, k, self._cos, self._sin, inputs.positions)
         keys, values = cache.layer(index)  # [N, G, B, D]
-        kernels.write_kv(k, v, keys, values, inputs.slot_mapping)
+        norms, tables = (layer.q_norm, layer.k_norm, config.rms_norm_eps), (self._cos, self._sin, inputs.positions)
+        q = kernels.attention_prologue(qkv, *norms, *tables, keys, values, inputs.slot_mapping)  # [T, H, D]
         window = config.sliding_windows[index]
         if inputs.is_decode:
             seen = kernels.paged_decode(

@@ -100,7 +100,7 @@ def make_runner(
     config: EngineConfig, shape: ModelConfig, decoder: Decoder, blocks: int, max_model_len: int, host_blocks: int = 0
 ) -> ModelRunner:
     """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
-    cache = KVCache(shape, blocks, config.block_size, decoder.dtype, decoder.device)
+    cache = KVCache(shape, blocks, config.block_size, decoder.dtype, decoder.device, decoder.kernels.copy_blocks)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)

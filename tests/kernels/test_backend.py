@@ -12,7 +12,15 @@ import torch
 
 from millrace.kernels import backend, reference
 
-KERNELS = ["rms_norm", "add_rms_norm", "rope", "write_kv", "silu_mul", "paged_decode", "paged_attention"]
+KERNELS = [
+    "rms_norm",
+    "add_rms_norm",
+    "attention_prologue",
+    "silu_mul",
+    "paged_decode",
+    "paged_attention",
+    "copy_blocks",
+]
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -41,10 +49,11 @@ assert not [name for name in sys.modules if name.startswith("millrace.kernels.tr
 
 def test_triton_kernels_have_the_signatures_of_their_twins() -> None:
     pytest.importorskip("triton")
-    from millrace.kernels import triton_attention, triton_layers
+    from millrace.kernels import triton_attention, triton_copy, triton_layers, triton_prologue
 
+    modules = (triton_layers, triton_prologue, triton_attention, triton_copy)
     for name in KERNELS:
-        kernel = getattr(triton_layers, name, None) or getattr(triton_attention, name)
+        (kernel,) = [getattr(module, name) for module in modules if hasattr(module, name)]
         assert inspect.signature(kernel) == inspect.signature(getattr(reference, name)), name
 
 

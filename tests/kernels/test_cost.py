@@ -45,8 +45,20 @@ def test_small_kernels_move_what_they_read_and_write() -> None:
     assert cost.rms_norm(3, 10, 2).num_bytes == (30 + 30 + 10) * 2
     assert cost.add_rms_norm(3, 10, 2).num_bytes == (4 * 30 + 10) * 2
     assert cost.silu_mul(3, 10, 4).num_bytes == (60 + 30) * 4
-    assert cost.write_kv(3, 2, 8, 2).num_bytes == 2 * (2 * 3 * 2 * 8) * 2 + 3 * 8
-    assert cost.rope(3, 4, 2, 8, 2).num_bytes == 2 * 3 * 6 * 8 * 2 + 3 * (8 * 4 + 8)
+    assert cost.copy_blocks(3, 100).num_bytes == 3 * (100 + 100 + 8 + 8)
+
+
+def test_the_prologue_reads_a_projection_once_and_writes_queries_and_cache() -> None:
+    # 3 tokens, 4 heads on 2 of 8 numbers, bf16 in a bf16 cache: all is read and written once.
+    plain = cost.attention_prologue(3, 4, 2, 8, 8, 2, 2)
+    assert plain.num_bytes == 2 * (3 * 8 * 8 * 2) + 3 * (8 * 4 + 16)
+    assert plain.num_flops == 3 * 6 * 8 * 3
+    # 4 of the 8 numbers turn: the other half of a query stays where it is, unread.
+    partly = cost.attention_prologue(3, 4, 2, 8, 4, 2, 2)
+    assert plain.num_bytes - partly.num_bytes == 3 * (2 * 4 * 4 * 2 + 4 * 4)
+    # An fp8 cache takes a byte less for each key and value; norms read a weight each.
+    normed = cost.attention_prologue(3, 4, 2, 8, 4, 2, 1, has_norms=True)
+    assert normed.num_bytes == plain.num_bytes - 3 * (2 * 2 * 8 + 4 * 4) + 2 * 8 * 2
 
 
 def test_costs_add_up() -> None:

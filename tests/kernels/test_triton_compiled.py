@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from millrace.kernels import compile_check, triton_launch
+from millrace.kernels import compile_cases, compile_check, triton_launch
 from millrace.kernels.compile_check import Case, Report
 
 pytestmark = [
@@ -21,6 +21,8 @@ pytestmark = [
 BF16 = torch.bfloat16
 CASES = [
     *((90, case) for case in compile_check.layer_cases(BF16)),
+    *((arch, case) for arch in (90, 80) for case in compile_cases.prologue_cases(arch, 128, BF16)),
+    *((arch, case) for arch in (90, 80) for case in compile_cases.copy_cases()),
     *((90, case) for case in compile_check.attention_cases(64, BF16, group=3)[:2]),
     *((90, case) for case in compile_check.attention_cases(128, BF16)),
     *((80, case) for case in compile_check.attention_cases(128, BF16)[:2]),

@@ -1,4 +1,4 @@
-"""Runs `interpreted.py` where it can run: in a process that had TRITON_INTERPRET set from its start."""
+"""Runs `interpreted*.py` where they can run: in a process that had TRITON_INTERPRET set from its start."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 
 @pytest.mark.slow
 def test_triton_kernels_equal_their_twins_in_the_interpreter() -> None:
-    file = Path(__file__).with_name("interpreted.py")
+    files = sorted(Path(__file__).parent.glob("interpreted*.py"))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(file), "-p", "no:cacheprovider", "-W", "error::RuntimeWarning"],
+        [sys.executable, "-m", "pytest", *map(str, files), "-p", "no:cacheprovider", "-W", "error::RuntimeWarning"],
         env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=file.parents[2],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=600,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import triton_copy, triton_prologue
+from . import sampling_rows, triton_copy, triton_edits, triton_prologue, triton_sampling, triton_thresholds
 from .compile_check import TYPE_NAMES, Case
 
 FP8_ARCH = 89  # the first whose compiler knows e4m3
@@ -47,10 +47,42 @@ def copy_cases() -> list[Case]:
     return [Case("copy_blocks", lambda: triton_copy.copy_blocks(data, 0, ids, ids))]
 
 
+def sampling_cases(dtype: torch.dtype) -> list[Case]:
+    """The sampler's kernels at the vocabulary of Qwen3, and at one whose rows are not aligned."""
+    return [
+        *_sampling_cases(dtype, 151_936, f"{TYPE_NAMES[dtype]}"),
+        *_sampling_cases(dtype, 50_257, f"50257 {TYPE_NAMES[dtype]}")[:3],
+    ]
+
+
+def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[Case]:
+    logits, rows = _meta(64, vocab_size, dtype=dtype), _meta(256, sampling_rows.WIDTH, dtype=torch.int32)
+    slots, least = _meta(64, dtype=torch.int64), _meta(64, dtype=torch.float32)
+    counts, ends = _meta(256, vocab_size, dtype=torch.int16), _meta(256, 136, dtype=torch.int32)
+    biased, bias = _meta(256, 1024, dtype=torch.int32), _meta(256, 1024, dtype=torch.float32)
+    masks = _meta(64, -(-vocab_size // 32), dtype=torch.int32)
+    lists = (counts, biased, bias, ends)
+
+    def edit(has_masks: bool) -> Tensor:
+        guided = (masks, slots) if has_masks else (None, None)
+        return triton_edits.edit(logits, rows, slots, slots, *lists, *guided)
+
+    return [
+        Case(f"choose {name}", lambda: triton_sampling.choose(logits, rows, slots, slots)),
+        Case(f"choose cut {name}", lambda: triton_sampling.choose(logits, rows, slots, slots, least)),
+        Case(f"thresholds {name}", lambda: triton_thresholds.thresholds(logits, rows, slots)),
+        Case(f"edit {name}", lambda: edit(False)),
+        Case(f"edit masks {name}", lambda: edit(True)),
+        Case(f"count_tokens {name}", lambda: triton_edits.count_tokens(counts, rows, slots, slots)),
+        Case(f"score {name}", lambda: triton_sampling.score(logits, slots, slots, 20)),
+        Case(f"score drawn {name}", lambda: triton_sampling.score(logits, slots, slots, 20, rows, slots, least)),
+    ]
+
+
 def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Case]:
     """Every shipped configuration for that chip."""
     prologues = [case for dim in head_dims for dtype in dtypes for case in prologue_cases(arch, dim, dtype)]
-    return prologues + copy_cases()
+    return prologues + copy_cases() + [case for dtype in dtypes for case in sampling_cases(dtype)]
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:

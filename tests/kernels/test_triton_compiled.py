@@ -23,6 +23,7 @@ CASES = [
     *((90, case) for case in compile_check.layer_cases(BF16)),
     *((arch, case) for arch in (90, 80) for case in compile_cases.prologue_cases(arch, 128, BF16)),
     *((arch, case) for arch in (90, 80) for case in compile_cases.copy_cases()),
+    *((arch, case) for arch in (90, 80) for case in compile_cases.sampling_cases(BF16)),
     *((90, case) for case in compile_check.attention_cases(64, BF16, group=3)[:2]),
     *((90, case) for case in compile_check.attention_cases(128, BF16)),
     *((80, case) for case in compile_check.attention_cases(128, BF16)[:2]),

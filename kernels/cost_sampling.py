@@ -19,7 +19,7 @@ GUMBEL_FLOPS = 16  # a token, with its temperature and its comparison
 def choose(num_rows: int, num_random: int, vocab_size: int, element_size: int, num_cut: int = 0) -> Cost:
     """`num_random` of the rows are drawn, `num_cut` of those above a threshold."""
     logits = num_rows * vocab_size * element_size
-    asked = num_rows * (ROW_BYTES + 3 * INDEX_BYTES + 1) + 4 * num_cut
+    asked = num_rows * (ROW_BYTES + 3 * INDEX_BYTES) + 4 * num_cut
     bests = 2 * num_rows * -(-vocab_size // GROUP) * 8
     greedy = num_rows - num_random
     return Cost(logits + asked + bests, vocab_size * (greedy + GUMBEL_FLOPS * num_random))

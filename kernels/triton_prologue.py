@@ -74,12 +74,14 @@ def _attention_prologue_kernel(
         head = program * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         is_head = head < num_heads
         place = row + head * qkv_head
-        first, second, rest = _load_head(place, is_head, q_norm, eps, D, HALF, BLOCK_HALF, REST, BLOCK_REST)
+        # What neither turns nor is normed stays where it is.
+        Q_REST: tl.constexpr = REST if q_norm is not None else 0
+        first, second, rest = _load_head(place, is_head, q_norm, eps, D, HALF, BLOCK_HALF, Q_REST, BLOCK_REST)
         tl.store(place + pair, first * cosines - second * sines, mask=is_head & is_pair)
         tl.store(place + HALF + pair, second * cosines + first * sines, mask=is_head & is_pair)
-        if REST > 0 and q_norm is not None:
+        if Q_REST > 0:
             other = tl.arange(0, BLOCK_REST)[None, :]
-            tl.store(place + 2 * HALF + other, rest, mask=is_head & (other < REST))
+            tl.store(place + 2 * HALF + other, rest, mask=is_head & (other < Q_REST))
     else:
         slot = tl.load(slot_mapping + token)
         if slot >= 0:

@@ -1,0 +1,132 @@
+"""Bytes that the kernels' costs name, against those that launches touch: each load and store in Triton's interpreter is
+written down. What is read twice, or written and read again, counts once in each direction, as it does in a cost.
+
+Run by `test_triton_interpreted.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.interpreter import InterpreterBuilder
+
+from millrace.kernels import (
+    cost,
+    cost_sampling,
+    triton_copy,
+    triton_edits,
+    triton_layers,
+    triton_prologue,
+    triton_sampling,
+    triton_thresholds,
+)
+from millrace.kernels.cost import Cost
+from tests.kernels.sampling_cases import noise, table
+
+
+@dataclass
+class Traffic:
+    """What launches touched: bytes by address, apart for loads and stores."""
+
+    loaded: dict[int, int] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.loaded.values()) + sum(self.stored.values())
+
+    def note(self, touched: dict[int, int], pointers: Any, mask: Any) -> None:
+        size = max(pointers.get_element_ty().primitive_bitwidth, 8) // 8
+        touched |= dict.fromkeys(np.asarray(pointers.data)[np.asarray(mask.data, bool)].ravel().tolist(), size)
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
+    traffic = Traffic()
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def noted_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+        traffic.note(traffic.loaded, pointers, mask)
+        return load(self, pointers, mask, *more)
+
+    def noted_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        traffic.note(traffic.stored, pointers, mask)
+        return store(self, pointers, value, mask, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InterpreterBuilder, "create_masked_load", noted_load)
+        patched.setattr(InterpreterBuilder, "create_masked_store", noted_store)
+        yield traffic
+
+
+def assert_counts(
+    monkeypatch: pytest.MonkeyPatch, launch: Callable[[], object], want: Cost, slack: float = 0.0
+) -> None:
+    """The launch touches what its cost says, or up to `slack` of it less: rows are counted whole of which some numbers
+    are read."""
+    with watched(monkeypatch) as traffic:
+        launch()
+    assert (1 - slack) * want.num_bytes <= traffic.num_bytes <= want.num_bytes
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("half", [8, 4])
+def test_the_prologue(half: int, has_norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, kv = torch.ones(3, 8, 16).half(), torch.zeros(2, 4, 2, 8, 16).half()
+    tables = torch.ones(5, half), torch.ones(5, half), torch.arange(3)
+    norms = [torch.ones(16).half() if has_norms else None for _ in range(2)]
+    assert_counts(
+        monkeypatch,
+        lambda: triton_prologue.attention_prologue(qkv, *norms, 1e-5, *tables, *kv, torch.tensor([3, 9, 20])),
+        cost.attention_prologue(3, 4, 2, 16, 2 * half, 2, 2, has_norms),
+    )
+
+
+def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.ones(3, 40), torch.ones(40)
+    assert_counts(monkeypatch, lambda: triton_layers.rms_norm(x, weight, 1e-5), cost.rms_norm(3, 40, 4))
+    add = cost.add_rms_norm(3, 40, 4)
+    assert_counts(monkeypatch, lambda: triton_layers.add_rms_norm(x, x.clone(), weight, 1e-5), add)
+    assert_counts(monkeypatch, lambda: triton_layers.silu_mul(x), cost.silu_mul(3, 20, 4))
+
+
+def test_copies_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, ids = torch.zeros(6, 3000), torch.arange(6)
+    assert_counts(monkeypatch, lambda: triton_copy.copy_blocks(data, 0, ids[:2], ids[2:4]), cost.copy_blocks(2, 12_000))
+
+
+ASKED = table({"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0}, {}, {"presence": 1.0, "num_biased": 3})
+SLOTS = torch.arange(4)
+
+
+def test_choosing_and_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = noise(4, 8193).half()
+    want = cost_sampling.choose(4, 2, 8193, 2)
+    assert_counts(monkeypatch, lambda: triton_sampling.choose(logits, ASKED, SLOTS, SLOTS), want, slack=0.01)
+    with watched(monkeypatch) as traffic:
+        triton_thresholds.thresholds(logits, ASKED, SLOTS)
+    candidates = 2 * 2 * triton_thresholds.CAPACITY  # written and read again, at most
+    want = cost_sampling.thresholds(4, 1, 8193, 2)
+    assert 0.98 * want.num_bytes <= traffic.num_bytes <= want.num_bytes + candidates
+
+
+def test_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, counts = noise(4, 8193).half(), torch.zeros(4, 8193, dtype=torch.int16)
+    biased, bias = torch.tensor([[0, 5, 8192]] * 4, dtype=torch.int32), torch.ones(4, 3)
+    masks = torch.zeros(1, 257, dtype=torch.int32)
+    lists = (counts, biased, bias, biased, masks, torch.tensor([-1, -1, 0, -1]))
+    want = cost_sampling.edit(4, 8193, 2, 1, 1, [0, 0, 0, 3])
+    assert_counts(monkeypatch, lambda: triton_edits.edit(logits, ASKED, SLOTS, SLOTS, *lists), want, slack=0.01)
+
+
+def test_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = noise(4, 8193).half()
+    want = cost_sampling.score(3, 8193, 2, 5)
+    launch = lambda: triton_sampling.score(logits, SLOTS[1:], SLOTS, 5)  # noqa: E731
+    assert_counts(monkeypatch, launch, want, slack=0.01)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import logits
+from .choosing import Choosing, MakeChoosing
 from .memory import MemoryTable
 from .messages import Rates
 from .runner import ModelRunner
-from .sampling import AllowOnly, Choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,6 +27,5 @@ class Computing:
     max_num_batched_tokens: int
     itl_target_ms: float  # 0: none
     rates: Rates | None
-    choose: Choose = logits.choose
-    allow_only: AllowOnly = logits.allow_only
+    choosing: MakeChoosing = Choosing
     enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first

@@ -163,8 +163,7 @@ def _put_together(
         GrammarMasks(grammars, config.max_num_seqs, env),
         runner.pooler,
         logprobs_mode=config.logprobs_mode,
-        choose=computing.choose,
-        allow_only=computing.allow_only,
+        choosing=computing.choosing,
     )
     return LoadedModel(info, tokenizer, text.encoder, text_table, runner, sampler, grammars, computing.enter)
 

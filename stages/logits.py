@@ -402,6 +402,11 @@ def top_logprobs(logits: Array, token_ids: Longs, num_top: Longs) -> list[TopLog
     """Natural logarithms of the probabilities that `logits` [n, V] give, in float32: the chosen `token_ids` [n], its
     rank, and the `num_top` [n] likeliest tokens."""
     scores = score(arrays_of(logits).floats(logits), token_ids, min(int(num_top.max()), logits.shape[1]))
+    return told(scores, num_top)
+
+
+def told(scores: Scores, num_top: Longs) -> list[TopLogprobs]:
+    """Of each token, with the `num_top` [n] likeliest beside it."""
     ids, values = scores.top_ids.tolist(), scores.top_logprobs.tolist()
     chosen = zip(scores.logprobs.tolist(), scores.ranks.tolist(), num_top.tolist(), strict=True)
     return [

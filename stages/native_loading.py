@@ -18,6 +18,7 @@ from ..model.native_decoder import NativeDecoder, native_shape
 from ..model.rope import rope_tables
 from ..runtime.cpus import ComputeThreads
 from .arrays import Array
+from .choosing import Choosing
 from .computing import Computing
 from .config import EngineConfig
 from .logits import Bools, Drawing, Longs
@@ -96,8 +97,7 @@ def load_natively(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        choose=partial(_choose, model),
-        allow_only=model.hide,
+        choosing=partial(Choosing, choose=partial(_choose, model), allow_only=model.hide),
         enter=partial(os.sched_setaffinity, 0, threads.pinned[:1]) if threads.pinned else None,
     )
 

@@ -4,16 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.stages.messages import FinishReason, StepTokens
+from millrace.stages.choosing import Choosing, MakeChoosing
+from millrace.stages.messages import FinishReason, Started, StepTokens
+from millrace.stages.processors import LogitsProcessor
 from millrace.stages.sampling import Sampler
 from tests.stages.grants import decode, grant, started
 
 V = 40
 EOS = 39
+CHOOSING: MakeChoosing = Choosing  # `interpreted_choosing.py` has another one
 
 
 def make(num_slots: int = 4, vocab: int = V, max_model_len: int = 64, eos=(EOS,)) -> Sampler:
-    return Sampler(torch.zeros(num_slots, dtype=torch.int64), vocab, max_model_len, eos)
+    return Sampler(torch.zeros(num_slots, dtype=torch.int64), vocab, max_model_len, eos, choosing=CHOOSING)
 
 
 def peaks(*token_ids: int, vocab: int = V, height: float = 5.0) -> torch.Tensor:
@@ -126,6 +129,21 @@ def test_every_kind_of_row_in_one_step_gets_its_own_treatment():
 # -- edits
 
 
+class Witness(LogitsProcessor):
+    """Sees what the sampler has made of logits, and leaves them so."""
+
+    def process(self, slots, logits) -> None:
+        self.seen = logits.clone()
+
+
+def edits(first: list[Started], logits: torch.Tensor) -> torch.Tensor:
+    """Logits as a processor gets them."""
+    sampler, witness = make(), Witness()
+    sampler.use(witness)
+    sampler.sample(decode(*(each.slot for each in first), started=first), logits.clone())
+    return witness.seen
+
+
 def test_presence_and_frequency_look_at_the_answer_only_and_repetition_at_the_prompt_too():
     logits = peaks(1, height=1.0)
     assert one(logits, prompt=(1, 2), presence_penalty=2.0).token_ids[0] == 1
@@ -168,11 +186,9 @@ def test_all_penalties_together_are_as_written():
         expected[token] -= 0.4 * answer.count(token) + 0.6
     for token, bias in {5: 1.25, 0: -3.0}.items():
         expected[token] += bias
-    sampler = make()
     params = {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": 0.6}
     first = started(1, prompt, answer, logit_bias={5: 1.25, 0: -3.0}, **params)
-    edited = torch.cat([noise(1), logits])
-    sampler.sample(decode(0, 1, started=[started(0), first]), edited)
+    edited = edits([started(0), first], torch.cat([noise(1), logits]))
     torch.testing.assert_close(edited[1], expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(edited[0], noise(1)[0], rtol=0, atol=0)
 
@@ -181,12 +197,9 @@ def test_penalties_of_rows_of_different_lengths_do_not_mix():
     logits = noise(3)
     params = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.6}
     lengths = [((3,), ()), ((3, 4, 5, 6), (9,)), ((7, 8), (1, 2, 2, 2, 1, 3))]
-    together, alone = logits.clone(), logits.clone()
     first = [started(slot, prompt, answer, **params) for slot, (prompt, answer) in enumerate(lengths)]
-    make().sample(decode(0, 1, 2, started=first), together)
-    for each in first:
-        make().sample(decode(each.slot, started=[each]), alone[each.slot : each.slot + 1])
-    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+    alone = [edits([each], logits[each.slot : each.slot + 1]) for each in first]
+    torch.testing.assert_close(edits(first, logits), torch.cat(alone), rtol=0, atol=0)
 
 
 def test_bias_can_force_and_forbid_a_token():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from ..kernels.sampling_rows import WIDTH
 from ..model.config import ModelConfig
 from ..model.expected import expected_shapes
 from ..model.rope import tables_bytes
@@ -76,3 +77,9 @@ def sampler_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) 
     """The sampler's table, once every row has had tokens, a bias and stop ids."""
     row = 4 * (max_model_len + 2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS) + COLUMN_BYTES
     return config.max_num_seqs * row + shape.vocab_size
+
+
+def device_sampler_bytes(num_slots: int, vocab_size: int) -> int:
+    """What slots asked for, and the counts of their tokens, on a GPU whose kernels choose; but for the EOS tokens."""
+    lists = 4 * (2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS)
+    return num_slots * (4 * WIDTH + 2 * vocab_size + lists)

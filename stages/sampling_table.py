@@ -131,6 +131,12 @@ class SamplingTable:
     def _known(self, token_ids: Collection[int]) -> Ints:
         return np.array([token_id for token_id in token_ids if 0 <= token_id < self.vocab_size], np.int32)
 
+    def end_ids(self, slot: int) -> Ints:
+        """EOS and stop token ids of a slot, which it may not choose before `min_tokens`."""
+        ids = self._end_ids[slot]
+        known: Ints = ids[ids != NO_TOKEN]
+        return known
+
     def forbidden(self, slots: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """EOS and stop token ids of the rows that have not reached `min_tokens`: (index into `slots`, id)."""
         early = np.flatnonzero(self.num_generated[slots] < self.min_tokens[slots])

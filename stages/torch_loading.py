@@ -18,10 +18,18 @@ from ..model.footprint import step_bytes, weights_bytes
 from ..model.rope import tables_bytes
 from ..model.weights import load_weights
 from ..runtime.cpus import ComputeThreads
+from .choosing import Choosing, MakeChoosing
 from .computing import Computing
 from .config import EngineConfig
 from .errors import ConfigError
-from .measuring import SORTED_BYTES, check_room_for_weights, sampler_bytes, sizing_on_cpu, slot_bytes
+from .measuring import (
+    SORTED_BYTES,
+    check_room_for_weights,
+    device_sampler_bytes,
+    sampler_bytes,
+    sizing_on_cpu,
+    slot_bytes,
+)
 from .memory import Machine
 from .phases import Phases
 from .pooler import Pooler
@@ -67,7 +75,16 @@ def load_on_torch(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
+        choosing=_choosing(kernels.name),
     )
+
+
+def _choosing(kernels: backend.BackendName) -> MakeChoosing:
+    if kernels != "triton":
+        return Choosing
+    from .triton_choosing import TritonChoosing
+
+    return TritonChoosing
 
 
 def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
@@ -162,11 +179,13 @@ def _sizing_on_gpu(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(decoder.device)
     loaded = weights + tables_bytes(shape.rope, max_model_len)
+    has_kernels = _backend_name(config, decoder.device) == "triton"
+    choosing = device_sampler_bytes(config.max_num_seqs, shape.vocab_size) if has_kernels else 0
 
     def needs_of(length: int) -> Needs:
         return Needs(
             weights=weights,
-            state=tables_bytes(shape.rope, length) + slot_bytes(config, shape, length),
+            state=tables_bytes(shape.rope, length) + slot_bytes(config, shape, length) + choosing,
             activations=activations,
             logits=config.max_num_seqs * shape.vocab_size * GPU_LOGIT_BYTES,
             other=max(0, total - free - loaded),

@@ -23,6 +23,7 @@ STAGES = {"intake", "tokenize", "schedule", "allocate", "execute", "sample", "de
 STAGE_FILES_WITH_TORCH = {
     "tensors",
     "torch_loading",
+    "triton_choosing",
     "encoder_loading",
     "encoder_runner",
 }  # what a real start runs where torch is needed

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.slow
 def test_triton_kernels_equal_their_twins_in_the_interpreter() -> None:
-    files = sorted(Path(__file__).parent.glob("interpreted*.py"))
+    files = sorted(Path(__file__).parents[1].glob("*/interpreted*.py"))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *map(str, files), "-p", "no:cacheprovider", "-W", "error::RuntimeWarning"],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -26,4 +26,4 @@ def test_triton_kernels_equal_their_twins_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed.group(1)) >= 70, done.stdout
+    assert passed is not None and int(passed.group(1)) >= 150, done.stdout

@@ -1,0 +1,139 @@
+"""Chooses tokens by the Triton kernels: what slots asked for lies on the device, a step sends it slots and positions.
+
+Imports torch and Triton, so it is itself imported only where those are chosen. Tokens come back at the end of a step's
+sampling, which waits for them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..kernels import sampling_rows, triton_edits, triton_sampling, triton_thresholds
+from . import logits as maths
+from .choosing import NO_ROWS, Choice, Choosing, Rows, has_any
+from .config import LogprobsMode
+from .grammar.masks import Allowed
+from .logits import Longs, Scores
+from .messages import Bools, Indices, Started, TopLogprobs
+from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from .sampling_table import EDITS, LOGPROBS, RANDOM, SamplingTable
+
+
+class TritonChoosing(Choosing):
+    """As `Choosing`, with the same tokens kept by top_k, top_p and min_p, ties whole. It differs in this: tokens are
+    drawn by another noise, so seeds give others; the sums that top_p looks at are of f32; below a temperature of about
+    1e-5 equals go to the lowest id, as there is no room for noise; and a token counts 32,767 times at most.
+
+    Tables on the device, indexed by slot, are filled when a sequence starts; counts of tokens follow what is chosen.
+    What few rows ask for (allowed tokens, bad words, a user's processor) is done by torch, between the kernels.
+    """
+
+    def __init__(self, table: SamplingTable, last_tokens: Tensor, mode: LogprobsMode) -> None:
+        super().__init__(table, last_tokens, mode)
+        num_slots, num_ends = len(last_tokens), len(table.eos) + MAX_STOP_TOKEN_IDS
+        self._device = last_tokens.device
+        self._rows = self._zeros((num_slots, sampling_rows.WIDTH), torch.int32)
+        self._counts = self._zeros((num_slots, table.vocab_size), torch.int16)
+        self._biased_ids = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.int32)
+        self._bias = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.float32)
+        self._end_ids = self._zeros((num_slots, num_ends), torch.int32)
+
+    def start(self, started: Started) -> None:
+        super().start(started)
+        slot, table = started.slot, self.table
+        num_biased, ends = int(table.num_biased[slot]), table.end_ids(slot)
+        row = sampling_rows.pack(
+            temperature=float(table.temperature[slot]) if table.needs[slot] & RANDOM else 0.0,
+            top_k=int(table.top_k[slot]),
+            top_p=float(table.top_p[slot]),
+            min_p=float(table.min_p[slot]),
+            seed=int(table.seeds[slot]),
+            repetition=float(table.repetition_penalty[slot]),
+            frequency=float(table.frequency_penalty[slot]),
+            presence=float(table.presence_penalty[slot]),
+            num_biased=num_biased,
+            num_ends=len(ends),
+            end_position=int(table.num_prompt[slot] + table.min_tokens[slot]),
+        )
+        self._rows[slot] = self._upload(row)
+        if table.is_penalised[slot]:
+            counts = sampling_rows.count(started.token_ids, started.num_prompt, table.vocab_size)
+            self._counts[slot] = self._upload(counts)
+        if num_biased:
+            self._biased_ids[slot, :num_biased] = self._upload(table.biased_ids[slot, :num_biased])
+            self._bias[slot, :num_biased] = self._upload(table.bias[slot, :num_biased])
+        self._end_ids[slot, : len(ends)] = self._upload(ends)
+
+    def choose(self, rows: Rows, logits: Tensor, guided: Longs, allowed: Allowed | None) -> Choice:
+        if not len(rows.slots):
+            return Choice(NO_ROWS, np.zeros(0, np.bool_))
+        slots, positions = self._upload(np.stack([rows.slots, self.table.num_prompt[rows.slots] + rows.places]))
+        edited = logits
+        if has_any(rows.needs, EDITS) or allowed is not None:
+            edited = self._edited(rows, slots, positions, logits, guided, allowed)
+        least = None
+        if np.count_nonzero(self.table.is_truncated[rows.slots] & (rows.needs & RANDOM != 0)):
+            least = triton_thresholds.thresholds(edited, self._rows, slots)
+        found = triton_sampling.choose(edited, self._rows, slots, positions, least).cpu().numpy()
+        scored = None
+        if has_any(rows.needs, LOGPROBS):
+            scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, least)
+        return Choice(np.maximum(found, 0), found < 0, scored)
+
+    def note(self, slots: Indices, token_ids: Longs) -> None:
+        super().note(slots, token_ids)
+        if np.count_nonzero(self.table.is_penalised[slots]):
+            where, chosen = self._upload(np.stack([slots, token_ids]))
+            triton_edits.count_tokens(self._counts, self._rows, where, chosen)
+
+    def tell(self, choice: Choice, rows: Rows, token_ids: Longs, is_told: Bools) -> dict[int, TopLogprobs]:
+        asked = rows.that_need(LOGPROBS)
+        told = asked[is_told[asked]]
+        if choice.scored is None or not len(told):
+            return {}
+        logits, *drawn = choice.scored
+        num_top = self.table.num_logprobs[rows.slots[told]]
+        most = min(int(num_top.max()), logits.shape[1])
+        found = triton_sampling.score(logits, self._upload(told), self._upload(token_ids), most, *drawn)
+        logprobs, ranks, top_ids, top_logprobs = (part.cpu().numpy() for part in found)
+        scores = Scores(logprobs, ranks, top_ids, top_logprobs)
+        return dict(zip(told.tolist(), maths.told(scores, num_top), strict=True))
+
+    # -- parts
+
+    def _edited(
+        self,
+        rows: Rows,
+        slots: Tensor,
+        positions: Tensor,
+        logits: Tensor,
+        guided: Longs,
+        allowed: Allowed | None,
+    ) -> Tensor:
+        """Logits in f32, new, with all that was asked for. The mask comes with the other edits, but behind a user's
+        processor where a row has one."""
+        is_processed = self.processor is not None and bool(self._is_processed[rows.slots].any())
+        masks = mask_rows = None
+        if allowed is not None and not is_processed:
+            masks = self._upload(allowed.masks)
+            mask_of = np.full(len(rows.slots), -1, np.int64)
+            mask_of[guided] = np.arange(len(guided))
+            mask_rows = self._upload(mask_of)
+        tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
+        edited = triton_edits.edit(logits, self._rows, slots, positions, *tables, masks, mask_rows)
+        if np.count_nonzero(self.table.limits.is_limited[rows.slots]):
+            self.table.limits.apply(rows.slots, edited)
+        if is_processed:
+            self._process(rows.slots, edited)
+            if allowed is not None:
+                maths.allow_only(edited, guided, allowed.masks)
+        return edited
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _upload(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -53,7 +53,7 @@ class Inside:
         return [
             web.get("/v1/stages", self.stages),
             web.get("/v1/requests", self.requests),
-            web.get("/v1/requests/{id:.+}/explain", self.explain),
+            web.get("/v1/requests/{id:(?s:.+)}/explain", self.explain),
         ]
 
     async def stages(self, request: web.Request) -> web.Response:

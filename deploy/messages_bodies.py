@@ -53,7 +53,7 @@ class Thinking(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=needs("type", "enabled", "budget_tokens"))
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
 class ToolChoice(BaseModel):

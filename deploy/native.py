@@ -39,7 +39,8 @@ class GenerateBody(CompletionBody):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """As it was before: token ids in the place of prompts, and the fields of sampling together."""
+        """As it was before: token ids in the place of prompts, and the fields of sampling together, or in the body
+        itself."""
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         fields = schema["properties"]
@@ -48,7 +49,9 @@ class GenerateBody(CompletionBody):
         sampling = {"type": ["object", "null"], "properties": inner}
         tokens = {"token_ids": documented.ONLY_TOKENS, "sampling_params": sampling}
         schema.update({"properties": tokens | beside, "required": ["token_ids"]})
-        sampling["allOf"] = schema["allOf"]
+        sampling["allOf"] = relations = schema["allOf"]
+        together = {"properties": {"sampling_params": {"type": "object"}}, "required": ["sampling_params"]}
+        schema["anyOf"] = [together, {"properties": {"sampling_params": {"type": "null"}} | inner, "allOf": relations}]
         schema["allOf"] = [only_with("stream_options", {"type": "object"}, {"stream": True})]
         return reference
 
@@ -62,8 +65,13 @@ class GenerateBody(CompletionBody):
         return "token_ids" if param == "prompt" else super().client_name(param)
 
 
+FIELDS = frozenset(GenerateBody.model_fields)
+
+
 def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The body as completions has it. `ApiError` 400 names what is missing or of another kind."""
+    """The body as completions has it. `ApiError` 400 names what is missing or of another kind. Without
+    `sampling_params` its fields may stand in the body itself; with them, a field of theirs beside them is one that
+    nobody knows, by a name that says so."""
     fields = {name: value for name, value in raw.items() if name not in ("prompt", "token_ids", "input_ids")}
     token_ids = raw.get("token_ids", raw.get("input_ids"))
     if token_ids is None:
@@ -72,10 +80,15 @@ def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(token_ids, list) or isinstance(first, str):
         raise ApiError("invalid_type", "token_ids must be a list of token ids, or of such lists", param="token_ids")
     sampling = fields.pop("sampling_params", None)
-    sampling = {} if sampling is None else sampling
-    if not isinstance(sampling, dict):
+    if not isinstance(sampling, dict | None):
         raise ApiError("invalid_type", "sampling_params must be an object", param="sampling_params")
-    return {**sampling, **fields, "prompt": token_ids}
+    if sampling is not None:
+        fields = {_outside(name): value for name, value in fields.items()}
+    return {**(sampling or {}), **fields, "prompt": token_ids}
+
+
+def _outside(name: str) -> str:
+    return name if name in BESIDE or name not in FIELDS else f"{name}, outside sampling_params"
 
 
 def rendered(

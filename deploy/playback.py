@@ -119,7 +119,7 @@ class Playback:
             [
                 web.get("/dashboard", self._pages.dashboard),
                 web.get("/dashboard/feed", self.socket, allow_head=False),
-                web.get("/static/{name:.+}", self._pages.file),
+                web.get("/static/{name:(?s:.+)}", self._pages.file),
             ]
         )
         return app

@@ -192,6 +192,14 @@ def test_token_ids_are_streamed_as_they_come(server):
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
+def test_what_belongs_into_sampling_params_is_an_unknown_field_beside_them(server):
+    """Whatever its value is; without `sampling_params` it counts."""
+    refused = server.post(GENERATE, {"token_ids": [97], "n": -4e40})
+    assert (refused.status, refused.error["param"]) == (400, "n")
+    answer = server.post(GENERATE, {"token_ids": [97], "n": -4e40, "sampling_params": {"max_tokens": 2}})
+    assert answer.status == 200 and len(answer.json["choices"]) == 1
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

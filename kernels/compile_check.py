@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from . import triton_attention, triton_launch, triton_layers
+from . import step_state, triton_attention, triton_launch, triton_layers, triton_step
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block may have
 TYPE_NAMES = {
@@ -129,6 +129,21 @@ def attention_cases(head_dim: int, dtype: torch.dtype, group: int = 4, block_siz
         Case(f"decode mixed split {size}", lambda: decode(True, None, 8), copies_ahead=True),
         Case(f"decode window {size}", lambda: decode(False, 4096, 1), copies_ahead=True),
         Case(f"extend window {size}", lambda: extend(4096), copies_ahead=True, uses_wgmma=uses_wgmma),
+    ]
+
+
+def step_cases() -> list[Case]:
+    """The state of 256 sequences of at most 32k tokens, and a step of so many rows and 1,024 tokens."""
+    ints, longs = torch.int32, torch.int64
+    tables = _meta(256, 2048, dtype=ints)
+    slots = step_state.SlotState(_meta(256, step_state.STATE_WIDTH, dtype=ints), _meta(256, 32768, dtype=ints), tables)
+    tokens, rows, row_ids = _meta(1024, dtype=longs), _meta(256, dtype=ints), _meta(256, dtype=longs)
+    buffers = step_state.StepBuffers(tokens, tokens, tokens, tables, _meta(257, dtype=ints), rows, row_ids, rows)
+    diff, out = _meta(8192, dtype=ints), _meta(2, 256, dtype=ints)
+    return [
+        Case("step news", lambda: triton_step.take_news(diff, slots)),
+        Case("step inputs", lambda: triton_step.make_inputs(diff, slots, buffers, 16)),
+        Case("step settle", lambda: triton_step.settle(out, row_ids, rows, slots)),
     ]
 
 
@@ -246,7 +261,7 @@ def main() -> int:
     options = parser.parse_args()
     head_dims = (64, 128) if options.quick else (8, 16, 24, 64, 80, 96, 128, 256)
     dtypes = (torch.bfloat16,) if options.quick else (torch.bfloat16, torch.float16, torch.float32)
-    cases = [case for dtype in dtypes for case in layer_cases(dtype)]
+    cases = step_cases() + [case for dtype in dtypes for case in layer_cases(dtype)]
     cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
     num_problems = 0
     for arch in options.arch or sorted(SHARED_BYTES, reverse=True):

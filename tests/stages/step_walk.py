@@ -1,0 +1,98 @@
+"""Steps of sequences that come and go at random, as allocate would grant them, to test what devices make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+
+from millrace.stages.messages import Ints, Started, StepGrant
+from millrace.stages.params import SamplingParams
+from tests.stages.grants import grant
+
+EOS = 1
+VOCAB_SIZE = 50
+
+
+class Walk:
+    """Sequences in `num_slots` slots. Take grants from `steps`, and say with `chose` what each sampled row came to.
+
+    Blocks are numbered from 1 in the order they are needed, and never used again.
+    """
+
+    def __init__(
+        self,
+        dice: Random,
+        num_slots: int = 4,
+        max_model_len: int = 40,
+        block_size: int = 4,
+        *,
+        has_stops: bool = True,
+    ) -> None:
+        self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
+        self.has_stops = has_stops  # whether some ask for stop ids
+        self.num_blocks = 1
+        self.tokens: dict[int, list[int]] = {}  # of each slot's sequence, all that are known
+        self.limits: dict[int, int] = {}
+        self._dice = dice
+        self._computed: dict[int, int] = {}
+        self._placed: dict[int, int] = {}  # blocks
+
+    def steps(self, num_steps: int, *, only_decode: float = 0.5) -> Iterator[StepGrant]:
+        """`only_decode`: how often nobody new is let in."""
+        for step in range(num_steps):
+            started = [] if self._dice.random() < only_decode else self._let_in()
+            slots = [slot for slot in self.tokens if self._dice.random() < 0.9]
+            self._dice.shuffle(slots)
+            if slots or started:
+                yield self._grant(step, slots, started)
+
+    def chose(self, of: StepGrant, token_ids: list[int]) -> None:
+        """One for each sampled row, in order."""
+        for slot, token_id in zip(of.slots[of.is_sampled].tolist(), token_ids, strict=True):
+            self.tokens[slot].append(token_id)
+            if len(self.tokens[slot]) >= self.limits[slot] or token_id == EOS:
+                del self.tokens[slot]
+
+    def _let_in(self) -> list[Started]:
+        """Some sequences, new or with a part of their answers."""
+        begun = []
+        for slot in range(self.num_slots):
+            if slot not in self.tokens and self._dice.random() < 0.7:
+                num_prompt = self._dice.choice([1, 3, 4, 5, 9, self.max_model_len - 1])
+                num_known = min(num_prompt + self._dice.choice([0, 0, 3]), self.max_model_len - 1)
+                ids = [self._dice.randrange(2, VOCAB_SIZE) for _ in range(num_known)]
+                is_stopped = self.has_stops and self._dice.random() < 0.3
+                max_tokens = self._dice.randint(num_known - num_prompt + 1, 30)
+                params = SamplingParams(
+                    max_tokens=max_tokens,
+                    min_tokens=min(max_tokens, self._dice.choice([0, 0, 3])),
+                    temperature=self._dice.choice([0.0, 0.7]),
+                    seed=3,
+                    stop_token_ids=(self._dice.randrange(3, VOCAB_SIZE),) if is_stopped else (),
+                    ignore_eos=self._dice.random() < 0.2,
+                )
+                self.tokens[slot], self._placed[slot] = ids, 0
+                self._computed[slot] = self._dice.choice([0, 0, num_known // 2])
+                self.limits[slot] = min(num_prompt + (params.max_tokens or 0), self.max_model_len)
+                seed = self._dice.getrandbits(64)
+                known: Ints = np.array(ids, np.int32)
+                begun.append(Started(slot, 100 + slot, f"r{slot}", known, num_prompt, params, seed))
+        return begun
+
+    def _grant(self, step: int, slots: list[int], started: list[Started]) -> StepGrant:
+        rows, tables = [], []
+        for slot in dict.fromkeys([*slots, *(one.slot for one in started)]):
+            start, known = self._computed[slot], len(self.tokens[slot])
+            left = known - start
+            count = left if self._dice.random() < 0.6 else self._dice.randint(1, left)
+            rows.append((slot, start, count, count == left))
+            self._computed[slot] += count
+            while self._placed[slot] * self.block_size < start + count:
+                tables.append((slot, self._placed[slot], self.num_blocks))
+                self._placed[slot] += 1
+                self.num_blocks += 1
+        made = grant(rows, step=step, started=started, tables=tables)
+        return replace(made, is_decode=bool((made.num_tokens == 1).all()))

@@ -102,6 +102,9 @@ class Latencies:
             gaps, steps = self._engine.token_gaps_us, self._engine.step_tokens
             yield histogram("vllm:inter_token_latency_seconds", "Between two tokens of an answer.", gaps, labels, US)
             yield histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", steps, labels)
+            if (idle := self._engine.idle_gaps_us) is not None:
+                text = "That the device idled between two steps with work at hand."
+                yield histogram("millrace:device_idle_gap_seconds", text, idle, labels, US)
         for name, text in TIMES.items():
             yield histogram(f"vllm:{name}_seconds", text, self._times[name], labels, US)
         for name, text in SIZES.items():

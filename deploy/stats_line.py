@@ -23,6 +23,7 @@ class _Counts:
     num_preemptions: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    idle_us: int  # of the device, between steps
 
 
 class StatsLine:
@@ -57,6 +58,8 @@ class StatsLine:
                 "prefix_hit_rate": round((counts.num_hits - last.num_hits) / num_queries, 4) if num_queries else None,
                 "num_preemptions": counts.num_preemptions - last.num_preemptions,
             }
+        if engine.has_core and engine.idle_gaps_us is not None:
+            in_core["device_idle"] = round((counts.idle_us - last.idle_us) / 1e6 / passed_s, 4)
         num_drafts = counts.num_draft_tokens - last.num_draft_tokens
         if num_drafts:
             in_core["num_draft_tokens"] = num_drafts
@@ -73,9 +76,11 @@ class StatsLine:
     def _counts(self) -> _Counts:
         num_prompt, num_generated = self._metrics.num_tokens(self._engine)
         if not self._engine.has_core:
-            return _Counts(num_prompt, num_generated, 0, 0, 0, 0, 0)
+            return _Counts(num_prompt, num_generated, 0, 0, 0, 0, 0, 0)
         cache = self._engine.prefix_cache
         queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
         scheduler = self._engine.scheduler
         drafts = (scheduler.speculation.num_draft_tokens, scheduler.speculation.num_accepted_tokens)
-        return _Counts(num_prompt, num_generated, queries, hits, scheduler.num_preemptions, *drafts)
+        idle = self._engine.idle_gaps_us
+        idle_us = 0 if idle is None else idle.total
+        return _Counts(num_prompt, num_generated, queries, hits, scheduler.num_preemptions, *drafts, idle_us)

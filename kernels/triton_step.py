@@ -42,6 +42,7 @@ def take_news(diff: Tensor, slots: SlotState) -> None:
         diff, slots.state, slots.tokens, slots.tables,
         slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
         WIDTH=step_state.STATE_WIDTH, BLOCK_WIDTH=next_power_of_2(step_state.STATE_WIDTH), BLOCK=BLOCK,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -52,11 +53,12 @@ def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size
         diff, slots.state, slots.tables, buffers.block_tables, buffers.query_starts, buffers.lengths,
         buffers.logits_rows, buffers.sampled_slots,
         slots.state.stride(0), slots.tables.stride(0), buffers.block_tables.stride(0), B=block_size, BLOCK=BLOCK,
+        enable_fp_fusion=True,
     )  # fmt: skip
     _tokens_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
         diff, slots.state, slots.tokens, slots.tables, buffers.input_ids, buffers.positions, buffers.slot_mapping,
         num_tokens, slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
-        B=block_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=ROWS_AT_A_TIME,
+        B=block_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=ROWS_AT_A_TIME, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -67,6 +69,7 @@ def settle(out: Tensor, chosen: Tensor, sampled_slots: Tensor, slots: SlotState)
     _settle_kernel[(triton.cdiv(num_rows, block),)](
         out, chosen, sampled_slots, slots.state, slots.tokens, num_rows, slots.tokens.shape[1],
         out.stride(0), slots.state.stride(0), slots.tokens.stride(0), NUM_STOPS=step_state.MAX_STOPS, BLOCK=block,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

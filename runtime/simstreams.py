@@ -5,11 +5,12 @@ which stream comes next is drawn from a seed, and a wait alone makes sure that s
 happen in pieces, others come between, and the destination holds garbage at first. So a missing wait shows in the data:
 as an old number, half a new one, or one of somebody who came later.
 
-Arrays are numpy's. One thread uses it at a time.
+Arrays are numpy's, or what numpy can see in place.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -42,6 +43,7 @@ class SimStreams:
         self._streams: list[SimStream] = []
         self._weights: list[float] = []  # by stream: how likely it comes next
         self._error: BaseException | None = None
+        self.lock = threading.RLock()  # one thread at a time uses the device
 
     def stream(self, name: str) -> SimStream:
         stream = SimStream(name, self)
@@ -57,21 +59,23 @@ class SimStreams:
 
     def progress(self) -> None:
         """Does a drawn number of operations, often none."""
-        if self._random.random() < self._laziness:
-            return
-        for _ in range(self._random.choice((1, 2, 4, 16))):
-            if not self._step():
+        with self.lock:
+            if self._random.random() < self._laziness:
                 return
+            for _ in range(self._random.choice((1, 2, 4, 16))):
+                if not self._step():
+                    return
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Does operations until `is_done()`, and perhaps some more."""
-        while not is_done():
-            if self._error is None and not self._step():
-                heads = ", ".join(f"{stream.name}: {stream.waiting[0]}" for stream in self._streams if stream.waiting)
-                raise DeviceStuck(f"nothing on the device can go on: {heads}")
-            if self._error is not None:
-                raise self._error
-        self.progress()
+        with self.lock:
+            while not is_done():
+                if self._error is None and not self._step():
+                    heads = (f"{stream.name}: {stream.waiting[0]}" for stream in self._streams if stream.waiting)
+                    raise DeviceStuck(f"nothing on the device can go on: {', '.join(heads)}")
+                if self._error is not None:
+                    raise self._error
+            self.progress()
 
     def _step(self) -> bool:
         """Does one operation of some stream. False if none can go on."""
@@ -172,7 +176,8 @@ class SimStream:
 
     def _submit(self, operation: _Operation) -> None:
         assert self._captured is None, f"{type(operation).__name__.strip('_')} while a graph is captured"
-        self.waiting.append(operation)
+        with self._device.lock:
+            self.waiting.append(operation)
         self._device.progress()
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..runtime.env import Env, Worker
+from ..runtime.histogram import Histogram
 from ..runtime.stage import Context
 from ..runtime.steps import StepQueue
 from ..runtime.trace import EventKind, Tracer
@@ -72,6 +73,12 @@ class Device:
         self._void_generation = -1
         self._logits: Any = None  # of the step that is between its phases
         self._error: BaseException | None = None
+
+    @property
+    def idle_gaps_us(self) -> Histogram | None:
+        """How long it stood idle between two steps although there was work; None where its thread computes by itself,
+        so that nothing else knows."""
+        return None
 
     def join(self, context: Context, phase: int) -> None:
         """Says that a stage will submit each step to `phase`. Called in a stage's set-up; again changes nothing. A

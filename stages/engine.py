@@ -579,6 +579,12 @@ class Engine:
         return self._text().detokenize.gaps.histogram
 
     @property
+    def idle_gaps_us(self) -> Histogram | None:
+        """Microseconds that the device stood idle between two steps although there was work, of all steps so far; None
+        where the steps are computed by the thread that is told to."""
+        return self._core().device.idle_gaps_us
+
+    @property
     def admission(self) -> Admission:
         """The counts at the door, to look at."""
         return self._require_parts().intake.admission

@@ -158,6 +158,7 @@ class EngineParts(TextParts):
     """The stages of one engine, joined: an engine's own, and what tests look into."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
+        self.device = device
         self._steps_in_flight = config.steps_in_flight
         self.core = CoreStages(config, loaded, device, secret)
         self.schedule, self.allocate = self.core.schedule, self.core.allocate

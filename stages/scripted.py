@@ -231,7 +231,7 @@ class ScriptedModel:
         for started in grant.started:
             self._start(started)
         self._tables[grant.table_slots, grant.table_places] = grant.table_blocks
-        if self._env is not None and self._env.fault("device.out_of_memory"):
+        if self.is_fault("device.out_of_memory"):
             raise MemoryError("the scripted device is out of memory")
         for copy in grant.copies:
             self._copy(copy)
@@ -244,6 +244,10 @@ class ScriptedModel:
         self.num_steps += 1
         return self._read_back(grant)
 
+    def is_fault(self, name: str) -> bool:
+        """Whether the fault point strikes now."""
+        return self._env is not None and self._env.fault(name)
+
     def _start(self, started: Started) -> None:
         slot, params = started.slot, started.params
         self._scored.start(started)
@@ -255,7 +259,7 @@ class ScriptedModel:
             self._written[slot] = [*self.script.answer(token_ids[:num_prompt].tolist(), seed), EOS]
         self._num_known[slot] = self._num_tokens[slot] = len(token_ids)
         self._num_prompt[slot] = num_prompt
-        self._contexts[slot] = _hash_rows(token_ids[None], np.array([len(token_ids)]), self._factors)[0]
+        self._contexts[slot] = hash_rows(token_ids[None], np.array([len(token_ids)]), self._factors)[0]
         self._sequence_ids[slot] = started.sequence_id
         self._seeds[slot] = seed
         self._max_tokens[slot], self._min_tokens[slot] = params.max_tokens, params.min_tokens
@@ -268,7 +272,7 @@ class ScriptedModel:
     def _copy(self, copy: BlockCopy) -> None:
         source = self._host if copy.direction is Direction.IN else self._cache
         destination = self._host if copy.direction is Direction.OUT else self._cache
-        if self._env is not None and self._env.fault("device.copy"):
+        if self.is_fault("device.copy"):
             half = len(copy.sources) // 2
             destination[copy.destinations[:half]] = source[copy.sources[:half]]
             raise MemoryError("the scripted device stopped in the middle of a copy")
@@ -305,7 +309,7 @@ class ScriptedModel:
             lengths = np.repeat(lengths, 1 + grant.drafts.counts[rows]) + runs.offsets
         width = -(-int(lengths.max()) // self.block_size)
         history = self._cache[self._tables[slots, :width]].reshape(len(slots), -1)
-        return _hash_rows(history, lengths, self._factors)
+        return hash_rows(history, lengths, self._factors)
 
     def prepare(self, started: Sequence[Started]) -> None:
         """A script needs no preparation, and no grammar changes it."""
@@ -411,7 +415,7 @@ class ScriptedModel:
             params = self._params[slots[row]]
             if params is not None and int(tokens[row]) in params.stop_token_ids:
                 finishes[row] = FinishReason.STOP
-        if self._env is not None and len(slots) and self._env.fault("device.nan_row"):
+        if len(slots) and self.is_fault("device.nan_row"):
             finishes[0] = FinishReason.ERROR
         return finishes.astype(np.int8)
 
@@ -451,7 +455,7 @@ def _powers(count: int) -> Hashes:
         return np.cumprod(factors, dtype=np.uint64)
 
 
-def _hash_rows(tokens: Ints, lengths: NDArray[np.integer[Any]], factors: Hashes) -> Hashes:
+def hash_rows(tokens: Ints, lengths: NDArray[np.integer[Any]], factors: Hashes) -> Hashes:
     """[L] hashes of the first `lengths[i]` of `tokens[i]`, position by position."""
     width = tokens.shape[1]
     with np.errstate(over="ignore"):

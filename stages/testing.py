@@ -31,6 +31,7 @@ from .params import SamplingParams
 from .parts import EngineParts
 from .phases import Phases
 from .scripted import EMBEDDING_SIZE, EOS, VOCAB_SIZE, ByteTokenizer, Script, ScriptedDevice, ScriptedModel
+from .scripted_streams import LateScript, LateScriptDevice
 from .step_size import settle_step_size
 
 if TYPE_CHECKING:
@@ -58,10 +59,15 @@ class ScriptedEngine(Engine):
         *,
         step_s: float = 0.0,
         env: Env | None = None,
+        is_late: bool = False,
         **overrides: Any,
     ) -> None:
         super().__init__(_settled(config, overrides), env=env)
-        self.model = _model(self.config, script, self._env, step_s)
+        if is_late:
+            assert not step_s, "a late device takes as long as its streams do"
+            self.model: ScriptedModel = _late_model(self.config, script, self._env)
+        else:
+            self.model = _model(self.config, script, self._env, step_s)
 
     @property
     def parts(self) -> EngineParts:
@@ -82,7 +88,7 @@ class ScriptedEngine(Engine):
         return _loaded(self.config, self.model, phases), phases
 
     def _make_device(self, loaded: LoadedModel) -> Device:
-        return ScriptedDevice(self.model)
+        return _device(self.model)
 
     async def _warm_up(self) -> None:
         """There is nothing to make at first use."""
@@ -99,17 +105,19 @@ def scripted_engine(
     script: Script | None = None,
     step_s: float = 0.0,
     env: Env | None = None,
+    is_late: bool = False,
     **overrides: Any,
 ) -> ScriptedEngine:
     """An engine without a model, to be used as an `Engine`: `async with scripted_engine() as engine`.
 
     `answer` is the answer to every prompt, or a function from the prompt's text to it (a chat prompt reads
     `<|user|>Hi<|end|><|assistant|>`); without it, and without a `script`, answers are letters drawn from a hash of the
-    prompt. Each step takes `step_s`. `overrides` are fields of `EngineConfig`.
+    prompt. Each step takes `step_s`. With `is_late` the device runs on streams, behind the host, as a GPU does; it
+    speaks no `answer`. `overrides` are fields of `EngineConfig`.
     """
     if answer is not None:
         script = replace(script or Script(), answer=_as_tokens(answer))
-    return ScriptedEngine(config, script, step_s=step_s, env=env, **overrides)
+    return ScriptedEngine(config, script, step_s=step_s, env=env, is_late=is_late, **overrides)
 
 
 def _as_tokens(answer: Answer) -> Callable[[Sequence[int], int], Sequence[int]]:
@@ -129,7 +137,7 @@ class ScriptedPipeline(EngineParts):
     """A pipeline with a scripted device, not started, and its parts, for tests that look inside."""
 
     def __init__(self, config: EngineConfig, model: ScriptedModel) -> None:
-        super().__init__(config, _loaded(config, model), ScriptedDevice(model))
+        super().__init__(config, _loaded(config, model), _device(model))
         self.config = config
         self.model = model
 
@@ -143,14 +151,15 @@ class ScriptedPipeline(EngineParts):
 
 
 def scripted_pipeline(
-    config: EngineConfig = SMALL, script: Script | None = None, env: Env | None = None
+    config: EngineConfig = SMALL, script: Script | None = None, env: Env | None = None, *, is_late: bool = False
 ) -> ScriptedPipeline:
     """The engine's own pipeline with a scripted device and a tokenizer of bytes.
 
     `config` gives the sizes (a length or pool that it leaves open is that of `SMALL`); `env` another world to run in.
+    With `is_late`, which needs one, the device runs on streams, behind the host, as a GPU does.
     """
     config = _settled(config, {})
-    made = ScriptedPipeline(config, _model(config, script, env))
+    made = ScriptedPipeline(config, _late_model(config, script, env) if is_late else _model(config, script, env))
     if env is not None:
         made.pipeline.use(env)
     return made
@@ -228,6 +237,23 @@ def _model(config: EngineConfig, script: Script | None, env: Env | None, step_s:
     assert num_blocks is not None and isinstance(max_model_len, int)
     sizes = (num_blocks, config.block_size, config.max_num_seqs, max_model_len)
     return ScriptedModel(*sizes, script, env, step_s, config.num_cpu_blocks or 0)
+
+
+def _device(model: ScriptedModel) -> Device:
+    return LateScriptDevice(model) if isinstance(model, LateScript) else ScriptedDevice(model)
+
+
+def _late_model(config: EngineConfig, script: Script | None, env: Env | None) -> LateScript:
+    assert config.num_gpu_blocks is not None and isinstance(config.max_model_len, int) and env is not None
+    sizes = (config.num_gpu_blocks, config.block_size, config.max_num_seqs, config.max_model_len)
+    return LateScript(
+        *sizes,
+        script or Script(),
+        env,
+        config.num_cpu_blocks or 0,
+        num_steps=config.steps_in_flight,
+        max_step_tokens=config.num_step_tokens,
+    )
 
 
 def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = None) -> Any:

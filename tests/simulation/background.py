@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 from tests.counts import count
 from tests.simulation.bugs import BUGS
-from tests.simulation.world import run_seed
+from tests.simulation.device_bugs import DEVICE_BUGS
+from tests.simulation.world import Setup, on_streams, run_seed
 
 R = TypeVar("R")
 
@@ -31,6 +34,20 @@ FOUND_BY = {  # seeds that are known to find it, tried first: the others take a 
     "swap_kept_despite_void": (98,),
     "moved_despite_void": (42,),
     "drafting_rows_run_ahead": (21,),
+}
+NUM_LATE_SEEDS = count(20, 2000)  # on a device that runs on streams, each with every number of steps in flight
+STEPS_IN_FLIGHT = (1, 2, 4)
+FOUND_LATE_BY = {  # (seed, steps in flight), as above
+    "fence_dropped": ((0, 2),),
+    "told_when_submitted": ((1, 1),),
+    "told_before_its_swaps": ((0, 2),),
+    "void_told_at_once": ((115, 1), (203, 1)),
+    "results_not_behind_done": ((0, 1),),
+    "result_overwritten": ((0, 4),),
+    "diff_buffer_taken_too_soon": ((0, 2),),
+    "swap_in_not_waited_for": ((0, 1),),
+    "swap_out_not_behind_its_writers": ((7, 2),),
+    "finished_row_written_again": ((2, 4),),
 }
 
 _pool: ProcessPoolExecutor | None = None
@@ -52,17 +69,29 @@ def run_seeds(count: int) -> Totals:
     """Runs the seeds from 0 on."""
     found = Totals()
     for seed in range(count):
-        try:
-            result = run_seed(seed)
-        except Exception as error:
-            found.failures.append(f"{type(error).__name__}: {error}\n{'; '.join(error.__notes__)}")
-            continue
-        found.faults_seen += result.faults_seen
-        found.faults_fired += result.faults_fired
-        found.states += result.value.states
-        found.states[result.value.health] += 1
-        found.outcomes += result.value.outcomes
+        _run_into(found, seed)
     return found
+
+
+def run_late_seeds(count: int) -> Totals:
+    """Runs them on a device that runs on streams, with each number of steps in flight."""
+    found = Totals()
+    for seed, steps in product(range(count), STEPS_IN_FLIGHT):
+        _run_into(found, seed, partial(on_streams, steps_in_flight=steps))
+    return found
+
+
+def _run_into(found: Totals, seed: int, change: Callable[[Setup], Setup] | None = None) -> None:
+    try:
+        result = run_seed(seed, change=change)
+    except Exception as error:
+        found.failures.append(f"{type(error).__name__}: {error}\n{'; '.join(error.__notes__)}")
+        return
+    found.faults_seen += result.faults_seen
+    found.faults_fired += result.faults_fired
+    found.states += result.value.states
+    found.states[result.value.health] += 1
+    found.outcomes += result.value.outcomes
 
 
 def find_bug(name: str) -> int | None:
@@ -78,12 +107,28 @@ def find_bug(name: str) -> int | None:
     return None
 
 
+def find_device_bug(name: str) -> tuple[int, int] | None:
+    """The seed, and the steps in flight, that find the planted bug of a late device, or None."""
+    with DEVICE_BUGS[name]():
+        for seed, steps in (*FOUND_LATE_BY.get(name, ()), *product(range(MAX_SEEDS_TO_FIND), STEPS_IN_FLIGHT)):
+            try:
+                run_seed(seed, change=partial(on_streams, steps_in_flight=steps))
+            except Exception as error:
+                assert not isinstance(error, (AttributeError, TypeError, NameError)), "the bug itself is broken"
+                again = f"again: python -m tests.simulation.run --seed {seed} --trace --late {steps}"
+                assert again in error.__notes__
+                return seed, steps
+    return None
+
+
 def start() -> None:
     """Begins with all of it."""
     global _pool
     _pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=os.nice, initargs=(5,))
     _futures[run_seeds, NUM_SEEDS] = _pool.submit(run_seeds, NUM_SEEDS)
     _futures.update(((find_bug, name), _pool.submit(find_bug, name)) for name in BUGS)
+    _futures[run_late_seeds, NUM_LATE_SEEDS] = _pool.submit(run_late_seeds, NUM_LATE_SEEDS)
+    _futures.update(((find_device_bug, name), _pool.submit(find_device_bug, name)) for name in DEVICE_BUGS)
 
 
 def stop() -> None:

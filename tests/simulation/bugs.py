@@ -30,7 +30,8 @@ from millrace.stages.sharing import Sharing
 
 
 @contextmanager
-def _changed(owner: type, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+def changed(owner: object, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """While it lasts, `owner.name` is what `change` makes of it."""
     with MonkeyPatch.context() as patch:
         patch.setattr(owner, name, change(getattr(owner, name)))
         yield
@@ -60,7 +61,7 @@ def lost_free_on_abort() -> AbstractContextManager[None]:
             on_done(self, done)
             finished_by_device.clear()
 
-        with MonkeyPatch.context() as patch, _changed(Lives, "end", change):
+        with MonkeyPatch.context() as patch, changed(Lives, "end", change):
             patch.setattr(Scheduler, "on_done", noting)
             yield
 
@@ -78,7 +79,7 @@ def double_free() -> AbstractContextManager[None]:
 
         return twice
 
-    return _changed(BlockPool, "_release", change)
+    return changed(BlockPool, "_release", change)
 
 
 def missed_wake_up() -> AbstractContextManager[None]:
@@ -92,7 +93,7 @@ def missed_wake_up() -> AbstractContextManager[None]:
 
         return lossy
 
-    return _changed(Channel, "_wait_for_room", change)
+    return changed(Channel, "_wait_for_room", change)
 
 
 def duplicate_terminal_event() -> AbstractContextManager[None]:
@@ -105,7 +106,7 @@ def duplicate_terminal_event() -> AbstractContextManager[None]:
 
         return repeating
 
-    return _changed(Choice, "take", change)
+    return changed(Choice, "take", change)
 
 
 def second_end() -> AbstractContextManager[None]:
@@ -122,7 +123,7 @@ def second_end() -> AbstractContextManager[None]:
 
         return again
 
-    return _changed(Exit, "end", change)
+    return changed(Exit, "end", change)
 
 
 def early_reuse() -> AbstractContextManager[None]:
@@ -134,7 +135,7 @@ def early_reuse() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(BlockPool, "give_back", change)
+    return changed(BlockPool, "give_back", change)
 
 
 def trusted_digest() -> AbstractContextManager[None]:
@@ -147,7 +148,7 @@ def trusted_digest() -> AbstractContextManager[None]:
 
         return trusting
 
-    return _changed(prefix._Tier, "find", change)
+    return changed(prefix._Tier, "find", change)
 
 
 def kept_despite_void() -> AbstractContextManager[None]:
@@ -159,7 +160,7 @@ def kept_despite_void() -> AbstractContextManager[None]:
 
         return gullible
 
-    return _changed(Sharing, "settle", change)
+    return changed(Sharing, "settle", change)
 
 
 def freed_by_the_first_holder() -> AbstractContextManager[None]:
@@ -172,7 +173,7 @@ def freed_by_the_first_holder() -> AbstractContextManager[None]:
 
         return counting_nobody
 
-    return _changed(BlockPool, "share", change)
+    return changed(BlockPool, "share", change)
 
 
 def shared_too_early() -> AbstractContextManager[None]:
@@ -184,7 +185,7 @@ def shared_too_early() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(Sharing, "note_grant", change)
+    return changed(Sharing, "note_grant", change)
 
 
 def forked_one_token_too_many() -> AbstractContextManager[None]:
@@ -197,7 +198,7 @@ def forked_one_token_too_many() -> AbstractContextManager[None]:
 
         return generous
 
-    return _changed(Followers, "find", change)
+    return changed(Followers, "find", change)
 
 
 def fork_source_not_held() -> AbstractContextManager[None]:
@@ -252,7 +253,7 @@ def fork_source_reused_while_copied() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(Holdings, "fork", change)
+    return changed(Holdings, "fork", change)
 
 
 def forked_block_never_let_go() -> AbstractContextManager[None]:
@@ -266,7 +267,7 @@ def forked_block_never_let_go() -> AbstractContextManager[None]:
 
         return clinging
 
-    return _changed(Holdings, "fork", change)
+    return changed(Holdings, "fork", change)
 
 
 def tails_of_other_salts() -> AbstractContextManager[None]:
@@ -307,7 +308,7 @@ def tail_found_too_early() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(Sharing, "note_grant", change)
+    return changed(Sharing, "note_grant", change)
 
 
 def sleeping_client() -> AbstractContextManager[None]:
@@ -321,7 +322,7 @@ def sleeping_client() -> AbstractContextManager[None]:
 
         return silent
 
-    return _changed(RequestOutbox, "end", change)
+    return changed(RequestOutbox, "end", change)
 
 
 def reused_while_copied() -> AbstractContextManager[None]:
@@ -333,7 +334,7 @@ def reused_while_copied() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(Holdings, "preempt", change)
+    return changed(Holdings, "preempt", change)
 
 
 def swap_kept_despite_void() -> AbstractContextManager[None]:
@@ -345,7 +346,7 @@ def swap_kept_despite_void() -> AbstractContextManager[None]:
 
         return gullible
 
-    return _changed(Lives, "give_up_swapped", change)
+    return changed(Lives, "give_up_swapped", change)
 
 
 def lost_host_blocks() -> AbstractContextManager[None]:
@@ -358,7 +359,7 @@ def lost_host_blocks() -> AbstractContextManager[None]:
 
         return silent
 
-    return _changed(Lives, "_discard", change)
+    return changed(Lives, "_discard", change)
 
 
 def host_reused_early() -> AbstractContextManager[None]:
@@ -370,7 +371,7 @@ def host_reused_early() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(HostTier, "release", change)
+    return changed(HostTier, "release", change)
 
 
 def half_a_block_forgotten() -> AbstractContextManager[None]:
@@ -389,7 +390,7 @@ def half_a_block_forgotten() -> AbstractContextManager[None]:
 
         return short
 
-    return _changed(Holdings, "preempt", change)
+    return changed(Holdings, "preempt", change)
 
 
 def parked_for_good() -> AbstractContextManager[None]:
@@ -403,7 +404,7 @@ def parked_for_good() -> AbstractContextManager[None]:
 
         return forgetful
 
-    return _changed(Lives, "unpark", change)
+    return changed(Lives, "unpark", change)
 
 
 def moved_despite_void() -> AbstractContextManager[None]:
@@ -415,7 +416,7 @@ def moved_despite_void() -> AbstractContextManager[None]:
 
         return gullible
 
-    return _changed(HostTier, "settle", change)
+    return changed(HostTier, "settle", change)
 
 
 def trusted_drafts() -> AbstractContextManager[None]:
@@ -429,7 +430,7 @@ def trusted_drafts() -> AbstractContextManager[None]:
 
         return trusting
 
-    return _changed(Runs, "that_count", change)
+    return changed(Runs, "that_count", change)
 
 
 def drafts_computed_for_good() -> AbstractContextManager[None]:
@@ -452,7 +453,7 @@ def drafts_computed_for_good() -> AbstractContextManager[None]:
 
     @contextmanager
     def planted() -> Iterator[None]:
-        with _changed(Allocator, "serve", change), _changed(Holdings, "take_note", change_note):
+        with changed(Allocator, "serve", change), changed(Holdings, "take_note", change_note):
             yield
 
     return planted()
@@ -467,7 +468,7 @@ def accepted_drafts_forgotten() -> AbstractContextManager[None]:
 
         return deaf
 
-    return _changed(Holdings, "take_note", change)
+    return changed(Holdings, "take_note", change)
 
 
 def drafting_rows_run_ahead() -> AbstractContextManager[None]:
@@ -479,7 +480,7 @@ def drafting_rows_run_ahead() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(Scheduler, "_held", change)
+    return changed(Scheduler, "_held", change)
 
 
 BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {

@@ -1,4 +1,7 @@
-"""`python -m tests.simulation.run --seeds 10000`, and `--seed 17 --trace` to have one run again."""
+"""`python -m tests.simulation.run --seeds 10000`, and `--seed 17 --trace` to have one run again.
+
+With `--late 1 2 4` on a device that runs on streams behind the host, with so many steps in flight, each seed with each.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,14 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import product
 
-from tests.simulation.world import FAULTS, draw_setup, run_seed
+from tests.simulation.world import FAULTS, Setup, draw_setup, on_streams, run_seed
+
+Change = Callable[[Setup], Setup]
 
 
 def main() -> int:
@@ -18,22 +26,28 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="this one only")
     parser.add_argument("--trace", action="store_true", help="print the set-up and the trace of --seed")
+    parser.add_argument("--late", type=int, nargs="+", choices=(1, 2, 3, 4), help="steps in flight on a late device")
     parser.add_argument("--max-failures", type=int, default=5)
     options = parser.parse_args()
 
+    changes: list[Change] = [partial(on_streams, steps_in_flight=count) for count in options.late or ()] or [_as_drawn]
     if options.seed is not None:
-        return run_one(options.seed, options.trace)
-    return run_many(range(options.first, options.first + options.seeds), options.max_failures)
+        return max(run_one(options.seed, options.trace, change) for change in changes)
+    return run_many(range(options.first, options.first + options.seeds), changes, options.max_failures)
 
 
-def run_one(seed: int, is_traced: bool) -> int:
+def _as_drawn(setup: Setup) -> Setup:
+    return setup
+
+
+def run_one(seed: int, is_traced: bool, change: Change) -> int:
     """Prints what became of one seed."""
     if is_traced:
-        for name, value in asdict(draw_setup(seed)).items():
+        for name, value in asdict(change(draw_setup(seed))).items():
             for line in [value] if name != "clients" else value:
                 print(f"{name}: {line}")
     try:
-        result = run_seed(seed, keep_trace=is_traced)
+        result = run_seed(seed, keep_trace=is_traced, change=change)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -44,22 +58,22 @@ def run_one(seed: int, is_traced: bool) -> int:
     return 0
 
 
-def run_many(seeds: range, max_failures: int) -> int:
+def run_many(seeds: range, changes: Sequence[Change], max_failures: int) -> int:
     """Prints totals, and each failing seed with the command that repeats it."""
     began, failures = time.perf_counter(), 0
     fired: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
     states: Counter[str] = Counter()
     num_steps = num_callbacks = num_done = 0
-    for seed in seeds:
+    for seed, change in product(seeds, changes):
         try:
-            result = run_seed(seed)
+            result = run_seed(seed, change=change)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
             failures += 1
             print(f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            print(f"    again: python -m tests.simulation.run --seed {seed} --trace")
+            print(f"    {'; '.join(error.__notes__)}")
             if failures == max_failures:
                 break
             continue
@@ -71,7 +85,7 @@ def run_many(seeds: range, max_failures: int) -> int:
         num_steps += result.value.num_steps
         num_callbacks += result.num_callbacks
     passed_s, cpu_s = time.perf_counter() - began, time.process_time()
-    print(f"{num_done} seeds passed and {failures} failed in {passed_s:.1f} s, {cpu_s:.1f} s of processor time")
+    print(f"{num_done} runs passed and {failures} failed in {passed_s:.1f} s, {cpu_s:.1f} s of processor time")
     print(f"{num_steps} steps, {num_callbacks} callbacks")
     print(f"outcomes: {dict(sorted(outcomes.items()))}")
     print(f"states: {dict(sorted(states.items()))}")

@@ -26,6 +26,7 @@ from millrace.stages.messages import Direction, Prompt, Request
 from millrace.stages.outputs import Delta
 from millrace.stages.params import SamplingParams
 from millrace.stages.scripted import ALPHABET, EOS, ByteTokenizer, Script
+from millrace.stages.scripted_streams import LateScript
 from millrace.stages.sequences import MAX_PREEMPTIONS, State
 from millrace.stages.testing import ScriptedPipeline, scripted_pipeline
 
@@ -83,6 +84,7 @@ class Setup:
     cut_probability: float  # when schedule takes work: that three in ten of the live requests are cancelled at once
     ends: str  # "all": when every client is served; "drain" or "stop": in the middle
     ends_at_s: float
+    is_late: bool = False  # the device runs on streams, behind the host
 
 
 def draw_setup(seed: int) -> Setup:
@@ -147,6 +149,12 @@ def draw_setup(seed: int) -> Setup:
         ends=dice.choice(["all"] * 8 + ["drain", "stop"]),
         ends_at_s=duration_s * dice.random(),
     )
+
+
+def on_streams(setup: Setup, steps_in_flight: int) -> Setup:
+    """The same run on a device that is late, with so many steps in flight. What that device can not do is left out."""
+    config = replace(setup.config, steps_in_flight=steps_in_flight, speculation="off")
+    return replace(setup, config=config, period=None, is_late=True)
 
 
 def _draw_faults(dice: Random) -> dict[str, float]:
@@ -316,7 +324,7 @@ class World:
             self.others_gone.set()
 
     def _build(self) -> ScriptedPipeline:
-        parts = scripted_pipeline(self.setup.config, self.script, self.env)
+        parts = scripted_pipeline(self.setup.config, self.script, self.env, is_late=self.setup.is_late)
         capacities = iter(self.setup.capacities)
         edges = parts.pipeline.edges
         edges[:] = [replace(e, capacity=next(capacities)) if e.when_full == "wait" else e for e in edges]
@@ -446,6 +454,9 @@ class World:
         await self.env.aclose()
         self.failure.cancel()
         self.report.num_steps = self.parts.model.num_steps
+        if isinstance(self.parts.model, LateScript):
+            graphs = self.parts.model.line.graphs
+            self.report.states.update(replayed=graphs.num_replayed, eager=graphs.num_eager)
         return self.report
 
     async def _end_early(self) -> None:
@@ -598,12 +609,13 @@ def run_seed(
                 fault_probability=1.0,
                 fault_names=setup.faults,
                 thread_delay_s=(0.0, setup.tokenize_delay_s),
-                worker_delay_s={"device": (0.0, setup.device_delay_s)},
+                worker_delay_s={name: (0.0, setup.device_delay_s) for name in ("device", "completion")},
                 max_callbacks=3_000_000,
                 keep_trace=keep_trace,
             )
         _require(not result.leaked_tasks, f"I7: tasks outlived the run: {result.leaked_tasks}")
     except BaseException as error:
-        error.add_note(f"again: python -m tests.simulation.run --seed {seed} --trace")
+        late = f" --late {setup.config.steps_in_flight}" if setup.is_late else ""
+        error.add_note(f"again: python -m tests.simulation.run --seed {seed} --trace{late}")
         raise
     return result

@@ -1,0 +1,97 @@
+"""Which captured graph runs a step: sizes that steps are padded to, what is captured, and in which order.
+
+A graph is work of one size, with the addresses it had when it was captured; what differs between steps comes from
+memory. So a step runs in the smallest that holds it, and without one where none does. Knows sizes; refuses to know what
+is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...runtime.streams import Graph, Stream
+
+DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+MIXED_TOKENS = (64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The size of a step, padding included."""
+
+    num_rows: int
+    num_tokens: int
+    is_decode: bool  # each row has one token
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The two graphs of a size, replayed one behind the other."""
+
+    forward: Graph
+    sample: Graph
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What capturing took."""
+
+    batches: tuple[Batch, ...]  # in the order of capture
+    seconds: float
+    num_bytes: int
+
+    def to_event(self) -> dict[str, object]:
+        """The fields of its log line."""
+        return {
+            "decode_rows": [batch.num_rows for batch in reversed(self.batches) if batch.is_decode],
+            "mixed_tokens": [batch.num_tokens for batch in reversed(self.batches) if not batch.is_decode],
+            "seconds": round(self.seconds, 3),
+            "bytes": self.num_bytes,
+        }
+
+
+class Graphs:
+    """The graphs of one device. Until `capture`, and without sizes, every step runs eagerly.
+
+    Steps of one token a row are padded to a number of rows; others to a number of tokens, with room for all rows.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_tokens: int, *, is_eager: bool = False) -> None:
+        rows = {min(count, max_num_seqs) for count in DECODE_ROWS} if not is_eager else set()
+        tokens = [count for count in MIXED_TOKENS if count <= max_num_tokens and not is_eager]
+        self._decode = [Batch(count, count, True) for count in sorted(rows)]  # smallest first, as the next
+        self._mixed = [Batch(max_num_seqs, count, False) for count in tokens]
+        self._captured: dict[Batch, Captured] = {}
+        self.num_replayed = 0
+        self.num_eager = 0
+
+    @property
+    def batches(self) -> list[Batch]:
+        """All sizes, largest first, so that the pool of memory that the first one fills serves the others."""
+        return sorted([*self._decode, *self._mixed], key=lambda batch: (-batch.num_tokens, -batch.num_rows))
+
+    def capture(
+        self,
+        stream: Stream,
+        forward: Callable[[Batch], object],
+        sample: Callable[[Batch], object],
+        clock: Callable[[], float],
+    ) -> CaptureReport:
+        """Captures the launches of both for every size. They have run at least once: what is made at first use can not
+        be made in a capture."""
+        began, num_bytes = clock(), 0
+        for batch in self.batches:
+            graphs = Captured(stream.capture(lambda: forward(batch)), stream.capture(lambda: sample(batch)))  # noqa: B023
+            num_bytes += graphs.forward.num_bytes + graphs.sample.num_bytes
+            self._captured[batch] = graphs
+        return CaptureReport(tuple(self.batches), clock() - began, num_bytes)
+
+    def choose(self, num_rows: int, num_tokens: int, is_decode: bool) -> tuple[Batch, Captured | None]:
+        """The size that a step is padded to, and its graphs; the step's own size, and None, where there are none."""
+        for batch in self._decode if is_decode else self._mixed:
+            if batch.num_tokens >= num_tokens and batch in self._captured:
+                self.num_replayed += 1
+                return batch, self._captured[batch]
+        self.num_eager += 1
+        return Batch(num_rows, num_tokens, is_decode), None

@@ -1,0 +1,237 @@
+"""The device's thread: submits a step's uploads, copies, launches and downloads, and waits for nothing but room.
+
+Three streams. On *compute* run, in order, each step's diff, its forward pass and its sampling. *results* brings to the
+host what was chosen, behind the step's `done`. *swaps* copies blocks to the host and back, beside the steps around it:
+
+- out of a block: behind all earlier steps, which may write it; a step that gives it to somebody else comes after;
+- into a block: behind nothing, as no step in flight knows the block (the fence: whoever gave it back waited for them);
+  the step that reads it comes after.
+
+A step is over when its results and its copies are on the host. Knows order. Refuses to know what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...runtime.streams import Event, Stream, Streams
+from ..messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
+from .diff import Ends, write
+from .graphs import Batch, Captured, CaptureReport, Graphs
+from .idle_gaps import IdleGaps
+from .outcomes import Outcomes
+from .rings import Pinned, SendRing
+
+SPARE_STEPS = 2  # events and buffers beyond those of the steps in flight: for the step before, and the one after
+
+
+class Work(Protocol):
+    """What runs on the device for a step, each by launches alone: nothing here waits, or asks what is in the device's
+    memory. `batch` is the step's size with its padding."""
+
+    def take_news(self) -> None:
+        """Writes what is new in the diff into the tables."""
+
+    def make_inputs(self, batch: Batch) -> None:
+        """From the diff and the tables to the inputs of the step."""
+
+    def forward(self, batch: Batch) -> None:
+        """From those to the logits."""
+
+    def sample(self, batch: Batch) -> None:
+        """From those to tokens: into the tables, and into the step's result."""
+
+    def fork(self, sources: Ints, destinations: Ints) -> None:
+        """Copies whole blocks on the device."""
+
+    def block(self, block: int) -> Any:
+        """The memory of one block of the device, as a stream copies it."""
+
+    def host_block(self, block: int) -> Any:
+        """The memory of one block of the host."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """What steps are sent in and told by; static, as graphs know the device's part by its address."""
+
+    diff: Any  # [C] i32 on the device
+    result: Any  # [2, P] i32 on the device, see `step_state.settle`
+    diffs: Sequence[Pinned]  # [C] each
+    results: Sequence[Pinned]  # [2, P] each, as many as steps in flight and SPARE_STEPS
+
+
+class Step:
+    """One submitted step; `wait`, on another thread, returns when it is over."""
+
+    __slots__ = ("_line", "batch", "began", "captured", "copied", "done", "grant", "has_swaps", "result", "swapped")
+
+    def __init__(self, line: StepLine, events: tuple[Event, Event, Event, Event], result: Pinned) -> None:
+        self._line = line
+        self.began, self.done, self.copied, self.swapped = events
+        self.result = result
+        self.grant: StepGrant | None = None  # None: never used
+        self.batch = Batch(0, 0, True)
+        self.captured: Captured | None = None
+        self.has_swaps = False
+
+    def wait(self) -> StepTokens:
+        """What it came to, once all of it is on the host and nothing of it runs any more. Steps in order."""
+        return self._line.finish(self)
+
+
+class StepLine:
+    """The steps of one device, in order: `forward` and `sample` on its thread, `Step.wait` on the one that tells.
+
+    At most `num_steps` may be in flight: submitted, and not yet returned by `wait`.
+    """
+
+    def __init__(
+        self, streams: Streams, memory: Memory, work: Work, graphs: Graphs, ends: Ends, outcomes: Outcomes
+    ) -> None:
+        self.graphs = graphs
+        self.outcomes = outcomes
+        self._streams, self._memory, self._work, self._ends = streams, memory, work, ends
+        self._compute, self._results, self._swaps = (streams.stream(name) for name in ("compute", "results", "swaps"))
+        self._diffs = SendRing(memory.diffs, streams)
+        self._ring = [Step(self, _four_events(streams), result) for result in memory.results]
+        self._num_submitted = 0
+        self.gaps = IdleGaps()  # the telling thread's
+
+    def capture(self, clock: Any) -> CaptureReport:
+        """Runs a step of the largest size without rows, so that what is made at first use is made, and captures all
+        sizes. Before the first step."""
+        for batch in self.graphs.batches[:1]:
+            self._launch_forward(batch)
+            self._launch_sample(batch)
+        self._streams.wait()
+        return self.graphs.capture(self._compute, self._launch_forward, self._launch_sample, clock)
+
+    # -- on the device's thread
+
+    def forward(self, grant: StepGrant) -> Step:
+        """Submits all of a step up to its logits."""
+        step = self._take(grant)
+        self._compute.record(step.began)
+        if grant.copies:
+            self._copy(grant, step)
+        self._upload(grant)
+        if not len(grant.slots):
+            self._compute.launch(self._work.take_news)
+            return step
+        is_decode = bool((grant.num_tokens == 1).all())
+        step.batch, step.captured = self.graphs.choose(len(grant.slots), grant.num_computed, is_decode)
+        if step.captured is not None:
+            self._compute.replay(step.captured.forward)
+        else:
+            self._launch_forward(step.batch)
+        return step
+
+    def sample(self, grant: StepGrant, step: Step) -> Step:
+        """Submits the rest of it."""
+        assert step.grant is grant, f"step {grant.step} is sampled with another's logits"
+        if len(grant.slots):
+            self._compute.wait(self._before(step).copied)  # the device has one result, and that reads it
+            if step.captured is not None:
+                self._compute.replay(step.captured.sample)
+            else:
+                self._launch_sample(step.batch)
+        self._compute.record(step.done)
+        self._results.wait(step.done)
+        self._results.copy(step.result.array, self._memory.result)
+        self._results.record(step.copied)
+        return step
+
+    def drain(self) -> None:
+        """Returns when nothing runs that was submitted."""
+        self._streams.wait()
+
+    def _take(self, grant: StepGrant) -> Step:
+        step = self._ring[self._num_submitted % len(self._ring)]
+        self._num_submitted += 1
+        step.grant, step.has_swaps = grant, False
+        return step
+
+    def _before(self, step: Step) -> Step:
+        return self._ring[self._ring.index(step) - 1]
+
+    def _launch_forward(self, batch: Batch) -> None:
+        self._compute.launch(self._work.take_news)
+        self._compute.launch(partial(self._work.make_inputs, batch))
+        self._compute.launch(partial(self._work.forward, batch))
+
+    def _launch_sample(self, batch: Batch) -> None:
+        self._compute.launch(partial(self._work.sample, batch))
+
+    def _upload(self, grant: StepGrant) -> None:
+        """Sends the diff; the tables take all parts but the last at once, the last with the step."""
+        taken: list[tuple[Pinned, Event]] = []
+
+        def buffers() -> Iterator[Ints]:
+            while True:
+                taken.append(self._diffs.take())
+                yield taken[-1][0].numbers
+
+        for size, is_last in write(grant, self._ends, buffers()):
+            buffer, sent = taken.pop()
+            self._compute.copy(self._memory.diff[:size], buffer.array[:size])
+            self._compute.record(sent)
+            if not is_last:
+                self._compute.launch(self._work.take_news)
+
+    def _copy(self, grant: StepGrant, step: Step) -> None:
+        """The blocks that move before the step runs, in their order."""
+        last: Stream = self._compute
+        for copy in grant.copies:
+            stream = self._compute if copy.direction is Direction.FORK else self._swaps
+            if stream is self._swaps:
+                step.has_swaps = True
+                if copy.direction is Direction.OUT:
+                    self._swaps.wait(step.began)
+            if last is not stream and copy is not grant.copies[0]:
+                last.record(step.swapped)
+                stream.wait(step.swapped)
+            self._copy_blocks(copy, stream)
+            last = stream
+        if step.has_swaps:
+            self._swaps.record(step.swapped)
+            if _is_touched(grant):
+                self._compute.wait(step.swapped)
+
+    def _copy_blocks(self, copy: BlockCopy, stream: Stream) -> None:
+        if copy.direction is Direction.FORK:
+            return stream.launch(partial(self._work.fork, copy.sources, copy.destinations))
+        on_device, on_host = self._work.block, self._work.host_block
+        to, source = (on_host, on_device) if copy.direction is Direction.OUT else (on_device, on_host)
+        for source_id, destination_id in zip(copy.sources.tolist(), copy.destinations.tolist(), strict=True):
+            stream.copy(to(destination_id), source(source_id))
+
+    # -- on the thread that tells
+
+    def finish(self, step: Step) -> StepTokens:
+        """See `Step.wait`."""
+        assert step.grant is not None
+        step.copied.wait()
+        if step.has_swaps:
+            step.swapped.wait()
+        told = step.result.numbers[:, : step.grant.num_sampled].copy()
+        tokens = self.outcomes.settle(step.grant, told)
+        self.gaps.note(step, self._before(step), tokens)
+        return tokens
+
+
+def _is_touched(grant: StepGrant) -> bool:
+    """Whether the step reads what its copies bring, or writes where they read."""
+    if any(copy.direction is Direction.IN for copy in grant.copies):
+        return True
+    sources = [copy.sources for copy in grant.copies if copy.direction is Direction.OUT]
+    return bool(np.isin(np.concatenate(sources), grant.table_blocks).any())
+
+
+def _four_events(streams: Streams) -> tuple[Event, Event, Event, Event]:
+    return streams.event(), streams.event(), streams.event(), streams.event()

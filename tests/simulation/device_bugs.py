@@ -1,0 +1,143 @@
+"""Bugs of a device that is late, to plant: a wait that is missing, a buffer that is used too soon. Each is a context
+manager that puts one into the real classes. The simulation on streams must find every one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from millrace.kernels import step_state
+from millrace.runtime.simstreams import SimStream
+from millrace.stages.messages import StepGrant, StepTokens
+from millrace.stages.stepping import submission
+from millrace.stages.stepping.late_device import LateDevice
+from millrace.stages.stepping.rings import SendRing
+from millrace.stages.stepping.submission import Step, StepLine
+from tests.simulation.bugs import changed, early_reuse
+
+
+def fence_dropped() -> AbstractContextManager[None]:
+    """A block that is given back is free at once, whatever steps in flight still touch it."""
+    return early_reuse()
+
+
+def told_when_submitted() -> AbstractContextManager[None]:
+    """A step counts as over as soon as all of it is submitted."""
+
+    def change(finish: Any) -> Any:
+        def hasty(self: StepLine, step: Step) -> StepTokens:
+            assert step.grant is not None
+            return self.outcomes.settle(step.grant, step.result.numbers[:, : step.grant.num_sampled].copy())
+
+        return hasty
+
+    return changed(StepLine, "finish", change)
+
+
+def told_before_its_swaps() -> AbstractContextManager[None]:
+    """A step counts as over when its results are there, though it still copies blocks."""
+
+    def change(finish: Any) -> Any:
+        def hasty(self: StepLine, step: Step) -> StepTokens:
+            step.has_swaps = False
+            tokens: StepTokens = finish(self, step)
+            return tokens
+
+        return hasty
+
+    return changed(StepLine, "finish", change)
+
+
+def void_told_at_once() -> AbstractContextManager[None]:
+    """A step that failed half submitted counts as over while the device still runs that half."""
+
+    def change(finish: Any) -> Any:
+        def hasty(self: LateDevice, grant: StepGrant, submitted: asyncio.Future[Step]) -> StepTokens:
+            if (error := submitted.exception()) is not None:
+                raise error
+            tokens: StepTokens = finish(self, grant, submitted)
+            return tokens
+
+        return hasty
+
+    return changed(LateDevice, "_finish", change)
+
+
+def results_not_behind_done() -> AbstractContextManager[None]:
+    """The stream of results does not wait for the step's `done`."""
+    return _deaf("results")
+
+
+def result_overwritten() -> AbstractContextManager[None]:
+    """A step is sampled while the result of the one before is still being read."""
+    return changed(StepLine, "_before", lambda _: lambda self, step: step)
+
+
+def diff_buffer_taken_too_soon() -> AbstractContextManager[None]:
+    """A pinned buffer is written again before the copy that reads it is done."""
+
+    def change(take: Any) -> Any:
+        def hasty(self: SendRing) -> Any:
+            at, self._next = self._next, (self._next + 1) % len(self._buffers)
+            return self._buffers[at], self._sent[at]
+
+        return hasty
+
+    return changed(SendRing, "take", change)
+
+
+def swap_in_not_waited_for() -> AbstractContextManager[None]:
+    """A step runs while blocks that it reads are still on their way from the host."""
+    return changed(submission, "_is_touched", lambda _: lambda grant: False)
+
+
+def swap_out_not_behind_its_writers() -> AbstractContextManager[None]:
+    """Blocks are copied out while earlier steps still write them."""
+    return _deaf("swaps")
+
+
+def finished_row_written_again() -> AbstractContextManager[None]:
+    """A row whose sequence has finished on the device goes on as if it had not."""
+
+    def change(make_inputs: Any) -> Any:
+        def blind(diff: Any, slots: Any, buffers: Any, block_size: int) -> None:
+            finished = slots.state[:, step_state.FINISHED].copy()
+            slots.state[:, step_state.FINISHED] = step_state.GOES_ON
+            make_inputs(diff, slots, buffers, block_size)
+            slots.state[:, step_state.FINISHED] = finished
+
+        return blind
+
+    return changed(step_state, "make_inputs", change)
+
+
+def _deaf(name: str) -> AbstractContextManager[None]:
+    """One stream waits for no event."""
+
+    def change(wait: Any) -> Any:
+        def hasty(self: SimStream, event: Any) -> None:
+            if self.name != name:
+                wait(self, event)
+
+        return hasty
+
+    return changed(SimStream, "wait", change)
+
+
+DEVICE_BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
+    bug.__name__: bug
+    for bug in (
+        fence_dropped,
+        told_when_submitted,
+        told_before_its_swaps,
+        void_told_at_once,
+        results_not_behind_done,
+        result_overwritten,
+        diff_buffer_taken_too_soon,
+        swap_in_not_waited_for,
+        swap_out_not_behind_its_writers,
+        finished_row_written_again,
+    )
+}

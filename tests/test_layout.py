@@ -24,6 +24,8 @@ STAGE_FILES_WITH_TORCH = {
     "tensors",
     "torch_loading",
     "triton_choosing",
+    "torch_work",
+    "cuda_streams",
     "encoder_loading",
     "encoder_runner",
 }  # what a real start runs where torch is needed

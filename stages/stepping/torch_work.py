@@ -1,0 +1,133 @@
+"""What a step line launches on torch's tensors: a decoder between the kernels that make its inputs and note its tokens.
+
+Runs on a CPU, where the twins do the kernels' part, and is tested there; on a GPU it has not been run yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels import step_state
+from ...kernels.step_state import SlotState, StepBuffers
+from ...model.cache import KVCache
+from ...model.inputs import StepInputs
+from ..messages import Ints
+from ..runner import Model
+from .diff import diff_size
+from .graphs import Batch
+from .rings import Pinned
+from .submission import SPARE_STEPS, Memory
+
+NUM_DIFFS = 3  # pinned buffers, one of which is read while another is written
+NEWS_ROOM = 8192  # known tokens, and new blocks, of one diff
+
+Choose = Callable[[Tensor, SlotState, Tensor], Tensor]
+"""From logits [P, V], the slots' state, and whose each row is, [P] i32, to token ids [P] i64 on the device: below 0 where
+a row holds no number. Rows of nobody, -1, may come to anything."""
+
+
+class TorchWork:
+    """The launches of one model. `step_memory` makes the memory."""
+
+    def __init__(
+        self,
+        decoder: Model,
+        cache: KVCache,
+        memory: Memory,
+        choose: Choose,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        max_step_tokens: int,
+        host_blocks: Tensor | None = None,
+    ) -> None:
+        self._decoder, self._cache, self._memory, self._choose = decoder, cache, memory, choose
+        self._host_blocks = host_blocks
+        device = memory.diff.device
+        self._kernels = step_kernels(device)
+        make = _maker(device)
+        self.slots: SlotState = step_state.make_slots(make, num_slots, max_model_len, cache.block_size)
+        width = self.slots.tables.shape[1]
+        self._buffers: StepBuffers = step_state.make_buffers(make, num_slots, max_step_tokens, width)
+        self._logits: Tensor | None = None  # of the step, or of the graph, that is between its halves
+
+    @torch.inference_mode()
+    def take_news(self) -> None:
+        self._kernels.take_news(self._memory.diff, self.slots)
+
+    @torch.inference_mode()
+    def make_inputs(self, batch: Batch) -> None:
+        buffers = self._buffers.of(batch.num_rows, batch.num_tokens)
+        self._kernels.make_inputs(self._memory.diff, self.slots, buffers, self._cache.block_size)
+
+    def forward(self, batch: Batch) -> None:
+        buffers = self._buffers.of(batch.num_rows, batch.num_tokens)
+        inputs = StepInputs(
+            input_ids=buffers.input_ids,
+            positions=buffers.positions,
+            slot_mapping=buffers.slot_mapping,
+            block_tables=buffers.block_tables,
+            query_starts=buffers.query_starts,
+            lengths=buffers.lengths,
+            logits_rows=buffers.logits_rows,
+            num_decode=batch.num_rows if batch.is_decode else 0,  # a graph serves any mix of lengths
+        )
+        self._logits = self._decoder.forward(inputs, self._cache)
+
+    @torch.inference_mode()
+    def sample(self, batch: Batch) -> None:
+        assert self._logits is not None
+        sampled_slots = self._buffers.sampled_slots[: batch.num_rows]
+        chosen = self._choose(self._logits, self.slots, sampled_slots)
+        self._kernels.settle(self._memory.result[:, : batch.num_rows], chosen, sampled_slots, self.slots)
+
+    def fork(self, sources: Ints, destinations: Ints) -> None:
+        self._cache.copy_blocks(sources.astype(np.int64), destinations.astype(np.int64))
+
+    def block(self, block: int) -> Tensor:
+        assert self._cache.is_block_major, "a block is in one piece on a GPU only"
+        return self._cache.data[block]
+
+    def host_block(self, block: int) -> Tensor:
+        assert self._host_blocks is not None, "blocks are copied to or from the host, and there are none"
+        return self._host_blocks[block]
+
+
+def step_memory(device: torch.device, num_slots: int, num_steps: int) -> Memory:
+    """The buffers between host and device, for `num_steps` steps in flight; pinned where there is a GPU."""
+    capacity = diff_size(num_slots, NEWS_ROOM, NEWS_ROOM)
+    return Memory(
+        torch.zeros(capacity, dtype=torch.int32, device=device),
+        torch.zeros(2, num_slots, dtype=torch.int32, device=device),
+        [_pinned(device, capacity) for _ in range(NUM_DIFFS)],
+        [_pinned(device, 2, num_slots) for _ in range(num_steps + SPARE_STEPS)],
+    )
+
+
+def greedy(logits: Tensor, slots: SlotState, sampled_slots: Tensor) -> Tensor:
+    """The likeliest token of each row, whatever was asked for. A `Choose`."""
+    best, ids = logits.max(dim=1)
+    return torch.where(best.isfinite(), ids, -1)
+
+
+def step_kernels(device: torch.device) -> Any:
+    """The module of kernels for a device: `triton_step`, or its twins."""
+    if device.type == "cpu":
+        return step_state
+    from ...kernels import triton_step
+
+    return triton_step
+
+
+def _maker(device: torch.device) -> step_state.Make:
+    return lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def _pinned(device: torch.device, *shape: int) -> Pinned:
+    memory = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return Pinned(memory.numpy(), memory)

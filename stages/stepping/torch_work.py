@@ -27,8 +27,8 @@ NUM_DIFFS = 3  # pinned buffers, one of which is read while another is written
 NEWS_ROOM = 8192  # known tokens, and new blocks, of one diff
 
 Choose = Callable[[Tensor, SlotState, Tensor], Tensor]
-"""From logits [P, V], the slots' state, and whose each row is, [P] i32, to token ids [P] i64 on the device: below 0 where
-a row holds no number. Rows of nobody, -1, may come to anything."""
+"""From logits [P, V], the slots' state, and whose each row is, [P] i32, to token ids [P] i64, all on the device.
+Below 0 where a row holds no number; rows of nobody, -1, may come to anything."""
 
 
 class TorchWork:

@@ -150,3 +150,18 @@ def test_the_buckets_are_vllms():
     ]
     assert one_two_five(512) == (1, 2, 5, 10, 20, 50, 100, 200, 500)
     assert one_two_five(1) == (1,)
+
+
+def test_a_device_that_runs_behind_the_host_tells_how_long_it_idles_and_others_do_not():
+    async def run(*, is_late: bool) -> tuple[dict[str, float], Histogram | None]:
+        async with scripted_engine(script=NEVER_ENDS, is_late=is_late) as engine:
+            metrics = watched(engine)
+            await ask(engine, 5, max_tokens=30)
+            await engine.check_quiet()
+            return samples(metrics), engine.idle_gaps_us
+
+    found, idle = asyncio.run(run(is_late=True))
+    assert idle is not None and of(found, "millrace:device_idle_gap_seconds_count") == idle.num_observed == 29
+    assert round(1e6 * of(found, "millrace:device_idle_gap_seconds_sum")) == idle.total
+    found, idle = asyncio.run(run(is_late=False))
+    assert idle is None and not any("device_idle" in name for name in found)

@@ -5,6 +5,8 @@ tests on `runtime/simstreams.py`. First to look at where there is one: `blocking
 reports as memory, and a copy that is not pinned, which would make the host wait.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,0 +1,62 @@
+"""The least time that a decode step can take: what it must read and compute, over what the device reads and computes.
+
+Weights are read once a step, but for an untied input embedding, of which a step reads rows; keys and values once a
+token of context. The matrix products come before and behind attention, so the two floors add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.bench.shapes import SHAPES
+
+GPU_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": SHAPES["qwen3-0.6b"],
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14_336,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+}
+ELEMENT_BYTES = 2  # bfloat16, weights and cache
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a device does at its best, as somebody measured it."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+H200 = Device(4.3e12, 790e12)  # a copy, and a bfloat16 product of 8192 squared, on one such card
+
+
+def num_streamed(shape: dict[str, Any]) -> int:
+    """Weights that a step reads, norms left out."""
+    hidden, head_dim = shape["hidden_size"], shape["head_dim"]
+    queries, groups = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
+    layer = hidden * (queries + 2 * groups) + queries * hidden + 3 * hidden * shape["intermediate_size"]
+    return int(shape["num_hidden_layers"] * layer + shape["vocab_size"] * hidden)
+
+
+def kv_bytes(shape: dict[str, Any]) -> int:
+    """Keys and values of one token, all layers."""
+    numbers = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return int(numbers * ELEMENT_BYTES)
+
+
+def decode_floor_s(shape: dict[str, Any], num_rows: int, context: int, device: Device = H200) -> float:
+    """A step of `num_rows` sequences that have `context` tokens each."""
+    weights = num_streamed(shape)
+    products = max(ELEMENT_BYTES * weights / device.bytes_per_s, 2 * weights * num_rows / device.flops_per_s)
+    return products + num_rows * context * kv_bytes(shape) / device.bytes_per_s

@@ -12,7 +12,7 @@ A step is over when its results and its copies are on the host. Knows order. Ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -103,10 +103,10 @@ class StepLine:
         self._num_submitted = 0
         self.gaps = IdleGaps()  # the telling thread's
 
-    def capture(self, clock: Any) -> CaptureReport:
-        """Runs a step of the largest size without rows, so that what is made at first use is made, and captures all
-        sizes. Before the first step."""
-        for batch in self.graphs.batches[:1]:
+    def capture(self, clock: Callable[[], float]) -> CaptureReport:
+        """Runs a step of each size without rows, so that what is made at first use is made, and captures them all.
+        Before the first step. `clock` tells seconds."""
+        for batch in self.graphs.batches:
             self._launch_forward(batch)
             self._launch_sample(batch)
         self._streams.wait()

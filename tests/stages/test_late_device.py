@@ -43,10 +43,16 @@ async def answers(*, is_late: bool, steps_in_flight: int) -> list[list[int]]:
         return found
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
-def test_it_answers_as_the_device_that_is_never_late(steps_in_flight: int) -> None:
+@pytest.fixture(scope="module")
+def right() -> list[list[int]]:
+    """What a device answers that is never late."""
     with captured_logs():
-        right = asyncio.run(answers(is_late=False, steps_in_flight=2))
+        return asyncio.run(answers(is_late=False, steps_in_flight=2))
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_it_answers_as_the_device_that_is_never_late(right: list[list[int]], steps_in_flight: int) -> None:
+    with captured_logs():
         assert asyncio.run(answers(is_late=True, steps_in_flight=steps_in_flight)) == right
 
 

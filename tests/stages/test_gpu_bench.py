@@ -11,7 +11,9 @@ from random import Random
 import pytest
 import torch
 
+from millrace.kernels import step_state
 from millrace.runtime.simstreams import SimStreams
+from tests.bench.gpu.checks import check_step_state
 from tests.bench.gpu.floors import GPU_SHAPES, Device, decode_floor_s, kv_bytes, num_streamed
 from tests.bench.gpu.steps import NUM_TIMED, NUM_WARM, Subject, as_json, measure
 
@@ -58,6 +60,21 @@ def test_steps_are_measured_on_any_streams(is_eager: bool) -> None:
     assert row.step_us >= 7 and row.idle_us >= 1, "in operations of the simulated device"
     (told,) = as_json([row])
     assert told["floor_share"] == row.floor_us / row.step_us and told["num_rows"] == 3
+
+
+def test_the_check_of_kernels_finds_one_that_is_wrong_and_no_other() -> None:
+    class Wrong:
+        take_news, make_inputs = step_state.take_news, step_state.make_inputs
+
+        @staticmethod
+        def settle(out: torch.Tensor, chosen: torch.Tensor, sampled: torch.Tensor, slots: step_state.SlotState) -> None:
+            step_state.settle(out, chosen, sampled, slots)
+            out[1].clamp_(max=step_state.STOP)
+
+    cpu = torch.device("cpu")
+    assert list(check_step_state(step_state, cpu, 1)) == []
+    found = list(check_step_state(Wrong, cpu, 1))  # type: ignore[arg-type]
+    assert found and all("told is not the twin's" in complaint for complaint in found)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

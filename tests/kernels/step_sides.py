@@ -1,0 +1,89 @@
+"""The state of a device, kept twice: by the plain twins, and by kernels that must do the same."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace.kernels import step_state
+from millrace.kernels.step_state import SlotState, StepBuffers
+from millrace.stages.messages import Ints, StepGrant
+from millrace.stages.stepping.diff import Ends, diff_size, write
+from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk
+
+CPU = torch.device("cpu")
+POISON = 77  # what stands where nothing has been written
+
+
+class Side:
+    """A device's tables, kept by `kernels`: the twins, or Triton's."""
+
+    def __init__(self, kernels: Any, walk: Walk, num_rows: int, num_tokens: int, device: torch.device = CPU) -> None:
+        self.kernels, self.block_size, self.device = kernels, walk.block_size, device
+
+        def full(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+            return torch.full(shape, POISON, dtype=getattr(torch, dtype), device=device)
+
+        self.slots = step_state.make_slots(full, walk.num_slots, walk.max_model_len, walk.block_size)
+        self.buffers = step_state.make_buffers(full, num_rows, num_tokens, self.slots.tables.shape[1])
+        self.told = full((2, num_rows), "int32")
+
+    def step(self, parts: list[Ints], num_rows: int, num_tokens: int, chosen: list[int]) -> None:
+        """All that a step does, padded to `num_rows` and `num_tokens`."""
+        for part in parts:
+            diff = torch.from_numpy(part).to(self.device)
+            self.kernels.take_news(diff, self.slots)
+        inputs = self.buffers.of(num_rows, num_tokens)
+        self.kernels.make_inputs(diff, self.slots, inputs, self.block_size)
+        ids = torch.full((num_rows,), 44, dtype=torch.int64)
+        ids[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
+        self.kernels.settle(self.told[:, :num_rows], ids.to(self.device), inputs.sampled_slots, self.slots)
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """All that was written, by name."""
+        found = {name: getattr(self.slots, name) for name in SlotState.__slots__}
+        return found | {name: getattr(self.buffers, name) for name in StepBuffers.__slots__} | {"told": self.told}
+
+
+def parts_of(grant: StepGrant, ends: Ends, capacity: int) -> list[Ints]:
+    """The diff, in copies of what was sent."""
+    buffer = np.full(capacity, POISON, np.int32)
+    return [buffer.copy() for _ in write(grant, ends, repeat(buffer))]
+
+
+def differences(
+    kernels: Any,
+    seed: int,
+    *,
+    num_slots: int,
+    block_size: int,
+    max_model_len: int,
+    room: int,
+    num_steps: int,
+    device: torch.device = CPU,
+) -> list[str]:
+    """What `kernels` write otherwise than the twins over a random walk, up to the first step with any. `room` is for
+    known tokens: with little, a diff goes in parts."""
+    dice = Random(seed)
+    walk = Walk(dice, num_slots, max_model_len, block_size)
+    num_rows, num_tokens = num_slots + 3, num_slots * max_model_len
+    twin = Side(step_state, walk, num_rows, num_tokens)
+    ours = Side(kernels, walk, num_rows, num_tokens, device)
+    for grant in walk.steps(num_steps):
+        parts = parts_of(grant, Ends((EOS,), max_model_len), diff_size(num_slots, 3, room))
+        rows = dice.randint(len(grant.slots), num_rows)
+        tokens = min(num_tokens, grant.num_computed + dice.choice([0, 1, 40]))
+        chosen = [dice.choice([EOS, -1, *range(2, VOCAB_SIZE)]) for _ in range(grant.num_sampled)]
+        for side in (twin, ours):
+            side.step(parts, rows, tokens, chosen)
+        both = zip(twin.everything().items(), ours.everything().values(), strict=True)
+        found = [f"step {grant.step}: {name}" for (name, want), got in both if not torch.equal(got.cpu(), want)]
+        if found:
+            return found
+        told = twin.told[:, : grant.num_sampled].tolist()
+        walk.chose(grant, [EOS if finish else token for token, finish in zip(*told, strict=True)])
+    return []

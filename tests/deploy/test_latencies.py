@@ -8,7 +8,9 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.latencies import FIRST_TOKEN_US, REQUEST_US, SIZES, TIMES, one_two_five
 from millrace.deploy.metrics import Metrics
 from millrace.deploy.service import Service
+from millrace.deploy.stats_line import StatsLine
 from millrace.runtime.histogram import STAGE_BOUNDS_US, Histogram
+from millrace.runtime.log import captured_logs
 from millrace.runtime.trace import EventKind
 from millrace.stages import EngineConfig, SamplingParams
 from millrace.stages.scripted import Script
@@ -153,15 +155,20 @@ def test_the_buckets_are_vllms():
 
 
 def test_a_device_that_runs_behind_the_host_tells_how_long_it_idles_and_others_do_not():
-    async def run(*, is_late: bool) -> tuple[dict[str, float], Histogram | None]:
-        async with scripted_engine(script=NEVER_ENDS, is_late=is_late) as engine:
-            metrics = watched(engine)
-            await ask(engine, 5, max_tokens=30)
-            await engine.check_quiet()
-            return samples(metrics), engine.idle_gaps_us
+    async def run(*, is_late: bool) -> tuple[dict[str, float], Histogram | None, dict[str, object]]:
+        with captured_logs() as logs:
+            async with scripted_engine(script=NEVER_ENDS, is_late=is_late) as engine:
+                metrics = watched(engine)
+                stats = StatsLine(engine, metrics, 1e-6)
+                await ask(engine, 5, max_tokens=30)
+                await engine.check_quiet()
+                stats.look()
+                (line,) = [line for line in logs if line["event"] == "engine.stats"]
+                return samples(metrics), engine.idle_gaps_us, line
 
-    found, idle = asyncio.run(run(is_late=True))
-    assert idle is not None and of(found, "millrace:device_idle_gap_seconds_count") == idle.num_observed == 29
+    found, idle, line = asyncio.run(run(is_late=True))
+    assert idle is not None and 0 <= line["device_idle"] < 1  # type: ignore[operator]
+    assert of(found, "millrace:device_idle_gap_seconds_count") == idle.num_observed == 29
     assert round(1e6 * of(found, "millrace:device_idle_gap_seconds_sum")) == idle.total
-    found, idle = asyncio.run(run(is_late=False))
-    assert idle is None and not any("device_idle" in name for name in found)
+    found, idle, line = asyncio.run(run(is_late=False))
+    assert idle is None and "device_idle" not in line and not any("device_idle" in name for name in found)

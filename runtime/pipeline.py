@@ -362,6 +362,8 @@ class Pipeline(Graph):
             return
         log.error("pipeline.dead", stage=name, error=type(error).__name__, exc_info=error)
         self._health = Health("dead", stage=name, reason=f"stage {name} failed: {type(error).__name__}")
+        if self.entry is not None:
+            self._port_channels[self.entry].close()  # who waits at the door has an outbox, and does not read it yet
         self._end_all("error", NotServing(self._health))
 
     def _end_all(self, cause: str, error: BaseException | None) -> None:

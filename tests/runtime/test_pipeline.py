@@ -12,7 +12,7 @@ from millrace.runtime.graph import GraphError, Port
 from millrace.runtime.pipeline import Busy, NotServing, Pipeline
 from millrace.runtime.runner import StageCrashed
 from millrace.runtime.simloop import SimEnv
-from millrace.runtime.stage import Outlet, Stage
+from millrace.runtime.stage import Crash, Outlet, Stage
 from millrace.runtime.testing import no_leaked_tasks, sim_test
 from tests.runtime.flows import Pass, Word, WordBox, line
 
@@ -143,6 +143,26 @@ async def test_a_submit_that_is_cancelled_while_it_waits_leaves_nothing_live(env
         await asyncio.wait([waiting])
         assert pipeline.exit is not None and not pipeline.exit.is_live("gone")
         assert await pipeline.drain(10.0)
+
+
+@sim_test(seeds=6)
+async def test_whoever_waits_at_the_door_of_a_pipeline_that_dies_is_told_so(env: SimEnv) -> None:
+    class Fatal(Slow):
+        on_crash = Crash.ESCALATE
+
+        async def handle(self, batch: Sequence[Any], out: Outlet[Any]) -> None:
+            await env.sleep(1.0)
+            raise LookupError("beyond mending")
+
+    async with line(Fatal(env), env=env) as pipeline:
+        await pipeline.submit(Word("running"))
+        await env.sleep(0.1)
+        for i in range(pipeline.channels["fatal.in"].capacity):
+            await pipeline.submit(Word(str(i)))
+        waiting = [asyncio.create_task(pipeline.submit(Word(name))) for name in "abc"]
+        for error in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(error, NotServing) and error.health.state == "dead"
+        assert pipeline.exit is not None and not pipeline.exit.live
 
 
 # -- ending

@@ -22,7 +22,7 @@ from ..stages.params import SamplingParams
 from . import documented
 from .answers import Answer, Choice, completion_logprobs
 from .bodies import CompletionBody
-from .documented import only_with
+from .documented import has, only_with
 from .errors import ApiError
 
 if TYPE_CHECKING:
@@ -49,10 +49,18 @@ class GenerateBody(CompletionBody):
         sampling = {"type": ["object", "null"], "properties": inner}
         tokens = {"token_ids": documented.ONLY_TOKENS, "sampling_params": sampling}
         schema.update({"properties": tokens | beside, "required": ["token_ids"]})
-        sampling["allOf"] = relations = schema["allOf"]
-        together = {"properties": {"sampling_params": {"type": "object"}}, "required": ["sampling_params"]}
-        schema["anyOf"] = [together, {"properties": {"sampling_params": {"type": "null"}} | inner, "allOf": relations}]
-        schema["allOf"] = [only_with("stream_options", {"type": "object"}, {"stream": True})]
+        relations = schema["allOf"]
+        streams = has("stream", {"const": True})
+        inside = [
+            {"properties": {"sampling_params": {"allOf": _knowing(relations, streams, it)}}} for it in (True, False)
+        ]
+        alone = {"if": {"properties": {"sampling_params": {"type": "null"}}}}  # or not there
+        alone["then"] = {"properties": inner, "allOf": relations}
+        schema["allOf"] = [
+            only_with("stream_options", {"type": "object"}, {"stream": True}),
+            {"if": streams, "then": inside[0], "else": inside[1]},
+            alone,
+        ]
         return reference
 
     def prompts(self) -> tuple[Prompt, ...]:
@@ -63,6 +71,15 @@ class GenerateBody(CompletionBody):
 
     def client_name(self, param: str | None) -> str | None:
         return "token_ids" if param == "prompt" else super().client_name(param)
+
+
+def _knowing(schema: Any, part: Any, holds: bool) -> Any:
+    """`schema` where it is known whether `part` of it holds."""
+    if schema == part:
+        return holds
+    if isinstance(schema, dict):
+        return {name: _knowing(value, part, holds) for name, value in schema.items()}
+    return [_knowing(value, part, holds) for value in schema] if isinstance(schema, list) else schema
 
 
 FIELDS = frozenset(GenerateBody.model_fields)
@@ -84,6 +101,7 @@ def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError("invalid_type", "sampling_params must be an object", param="sampling_params")
     if sampling is not None:
         fields = {_outside(name): value for name, value in fields.items()}
+        sampling = {f"sampling_params.{name}" if name in BESIDE else name: value for name, value in sampling.items()}
     return {**(sampling or {}), **fields, "prompt": token_ids}
 
 

@@ -22,7 +22,7 @@ from ..stages.params import SamplingParams
 from . import documented
 from .answers import Answer, Choice, completion_logprobs
 from .bodies import CompletionBody
-from .documented import has, only_with
+from .documented import only_with
 from .errors import ApiError
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class GenerateBody(CompletionBody):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """As it was before: token ids in the place of prompts, and the fields of sampling together, or in the body
-        itself."""
+        """As it was before: token ids in the place of prompts, and the fields of sampling together."""
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         fields = schema["properties"]
@@ -49,18 +48,8 @@ class GenerateBody(CompletionBody):
         sampling = {"type": ["object", "null"], "properties": inner}
         tokens = {"token_ids": documented.ONLY_TOKENS, "sampling_params": sampling}
         schema.update({"properties": tokens | beside, "required": ["token_ids"]})
-        relations = schema["allOf"]
-        streams = has("stream", {"const": True})
-        inside = [
-            {"properties": {"sampling_params": {"allOf": _knowing(relations, streams, it)}}} for it in (True, False)
-        ]
-        alone = {"if": {"properties": {"sampling_params": {"type": "null"}}}}  # or not there
-        alone["then"] = {"properties": inner, "allOf": relations}
-        schema["allOf"] = [
-            only_with("stream_options", {"type": "object"}, {"stream": True}),
-            {"if": streams, "then": inside[0], "else": inside[1]},
-            alone,
-        ]
+        sampling["allOf"] = schema["allOf"]
+        schema["allOf"] = [only_with("stream_options", {"type": "object"}, {"stream": True})]
         return reference
 
     def prompts(self) -> tuple[Prompt, ...]:
@@ -71,15 +60,6 @@ class GenerateBody(CompletionBody):
 
     def client_name(self, param: str | None) -> str | None:
         return "token_ids" if param == "prompt" else super().client_name(param)
-
-
-def _knowing(schema: Any, part: Any, holds: bool) -> Any:
-    """`schema` where it is known whether `part` of it holds."""
-    if schema == part:
-        return holds
-    if isinstance(schema, dict):
-        return {name: _knowing(value, part, holds) for name, value in schema.items()}
-    return [_knowing(value, part, holds) for value in schema] if isinstance(schema, list) else schema
 
 
 FIELDS = frozenset(GenerateBody.model_fields)
@@ -101,7 +81,8 @@ def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError("invalid_type", "sampling_params must be an object", param="sampling_params")
     if sampling is not None:
         fields = {_outside(name): value for name, value in fields.items()}
-        sampling = {f"sampling_params.{name}" if name in BESIDE else name: value for name, value in sampling.items()}
+        if sampling.get("stream") is True:  # asked for in either place
+            fields["stream"] = True
     return {**(sampling or {}), **fields, "prompt": token_ids}
 
 

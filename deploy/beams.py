@@ -53,6 +53,9 @@ def _check_search(body: GenerationBody, n: int) -> None:
         raise ApiError("unsupported_parameter", f"{message}; leave it out", param="stream")
     if getattr(body, "echo", None):
         raise ApiError("unsupported_parameter", "echo: not with a beam search; leave it out", param="echo")
+    for name, off in NO_SAMPLING.items():
+        if off is None and getattr(body, name, None) is not None:  # whatever it asks for, and if it is nothing
+            raise ApiError("unsupported_parameter", f"{name}: not with a beam search; leave it out", param=name)
     if body.best_of is not None and body.best_of < n:
         message = f"best_of = {body.best_of}: is the width of the search, so must be at least n, which is {n}"
         raise ApiError("invalid_value", message, param="best_of")

@@ -14,12 +14,26 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .work_lists import AttentionPlan, AttentionShape
 
 BackendName = Literal["torch", "triton"]
 
 
 class BackendUnavailableError(RuntimeError):
     """The chosen backend cannot run here; the message says what is missing and what to do."""
+
+
+class PlanAttention(Protocol):
+    """`reference.plan_attention`."""
+
+    def __call__(
+        self,
+        shape: AttentionShape,
+        lengths: Tensor,
+        query_starts: Tensor | None,
+        num_tokens: int,
+        num_processors: int | None = None,
+    ) -> AttentionPlan | None: ...
 
 
 class PagedDecode(Protocol):
@@ -34,6 +48,11 @@ class PagedDecode(Protocol):
         lengths: Tensor,
         scale: float,
         window: int | None = None,
+        *,
+        soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        plan: AttentionPlan | None = None,
     ) -> Tensor: ...
 
 
@@ -50,6 +69,11 @@ class PagedAttention(Protocol):
         lengths: Tensor,
         scale: float,
         window: int | None = None,
+        *,
+        soft_cap: float | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        plan: AttentionPlan | None = None,
     ) -> Tensor: ...
 
 
@@ -82,6 +106,7 @@ class Backend:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     attention_prologue: AttentionPrologue
     silu_mul: Callable[[Tensor], Tensor]
+    plan_attention: PlanAttention
     paged_decode: PagedDecode
     paged_attention: PagedAttention
     copy_blocks: Callable[[Tensor, int, Tensor, Tensor], None]
@@ -100,6 +125,7 @@ def load(name: BackendName) -> Backend:
             reference.add_rms_norm,
             reference.attention_prologue,
             reference.silu_mul,
+            reference.plan_attention,
             reference.paged_decode,
             reference.paged_attention,
             reference.copy_blocks,
@@ -111,7 +137,7 @@ def load(name: BackendName) -> Backend:
             "attention_backend = triton: the package triton is not installed (it exists for Linux only); "
             "install it with `pip install triton`, or choose attention_backend = torch"
         )
-    from . import triton_attention, triton_copy, triton_launch, triton_layers, triton_prologue
+    from . import triton_attention, triton_copy, triton_launch, triton_layers, triton_plan, triton_prologue
 
     if not (torch.cuda.is_available() or triton_launch.IS_INTERPRETED):
         raise BackendUnavailableError(
@@ -124,6 +150,7 @@ def load(name: BackendName) -> Backend:
         triton_layers.add_rms_norm,
         triton_prologue.attention_prologue,
         triton_layers.silu_mul,
+        triton_plan.plan_attention,
         triton_attention.paged_decode,
         triton_attention.paged_attention,
         triton_copy.copy_blocks,

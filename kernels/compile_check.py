@@ -4,7 +4,8 @@
     python -m millrace.kernels.compile_check --quick    # head sizes 64 and 128 in bfloat16
 
 What it holds: no spilled register and no stack, shared memory within the chip's limit, asynchronous copies in the loops
-over cached tokens, and on sm_90 warpgroup matrix instructions in the extend kernel. Speed it cannot tell.
+over cached tokens, room on a multiprocessor for as many programs as are launched for each, and on sm_90 warpgroup
+matrix instructions in the extend kernel. Speed it cannot tell.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -29,9 +30,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from . import step_state, triton_attention, triton_launch, triton_layers, triton_step
+from . import step_state, triton_attention, triton_launch, triton_layers, triton_plan, triton_step
+from .work_lists import AttentionShape, extend_tiling
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block may have
+PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # blocks on one multiprocessor, each with 1 KiB of its own more
+REGISTERS = 1 << 16  # of a multiprocessor
+NUM_PROCESSORS = 132  # of an H200
 TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -52,12 +57,14 @@ class Case:
     launch: Callable[[], object]  # on meta tensors
     copies_ahead: bool = False  # loops over cached tokens, whose loads must be asynchronous
     uses_wgmma: bool = False  # on sm_90
+    least_arch: int = 80  # compute capability, as in `SHARED_BYTES`
 
 
 class Launch(NamedTuple):
     """What a launcher passed: the kernel and its arguments by name, compile options among them."""
 
     kernel: JITFunction[Any]
+    grid: tuple[int, ...]
     arguments: dict[str, object]
     options: dict[str, object]
 
@@ -68,6 +75,8 @@ class Report:
 
     name: str
     arch: int
+    num_programs: int  # launched, for each of NUM_PROCESSORS
+    num_warps: int
     registers: int  # a thread
     stack_bytes: int  # a thread; spilled registers lie there
     local_bytes: int
@@ -82,11 +91,22 @@ class Report:
             found.append(f"{self.stack_bytes} bytes of stack and {self.local_bytes} local a thread: registers spill")
         if self.shared_bytes > SHARED_BYTES[self.arch]:
             found.append(f"{self.shared_bytes} bytes of shared memory, sm_{self.arch} has {SHARED_BYTES[self.arch]}")
-        if case.copies_ahead and "merge" not in self.name and not self.num_async_copies:
+        is_attention = self.name.endswith("attention_kernel")
+        if case.copies_ahead and is_attention and not self.num_async_copies:
             found.append("no cp.async: loads of cached tokens are not pipelined")
-        if case.uses_wgmma and self.arch >= 90 and not self.num_warpgroup_dots:
+        if case.uses_wgmma and is_attention and self.arch >= 90 and not self.num_warpgroup_dots:
             found.append("no wgmma: the slower matrix instructions")
+        if is_attention and self.occupancy < self.num_programs:
+            found.append(
+                f"{self.occupancy} programs fit on a multiprocessor, {self.num_programs} are launched for each"
+            )
         return found
+
+    @property
+    def occupancy(self) -> int:
+        """Blocks for which a multiprocessor has registers (given out to a warp by 8 a thread) and shared memory."""
+        by_registers = REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.num_warps)
+        return min(by_registers, PROCESSOR_SHARED_BYTES[self.arch] // (self.shared_bytes + 1024))
 
 
 def layer_cases(dtype: torch.dtype) -> list[Case]:
@@ -103,33 +123,42 @@ def layer_cases(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def attention_cases(head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16) -> list[Case]:
-    """Decode whole, in pieces and in a mixed batch, and extend, each with a window too."""
+def attention_cases(
+    head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16, cache_dtype: torch.dtype | None = None
+) -> list[Case]:
+    """Decode, and extend as in a mixed batch, each with lists and merge: plain, with a window, a cap, fixed cuts."""
     q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
-    caches = _caches(8, block_size, head_dim, dtype)
-    block_tables = _meta(64, 512, dtype=torch.int32)
+    tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
     lengths, starts = _meta(64, dtype=torch.int32), _meta(65, dtype=torch.int32)
-    scale = head_dim**-0.5
+    scales = _meta(8, dtype=torch.float32) if cache_dtype else None
 
-    def decode(is_mixed: bool, window: int | None, splits: int) -> None:
+    def shape_of(window: int | None, is_fixed: bool = False) -> AttentionShape:
+        return AttentionShape(8 * group, 8, head_dim, dtype, cache_dtype or dtype, (window,), is_fixed)
+
+    def attend(kind: str, window: int | None, soft_cap: float | None, is_fixed: bool) -> None:
+        plan = triton_plan.plan_attention(
+            shape_of(window, is_fixed), lengths, None if kind == "decode" else starts, 64, NUM_PROCESSORS
+        )
+        work = plan.decode[window] if kind == "decode" else plan.extend[window]
         out = torch.empty_like(q)
-        triton_attention.launch_decode(
-            out, q, *caches, block_tables, starts if is_mixed else None, lengths, scale, window, splits
+        triton_attention.attend(out, work, plan.partials, *tensors, head_dim**-0.5, window, soft_cap, scales, scales)
+
+    def case(kind: str, window: int | None = None, soft_cap: float | None = None, is_fixed: bool = False) -> Case:
+        options = f"{' window' if window else ''}{' cap' if soft_cap else ''}{' fixed' if is_fixed else ''}"
+        types = TYPE_NAMES[dtype] + (f" {TYPE_NAMES[cache_dtype]}" if cache_dtype else "")
+        return Case(
+            f"{kind}{options} {head_dim} {types}",
+            lambda: attend(kind, window, soft_cap, is_fixed),
+            copies_ahead=True,
+            uses_wgmma=kind == "extend"
+            and dtype != torch.float32
+            and extend_tiling(shape_of(window), 90).block_m >= 64,
+            least_arch=90 if cache_dtype else 80,
         )
 
-    def extend(window: int | None) -> None:
-        out = torch.empty_like(q)
-        triton_attention.launch_extend(out, q, *caches, block_tables, starts, lengths, scale, window)
-
-    size = f"{head_dim} {TYPE_NAMES[dtype]}"
-    uses_wgmma = dtype != torch.float32
-    return [
-        Case(f"decode {size}", lambda: decode(False, None, 1), copies_ahead=True),
-        Case(f"extend {size}", lambda: extend(None), copies_ahead=True, uses_wgmma=uses_wgmma),
-        Case(f"decode mixed split {size}", lambda: decode(True, None, 8), copies_ahead=True),
-        Case(f"decode window {size}", lambda: decode(False, 4096, 1), copies_ahead=True),
-        Case(f"extend window {size}", lambda: extend(4096), copies_ahead=True, uses_wgmma=uses_wgmma),
-    ]
+    plain = [case("decode"), case("extend")]
+    others: list[tuple[int | None, float | None, bool]] = [(4096, None, False), (None, 50.0, False), (None, None, True)]
+    return [*plain, *(case(kind, *options) for options in others for kind in ("decode", "extend"))]
 
 
 def step_cases() -> list[Case]:
@@ -158,13 +187,20 @@ def recorded_launches(launch: Callable[[], object], arch: int) -> list[Launch]:
         raise RuntimeError("TRITON_INTERPRET is set, so the kernels are not compiled; unset it for the compile check")
     launches = []
 
-    def record(kernel: JITFunction[Any], *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
+    def record(kernel: JITFunction[Any], *args: object, grid: tuple[int, ...], warmup: bool, **kwargs: object) -> None:
         arguments = dict(zip(kernel.arg_names, args, strict=False))
         arguments |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
         options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-        launches.append(Launch(kernel, arguments, options))
+        launches.append(Launch(kernel, grid, arguments, options))
 
-    with _replaced(JITFunction, "run", record), _replaced(triton_attention, "capability", lambda device: arch):
+    def capability(device: object) -> int:
+        return arch
+
+    with (
+        _replaced(JITFunction, "run", record),
+        _replaced(triton_plan, "capability", capability),
+        _replaced(triton_attention, "capability", capability),
+    ):
         launch()
     return launches
 
@@ -180,7 +216,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def _compile(launch: Launch, name: str, arch: int) -> Report:
-    kernel, arguments, options = launch
+    kernel, _, arguments, options = launch
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], object] = {}
     divisible: dict[tuple[int, ...], list[list[object]]] = {}
@@ -203,6 +239,8 @@ def _compile(launch: Launch, name: str, arch: int) -> Report:
     return Report(
         name=f"{name}: {kernel.__name__.strip('_')}",
         arch=arch,
+        num_programs=launch.grid[0] // NUM_PROCESSORS,
+        num_warps=compiled.metadata.num_warps,
         registers=usage["REG"],
         stack_bytes=usage["STACK"],
         local_bytes=usage["LOCAL"],
@@ -263,9 +301,11 @@ def main() -> int:
     dtypes = (torch.bfloat16,) if options.quick else (torch.bfloat16, torch.float16, torch.float32)
     cases = step_cases() + [case for dtype in dtypes for case in layer_cases(dtype)]
     cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
+    small = torch.float8_e4m3fn
+    cases += [case for dim in head_dims for case in attention_cases(dim, torch.bfloat16, cache_dtype=small)]
     num_problems = 0
     for arch in options.arch or sorted(SHARED_BYTES, reverse=True):
-        for case in cases + all_cases(arch, head_dims, dtypes):
+        for case in (case for case in cases + all_cases(arch, head_dims, dtypes) if arch >= case.least_arch):
             for report in check(case, arch):
                 problems = report.problems(case)
                 num_problems += len(problems)

@@ -75,6 +75,7 @@ def paged_decode(
     block_size: int,
     element_size: int,
     window: int | None = None,
+    cache_element_size: int | None = None,
 ) -> Cost:
     """One new token for each of the sequences, which hold `lengths` tokens, the new ones included."""
     return paged_attention(
@@ -86,6 +87,7 @@ def paged_decode(
         block_size,
         element_size,
         window,
+        cache_element_size,
     )
 
 
@@ -98,8 +100,12 @@ def paged_attention(
     block_size: int,
     element_size: int,
     window: int | None = None,
+    cache_element_size: int | None = None,
 ) -> Cost:
-    """`num_new` tokens of sequences that hold `lengths` tokens, the new ones included."""
+    """`num_new` tokens of sequences that hold `lengths` tokens, the new ones included; what cutting adds is apart.
+
+    `cache_element_size` is that of keys and values, if not `element_size`.
+    """
     num_pairs = sum(seen_pairs(n, length, window) for n, length in zip(num_new, lengths, strict=True))
     num_cached = num_blocks = 0
     for n, length in zip(num_new, lengths, strict=True):
@@ -108,9 +114,30 @@ def paged_attention(
             num_cached += length - first
             num_blocks += -(-length // block_size) - first // block_size
     query_bytes = 2 * sum(num_new) * num_heads * head_dim * element_size
-    cache_bytes = 2 * num_cached * num_groups * head_dim * element_size
-    table_bytes = 4 * (num_blocks + 2 * len(lengths))
-    return Cost(query_bytes + cache_bytes + table_bytes, 4 * num_pairs * num_heads * head_dim)
+    cache_bytes = 2 * num_cached * num_groups * head_dim * (cache_element_size or element_size)
+    return Cost(query_bytes + cache_bytes + 4 * num_blocks, 4 * num_pairs * num_heads * head_dim)
+
+
+def list_work(num_sequences: int, num_items: int, num_splits: int, num_programs: int) -> Cost:
+    """A work list is made: from lengths and starts, items of 9 numbers, splits of 5, starts of programs, two counts."""
+    numbers = 2 * num_sequences + 1 + 9 * num_items + 5 * num_splits + num_programs + 3
+    return Cost(4 * numbers, 0)
+
+
+def walk_list(
+    num_items: int, num_programs: int, num_partial_rows: int, num_merged_rows: int, head_dim: int, element_size: int
+) -> Cost:
+    """What a work list adds to `paged_attention`: it is read, and partial sums of `num_merged_rows` rows (token x head)
+    are written where results would be, with a maximum and a weight each."""
+    list_bytes = 4 * (8 * num_items + num_programs + 1)
+    saved = num_merged_rows * head_dim * element_size
+    return Cost(list_bytes + num_partial_rows * (head_dim + 2) * 4 - saved, 0)
+
+
+def merge(num_splits: int, num_partial_rows: int, num_merged_rows: int, head_dim: int, element_size: int) -> Cost:
+    """Partial sums are read, scaled and added up."""
+    read = 4 * (num_partial_rows * (head_dim + 2) + 5 * num_splits + 1)
+    return Cost(read + num_merged_rows * head_dim * element_size, 2 * num_partial_rows * head_dim)
 
 
 def seen_pairs(num_new: int, length: int, window: int | None = None) -> int:

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .attend_in_f32 import attend_in_f32, is_plain
 from .derived import Derived
 from .gather import Bucket, gather, rows_to_gather, run_of
 from .in_parts import attend, can_see_parts, rows_of, see_as_well
 from .plans import MIN_SHARED_ELEMENTS, DecodePlan, ExtendPlan, plan_decode, plan_extend
+from .work_lists import AttentionPlan, AttentionShape
 
 _rotations = Derived[tuple[Tensor, Tensor, Tensor, Tensor]]()
 _places = Derived[tuple[Tensor | None, tuple[Tensor, Tensor]]]()
@@ -188,6 +190,20 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def plan_attention(
+    shape: AttentionShape,
+    lengths: Tensor,
+    query_starts: Tensor | None,
+    num_tokens: int,
+    num_processors: int | None = None,
+) -> AttentionPlan | None:
+    """What the attention calls of a step have in common, made once a step: for Triton its work lists.
+
+    None here: the twins read tables on the host anyway, and find again by value what they worked out for a step.
+    """
+    return None
+
+
 def paged_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -196,15 +212,23 @@ def paged_decode(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Attention of one new token per sequence over its cached tokens.
 
     q             [S, H, D]      contiguous in D
-    k/v_cache     [N, G, B, D]   as q; one layer's view of the cache; any strides
+    k/v_cache     [N, G, B, D]   as q, or float8_e4m3fn; one layer's view of the cache; any strides
     block_tables  [S, M] i32     block ids in token order; entries past the length are never followed
     lengths       [S] i32        tokens in the cache, the new one included; 0 is a padding row
     scale                        multiplies q @ k before the softmax, usually D ** -0.5
     window                       sees only the last `window` tokens, the new one included; None sees all
+    soft_cap                     scores become soft_cap * tanh(score / soft_cap); None leaves them
+    k/v_scale     [G] f32        keys and values are what the cache holds times this; None is 1
+    plan                         of `plan_attention` for this step
 
     Returns [S, H, D] as q; padding rows are zero. What lies in unused cache slots, NaN included, has no influence.
 
@@ -212,19 +236,24 @@ def paged_decode(
     once where that pays. The plan of gathers is the same for all layers of a step, so it is kept as long as tables and
     lengths hold the same values.
     """
+    if not is_plain(q, k_cache, soft_cap, k_scale, v_scale):
+        starts = torch.arange(len(q) + 1, dtype=torch.int32)
+        return attend_in_f32(
+            q, k_cache, v_cache, block_tables, starts, lengths, scale, window, soft_cap, k_scale, v_scale
+        )
     num_rows, num_heads, head_dim = q.shape
     num_groups = k_cache.shape[1]
     least = _min_shared(q)
     kind = (window, q.dtype, least, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
-    plan = _plans.get(
+    gathers = _plans.get(
         kind,
         (block_tables, lengths),
         lambda: plan_decode(k_cache, v_cache, block_tables, lengths, window, q.dtype, least),
     )
-    if plan.shared:
-        return _decode_in_parts(q, k_cache, v_cache, plan, scale)
-    out = None if plan.is_whole else torch.zeros_like(q, memory_format=torch.contiguous_format)
-    for bucket in plan.buckets:
+    if gathers.shared:
+        return _decode_in_parts(q, k_cache, v_cache, gathers, scale)
+    out = None if gathers.is_whole else torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for bucket in gathers.buckets:
         rows = q if bucket.rows is None else q.index_select(0, bucket.rows)
         rows = rows.view(len(rows), num_groups, num_heads // num_groups, head_dim)  # [C, G, R, D]
         keys, values = gather(k_cache, v_cache, bucket)  # [C, G, L, D]
@@ -270,20 +299,30 @@ def paged_attention(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new tokens over its cached tokens: prefill, chunks of it, decode, any mix.
 
     q             [T, H, D]        new tokens of all sequences, one after another; contiguous in D
-    k/v_cache     [N, G, B, D]     as q; the new tokens' keys and values are already in it; any strides
+    k/v_cache     [N, G, B, D]     as q, or float8_e4m3fn; new keys and values are already in it; any strides
     block_tables  [S, M] i32       block ids in token order; entries past the length are never followed
     query_starts  [S + 1] i32      sequence s owns rows [query_starts[s], query_starts[s + 1]) of q
     lengths       [S] i32          tokens in the cache, the new ones included; 0 is a padding row
     scale                          multiplies q @ k before the softmax
     window                         a token sees only the last `window` tokens, itself included; None sees all
+    soft_cap, k/v_scale, plan      as in `paged_decode`
 
     With n new tokens, token j sees cache positions [0, lengths[s] - n + j]. Returns [T, H, D] as q; rows of padding
     sequences, and rows past query_starts[S], are zero. Decoding rows (n = 1) go through `paged_decode` together.
     """
+    if not is_plain(q, k_cache, soft_cap, k_scale, v_scale):
+        return attend_in_f32(
+            q, k_cache, v_cache, block_tables, query_starts, lengths, scale, window, soft_cap, k_scale, v_scale
+        )
     num_new = query_starts.diff()
     decoding = ((num_new == 1) & (lengths > 0)).nonzero().squeeze(1)
     if len(decoding) == len(q) == len(lengths):
@@ -297,18 +336,18 @@ def paged_attention(
         out.index_copy_(0, rows.long(), decoded)
     least = _min_shared(q)
     kind = (window, least, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
-    plan = _extends.get(
+    extends = _extends.get(
         kind,
         (block_tables, query_starts, lengths),
         lambda: plan_extend(k_cache, v_cache, block_tables, query_starts, lengths, window, least),
     )
-    logs = torch.zeros(q.shape[:2]) if plan.shared else None
-    for start, end, length, first_block, sequence in plan.sequences:
+    logs = torch.zeros(q.shape[:2]) if extends.shared else None
+    for start, end, length, first_block, sequence in extends.sequences:
         own = slice(start, end)
         own_logs = None if logs is None else logs[own]
         table = block_tables[sequence]
         _extend(q[own], k_cache, v_cache, table, length, scale, window, first_block, out[own], own_logs)
-    for tokens, bucket in plan.shared:
+    for tokens, bucket in extends.shared:
         assert logs is not None
         out = see_as_well(out, logs, q, tokens, *gather(k_cache, v_cache, bucket), scale)
     return out

@@ -1,60 +1,30 @@
 """Triton kernels of attention over a paged cache. Twins in `reference.py`, same signatures.
 
-Two kernels share one inner step: *decode*, one token a sequence, where the 16 rows of a dot are the heads that share a
-key/value head; *extend*, several tokens a sequence, where they are tokens x heads. Grids depend on shapes alone and no
-length is read on the host, so launches can be captured in a CUDA graph. Work per program is fixed by the grid; a
-persistent variant that walks a list of equal pieces would replace `_decode_kernel` and keep the rest.
+One persistent kernel walks a work list (`work_lists.py`): each program does the items that are its own, one after the
+other, so the grid is the same for any lengths and launches can be captured in a CUDA graph. In *decode* an item's rows
+are the heads that share a key/value head, in *extend* they are several new tokens x such heads. What an item leaves of
+a task that was cut is joined by a second small kernel, always in the order of tiles.
 
-Softmax is in base 2 with log2(e) folded into the scale, since exp2 is one instruction.
+Softmax is in base 2 with log2(e) folded into the scale, since exp2 is one instruction. Scales of a cache in 8 bits are
+folded in too: those of keys into the scale, those of values into the result.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_launch import capability, check_dtype, next_power_of_2, num_multiprocessors
+from .triton_launch import capability, check_dtype
+from .triton_plan import plan_attention
+from .work_lists import AttentionPlan, AttentionShape, Item, Split, WorkList, next_power_of_2
 
 LOG2_E = 1.4426950408889634
-DECODE_ROWS = 16  # the smallest M of a tensor-core dot; a group of fewer heads is padded: that costs FLOPs, not bytes
-MIN_TILES_PER_SPLIT = 4  # shorter pieces cost more to merge than they gain
-MAX_SPLITS = 32
-INDEX_TENSORS = ["block_tables", "starts", "lengths"]
-
-
-class Tiling(NamedTuple):
-    """Launch shape of an attention kernel."""
-
-    block_m: int  # query rows
-    block_n: int  # cached tokens a step
-    num_warps: int
-    num_stages: int  # depth of the software pipeline of loads
-
-
-def decode_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Held, like `extend_tiling`, to no spilled register on sm_80 and sm_90 by `compile_check`."""
-    if dtype == torch.float32:
-        return Tiling(DECODE_ROWS, 32, 4, 2) if head_dim <= 64 else Tiling(DECODE_ROWS, 16, 8, 2)
-    return Tiling(DECODE_ROWS, 64 if head_dim <= 128 else 32, 4, 3)
-
-
-def extend_tiling(head_dim: int, dtype: torch.dtype, group: int, capability: int) -> Tiling:
-    """Rows of a tile hold whole tokens, `group` rows each, so `block_m >= group`. `capability` is 80, 90, ..."""
-    if dtype == torch.float32:
-        tiling = Tiling(16, 32, 4, 2) if head_dim <= 64 else Tiling(16, 16, 8, 2)
-    elif head_dim > 128:
-        tiling = Tiling(64, 32, 8, 2)
-    elif head_dim > 64 and capability < 90:
-        tiling = Tiling(64, 64, 8, 3)
-    else:
-        tiling = Tiling(128, 64, 8, 3)
-    return tiling._replace(block_m=max(tiling.block_m, next_power_of_2(group)))
+INDEX_TENSORS = ["items", "starts", "block_tables", "splits", "counts"]
+MERGED_ELEMENTS = 4096  # partial sums that a program of the merge holds at a time: 16 a thread
 
 
 def paged_decode(
@@ -65,12 +35,20 @@ def paged_decode(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """See `reference.paged_decode`. One program per (sequence, key/value head), or several where programs are few."""
-    check_dtype(q)
+    """See `reference.paged_decode`. Without `plan` (`plan_attention`, once a step) it makes one for this call."""
+    check_types(q, k_cache, k_scale)
+    plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, None, len(q))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    splits = num_splits(q, k_cache, block_tables)
-    launch_decode(out, q, k_cache, v_cache, block_tables, None, lengths, scale, window, splits)
+    attend(
+        out, plan.decode[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
+        soft_cap, k_scale, v_scale,
+    )  # fmt: skip
     return out
 
 
@@ -83,93 +61,83 @@ def paged_attention(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """See `reference.paged_attention`. Sequences of one new token are left to the decode kernel."""
-    check_dtype(q)
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    splits = num_splits(q, k_cache, block_tables)
-    launch_decode(out, q, k_cache, v_cache, block_tables, query_starts, lengths, scale, window, splits)
-    launch_extend(out, q, k_cache, v_cache, block_tables, query_starts, lengths, scale, window)
+    """See `reference.paged_attention`. Sequences of one new token have a list, and a tile size, of their own."""
+    check_types(q, k_cache, k_scale)
+    plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, query_starts, len(q))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for lists in (plan.decode, plan.extend):
+        attend(
+            out, lists[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
+            soft_cap, k_scale, v_scale,
+        )  # fmt: skip
     return out
 
 
-def num_splits(q: Tensor, k_cache: Tensor, block_tables: Tensor) -> int:
-    """Pieces, a power of 2, to cut each sequence's cached tokens into, so that few long ones still fill the device."""
-    _, num_heads, head_dim = q.shape
-    num_groups, block_size = k_cache.shape[1:3]
-    programs = block_tables.shape[0] * num_groups * triton.cdiv(num_heads // num_groups, DECODE_ROWS)
-    tiles = triton.cdiv(block_tables.shape[1] * block_size, decode_tiling(head_dim, q.dtype).block_n)
-    wanted = 2 * num_multiprocessors(q.device) // max(1, programs)
-    allowed = min(wanted, tiles // MIN_TILES_PER_SPLIT, MAX_SPLITS)
-    return 1 << (max(1, allowed).bit_length() - 1)
+def shape_of(q: Tensor, k_cache: Tensor, window: int | None) -> AttentionShape:
+    """Of a model with one kind of layers."""
+    return AttentionShape(q.shape[1], k_cache.shape[1], q.shape[2], q.dtype, k_cache.dtype, (window,))
 
 
-def launch_decode(
+def check_types(q: Tensor, k_cache: Tensor, k_scale: Tensor | None) -> None:
+    """Raises TypeError for types that the kernels cannot take here."""
+    check_dtype(q)
+    if k_cache.dtype != q.dtype and k_cache.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"a cache of {k_cache.dtype} and queries of {q.dtype}: keep the cache in that or float8_e4m3fn")
+    if k_cache.dtype == torch.float8_e4m3fn and capability(q.device) < 89:
+        raise TypeError("a cache in float8_e4m3fn needs compute capability 8.9 or later; use kv_cache_dtype = auto")
+
+
+def attend(
     out: Tensor,
+    work: WorkList,
+    partials: Tensor,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    query_starts: Tensor | None,
-    lengths: Tensor,
     scale: float,
     window: int | None,
-    splits: int,
+    soft_cap: float | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    """Decode into `out`. Sequence s is row s of q; with `query_starts` row query_starts[s], if it has one new token."""
-    num_sequences = len(lengths)
+    """Does the work of a list: writes the rows of `out` that it has. `partials` is overwritten."""
+    division, tiling = work.division, work.tiling
+    if not division.max_tasks:
+        return
     _, num_heads, head_dim = q.shape
     num_groups, block_size = k_cache.shape[1:3]
     group = num_heads // num_groups
-    row_tiles = triton.cdiv(group, DECODE_ROWS)
-    tiling = decode_tiling(head_dim, q.dtype)
     block_d = max(16, next_power_of_2(head_dim))
-    # Unnormalised sums, then maxima and sums of weights: [S, H, splits, D], [S, H, splits, 2], f32.
-    partial = out if splits == 1 else out.new_empty((num_sequences, num_heads, splits, head_dim), dtype=torch.float32)
-    weights = out if splits == 1 else out.new_empty((num_sequences, num_heads, splits, 2), dtype=torch.float32)
-    starts = lengths if query_starts is None else query_starts
-    _decode_kernel[(num_sequences, num_groups * row_tiles, splits)](
-        out, partial, weights, q, k_cache, v_cache, block_tables, starts, lengths, scale * LOG2_E, window or 0,
-        num_heads, q.stride(0), q.stride(1), *k_cache.stride(), *v_cache.stride(), block_tables.stride(0),
-        GROUP=group, B=block_size, D=head_dim, BLOCK_D=block_d, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
-        SPLITS=splits, IS_MIXED=query_starts is not None, HAS_WINDOW=window is not None,
-        PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
-        enable_fp_fusion=True,
+    rows = division.tokens_per_tile * group
+    weights = partials  # [partials, rows, 2]: a maximum and a sum of weights
+    sums = partials[2 * division.max_partials * rows :]  # [partials, rows, D]
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), so what a cap needs of a score is exp2 of it times this.
+    factor = scale * LOG2_E if soft_cap is None else scale * 2 * LOG2_E / soft_cap
+    _attention_kernel[(division.num_programs,)](
+        out, sums, weights, work.items, work.starts, q, k_cache, v_cache, block_tables,
+        q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+        factor, window or 0, (soft_cap or 0.0) * LOG2_E, num_heads, q.stride(0), q.stride(1),
+        *k_cache.stride(), *v_cache.stride(), block_tables.stride(0),
+        GROUP=group, TOKENS=division.tokens_per_tile, IS_DECODE=division.kind == "decode", ITEM=len(Item),
+        B=block_size, D=head_dim, BLOCK_D=block_d, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+        HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
+        HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
+        PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
-    if splits > 1:
-        _merge_kernel[(num_sequences, num_heads)](
-            out, partial, weights, starts, num_heads,
-            D=head_dim, BLOCK_D=block_d, SPLITS=splits, IS_MIXED=query_starts is not None, num_warps=1,
-            enable_fp_fusion=True,
+    if division.max_splits:
+        block_r = min(next_power_of_2(rows), max(1, MERGED_ELEMENTS // (4 * block_d)))
+        _merge_kernel[(division.max_splits, triton.cdiv(rows, block_r))](
+            out, sums, weights, work.splits, work.counts, num_heads,
+            GROUP=group, ROWS=rows, SPLIT=len(Split), D=head_dim, BLOCK_D=block_d, BLOCK_R=block_r,
+            BLOCK_P=max(1, MERGED_ELEMENTS // (block_r * block_d)), num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
-
-
-def launch_extend(
-    out: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int | None,
-) -> None:
-    """Attention of all sequences with more than one new token, into their rows of `out`."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_groups, block_size = k_cache.shape[1:3]
-    group = num_heads // num_groups
-    tiling = extend_tiling(head_dim, q.dtype, group, capability(q.device))
-    # The query tiles of sequence s start at tile query_starts[s] // tokens + s: room for all, whatever the lengths.
-    num_tiles = num_tokens // (tiling.block_m // group) + len(lengths)
-    _extend_kernel[(num_tiles, num_groups)](
-        out, q, k_cache, v_cache, block_tables, query_starts, lengths, scale * LOG2_E, window or 0, len(lengths),
-        num_heads, q.stride(0), q.stride(1), *k_cache.stride(), *v_cache.stride(), block_tables.stride(0),
-        GROUP=group, B=block_size, D=head_dim, BLOCK_D=max(16, next_power_of_2(head_dim)),
-        BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, HAS_WINDOW=window is not None,
-        PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
-        enable_fp_fusion=True,
-    )  # fmt: skip
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -179,177 +147,136 @@ def _precision(dtype: torch.dtype) -> str:
 
 # The index tensors may be slices of one buffer and the table of any width: neither may cause another compilation.
 @triton.jit(do_not_specialize=["window", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
-def _decode_kernel(
-    out, partial, weights, q, k_cache, v_cache, block_tables, starts, lengths, scale, window,
-    num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
-    GROUP: tl.constexpr, B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+def _attention_kernel(
+    out, sums, weights, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale,
+    scale, window, cap, num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr, ITEM: tl.constexpr,
+    B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One token of one sequence, up to BLOCK_M heads of one group, one of SPLITS ranges of its cached tokens."""
-    sequence = tl.program_id(0).to(tl.int64)
-    row_tiles: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-    g = (tl.program_id(1) // row_tiles).to(tl.int64)
-    split = tl.program_id(2)
-    query = sequence
-    if IS_MIXED:
-        query = tl.load(starts + sequence).to(tl.int64)
-        if tl.load(starts + sequence + 1) != query + 1:
-            return
-    length = tl.load(lengths + sequence)
-
-    member = tl.program_id(1) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # [M] heads of the group
-    head = g * GROUP + member
-    d = tl.arange(0, BLOCK_D)
-    is_head = (member < GROUP)[:, None] & (d < D)[None, :]
-    queries = tl.load(q + query * q_row + head[:, None] * q_head + d[None, :], mask=is_head, other=0.0)  # [M, D]
-
-    oldest = tl.maximum(length - window, 0) if HAS_WINDOW else 0
-    first_tile = oldest // BLOCK_N
-    end_tile = tl.cdiv(length, BLOCK_N)
-    if SPLITS > 1:
-        share = tl.cdiv(end_tile - first_tile, SPLITS)
-        first_tile += split * share
-        end_tile = tl.minimum(end_tile, first_tile + share)
-
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of the scores so far
-    total = tl.zeros([BLOCK_M], tl.float32)  # of the weights so far
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    table = block_tables + sequence * table_row
-    k_head = k_cache + g * kc_g
-    v_head = v_cache + g * vc_g
-    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
-        token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_seen = (token < length) & (token >= oldest)  # some token of every tile is: no row is all -inf
-        keys, values = _load_tile(
-            table, k_head, v_head, token, is_seen, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d, B, D, BLOCK_D, True
-        )
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale  # [M, D] @ [D, N] -> [M, N]
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        acc, best, total = _add_tile(acc, best, total, scores, values, False, PRECISION)
-
-    if SPLITS == 1:
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a padding row has no weights: zeros
-        place = out + (query * num_heads + head[:, None]) * D + d[None, :]
-        tl.store(place, result.to(out.dtype.element_ty), mask=is_head)
-    else:
-        piece = (sequence * num_heads + head) * SPLITS + split
-        tl.store(partial + piece[:, None] * D + d[None, :], acc, mask=is_head)
-        tl.store(weights + piece * 2, best, mask=member < GROUP)
-        tl.store(weights + piece * 2 + 1, total, mask=member < GROUP)
-
-
-@triton.jit(do_not_specialize_on_alignment=["starts"])
-def _merge_kernel(
-    out, partial, weights, starts, num_heads,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, IS_MIXED: tl.constexpr,
-):  # fmt: skip
-    """Joins the SPLITS pieces of one head of one sequence."""
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    query = sequence
-    if IS_MIXED:
-        query = tl.load(starts + sequence).to(tl.int64)
-        if tl.load(starts + sequence + 1) != query + 1:
-            return
-    d = tl.arange(0, BLOCK_D)
-    piece = (sequence * num_heads + head) * SPLITS + tl.arange(0, SPLITS)
-    best = tl.load(weights + piece * 2)  # -inf where a piece had no tokens
-    total = tl.load(weights + piece * 2 + 1)
-    top = tl.maximum(tl.max(best, axis=0), -1e38)  # finite even for a padding row, as -inf - -inf is NaN
-    factor = tl.exp2(best - top)
-    sums = tl.load(partial + piece[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)  # [SPLITS, D]
-    weight = tl.sum(total * factor, axis=0)
-    result = tl.sum(sums * factor[:, None], axis=0) / tl.where(weight > 0, weight, 1.0)
-    tl.store(out + (query * num_heads + head) * D + d, result.to(out.dtype.element_ty), mask=d < D)
-
-
-@triton.jit(do_not_specialize=["window", "num_sequences", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
-def _extend_kernel(
-    out, q, k_cache, v_cache, block_tables, starts, lengths, scale, window, num_sequences,
-    num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
-    GROUP: tl.constexpr, B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_M // GROUP new tokens of one sequence, all heads of one group, over all the cached tokens they see."""
-    tokens: tl.constexpr = BLOCK_M // GROUP
-    tile_id = tl.num_programs(0) - 1 - tl.program_id(0)  # late tiles see most: started first, they end with the others
-    g = tl.program_id(1).to(tl.int64)
-    sequence = _sequence_of_tile(starts, num_sequences, tile_id, tokens)
-    start = tl.load(starts + sequence)
-    num_new = tl.load(starts + sequence + 1) - start
-    first_new = (tile_id - start // tokens - sequence) * tokens
-    if (first_new >= num_new) | (num_new == 1):  # past the sequence's last tile, or a row for the decode kernel
-        return
-    length = tl.load(lengths + sequence)
-
+    """The items of one program: up to TOKENS new tokens of a sequence, all heads of a group, over a range of tiles."""
     row = tl.arange(0, BLOCK_M)
-    new = first_new + row // GROUP  # [M] which new token
-    head = g * GROUP + row % GROUP
+    new = row // GROUP  # [M] which new token
     d = tl.arange(0, BLOCK_D)
-    is_row = ((new < num_new) & (row < tokens * GROUP))[:, None] & (d < D)[None, :]
-    query = (start + new).to(tl.int64)
-    queries = tl.load(q + query[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=is_row, other=0.0)
+    first_item = tl.load(starts + tl.program_id(0))
+    end_item = tl.load(starts + tl.program_id(0) + 1)
+    for index in range(first_item, end_item):
+        item = items + index * ITEM
+        sequence = tl.load(item).to(tl.int64)
+        first_row = tl.load(item + 1)
+        g = tl.load(item + 2).to(tl.int64)
+        first_tile = tl.load(item + 3)
+        end_tile = tl.load(item + 4)
+        partial = tl.load(item + 5)
+        first_position = tl.load(item + 6)
+        num_tokens = tl.load(item + 7)
 
-    position = length - num_new + new  # [M] of each row's token in its sequence
-    first_position = length - num_new + first_new
-    end = tl.minimum(length, first_position + tokens)  # tokens seen by the last row, and so by any
-    first_tile = 0
-    end_unmasked = tl.maximum(first_position + 1, 0) // BLOCK_N  # tiles before it are seen whole by all rows
-    if HAS_WINDOW:
-        first_tile = tl.maximum(first_position + 1 - window, 0) // BLOCK_N
-        end_unmasked = first_tile
-    end_tile = tl.cdiv(end, BLOCK_N)
+        head = g * GROUP + row % GROUP  # [M]
+        is_row = (new < num_tokens)[:, None] & (d < D)[None, :]
+        query = (first_row + new).to(tl.int64)
+        queries = tl.load(q + query[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=is_row, other=0.0)
+        factor = scale
+        if HAS_K_SCALE:
+            factor = scale * tl.load(k_scale + g)
 
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    table = block_tables + sequence.to(tl.int64) * table_row
-    k_head = k_cache + g * kc_g
-    v_head = v_cache + g * vc_g
-    for tile in tl.range(first_tile, end_unmasked, num_stages=STAGES):
-        token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        keys, values = _load_tile(
-            table, k_head, v_head, token, token < end, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d, B, D, BLOCK_D, False
-        )
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale  # [M, D] @ [D, N] -> [M, N]
-        acc, best, total = _add_tile(acc, best, total, scores, values, False, PRECISION)
-    for tile in tl.range(end_unmasked, end_tile, num_stages=STAGES):
-        token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        keys, values = _load_tile(
-            table, k_head, v_head, token, token < end, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d, B, D, BLOCK_D, True
-        )
-        is_seen = token[None, :] <= position[:, None]
-        if HAS_WINDOW:
-            is_seen &= token[None, :] > position[:, None] - window
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(is_seen, scores, float("-inf"))
-        acc, best, total = _add_tile(acc, best, total, scores, values, HAS_WINDOW, PRECISION)
+        # [M] of each row's token in its sequence; rows without one see what the last one sees, and are not kept.
+        position = first_position + tl.minimum(new, num_tokens - 1)
+        end = first_position + num_tokens  # tokens seen by the last row, and so by any
+        oldest = tl.maximum(first_position + 1 - window, 0) if HAS_WINDOW else 0
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of the scores so far
+        total = tl.zeros([BLOCK_M], tl.float32)  # of the weights so far
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        table = block_tables + sequence * table_row
+        k_head = k_cache + g * kc_g
+        v_head = v_cache + g * vc_g
+        first_masked = first_tile
+        if not (IS_DECODE or HAS_WINDOW):  # tiles that all rows see whole
+            first_masked = tl.minimum(tl.maximum((first_position + 1) // BLOCK_N, first_tile), end_tile)
+            for tile in tl.range(first_tile, first_masked, num_stages=STAGES):
+                token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                keys, values = _load_tile(
+                    table, k_head, v_head, token, token < end, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
+                    queries, B, D, BLOCK_D, False,
+                )  # fmt: skip
+                scores = _scores(queries, keys, factor, cap, HAS_CAP, PRECISION)
+                acc, best, total = _add_tile(acc, best, total, scores, values, False, PRECISION)
+        for tile in tl.range(first_masked, end_tile, num_stages=STAGES):
+            token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            keys, values = _load_tile(
+                table, k_head, v_head, token, (token < end) & (token >= oldest), d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
+                queries, B, D, BLOCK_D, True,
+            )  # fmt: skip
+            scores = _scores(queries, keys, factor, cap, HAS_CAP, PRECISION)
+            is_seen = token[None, :] <= position[:, None]
+            if HAS_WINDOW:
+                is_seen &= token[None, :] > position[:, None] - window
+            scores = tl.where(is_seen, scores, float("-inf"))
+            # A decode row sees some token of each of its tiles; an early row of an extend tile may see none.
+            acc, best, total = _add_tile(acc, best, total, scores, values, not IS_DECODE, PRECISION)
 
+        if HAS_V_SCALE:
+            acc *= tl.load(v_scale + g)
+        if partial < 0:
+            result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a padding row has no weights: zeros
+            place = out + (query[:, None] * num_heads + head[:, None]) * D + d[None, :]
+            tl.store(place, result.to(out.dtype.element_ty), mask=is_row)
+        else:
+            piece = partial.to(tl.int64) * (TOKENS * GROUP) + row
+            tl.store(sums + piece[:, None] * D + d[None, :], acc, mask=is_row)
+            tl.store(weights + piece * 2, best, mask=new < num_tokens)
+            tl.store(weights + piece * 2 + 1, total, mask=new < num_tokens)
+
+
+@triton.jit(do_not_specialize_on_alignment=["sums", *INDEX_TENSORS])
+def _merge_kernel(
+    out, sums, weights, splits, counts, num_heads,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Joins the pieces of up to BLOCK_R rows of one task, BLOCK_P pieces at a time."""
+    if tl.program_id(0) >= tl.load(counts + 1):
+        return
+    split = splits + tl.program_id(0) * SPLIT
+    first_row = tl.load(split).to(tl.int64)
+    num_tokens = tl.load(split + 1)
+    g = tl.load(split + 2)
+    first_partial = tl.load(split + 3).to(tl.int64)
+    num_pieces = tl.load(split + 4)
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
+    is_row = row < num_tokens * GROUP
+    d = tl.arange(0, BLOCK_D)
+    best = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for first in range(0, num_pieces, BLOCK_P):
+        piece = first + tl.arange(0, BLOCK_P)
+        is_piece = (piece < num_pieces)[:, None] & is_row[None, :]  # [P, R]
+        place = (first_partial + piece)[:, None] * ROWS + row[None, :]
+        # -inf also where a row saw none of the piece's tokens.
+        bests = tl.load(weights + place * 2, mask=is_piece, other=float("-inf"))
+        totals = tl.load(weights + place * 2 + 1, mask=is_piece, other=0.0)
+        is_element = is_piece[:, :, None] & (d < D)[None, None, :]
+        parts = tl.load(sums + place[:, :, None] * D + d[None, None, :], mask=is_element, other=0.0)  # [P, R, D]
+        new_best = tl.maximum(best, tl.max(bests, axis=0))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(bests - base[None, :])
+        shrink = tl.exp2(best - base)
+        total = total * shrink + tl.sum(totals * weight, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(parts * weight[:, :, None], axis=0)
+        best = new_best
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    place = out + (query[:, None] * num_heads + head[:, None]) * D + d[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=is_row)
-
-
-@triton.jit
-def _sequence_of_tile(starts, num_sequences, tile_id, tokens: tl.constexpr):
-    """The last sequence whose tiles start at or before `tile_id`, by bisection."""
-    low = 0
-    high = num_sequences
-    while low < high:
-        middle = (low + high) // 2
-        is_before = tl.load(starts + middle) // tokens + middle <= tile_id
-        low = tl.where(is_before, middle + 1, low)
-        high = tl.where(is_before, high, middle)
-    return low - 1
+    head = g * GROUP + row % GROUP
+    place = out + ((first_row + row // GROUP)[:, None] * num_heads + head[:, None]) * D + d[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=is_row[:, None] & (d < D)[None, :])
 
 
 @triton.jit
 def _load_tile(
-    table, k_head, v_head, token, is_token, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
+    table, k_head, v_head, token, is_token, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d, like,
     B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [N, D] of the tokens' slots; zeros, and no table entry followed, where not `is_token`."""
+    """Keys and values [N, D] in the type of `like`; zeros, and no table entry followed, where not `is_token`."""
     block = tl.load(table + token // B, mask=is_token, other=0).to(tl.int64)  # an offset may exceed 2^31 elements
     offset = token % B
     k_place = k_head + (block * kc_n + offset * kc_b)[:, None] + (d * kc_d)[None, :]
@@ -364,7 +291,16 @@ def _load_tile(
     else:
         keys = tl.load(k_place)
         values = tl.load(v_place)
-    return keys, values
+    return keys.to(like.dtype), values.to(like.dtype)
+
+
+@triton.jit
+def _scores(queries, keys, factor, cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """[M, D] @ [D, N] -> [M, N], in base 2; with a cap, cap * tanh(score / cap)."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * factor
+    if HAS_CAP:
+        scores = cap - 2 * cap / (tl.exp2(scores) + 1)
+    return scores
 
 
 @triton.jit

@@ -11,6 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from .work_lists import next_power_of_2 as next_power_of_2
+
 IS_INTERPRETED: bool = bool(triton.knobs.runtime.interpret)  # as of the import, which is when kernels are decorated
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,10 +43,6 @@ def check_dtype(x: Tensor) -> None:
         raise TypeError(
             "Triton's interpreter cannot compute in bfloat16; use float32 or float16, or unset TRITON_INTERPRET"
         )
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 @lru_cache

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.work_lists import AttentionPlan, AttentionShape
 from .cache import KVCache
 from .config import ModelConfig
 from .inputs import StepInputs
@@ -36,6 +37,9 @@ class Kernels(Protocol):
     ) -> Tensor: ...
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def copy_blocks(self, data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None: ...
+    def plan_attention(
+        self, shape: AttentionShape, lengths: Tensor, query_starts: Tensor | None, num_tokens: int
+    ) -> AttentionPlan | None: ...
     def paged_decode(
         self,
         q: Tensor,
@@ -45,6 +49,8 @@ class Kernels(Protocol):
         lengths: Tensor,
         scale: float,
         window: int | None = None,
+        *,
+        plan: AttentionPlan | None = None,
     ) -> Tensor: ...
     def paged_attention(
         self,
@@ -56,6 +62,8 @@ class Kernels(Protocol):
         lengths: Tensor,
         scale: float,
         window: int | None = None,
+        *,
+        plan: AttentionPlan | None = None,
     ) -> Tensor: ...
 
 
@@ -75,6 +83,10 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.max_positions = max_positions or config.max_position_embeddings
         self._scale = config.head_dim**-0.5
+        windows = tuple(dict.fromkeys(config.sliding_windows))
+        self._attention_shape = AttentionShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, self.dtype, windows
+        )
         tables = rope_tables(config.rope, self.max_positions)
         self._cos, self._sin = (torch.from_numpy(table).to(self.device) for table in tables)  # [P, D_rot / 2] f32 each
 
@@ -90,10 +102,12 @@ class Decoder:
     def hidden(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
         """The layers' part of a step: what they make of each of its tokens, [T, hidden]."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
+        starts = None if inputs.is_decode else inputs.query_starts
+        plan = kernels.plan_attention(self._attention_shape, inputs.lengths, starts, len(inputs.input_ids))
         residual = self.weights.embedding.index_select(0, inputs.input_ids)  # [T, hidden]
         for index, layer in enumerate(self.weights.layers):
             x = kernels.rms_norm(residual, layer.input_norm, eps)
-            residual = layer.output.add_to(residual, self._attention(index, layer, x, inputs, cache))
+            residual = layer.output.add_to(residual, self._attention(index, layer, x, inputs, cache, plan))
             x = kernels.rms_norm(residual, layer.post_norm, eps)
             residual = layer.down.add_to(residual, kernels.silu_mul(layer.gate_up.unrounded(x)))
         return residual
@@ -110,7 +124,13 @@ class Decoder:
         return self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, inputs: StepInputs[Tensor], cache: KVCache
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Tensor,
+        inputs: StepInputs[Tensor],
+        cache: KVCache,
+        plan: AttentionPlan | None,
     ) -> Tensor:
         """Queries, keys and values of x, the cache written, and what the queries see, [T, H * D]."""
         config, kernels = self.config, self.kernels
@@ -122,10 +142,18 @@ class Decoder:
         window = config.sliding_windows[index]
         if inputs.is_decode:
             seen = kernels.paged_decode(
-                q, keys, values, inputs.block_tables, inputs.lengths, self._scale, window
+                q, keys, values, inputs.block_tables, inputs.lengths, self._scale, window, plan=plan
             )  # [S, H, D]
         else:
             seen = kernels.paged_attention(
-                q, keys, values, inputs.block_tables, inputs.query_starts, inputs.lengths, self._scale, window
+                q,
+                keys,
+                values,
+                inputs.block_tables,
+                inputs.query_starts,
+                inputs.lengths,
+                self._scale,
+                window,
+                plan=plan,
             )  # [T, H, D]
         return seen.view(num_tokens, -1)

@@ -79,7 +79,7 @@ def empty_caches(
     return kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
 
 
-def dense_attention(case: PagedCase, scale: float, window: int | None = None) -> Tensor:
+def dense_attention(case: PagedCase, scale: float, window: int | None = None, soft_cap: float | None = None) -> Tensor:
     """[T, H, D] f64 by the definition."""
     out = torch.zeros(case.q.shape, dtype=torch.float64)
     group = case.q.shape[1] // case.k_cache.shape[1]
@@ -93,5 +93,7 @@ def dense_attention(case: PagedCase, scale: float, window: int | None = None) ->
             first = 0 if window is None else max(0, end - window)
             row = starts[sequence] + j
             scores = torch.einsum("hd,lhd->hl", case.q[row].double(), keys[first:end]) * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
             out[row] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[first:end])
     return out

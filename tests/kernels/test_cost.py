@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.kernels import cost
+from millrace.kernels.work_lists import Division, Item, Split, list_work
+from tests.kernels.paged import dense_attention, make_case
+from tests.kernels.walked import walk
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.none() | st.integers(1, 70))
@@ -19,8 +24,38 @@ def test_seen_pairs_counts_what_each_new_token_sees(num_new: int, num_before: in
 def test_decode_reads_its_cached_tokens_once_a_group() -> None:
     # 2 sequences of 10 and 3 tokens, 4 heads on 2, D = 8, bf16: 13 tokens x K and V x 2 groups x 8 x 2 bytes.
     work = cost.paged_decode([10, 3, 0], 4, 2, 8, 4, 2)
-    assert work.num_bytes == 13 * 2 * 2 * 8 * 2 + 2 * 2 * 4 * 8 * 2 + 4 * (3 + 1 + 2 * 3)
+    assert work.num_bytes == 13 * 2 * 2 * 8 * 2 + 2 * 2 * 4 * 8 * 2 + 4 * (3 + 1)
     assert work.num_flops == 4 * 13 * 4 * 8
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize("num_programs", [1, 3, 20])
+def test_attention_moves_and_computes_what_walking_its_lists_counts(num_programs: int, window: int | None) -> None:
+    num_new, lengths = [1, 6, 0, 1, 1, 9], [90, 6, 0, 3, 17, 50]
+    case = make_case(num_new, lengths)  # 4 heads on 2, D = 16, blocks of 4
+    lists = []
+    for kind, tokens in (("decode", 1), ("extend", 4)):
+        division = Division(kind, 6, len(case.q), 2, tokens, 4, num_programs, False)  # type: ignore[arg-type]
+        lists.append((division, list_work(division, case.lengths, case.query_starts, window)))
+    got, counted = walk(case, lists, 0.25, window)
+    torch.testing.assert_close(got, dense_attention(case, 0.25, window))
+    assert counted.num_merged_rows or num_programs == 1 or window
+
+    num_splits = sum(len(listed.splits) for _, listed in lists)
+    parts = (counted.num_partial_rows, counted.num_merged_rows)
+    work = cost.paged_attention(num_new, lengths, 4, 2, 16, 4, 2, window, cache_element_size=1)
+    work += cost.walk_list(counted.num_items, num_programs, *parts, 16, 2)
+    counted_bytes = 2 * len(counted.cached) * 16 + 4 * len(counted.table_entries)
+    counted_bytes += (len(counted.queries) + len(counted.results)) * 16 * 2 + counted.num_partial_rows * 18 * 4
+    assert work.num_bytes == counted_bytes + counted.num_items * len(Item) * 4 + (num_programs + 1) * 4
+    assert work.num_flops == counted.num_pairs * 2 * 16 * 2
+    merged = cost.merge(num_splits, *parts, 16, 2)
+    assert merged.num_bytes == parts[0] * 18 * 4 + parts[1] * 16 * 2 + num_splits * len(Split) * 4 + 4
+    assert merged.num_flops == parts[0] * 2 * 16
+
+
+def test_a_work_list_is_written_once() -> None:
+    assert cost.list_work(3, 10, 2, 4).num_bytes == 4 * (3 + 4 + 10 * (len(Item) + 1) + 2 * len(Split) + 5 + 2)
 
 
 def test_a_window_bounds_the_bytes_of_decode() -> None:
@@ -31,7 +66,7 @@ def test_a_window_bounds_the_bytes_of_decode() -> None:
 def test_decode_of_an_8b_layer_is_bound_by_memory() -> None:
     # Llama-3.1-8B, 64 sequences of 1,024: 268 MB of keys and values a layer, 62 us at 4.3 TB/s.
     work = cost.paged_decode([1024] * 64, 32, 8, 128, 16, 2)
-    assert work.num_bytes == 64 * 1024 * 2 * 8 * 128 * 2 + 2 * 64 * 32 * 128 * 2 + 4 * 64 * (64 + 2)
+    assert work.num_bytes == 64 * 1024 * 2 * 8 * 128 * 2 + 2 * 64 * 32 * 128 * 2 + 4 * 64 * 64
     assert round(work.floor_s(4.3e12, 790e12) * 1e6, 1) == round(work.num_bytes / 4.3e12 * 1e6, 1) == 62.7
 
 

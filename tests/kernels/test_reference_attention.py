@@ -205,3 +205,31 @@ def test_offsets_beyond_two_to_the_31_elements_are_reached() -> None:
     scores = torch.einsum("hd,ld->hl", q[0].double(), k[:, 0].double()) * 0.125
     want = scores.softmax(-1) @ v[:, 0].double()
     torch.testing.assert_close(got[0].double(), want, rtol=2e-3, atol=2e-3)
+
+
+# ---- what PyTorch's own attention lacks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("num_new", [[1, 1, 1], [1, 4, 3]])
+def test_a_soft_cap_bends_scores(num_new: list[int], window: int | None) -> None:
+    case = make_case(num_new, [9, 12, 3])
+    arguments = (case.k_cache, case.v_cache, case.block_tables)
+    if num_new[1] == 1:
+        got = reference.paged_decode(case.q, *arguments, case.lengths, 0.5, window, soft_cap=2.0)
+    else:
+        got = reference.paged_attention(case.q, *arguments, case.query_starts, case.lengths, 0.5, window, soft_cap=2.0)
+    assert_close(got, dense_attention(case, 0.5, window, 2.0))
+    assert not torch.allclose(got.double(), dense_attention(case, 0.5, window), atol=1e-3)
+
+
+def test_a_cache_in_8_bits_stands_for_its_numbers_times_a_scale() -> None:
+    case = make_case([1, 4, 0], [9, 12, 0])
+    scales = torch.tensor([0.5, 3.0]), torch.tensor([2.0, 0.25])
+    small = [cache.to(torch.float8_e4m3fn) for cache in (case.k_cache, case.v_cache)]
+    for kept, scale in zip((case.keys, case.values), scales, strict=True):
+        kept[:] = [tokens.to(torch.float8_e4m3fn).float() * scale[:, None] for tokens in kept]
+    got = reference.paged_attention(
+        case.q, *small, case.block_tables, case.query_starts, case.lengths, 0.25, k_scale=scales[0], v_scale=scales[1]
+    )
+    assert_close(got, dense_attention(case, 0.25))

@@ -26,6 +26,7 @@ CASES = [
     *((arch, case) for arch in (90, 80) for case in compile_cases.sampling_cases(BF16)),
     *((90, case) for case in compile_check.attention_cases(64, BF16, group=3)[:2]),
     *((90, case) for case in compile_check.attention_cases(128, BF16)),
+    *((90, case) for case in compile_check.attention_cases(128, BF16, cache_dtype=torch.float8_e4m3fn)[:2]),
     *((80, case) for case in compile_check.attention_cases(128, BF16)[:2]),
 ]
 
@@ -40,14 +41,26 @@ def test_no_register_spills_and_loops_are_pipelined(arch: int, case: Case) -> No
 
 def test_a_report_names_what_is_wrong() -> None:
     case = Case("extend 128", lambda: None, copies_ahead=True, uses_wgmma=True)
-    good = Report("extend 128: extend_kernel", 90, 200, 0, 0, 98560, 52, 24)
+    good = Report("extend 128: attention_kernel", 90, 1, 8, 200, 0, 0, 98560, 52, 24)
     assert good.problems(case) == []
-    bad = Report("extend 128: extend_kernel", 90, 255, 48, 0, 240 << 10, 0, 0)
-    assert [problem.split()[0] for problem in bad.problems(case)] == ["48", "245760", "no", "no"]
+    bad = Report("extend 128: attention_kernel", 90, 1, 8, 255, 48, 0, 240 << 10, 0, 0)
+    assert [problem.split()[0] for problem in bad.problems(case)] == ["48", "245760", "no", "no", "0"]
 
 
 def test_a_launch_is_recorded_with_all_its_arguments() -> None:
     (case, *_) = compile_check.attention_cases(64, BF16)
-    (launch,) = compile_check.recorded_launches(case.launch, 90)
-    assert set(launch.arguments) == set(launch.kernel.arg_names)
-    assert launch.options == {"num_warps": 4, "enable_fp_fusion": True}
+    launches = compile_check.recorded_launches(case.launch, 90)
+    assert [launch.kernel.__name__ for launch in launches] == ["_list_kernel", "_attention_kernel", "_merge_kernel"]
+    for launch in launches:
+        assert set(launch.arguments) == set(launch.kernel.arg_names)
+        assert launch.options == {"num_warps": 8 if "merge" in launch.kernel.__name__ else 4, "enable_fp_fusion": True}
+
+
+def test_launches_are_the_same_for_any_lengths() -> None:
+    """Meta tensors hold no numbers, so sizes alone decide: one CUDA graph serves any mix of lengths."""
+    decode, extend = compile_check.attention_cases(128, BF16)[:2]
+    grids = [[launch.grid for launch in compile_check.recorded_launches(case.launch, 90)] for case in (decode, extend)]
+    # 64 sequences of 8 key/value heads. 132 multiprocessors: 3 programs each for decode, 1 for extend. At most 395 and
+    # 131 tasks are cut; a merge takes 4 rows of decode at once, and 8 of 128 of extend.
+    assert grids[0] == [(1,), (396,), (395, 1)]
+    assert grids[1] == [(1,), (1,), (132,), (131, 16)]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from millrace.kernels import reference as twins
+from millrace.kernels.work_lists import AttentionShape
 from millrace.model.cache import KVCache
 from millrace.model.decoder import Decoder
 from millrace.model.linear import Linear, PackedLinear, WidenedLinear
@@ -141,6 +145,39 @@ def test_variants_within_a_family_match_transformers(name: str, tmp_path: Path) 
         sequence = greedy(decoder, [prompt], 6, chunk=40)[0]
         assert sequence.generated == tokens
         assert_close(sequence.logits[-1], logits[-1])
+
+
+def test_attention_is_planned_once_a_step_for_the_windows_of_all_layers(tmp_path: Path) -> None:
+    family, overrides = VARIANTS["qwen3 with alternating layers"]
+    make_checkpoint(family, tmp_path, has_tokenizer=False, **overrides)
+    planned, seen = [], []
+
+    def plan_attention(shape: AttentionShape, lengths: Tensor, query_starts: Tensor | None, num_tokens: int) -> str:
+        planned.append((shape.windows, lengths.tolist(), query_starts, num_tokens))
+        return f"plan {len(planned)}"
+
+    def watched(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend_and_tell(*arguments: Any, plan: str) -> Tensor:
+            seen.append(plan)
+            return attend(*arguments)
+
+        return attend_and_tell
+
+    kernels = SimpleNamespace(
+        **vars(twins)
+        | {
+            "plan_attention": plan_attention,
+            "paged_decode": watched(twins.paged_decode),
+            "paged_attention": watched(twins.paged_attention),
+        }
+    )
+    greedy(load_decoder(tmp_path, kernels=kernels), [[5, 6, 7]], 2)
+    assert [(windows, lengths, num_tokens) for windows, lengths, _, num_tokens in planned] == [
+        ((8, None), [3], 3),
+        ((8, None), [4], 1),
+    ]
+    assert [None if starts is None else starts.tolist() for _, _, starts, _ in planned] == [[0, 3], None]
+    assert seen == ["plan 1"] * 3 + ["plan 2"] * 3
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])

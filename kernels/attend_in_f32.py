@@ -1,0 +1,58 @@
+"""Paged attention with what PyTorch's own attention lacks: soft caps and caches in 8 bits. Plain, in f32, not fast.
+
+Serves `reference.py`; the oracle of the Triton kernels in these cases.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_plain(
+    q: Tensor, k_cache: Tensor, soft_cap: float | None, k_scale: Tensor | None, v_scale: Tensor | None
+) -> bool:
+    """Whether nothing here is needed."""
+    return soft_cap is None and k_scale is None and v_scale is None and k_cache.dtype == q.dtype
+
+
+def attend_in_f32(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    """See `reference.paged_attention`. One sequence at a time, all its cached tokens at once."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = query_starts.tolist()
+    for sequence, length in enumerate(lengths.tolist()):
+        start, end = starts[sequence], starts[sequence + 1]
+        if not length or start == end:
+            continue
+        keys = _tokens(k_cache, block_tables[sequence], length, k_scale)  # [G, L, D]
+        values = _tokens(v_cache, block_tables[sequence], length, v_scale)
+        queries = q[start:end].float().reshape(end - start, len(keys), -1, q.shape[2])  # [n, G, R, D]
+        scores = torch.einsum("ngrd,gld->ngrl", queries, keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        age = torch.arange(length - (end - start), length).unsqueeze(1) - torch.arange(length)  # [n, L]
+        is_seen = (age >= 0) & (age < (length if window is None else window))
+        scores.masked_fill_(~is_seen[:, None, None].to(q.device), float("-inf"))
+        seen = torch.einsum("ngrl,gld->ngrd", scores.softmax(-1), values)
+        out[start:end] = seen.flatten(1, 2).to(q.dtype)
+    return out
+
+
+def _tokens(cache: Tensor, block_table: Tensor, length: int, scale: Tensor | None) -> Tensor:
+    """[G, L, D] f32: what the first L tokens of a sequence stand for. NOTE: with a window all of them must be there."""
+    block_size = cache.shape[2]
+    blocks = cache[block_table[: -(-length // block_size)].long()]  # [blocks, G, B, D]
+    tokens = blocks.transpose(0, 1).flatten(1, 2)[:, :length].float()
+    return tokens if scale is None else tokens * scale[:, None, None]

@@ -389,6 +389,11 @@ class SplitEngine(Engine):
         return cast("PrefixCache | None", self._seen().cache)
 
     @property
+    def idle_gaps_us(self) -> Histogram | None:
+        """None: the books that come from the engine's process do not have it."""
+        return None
+
+    @property
     def step_tokens(self) -> Histogram:
         return self._seen().step_tokens
 

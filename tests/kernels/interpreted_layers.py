@@ -141,8 +141,9 @@ def test_blocks_are_copied_whole_and_no_other_is_touched(
 
 
 def test_no_blocks_are_copied_by_no_launch() -> None:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    triton_copy.copy_blocks(torch.zeros(2, 3), 0, nothing, nothing)
+    nothing, data = torch.zeros(0, dtype=torch.int64), torch.arange(6.0).reshape(2, 3)
+    triton_copy.copy_blocks(data, 0, nothing, nothing)
+    assert torch.equal(data, torch.arange(6.0).reshape(2, 3))
 
 
 def test_a_block_beyond_two_to_the_31_words_is_copied() -> None:

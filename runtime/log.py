@@ -138,7 +138,8 @@ class Target(Protocol):
 
 
 class LogSink:
-    """A bounded queue of lines and the thread that writes them to a file descriptor."""
+    """A bounded queue of lines and the thread that writes them to its own duplicate of a file descriptor: who closes
+    the original does not turn our lines to whatever is opened under its number next."""
 
     def __init__(self, format: Format, level: int, fd: int, max_queued_lines: int = MAX_QUEUED_LINES) -> None:
         if format not in ("console", "json"):
@@ -146,7 +147,7 @@ class LogSink:
         self.level = level
         self.num_dropped = 0
         self._render = json_line if format == "json" else console_line
-        self._fd = fd
+        self._fd = os.dup(fd)
         self._max_queued_lines = max_queued_lines
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()
         self._lock = threading.Lock()  # of num_dropped
@@ -178,6 +179,7 @@ class LogSink:
                 num_reported = self.num_dropped
                 event = {"event": "log.lines_dropped", "level": "warning", "logger": __name__}
                 self._write(self._render(_stamp(None, "", event | {"num_dropped": num_reported})))
+        os.close(self._fd)
 
     def _write(self, line: bytes) -> None:
         while line:

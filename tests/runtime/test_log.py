@@ -197,6 +197,19 @@ def test_a_reader_that_has_gone_costs_lines_and_no_error():
     os.close(writing)
 
 
+def test_lines_never_reach_a_file_opened_under_the_number_of_the_log_s():
+    reading, writing = os.pipe()
+    sink = LogSink("json", logging.INFO, writing)
+    other_reading, other = os.pipe()
+    os.dup2(other, writing)  # closes what was the log's
+    sink.take({"event": "a.b", "level": "info"})
+    assert sink.close(timeout_s=5.0)
+    os.close(other)
+    os.close(writing)
+    with open(reading, "rb") as pipe, open(other_reading, "rb") as foreign:
+        assert json.loads(pipe.read())["event"] == "a.b" and foreign.read() == b""
+
+
 def test_lines_of_other_libraries_and_warnings_take_the_same_way(lines_of):
     handlers, level = list(logging.root.handlers), logging.root.level
     lines_of.start("json")

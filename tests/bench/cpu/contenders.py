@@ -191,7 +191,10 @@ async def _read_line(process: asyncio.subprocess.Process, label: str) -> dict[st
     line = await process.stdout.readline()
     if not line:
         raise RuntimeError(f"{label} has ended with exit code {await process.wait()}; see its log")
-    said: dict[str, float] = json.loads(line)
+    try:
+        said: dict[str, float] = json.loads(line)
+    except ValueError:
+        raise RuntimeError(f"{label} said {line[:80]!r}, which is no answer") from None
     return said
 
 

@@ -11,6 +11,7 @@ not show its first token, that of a lone request is the time of another one of t
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any, Protocol
@@ -187,7 +188,8 @@ def main() -> None:
     """Serves the lines of its standard input."""
     began_s = time.perf_counter()
     name, model, num_threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    answers, sys.stdout = sys.stdout, sys.stderr  # what an engine prints is no answer
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an engine, or a process or library of its, prints is no answer
     engine: Engine = ENGINES[name](model, num_threads)
     print(json.dumps({"ready_s": time.perf_counter() - began_s}), file=answers, flush=True)
     for line in sys.stdin:

@@ -54,10 +54,10 @@ struct CacheLayout {
 
 // A token's numbers as the cache has them, and `scale` of them if it has one.
 template <class T>
-void narrow_all(const float* x, int64_t count, T* to, bf16*) {
-    for (int64_t i = 0; i < count; i++) narrow(x[i], to + i);
+void to_cached(const float* x, int64_t count, T* to, bf16*) {
+    narrow_all(x, count, to);
 }
-inline void narrow_all(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
+inline void to_cached(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
 
 // Puts a token's key and value, [head_dim] each, at `offset` of a block's keys and values of that head.
 template <class T>
@@ -66,8 +66,8 @@ void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offse
     int64_t dim = layout.head_dim, width = layout.padded_dim();
     T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
     auto scale_of = [&](T* head) { return const_cast<bf16*>(layout.scales(head)) + offset; };
-    narrow_all(key, dim, k, scale_of(keys));
-    narrow_all(value, dim, v, scale_of(values));
+    to_cached(key, dim, k, scale_of(keys));
+    to_cached(value, dim, v, scale_of(values));
     if (!layout.is_tiled()) {
         std::copy(k, k + dim, keys + offset * width);
         std::copy(v, v + dim, values + offset * width);
@@ -77,6 +77,16 @@ void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offse
     for (int64_t d = 0; d < dim; d++) keys[place_in_pairs<T>(d, TILE, offset)] = k[d];
     for (int64_t d = 0; d < dim; d++) values[place_in_pairs<T>(offset, width, d)] = v[d];
 }
+
+// What scores and sums of values are computed of: queries and weights in float32, or in bf16 where the cache is and the
+// machine multiplies pairs of it.
+#ifdef MILLRACE_BF16_DOT
+template <class T>
+using Factor = typename std::conditional<std::is_same<T, bf16>::value, bf16, float>::type;
+#else
+template <class T>
+using Factor = float;
+#endif
 
 // Queries of one sequence and kv head that are seen together, and the chunks their keys are in.
 struct Item {
@@ -93,40 +103,68 @@ struct Sequences {  // of a step
 // What a thread computes attention in.
 template <class T>
 struct Scratch {
-    float queries[MAX_ROWS * MAX_HEAD_DIM], scores[MAX_ROWS * CHUNK];
+    Factor<T> queries[MAX_ROWS * MAX_HEAD_DIM], weights[MAX_ROWS * CHUNK];
+    float scores[MAX_ROWS * CHUNK];
     float chunk[MAX_ROWS * MAX_HEAD_DIM], total[MAX_ROWS * MAX_HEAD_DIM];
     float largest[MAX_ROWS], sum[MAX_ROWS], chunk_largest[MAX_ROWS], chunk_sum[MAX_ROWS];
     T keys[CHUNK * MAX_HEAD_DIM], values[CHUNK * MAX_HEAD_DIM];  // tiles put together from small blocks
     bf16 key_scales[CHUNK], value_scales[CHUNK];
 };
 
-// Scores [R][CHUNK] of `count` tiles of keys from tile `first`, for queries [R][dim].
+// Tiles that are read next, and are fetched while others are computed with, so that memory is busy meanwhile. Nobody needs
+// that where many rows share what was read.
+template <class T>
+struct Upcoming {
+    const T* tiles[CHUNK / TILE];
+    int64_t count = 0;
+};
+constexpr bool is_fetched_ahead(int rows) { return rows <= 6; }
+
+inline void fetch(const void* from, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T1);
+}
+
+// Scores [R][CHUNK] of the keys in tiles [first, last), for queries [R][dim]; the tiles of `values` are read next.
 template <int R, class T>
-void score_tiles(const float* queries, const T* const* tiles, int64_t first, int64_t last, int64_t dim, float* scores) {
-    constexpr int K = R <= 2 ? 4 : R <= 6 ? 2 : 1;  // vectors of keys side by side
+void score_tiles(const Factor<T>* queries, const T* const* tiles, const T* const* values, int64_t first, int64_t last,
+                 int64_t dim, float* scores) {
+    constexpr bool is_dot = sizeof(Factor<T>) == 2;
+    constexpr int K = R <= (is_dot ? 4 : 2) ? 4 : R <= 6 ? 2 : 1;  // vectors of keys side by side
     constexpr int PER_TILE = TILE / W;
     int64_t end = last * PER_TILE;
     auto run = [&](int64_t vector, auto count) {
         constexpr int C = decltype(count)::value;
-        const T* at[C];
+        const T *at[C], *next[C];
         int64_t lane[C];
         F sums[R][C];
         UNROLL for (int c = 0; c < C; c++) {
-            at[c] = tiles[(vector + c) / PER_TILE];
+            at[c] = tiles[(vector + c) / PER_TILE], next[c] = values[(vector + c) / PER_TILE];
             lane[c] = (vector + c) % PER_TILE * W;
             UNROLL for (int r = 0; r < R; r++) sums[r][c] = zero();
         }
         for (int64_t pair = 0; pair < dim / 2; pair++) {
+            if (is_fetched_ahead(R))
+                UNROLL for (int c = 0; c < C; c++) fetch(next[c] + 2 * TILE * pair, 2 * TILE * sizeof(T));
             F keys[C];
-            UNROLL for (int c = 0; c < C; c++) keys[c] = even_of(at[c], pair, TILE, lane[c]);
-            UNROLL for (int r = 0; r < R; r++) {
-                F number = splat(queries[r * dim + 2 * pair]);
-                UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, keys[c]);
-            }
-            UNROLL for (int c = 0; c < C; c++) keys[c] = odd_of(at[c], pair, TILE, lane[c]);
-            UNROLL for (int r = 0; r < R; r++) {
-                F number = splat(queries[r * dim + 2 * pair + 1]);
-                UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, keys[c]);
+            if constexpr (is_dot) {
+#ifdef MILLRACE_BF16_DOT
+                UNROLL for (int c = 0; c < C; c++) keys[c] = pairs_of(at[c], pair, TILE, lane[c]);
+                UNROLL for (int r = 0; r < R; r++) {
+                    uint32_t both = pair_at(queries + r * dim + 2 * pair);
+                    UNROLL for (int c = 0; c < C; c++) sums[r][c] = add_dots(sums[r][c], keys[c], both);
+                }
+#endif
+            } else {
+                UNROLL for (int c = 0; c < C; c++) keys[c] = even_of(at[c], pair, TILE, lane[c]);
+                UNROLL for (int r = 0; r < R; r++) {
+                    F number = splat(queries[r * dim + 2 * pair]);
+                    UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, keys[c]);
+                }
+                UNROLL for (int c = 0; c < C; c++) keys[c] = odd_of(at[c], pair, TILE, lane[c]);
+                UNROLL for (int r = 0; r < R; r++) {
+                    F number = splat(queries[r * dim + 2 * pair + 1]);
+                    UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, keys[c]);
+                }
             }
         }
         UNROLL for (int r = 0; r < R; r++)
@@ -137,10 +175,14 @@ void score_tiles(const float* queries, const T* const* tiles, int64_t first, int
     for (; vector < end; vector++) run(vector, std::integral_constant<int, 1>());
 }
 
-// Weighted sums [R][width] of the values of keys [first, last) of a chunk, with weights [R][CHUNK].
+// Weighted sums [R][width] of the values of keys [first, last) of a chunk, with weights [R][CHUNK], which are 0 for the
+// other keys of the tiles.
 template <int R, class T>
-void sum_values(const float* weights, const T* const* tiles, int64_t first, int64_t last, int64_t width, float* sums) {
+void sum_values(const Factor<T>* weights, const T* const* tiles, const Upcoming<T>& upcoming, int64_t first, int64_t last,
+                int64_t width, float* sums) {
+    constexpr bool is_dot = sizeof(Factor<T>) == 2;
     constexpr int D = W == 16 && R <= 4 ? 4 : 2;  // vectors of values side by side
+    int64_t first_tile = first / TILE, num_tiles = ceil_div(last, TILE) - first_tile;
     auto run = [&](int64_t dim, auto count) {
         constexpr int C = decltype(count)::value;
         F total[R][C];
@@ -150,17 +192,34 @@ void sum_values(const float* weights, const T* const* tiles, int64_t first, int6
         for (; key < last; key += 2) {
             const T* tile = tiles[key / TILE];
             int64_t pair = key % TILE / 2;
-            F values[C];
-            UNROLL for (int c = 0; c < C; c++) values[c] = even_of(tile, pair, width, dim + c * W);
-            UNROLL for (int r = 0; r < R; r++) {
-                F weight = splat(weights[r * CHUNK + key]);
-                UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
+            if (is_fetched_ahead(R) && dim == 0) {
+                int64_t number = key / TILE - first_tile, end = (number + 1) * upcoming.count / num_tiles;
+                for (int64_t i = number * upcoming.count / num_tiles; i < end; i++)
+                    fetch(upcoming.tiles[i] + 2 * width * pair, 2 * width * sizeof(T));
             }
-            if (key + 1 == last) break;  // what lies past the last key may be anything
-            UNROLL for (int c = 0; c < C; c++) values[c] = odd_of(tile, pair, width, dim + c * W);
-            UNROLL for (int r = 0; r < R; r++) {
-                F weight = splat(weights[r * CHUNK + key + 1]);
-                UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
+            F values[C];
+            if constexpr (is_dot) {
+#ifdef MILLRACE_BF16_DOT
+                UNROLL for (int c = 0; c < C; c++)
+                    values[c] = key + 1 < last ? pairs_of(tile, pair, width, dim + c * W)
+                                               : join(even_of(tile, pair, width, dim + c * W), zero());
+                UNROLL for (int r = 0; r < R; r++) {
+                    uint32_t both = pair_at(weights + r * CHUNK + key);
+                    UNROLL for (int c = 0; c < C; c++) total[r][c] = add_dots(total[r][c], values[c], both);
+                }
+#endif
+            } else {
+                UNROLL for (int c = 0; c < C; c++) values[c] = even_of(tile, pair, width, dim + c * W);
+                UNROLL for (int r = 0; r < R; r++) {
+                    F weight = splat(weights[r * CHUNK + key]);
+                    UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
+                }
+                if (key + 1 == last) break;  // what lies past the last key may be anything
+                UNROLL for (int c = 0; c < C; c++) values[c] = odd_of(tile, pair, width, dim + c * W);
+                UNROLL for (int r = 0; r < R; r++) {
+                    F weight = splat(weights[r * CHUNK + key + 1]);
+                    UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
+                }
             }
         }
         UNROLL for (int r = 0; r < R; r++)
@@ -179,32 +238,18 @@ inline int rows_with_code(int rows) {
     return rows;
 }
 
-template <class T>
-void score(int rows, const float* queries, const T* const* tiles, int64_t first, int64_t last, int64_t dim, float* s) {
+// Calls `use` with the number of rows as a constant.
+template <class Use>
+void with_rows(int rows, const Use& use) {
     switch (rows) {
-        case 1: return score_tiles<1>(queries, tiles, first, last, dim, s);
-        case 2: return score_tiles<2>(queries, tiles, first, last, dim, s);
-        case 3: return score_tiles<3>(queries, tiles, first, last, dim, s);
-        case 4: return score_tiles<4>(queries, tiles, first, last, dim, s);
-        case 6: return score_tiles<6>(queries, tiles, first, last, dim, s);
+        case 1: return use(std::integral_constant<int, 1>());
+        case 2: return use(std::integral_constant<int, 2>());
+        case 3: return use(std::integral_constant<int, 3>());
+        case 4: return use(std::integral_constant<int, 4>());
+        case 6: return use(std::integral_constant<int, 6>());
 #if defined(__AVX512F__)
-        case 8: return score_tiles<8>(queries, tiles, first, last, dim, s);
-        case 12: return score_tiles<12>(queries, tiles, first, last, dim, s);
-#endif
-    }
-}
-
-template <class T>
-void weigh(int rows, const float* weights, const T* const* tiles, int64_t first, int64_t last, int64_t width, float* s) {
-    switch (rows) {
-        case 1: return sum_values<1>(weights, tiles, first, last, width, s);
-        case 2: return sum_values<2>(weights, tiles, first, last, width, s);
-        case 3: return sum_values<3>(weights, tiles, first, last, width, s);
-        case 4: return sum_values<4>(weights, tiles, first, last, width, s);
-        case 6: return sum_values<6>(weights, tiles, first, last, width, s);
-#if defined(__AVX512F__)
-        case 8: return sum_values<8>(weights, tiles, first, last, width, s);
-        case 12: return sum_values<12>(weights, tiles, first, last, width, s);
+        case 8: return use(std::integral_constant<int, 8>());
+        case 12: return use(std::integral_constant<int, 12>());
 #endif
     }
 }
@@ -232,33 +277,51 @@ class ItemAttention {
     void take_queries(const float* q, int64_t stride, float scale) {
         int64_t dim = layout_.head_dim;
         for (int r = 0; r < num_rows_; r++) {
-            float* to = scratch_->queries + r * dim;
+            Factor<T>* to = scratch_->queries + r * dim;
             if (r >= item_.num_rows) {
-                std::fill(to, to + dim, 0.0f);
+                std::fill(to, to + dim, Factor<T>());
                 continue;
             }
             const float* from = q + token(r) * stride + (item_.head * group_ + (item_.first_row + r) % group_) * dim;
-            for (int64_t d = 0; d < dim; d++) to[d] = from[d] * scale;
+            float scaled[MAX_HEAD_DIM];
+            for (int64_t d = 0; d < dim; d++) scaled[d] = from[d] * scale;
+            narrow_all(scaled, dim, to);
         }
     }
 
+    // The keys of a chunk, for who fetches them before they are scored.
+    Upcoming<T> keys_of(int64_t chunk) const {
+        Upcoming<T> upcoming;
+        if (!layout_.is_tiled() || !is_fetched_ahead(num_rows_)) return upcoming;
+        Span span = span_of(chunk);
+        each_tile(chunk * CHUNK, span.first_tile, span.end_tile, [&](int64_t, int64_t block, int64_t offset) {
+            upcoming.tiles[upcoming.count++] = layout_.keys(layer_, block, item_.head) + offset * width_;
+        });
+        return upcoming;
+    }
+
     // Largest score, sum of weights and weighted sum of values of one chunk for each row.
-    void see_chunk(int64_t chunk, float* largest, float* sum, float* values) {
+    void see_chunk(int64_t chunk, const Upcoming<T>& upcoming, float* largest, float* sum, float* values) {
         int64_t base = chunk * CHUNK;
-        int64_t first = std::max(first_seen(position(0), window_) - base, int64_t(0));
-        int64_t last = std::min(position(item_.num_rows - 1) + 1 - base, CHUNK);
+        Span span = span_of(chunk);
         Tiles keys, vals;
-        find_tiles(base, first / TILE, ceil_div(last, TILE), last, &keys, &vals);
-        score(num_rows_, scratch_->queries, keys.numbers, first / TILE, ceil_div(last, TILE), layout_.head_dim,
-              scratch_->scores);
-        if constexpr (CacheLayout<T>::HAS_SCALES) scale(keys, first / TILE, ceil_div(last, TILE));
+        find_tiles(base, span, &keys, &vals);
+        with_rows(num_rows_, [&](auto rows) {
+            score_tiles<decltype(rows)::value, T>(scratch_->queries, keys.numbers, vals.numbers, span.first_tile,
+                                                  span.end_tile, layout_.head_dim, scratch_->scores);
+        });
+        if constexpr (CacheLayout<T>::HAS_SCALES) scale(keys, scratch_->scores, span);
         for (int r = 0; r < num_rows_; r++) {
             int64_t at = position(std::min<int>(r, item_.num_rows - 1));
-            int64_t low = first_seen(at, window_) - base, high = std::min(at + 1 - base, last);
-            soften(scratch_->scores + r * CHUNK, first / TILE * TILE, round_up(last, TILE), low, high, largest + r, sum + r);
+            int64_t low = first_seen(at, window_) - base, high = std::min(at + 1 - base, span.last);
+            soften(scratch_->scores + r * CHUNK, span.first_tile * TILE, span.end_tile * TILE, low, high,
+                   scratch_->weights + r * CHUNK, largest + r, sum + r);
         }
-        if constexpr (CacheLayout<T>::HAS_SCALES) scale(vals, first / TILE, ceil_div(last, TILE));
-        weigh(num_rows_, scratch_->scores, vals.numbers, first, last, width_, values);
+        if constexpr (CacheLayout<T>::HAS_SCALES) scale(vals, scratch_->weights, span);
+        with_rows(num_rows_, [&](auto rows) {
+            sum_values<decltype(rows)::value, T>(scratch_->weights, vals.numbers, upcoming, span.first, span.last, width_,
+                                                 values);
+        });
     }
 
     // Adds a chunk's results to those of the chunks before it.
@@ -297,6 +360,15 @@ class ItemAttention {
         const T* numbers[CHUNK / TILE];
         const bf16* scales[CHUNK / TILE];  // [16] each, in int8
     };
+    struct Span {  // of a chunk: keys [first, last) that some row sees, in tiles [first_tile, end_tile)
+        int64_t first, last, first_tile, end_tile;
+    };
+
+    Span span_of(int64_t chunk) const {
+        int64_t first = std::max(first_seen(position(0), window_) - chunk * CHUNK, int64_t(0));
+        int64_t last = std::min(position(item_.num_rows - 1) + 1 - chunk * CHUNK, CHUNK);
+        return {first, last, first / TILE, ceil_div(last, TILE)};
+    }
 
     int64_t token(int r) const { return first_token_ + (item_.first_row + r) / group_; }
     int64_t position(int r) const { return start_ + (item_.first_row + r) / group_; }
@@ -308,8 +380,9 @@ class ItemAttention {
         return lanes[0];
     }
 
-    // Scores [begin, end) of a row become weights; those outside [low, high) become 0, whatever is there.
-    static void soften(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high, float* largest, float* sum) {
+    // The weights of scores [begin, end) of a row; those outside [low, high) are 0, whatever is there.
+    static void soften(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high, Factor<T>* weights,
+                       float* largest, float* sum) {
         const F least = splat(NOTHING);
         F most = least;
         for (int64_t i = begin; i < end; i += W) {
@@ -326,44 +399,58 @@ class ItemAttention {
         F top = splat(*largest == NOTHING ? 0.0f : *largest), total = zero();
         for (int64_t i = begin; i < end; i += W) {
             F weight = exp(sub(load(scores + i), top));
-            store(scores + i, weight);
+            store(weights + i, weight);
             total = add(total, weight);
         }
         *sum = sum_of(total);
     }
 
-    // Multiplies the scores, or weights, of the keys in tiles [first, last) by their scales. What lies past the last key
-    // may become anything.
-    void scale(const Tiles& tiles, int64_t first, int64_t last) {
-        for (int64_t tile = first; tile < last; tile++) {
+    // Multiplies the scores, or weights, of the keys in a chunk's tiles by their scales. What lies past the last key may
+    // become anything.
+    void scale(const Tiles& tiles, float* numbers, const Span& span) {
+        for (int64_t tile = span.first_tile; tile < span.end_tile; tile++) {
             for (int64_t lane = 0; lane < TILE; lane += W) {
                 F scales = load(tiles.scales[tile] + lane);
                 for (int r = 0; r < num_rows_; r++) {
-                    float* place = scratch_->scores + r * CHUNK + tile * TILE + lane;
+                    float* place = numbers + r * CHUNK + tile * TILE + lane;
                     store(place, mul(load(place), scales));
                 }
             }
         }
     }
 
-    void find_tiles(int64_t base, int64_t first, int64_t last, int64_t num_keys, Tiles* keys, Tiles* values) {
+    // Calls `use(tile, block, offset)` for tiles [first, end) of whole tiles in blocks, after key `base`.
+    template <class Use>
+    void each_tile(int64_t base, int64_t first, int64_t end, const Use& use) const {
+        const int32_t* block = table_ + (base + first * TILE) / layout_.block_size;
+        int64_t offset = (base + first * TILE) % layout_.block_size;
+        for (int64_t tile = first; tile < end; tile++) {
+            use(tile, int64_t(*block), offset);
+            offset += TILE;
+            if (offset == layout_.block_size) offset = 0, block++;
+        }
+    }
+
+    void find_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
+        if (!layout_.is_tiled()) return gather_tiles(base, span, keys, values);
+        each_tile(base, span.first_tile, span.end_tile, [&](int64_t tile, int64_t block, int64_t offset) {
+            auto find = [&](const T* head, Tiles* tiles) {
+                tiles->numbers[tile] = head + offset * width_;
+                tiles->scales[tile] = layout_.scales(head) + offset;
+            };
+            find(layout_.keys(layer_, block, item_.head), keys);
+            find(layout_.values(layer_, block, item_.head), values);
+        });
+    }
+
+    // Puts tiles together from blocks that are smaller.
+    void gather_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
         int64_t block_size = layout_.block_size, tile_size = TILE * width_;
-        for (int64_t tile = first; tile < last; tile++) {
-            int64_t at = base + tile * TILE;
-            if (layout_.is_tiled()) {
-                int64_t block = table_[at / block_size], offset = at % block_size;
-                auto find = [&](const T* head, Tiles* tiles) {
-                    tiles->numbers[tile] = head + offset / TILE * tile_size;
-                    tiles->scales[tile] = layout_.scales(head) + offset;
-                };
-                find(layout_.keys(layer_, block, item_.head), keys);
-                find(layout_.values(layer_, block, item_.head), values);
-                continue;
-            }
+        for (int64_t tile = span.first_tile; tile < span.end_tile; tile++) {
             T *key_tile = scratch_->keys + tile * tile_size, *value_tile = scratch_->values + tile * tile_size;
             bf16 *key_scales = scratch_->key_scales + tile * TILE, *value_scales = scratch_->value_scales + tile * TILE;
-            for (int64_t i = 0; i < std::min(TILE, num_keys - tile * TILE); i++) {
-                int64_t block = table_[(at + i) / block_size], offset = (at + i) % block_size;
+            for (int64_t i = 0; i < std::min(TILE, span.last - tile * TILE); i++) {
+                int64_t at = base + tile * TILE + i, block = table_[at / block_size], offset = at % block_size;
                 const T* key_head = layout_.keys(layer_, block, item_.head);
                 const T* value_head = layout_.values(layer_, block, item_.head);
                 for (int64_t d = 0; d < layout_.head_dim; d++) {

@@ -247,7 +247,13 @@ class Step {
             ItemAttention<Cached> attention = begin(plan, item, cache, thread);
             Scratch<Cached>* scratch = scratch_of(thread);
             for (int64_t chunk = item.first_chunk; chunk < item.last_chunk; chunk++) {
-                attention.see_chunk(chunk, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
+                bool is_last = chunk + 1 == item.last_chunk, is_end = is_last && i + 1 == plan.first_item[thread + 1];
+                Upcoming<Cached> upcoming;
+                if (!is_last)
+                    upcoming = attention.keys_of(chunk + 1);
+                else if (!is_end)
+                    upcoming = look(plan, plan.items[i + 1], cache, thread).keys_of(plan.items[i + 1].first_chunk);
+                attention.see_chunk(chunk, upcoming, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
                 attention.put_together(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk,
                                        chunk == item.first_chunk);
             }
@@ -262,8 +268,12 @@ class Step {
         for (int64_t i = first; i < last; i++) {
             const Item& item = plan.items[plan.chunks[i].first];
             float* partial = model_.partials.as<float>() + i * plan.partial_size;
+            Upcoming<Cached> upcoming;
+            if (i + 1 < last)
+                upcoming = look(plan, plan.items[plan.chunks[i + 1].first], cache, thread)
+                               .keys_of(plan.chunks[i + 1].second);
             begin(plan, item, cache, thread)
-                .see_chunk(plan.chunks[i].second, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
+                .see_chunk(plan.chunks[i].second, upcoming, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
         }
         wait(thread, ATTENTION);
         share(int64_t(plan.items.size()), thread, num_threads_, &first, &last);
@@ -280,10 +290,15 @@ class Step {
     }
 
     ItemAttention<Cached> begin(const Plan& plan, const Item& item, const Cached* cache, int thread) {
-        int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        ItemAttention<Cached> attention(layout_, sequences_, item, cache, group, plan.window, scratch_of(thread));
+        ItemAttention<Cached> attention = look(plan, item, cache, thread);
         attention.take_queries(at_.qkv, at_.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
         return attention;
+    }
+
+    // An item before it has its queries.
+    ItemAttention<Cached> look(const Plan& plan, const Item& item, const Cached* cache, int thread) {
+        int64_t group = shape_.num_heads / shape_.num_kv_heads;
+        return {layout_, sequences_, item, cache, group, plan.window, scratch_of(thread)};
     }
 
     Scratch<Cached>* scratch_of(int thread) const { return model_.scratch.as<Scratch<Cached>>() + thread; }

@@ -24,6 +24,21 @@ template <class Weight>
 using InputOf = float;
 #endif
 
+// Puts numbers [begin, begin + count) of a row, `begin` even, among `rows` that lie side by side.
+template <class T>
+void put_among(const float* numbers, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
+    int64_t i = 0;
+    if (std::is_same<T, bf16>::value) {
+        for (; i + W <= count; i += W) {
+            bf16 narrowed[W];
+            store(narrowed, load(numbers + i));
+            for (int pair = 0; pair < W; pair += 2)
+                std::memcpy(to + place_in_pairs<T>(begin + i + pair, rows, row), narrowed + pair, 4);
+        }
+    }
+    for (; i < count; i++) narrow(numbers[i], to + place_in_pairs<T>(begin + i, rows, row));
+}
+
 // Rows of numbers as products read them: in tiles of up to GEMM_ROWS rows, as equal as may be, each with the numbers of
 // all its rows side by side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile.
 template <class T>
@@ -40,11 +55,8 @@ struct TiledRows {
     void put(int64_t row, int64_t begin, int64_t count, const float* numbers) const {
         int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
         T* to = data + first * size;
-        if (rows == 1 && count % W == 0) {
-            for (int64_t i = 0; i < count; i += W) store(to + begin + i, load(numbers + i));
-            return;
-        }
-        for (int64_t i = 0; i < count; i++) narrow(numbers[i], to + place_in_pairs<T>(begin + i, rows, row - first));
+        if (rows == 1) return narrow_all(numbers, count, to + begin);
+        put_among(numbers, begin, count, rows, row - first, to);
     }
 };
 
@@ -98,8 +110,7 @@ void sum_tile(const Input* x, const Stored* panel, int64_t apart, int64_t num_pa
                 UNROLL for (int c = 0; c < C; c++)
                     weights[c] = pairs_of(panel + c / V * apart, pair, PANEL, lane + c % V * W);
                 UNROLL for (int r = 0; r < R; r++) {
-                    uint32_t both;
-                    std::memcpy(&both, x + 2 * (pair * R + r), 4);
+                    uint32_t both = pair_at(x + 2 * (pair * R + r));
                     UNROLL for (int c = 0; c < C; c++) sums[r][c] = add_dots(sums[r][c], weights[c], both);
                 }
 #endif
@@ -194,8 +205,7 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         }
         int64_t begin = panel * PANEL / 2, count = std::min(PANEL / 2, rows_out.size - begin);
         T* out = rows_out.data + first_row * rows_out.size;  // the same tiles of rows as the input's
-        for (int64_t c = 0; c < count; c++)
-            for (int r = 0; r < rows; r++) narrow(tile[r * PANEL + c], out + place_in_pairs<T>(begin + c, rows, r));
+        for (int r = 0; r < rows; r++) put_among(tile + r * PANEL, begin, count, rows, r, out);
     }
 };
 

@@ -205,15 +205,18 @@ inline int64_t place_in_pairs(int64_t index, int64_t width, int64_t lane) {
     return index * width + lane;
 }
 
+// Two bf16 numbers that lie side by side.
+inline uint32_t pair_at(const bf16* p) {
+    uint32_t both;
+    std::memcpy(&both, p, 4);
+    return both;
+}
+
 // Sums of two products of bf16 numbers: each lane's pair, of `pairs_of`, with one pair `x` for all lanes.
 #if defined(__AVX512BF16__)
 #define MILLRACE_BF16_DOT 1
 inline F add_dots(F sums, F pairs, uint32_t x) {
     return _mm512_dpbf16_ps(sums, __m512bh(_mm512_castps_si512(pairs)), __m512bh(_mm512_set1_epi32(int(x))));
-}
-inline void store(bf16* p, F x) {
-    __m256bh narrowed = _mm512_cvtneps_pbh(x);
-    std::memcpy(p, &narrowed, 32);
 }
 #elif defined(MILLRACE_EMULATE_BF16_DOT)  // what runs with those instructions, on a machine without them: for tests
 #define MILLRACE_BF16_DOT 1
@@ -224,12 +227,26 @@ inline F add_dots(F sums, F pairs, uint32_t x) {
     sums = fma(load_odd(at), splat(widen(bf16(x >> 16))), sums);
     return fma(load_even(at), splat(widen(bf16(x))), sums);
 }
+#endif
+
+// W numbers, rounded to bf16.
 inline void store(bf16* p, F x) {
+#if defined(__AVX512BF16__)
+    __m256bh narrowed = _mm512_cvtneps_pbh(x);
+    std::memcpy(p, &narrowed, 32);
+#else
     float numbers[W];
     store(numbers, x);
     for (int i = 0; i < W; i++) p[i] = to_bf16(numbers[i]);
-}
 #endif
+}
+
+template <class T>
+void narrow_all(const float* x, int64_t count, T* to) {
+    int64_t i = 0;
+    for (; i + W <= count; i += W) store(to + i, load(x + i));
+    for (; i < count; i++) narrow(x[i], to + i);
+}
 
 inline float sum_of(F x) {
     float lanes[W];

@@ -31,8 +31,11 @@ class Stall:
 
 def find_stall(pipeline: Pipeline, timeout_s: float) -> Stall | None:
     """What has not moved for `timeout_s` though there is work for it; None if all is well. Of several the one that the
-    others wait for."""
+    others wait for. While the loop stood still, as in a process that was suspended, nothing could move: that time does
+    not count."""
     now = pipeline.env.now()
+    if pipeline.watch is not None and now - pipeline.watch.resumed_s < timeout_s:
+        return None
     for stalls in (_stages, _edges, _keepers):
         found = [stall for stall in stalls(pipeline, now, timeout_s) if stall.waited_s >= timeout_s]
         if found:

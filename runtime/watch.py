@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from .trace import EventKind, Tracer
 
 TICK_S = 0.1
 MIN_LAG_US = 1_000  # less is the resolution of timers
+MIN_STANDSTILL_S = 1.0  # a tick so late says that the loop, or the whole process, was held
 MIN_PAUSE_US = 200  # of a collection worth a record; the youngest generation's come hundreds of times a second
 
 
@@ -31,6 +33,7 @@ class Watch:
         self._loop_source, self._gc_source = tracer.source("loop"), tracer.source("gc")
         self.on_tick: list[Callable[[float], object]] = []  # told at each tick by how many seconds it was late
         self.on_pause: list[Callable[[int], object]] = []  # told of each collection, in its thread: microseconds
+        self.resumed_s = -math.inf  # when the loop last went on after a standstill: nothing could move before
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._gc_began_s = 0.0
@@ -71,6 +74,8 @@ class Watch:
     def _tick(self) -> None:
         late_s = self._now() - self._due_s
         self._wait()
+        if late_s >= MIN_STANDSTILL_S:
+            self.resumed_s = self._now()
         if late_s * 1e6 >= MIN_LAG_US:
             self._tracer.emit(EventKind.LOOP_LAG, self._loop_source, 0, int(late_s * 1e6))
         pauses, self._pauses = self._pauses, []

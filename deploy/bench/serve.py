@@ -114,9 +114,14 @@ class Client:
         """The name of the first model there. `ConfigError` if there is no server."""
         try:
             async with self._session.get(self.url + "/v1/models") as response:
-                return str(orjson.loads(await response.read())["data"][0]["id"])
-        except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+                told = await response.read()
+        except (TimeoutError, aiohttp.ClientError) as error:
             raise ConfigError(f"{self.url}/v1/models tells no model: {error}; see --base-url and --model") from None
+        try:
+            return str(orjson.loads(told)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            reason = f"HTTP {response.status}, {told[:200].decode(errors='replace')!r}"
+            raise ConfigError(f"{self.url}/v1/models tells no model: {reason}; see --base-url and --model") from None
 
     async def vocab_size(self) -> int:
         """That of the model, if the server tells it."""

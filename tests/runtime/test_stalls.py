@@ -207,3 +207,21 @@ def test_a_forward_pass_that_hangs_is_executes_to_answer_for_though_sample_waits
 
     stall = asyncio.run(main())
     assert stall is not None and (stall.name, stall.is_edge) == ("execute", False)
+
+
+@sim_test(seeds=1, policies=("fifo",))
+async def test_what_waited_while_the_whole_process_was_suspended_is_no_stall(env: SimEnv):
+    async with scripted_engine(script=NEVER_ENDS, env=env) as engine:
+        reader = asyncio.ensure_future(read(engine, 3))
+        await env.sleep(0.5)
+        freeze_stage("execute")(engine.pipeline)
+        await env.sleep(2 * TIMEOUT_S)
+        assert find_stall(engine.pipeline, TIMEOUT_S) is not None
+        assert engine.pipeline.watch is not None
+        engine.pipeline.watch.resumed_s = env.now()  # as its tick says when it comes much too late
+        assert find_stall(engine.pipeline, TIMEOUT_S) is None
+        await env.sleep(1.01 * TIMEOUT_S)
+        assert find_stall(engine.pipeline, TIMEOUT_S) is not None  # it has had its chance
+        reader.cancel()
+        with suppress(asyncio.CancelledError):
+            await reader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 import time
 from typing import Any
@@ -122,3 +123,20 @@ def test_who_listens_hears_of_every_tick_and_every_collection_until_it_has_stopp
 
     asyncio.run(main())
     assert ticks[0] > 0.09 and min(pauses) >= 0
+
+
+def test_a_loop_that_stood_still_says_when_it_went_on():
+    seconds = [0.0]
+
+    async def main() -> None:
+        watch = Watch(Tracer(enabled=False), {}, lambda: seconds[0])
+        watch.start()
+        seconds[0] = 0.2
+        await asyncio.sleep(0.15)
+        assert watch.resumed_s == -math.inf, "a little late is no standstill"
+        seconds[0] = 30.0
+        await asyncio.sleep(0.15)
+        assert watch.resumed_s == 30.0
+        watch.stop()
+
+    asyncio.run(main())

@@ -52,7 +52,7 @@ class EngineConfig:
     steps_in_flight: int = 2  # K: 2 overlaps planning with execution, 1 is the serial debug mode
 
     # drafts
-    speculation: Literal["auto", "ngram", "off"] = "off"  # auto: ngram by native steps on a CPU, where rows are cheap
+    speculation: Literal["auto", "ngram", "off"] = "auto"  # ngram by native steps on a CPU, where rows are cheap
     num_speculative_tokens: int = 7  # drafts in one step, at most; of one sequence no more than a block less one
     prompt_lookup_max: int = 6  # tokens that must have stood there before, for a sequence to begin drafting
     prompt_lookup_min: int = 2  # the same, for each further draft

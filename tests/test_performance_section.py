@@ -59,9 +59,9 @@ def test_readme_tells_what_the_committed_results_say():
 
 
 def test_each_chart_is_drawn_from_its_results():
-    results = [json.loads(path.read_text()) for name in report.FILES if (path := report.RESULTS / name).exists()]
     charts = {path.name: path.read_text() for path in report.RESULTS.glob("cpu-*.svg")}
-    assert charts == {report.chart_name(told): draw(told) for told in results}, "run python -m tests.bench.cpu.report"
+    drawn = {report.chart_of(path).name: draw(json.loads(path.read_text())) for path in report.found()}
+    assert charts == drawn, "run python -m tests.bench.cpu.report"
 
 
 def test_ratios_are_those_of_each_round_and_where_less_is_better_the_other_way_round(results: dict[str, Any]):
@@ -72,7 +72,7 @@ def test_ratios_are_those_of_each_round_and_where_less_is_better_the_other_way_r
 
 
 def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: dict[str, Any], tmp_path: Path):
-    (tmp_path / report.FILES[0]).write_text(json.dumps(results))
+    (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
     made = report.section(tmp_path)
     for words in ("A <fast> one (AVX512), 2 threads, 2026-11-22", "other 7.5", "38.0 to 44.0", "A quiet machine."):
         assert words in made
@@ -84,7 +84,7 @@ def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: di
 
 def test_where_nothing_is_lost_the_section_says_to_whom(results: dict[str, Any], tmp_path: Path):
     results["workloads"]["w4"]["ours_to_theirs"]["other server"] = {"output_tok_s": {"median": 1.1}}
-    (tmp_path / report.FILES[0]).write_text(json.dumps(results))
+    (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
     assert "Where we lose: by none of the figures of these workloads, to other server." in report.section(tmp_path)
 
 

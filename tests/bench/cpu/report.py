@@ -17,7 +17,7 @@ from .peers import OUR_SERVER, OURS
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 RESULTS = ROOT / "tests" / "bench" / "results"
-FILES = ("cpu-smollm2-135m.json", "cpu-qwen3-0.6b.json")
+FILES = "cpu-*.json"  # a shape on a machine each
 BEGIN = "<!-- from here on made by `python -m tests.bench.cpu.report`: change the results, not the text -->"
 END = "<!-- up to here -->"
 
@@ -43,8 +43,13 @@ WORDS = {
 
 def section(folder: Path = RESULTS) -> str:
     """The section for the results that are there."""
-    found = [json.loads((folder / name).read_text()) for name in FILES if (folder / name).exists()]
-    return "\n".join([BEGIN, *(line for results in found for line in _of_shape(results)), END])
+    lines = (line for path in found(folder) for line in _of_run(json.loads(path.read_text()), path))
+    return "\n".join([BEGIN, *lines, END])
+
+
+def found(folder: Path = RESULTS) -> list[Path]:
+    """The results that are there."""
+    return sorted(folder.glob(FILES))
 
 
 def replaced(readme: str, made: str) -> str:
@@ -55,15 +60,15 @@ def replaced(readme: str, made: str) -> str:
     return before + made + after
 
 
-def chart_name(results: Mapping[str, Any]) -> str:
-    """Where its chart is, beside the results."""
-    return f"cpu-{results['shape']}.svg"
+def chart_of(path: Path) -> Path:
+    """Where the chart of a file of results is: beside it."""
+    return path.with_suffix(".svg")
 
 
-def _of_shape(results: Mapping[str, Any]) -> Iterator[str]:
+def _of_run(results: Mapping[str, Any], path: Path) -> Iterator[str]:
     bandwidth = results["read_bandwidth_gb_s"]
     yield ""
-    yield f"### {results['shape']}, {results['dtype']}"
+    yield f"### {results['shape']}, {results['dtype']}, {results['cpu']}"
     yield ""
     yield (
         f"{results['cpu']} ({results['instructions']}), {results['threads']} threads, {results['measured_on']}, median "
@@ -77,7 +82,7 @@ def _of_shape(results: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from _table(results, "over HTTP", SERVED, is_served=True)
     yield ""
-    yield f"![Bars for each workload and engine](tests/bench/results/{chart_name(results)})"
+    yield f"![Bars for each workload and engine](tests/bench/results/{chart_of(path).name})"
     if results.get("parts"):
         yield ""
         yield from _parts(results["parts"])
@@ -171,10 +176,8 @@ def _where_we_lose(results: Mapping[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     README.write_text(replaced(README.read_text(), section()))
-    for name in FILES:
-        if (RESULTS / name).exists():
-            results = json.loads((RESULTS / name).read_text())
-            (RESULTS / chart_name(results)).write_text(draw(results))
+    for path in found():
+        chart_of(path).write_text(draw(json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

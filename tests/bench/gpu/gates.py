@@ -52,6 +52,11 @@ GATES = (
         {"dtype": "bfloat16", "deterministic": True, "attention_backend": "triton"},
         ({}, {"steps_in_flight": 4}, {"enforce_eager": True}, {"max_num_seqs": 1}),
     ),
+    Gate(
+        "fp8 cache",
+        {"dtype": "float32", "kv_cache_dtype": "fp8", "attention_backend": "triton"},
+        ({"steps_in_flight": 1}, {"steps_in_flight": 4}, {"enforce_eager": True}),
+    ),
 )
 DRY_GATES = (
     Gate(
@@ -68,6 +73,11 @@ DRY_GATES = (
         "deterministic",
         {"dtype": "float32", "deterministic": True, "attention_backend": "torch"},
         ({}, {"max_num_seqs": 1}),
+    ),
+    Gate(
+        "fp8 cache",
+        {"dtype": "float32", "kv_cache_dtype": "fp8", "attention_backend": "torch"},
+        ({"steps_in_flight": 1}, {"steps_in_flight": 2}),
     ),
 )
 

@@ -18,6 +18,7 @@ import torch
 
 from millrace.kernels import step_state
 from millrace.runtime.simstreams import SimStreams
+from millrace.stages.errors import ConfigError
 from tests.bench.gpu import __main__ as command
 from tests.bench.gpu import gates, one, sanitizer, steps
 from tests.bench.gpu.checks import check_step_state
@@ -211,6 +212,20 @@ def test_a_setting_that_no_engine_has_is_told_and_not_tried(monkeypatch: pytest.
     gates.pass_gate(told.place, gate, {}, ["a"], 1)
     assert told.rows[0] == {"gate": "speed", "is_faster": True, "skipped": "the engine has no setting is_faster yet"}
     assert told.rows[1]["tokens"] == 1 and not told.wrong
+
+
+def test_settings_that_an_engine_refuses_are_complained_of_and_the_others_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(options: dict[str, Any], *_: Any) -> list[list[int]]:
+        if options["block_size"] == 3:
+            raise ConfigError("three")
+        return [[7]]
+
+    told = Told()
+    monkeypatch.setattr(gates, "answers", refuse)
+    gates.pass_gate(told.place, gates.Gate("size", {}, ({"block_size": 3}, {"block_size": 4})), {}, ["a"], 1)
+    assert told.wrong == ["size: the engine refuses {'block_size': 3}: three"] and told.rows[0]["block_size"] == 4
 
 
 # ---- the sanitizer --------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from millrace.stages.errors import ConfigError
+
 from .place import TINY, Place
 from .workload import options_of
 
@@ -44,6 +46,7 @@ GATES = (
             {"attention_backend": "triton", "steps_in_flight": 2},
             {"attention_backend": "triton", "steps_in_flight": 4},
             {"attention_backend": "triton", "enforce_eager": True},
+            {"attention_backend": "triton", "async_scheduling": False},
             {"attention_backend": "torch"},
         ),
     ),
@@ -71,7 +74,7 @@ DRY_GATES = (
     ),
     Gate(
         "deterministic",
-        {"dtype": "float32", "deterministic": True, "attention_backend": "torch"},
+        {"dtype": "float32", "deterministic": True, "attention_backend": "triton"},
         ({}, {"max_num_seqs": 1}),
     ),
     Gate(
@@ -104,7 +107,11 @@ def pass_gate(place: Place, gate: Gate, options: dict[str, Any], prompts: list[A
         if missing:
             place.tell({"gate": gate.name, **variant, "skipped": f"the engine has no setting {', '.join(missing)} yet"})
             continue
-        tokens = answers(options | settings, prompts, num_tokens)
+        try:
+            tokens = answers(options | settings, prompts, num_tokens)
+        except ConfigError as error:
+            place.complain(f"{gate.name}: the engine refuses {settings}: {error}")
+            continue
         place.tell({"gate": gate.name, **variant, "tokens": sum(map(len, tokens))})
         if first is None:
             first = variant, tokens

@@ -127,7 +127,15 @@ def test_a_dry_run_runs_every_part_and_says_that_its_figures_are_no_gpus(tmp_pat
     assert list(parts) == [part.name for part in PARTS]
     assert all(part["rows"] and not part["wrong"] and "failed" not in part for part in parts.values())
     kernels = {row["kernel"].split(" ")[0] for row in parts["kernels"]["rows"]}
-    assert kernels >= {"rms_norm", "attention_prologue", "paged_decode", "paged_attention", "choose", "thresholds"}
+    assert kernels >= {
+        "rms_norm",
+        "attention_prologue",
+        "paged_decode",
+        "paged_attention",
+        "choose",
+        "thresholds",
+        "make_inputs",
+    }
     for name in ("checks", "kernels", "steps-0.6b", "steps-8b"):
         assert not {"orjson", "anyio", "structlog", "aiohttp", "pydantic"} & set(parts[name]["packages"])
     assert parts["workload"]["rows"][0]["answer_tokens"] == parts["transformers"]["rows"][0]["answer_tokens"]

@@ -18,6 +18,7 @@ from .floors import GPU_SHAPES, H200
 from .layer_trials import Widths, copy_trial, norm_trials, prologue_trial
 from .place import TINY, Place
 from .sampling_trials import sampling_trials, triton_sampler
+from .step_trials import step_trials
 from .timing import Clock, DeviceClock, HostClock
 from .trials import Trial, unchecked
 
@@ -52,6 +53,8 @@ def row_of(trial: Trial, us: float) -> dict[str, Any]:
 
 def _trials(place: Place, kernels: Backend, shape: dict[str, Any]) -> Iterator[Trial]:
     """One at a time, so that the memory of one serves the next."""
+    from millrace.kernels import triton_step
+
     draw = torch.Generator(place.device).manual_seed(place.seed)
     widths, dtype, num_layers = Widths.of(shape), place.dtype, shape["num_hidden_layers"]
     has_norms = shape["model_type"] == "qwen3"
@@ -74,6 +77,8 @@ def _trials(place: Place, kernels: Backend, shape: dict[str, Any]) -> Iterator[T
         yield from timed_trials(kernels, widths, num_layers, [(num_tokens, num_tokens)], dtype, draw)
     mixed = [(1, 20), (7, 30)] if place.is_dry else [*[(1, 1024)] * 64, (512, 2048)]
     yield from timed_trials(kernels, widths, num_layers, mixed, dtype, draw)
+    for num_rows in (2,) if place.is_dry else (1, 256):
+        yield from step_trials(triton_step, num_rows, 9 if place.is_dry else 1024, place.device)
     sampler, vocab_size = triton_sampler(), shape["vocab_size"]
     for num_rows in (2,) if place.is_dry else (1, 64, 256):
         for asked in (({},), DRAWN, CUT, PENALISED):

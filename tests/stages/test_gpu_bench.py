@@ -137,7 +137,7 @@ def test_a_dry_run_runs_every_part_and_says_that_its_figures_are_no_gpus(tmp_pat
         "make_inputs",
     }
     for name in ("checks", "kernels", "steps-0.6b", "steps-8b"):
-        assert not {"orjson", "anyio", "structlog", "aiohttp", "pydantic"} & set(parts[name]["packages"])
+        assert not {"orjson", "anyio", "structlog", "aiohttp", "pydantic", "pytest"} & set(parts[name]["packages"])
     assert parts["workload"]["rows"][0]["answer_tokens"] == parts["transformers"]["rows"][0]["answer_tokens"]
     assert found["workload_ratio"] > 0
 

@@ -36,7 +36,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         copy_blocks: CopyBlocks = reference.copy_blocks,
+        scales: Tensor | None = None,
     ) -> None:
+        """`scales` [layers, 2, G] f32 are of a cache in float8_e4m3fn, and only of one: see `kv_scales.py`."""
+        assert (scales is not None) == (dtype == torch.float8_e4m3fn)
         self._copy_blocks = copy_blocks
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -46,10 +49,18 @@ class KVCache:
         self.data = _zeros(self._shape(num_blocks, heads, tile), dtype, device)
         by_layer = self.data.permute((1, 2, 0, 3, 4, 5) if self.is_block_major else (0, 1, 3, 2, 4, 5))
         self._layers = [(by_layer[layer, 0], by_layer[layer, 1]) for layer in range(config.num_layers)]
+        self._scales: list[tuple[Tensor, Tensor] | tuple[None, None]] = [(None, None)] * config.num_layers
+        if scales is not None:
+            self._scales = [(keys, values) for keys, values in scales]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, views of [N, G, B, D] each."""
         return self._layers[index]
+
+    def layer_scales(self, index: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """[G] f32 each: what the keys and values of one layer are kept divided by; None where they are kept as they
+        are."""
+        return self._scales[index]
 
     def copy_blocks(self, source: Ids, destination: Ids) -> None:
         """Copy whole blocks, all layers: `destination[i]` becomes what `source[i]` is; no block is both."""

@@ -5,6 +5,7 @@ Kernels come from outside, so the same lines run on the PyTorch twins and on Tri
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -34,6 +35,8 @@ class Kernels(Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor: ...
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def copy_blocks(self, data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None: ...
@@ -50,6 +53,8 @@ class Kernels(Protocol):
         scale: float,
         window: int | None = None,
         *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         plan: AttentionPlan | None = None,
     ) -> Tensor: ...
     def paged_attention(
@@ -63,6 +68,8 @@ class Kernels(Protocol):
         scale: float,
         window: int | None = None,
         *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         plan: AttentionPlan | None = None,
     ) -> Tensor: ...
 
@@ -103,7 +110,8 @@ class Decoder:
         """The layers' part of a step: what they make of each of its tokens, [T, hidden]."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
         starts = None if inputs.is_decode else inputs.query_starts
-        plan = kernels.plan_attention(self._attention_shape, inputs.lengths, starts, len(inputs.input_ids))
+        attention_shape = replace(self._attention_shape, cache_dtype=cache.data.dtype)
+        plan = kernels.plan_attention(attention_shape, inputs.lengths, starts, len(inputs.input_ids))
         residual = self.weights.embedding.index_select(0, inputs.input_ids)  # [T, hidden]
         for index, layer in enumerate(self.weights.layers):
             x = kernels.rms_norm(residual, layer.input_norm, eps)
@@ -137,12 +145,24 @@ class Decoder:
         num_tokens = x.shape[0]
         qkv = layer.qkv(x).view(num_tokens, -1, config.head_dim)  # [T, H + 2 G, D]
         keys, values = cache.layer(index)  # [N, G, B, D]
+        k_scale, v_scale = cache.layer_scales(index)  # [G]
         norms, tables = (layer.q_norm, layer.k_norm, config.rms_norm_eps), (self._cos, self._sin, inputs.positions)
-        q = kernels.attention_prologue(qkv, *norms, *tables, keys, values, inputs.slot_mapping)  # [T, H, D]
+        q = kernels.attention_prologue(
+            qkv, *norms, *tables, keys, values, inputs.slot_mapping, k_scale, v_scale
+        )  # [T, H, D]
         window = config.sliding_windows[index]
         if inputs.is_decode:
             seen = kernels.paged_decode(
-                q, keys, values, inputs.block_tables, inputs.lengths, self._scale, window, plan=plan
+                q,
+                keys,
+                values,
+                inputs.block_tables,
+                inputs.lengths,
+                self._scale,
+                window,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                plan=plan,
             )  # [S, H, D]
         else:
             seen = kernels.paged_attention(
@@ -154,6 +174,8 @@ class Decoder:
                 inputs.lengths,
                 self._scale,
                 window,
+                k_scale=k_scale,
+                v_scale=v_scale,
                 plan=plan,
             )  # [T, H, D]
         return seen.view(num_tokens, -1)

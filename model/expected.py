@@ -6,9 +6,12 @@ A wrong checkpoint fails here, at once, before any weight is read.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +24,7 @@ from .shards import Checkpoint
 
 Shapes = dict[str, tuple[int, ...]]  # by name
 
+PART = 1 << 22  # numbers that one thread draws at a time of a random tensor
 NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")  # in old ones
 
 
@@ -104,13 +108,26 @@ class _RandomTensors:
     def array(self, name: str) -> NDArray[Any]:
         if name.endswith("norm.weight"):
             return np.ones(self.shapes[name], np.float32)
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-        numbers = np.random.Generator(np.random.SFC64(seed)).standard_normal(self.shapes[name], np.float32)
-        numbers *= np.float32(0.02)
+        numbers = np.empty(self.shapes[name], np.float32)
+        flat = numbers.reshape(-1)
+        parts = [flat[begin : begin + PART] for begin in range(0, len(flat), PART)]
+        if len(parts) <= 1:
+            _draw(name, 0, flat)
+            return numbers
+        with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as threads:  # numpy draws without the GIL
+            list(threads.map(partial(_draw, name), range(len(parts)), parts))
         return numbers
 
     def forget(self, name: str) -> None:
         pass
+
+
+def _draw(name: str, index: int, part: NDArray[np.float32]) -> None:
+    """Fills one part of a tensor."""
+    text = name if index == 0 else f"{name} {index}"
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    np.random.Generator(np.random.SFC64(seed)).standard_normal(dtype=np.float32, out=part)
+    part *= np.float32(0.02)
 
 
 def _compare(checkpoint: Checkpoint, shapes: Shapes, config: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.attend_in_f32 import SCORED_ROWS
 from .config import ModelConfig
 from .linear import WidenedLinear
 from .weights import DecoderWeights
@@ -27,7 +28,9 @@ def weights_bytes(weights: DecoderWeights) -> int:
     return sum(sizes.values())
 
 
-def step_bytes(config: ModelConfig, weights: DecoderWeights, num_tokens: int, max_model_len: int) -> int:
+def step_bytes(
+    config: ModelConfig, weights: DecoderWeights, num_tokens: int, max_model_len: int, *, is_kv_fp8: bool = False
+) -> int:
     """The most that `Decoder.forward` has allocated at a time with the torch kernels on a CPU, logits left out.
 
     For a step of `num_tokens` new tokens, in sequences of up to `max_model_len` tokens. Within 10 % above what torch's
@@ -45,7 +48,12 @@ def step_bytes(config: ModelConfig, weights: DecoderWeights, num_tokens: int, ma
     feed = 3 * config.intermediate_size * wide
     by_token = max(project, rotate, feed)
     gathered = 2 * context * config.num_kv_heads * config.head_dim * size
-    attention = num_tokens * attend + gathered + _mask_bytes(config, size, num_tokens, context)
+    hidden = _mask_bytes(config, size, num_tokens, context)
+    if is_kv_fp8:  # keys and values in f32, and twice in 8 bits while the second are gathered
+        gathered = 10 * context * config.num_kv_heads * config.head_dim
+        rows = min(num_tokens * config.num_heads, max(SCORED_ROWS, config.num_heads))
+        hidden = 4 * 4 * rows * context  # scores, those before them, and twice what they become
+    attention = num_tokens * attend + gathered + hidden
     return num_tokens * stream + max(num_tokens * by_token, attention)
 
 

@@ -61,7 +61,7 @@ class EngineConfig:
     block_size: int = 16  # tokens; smaller wastes less, larger loads faster
     num_gpu_blocks: int | None = None  # exact size of the pool, on any device; None: from memory
     kv_cache_bytes: int | None = None  # size of the pool; None: from memory
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: as `dtype`
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of keys and values; int8 natively, fp8 by torch, triton
     enable_prefix_caching: bool = True  # do not compute what an earlier prompt or answer began with
     swap_space: float | None = None  # GiB of host memory for preempted sequences; None: 4, on a CPU 1; 0: recompute
     num_cpu_blocks: int | None = None  # exact size of that pool; None: from swap_space

@@ -207,6 +207,8 @@ def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
         return f"attention_backend = {config.attention_backend}"
     if config.device == "cuda" or (config.device == "auto" and has_cuda_driver()):
         return f"device = {config.device}: it computes on CPUs, and this is for a GPU"
+    if config.kv_cache_dtype == "fp8":
+        return "kv_cache_dtype = fp8: it keeps keys and values in int8, or as dtype"
     if config.dtype_of(shape.dtype) == "float16":
         return "dtype = float16: it computes in bfloat16 and float32"
     return None
@@ -216,8 +218,8 @@ def _native_only(config: EngineConfig) -> str | None:
     """What is asked for that only the native library does, and what to do without it; None: nothing."""
     if config.quantization is not None:
         return f"quantization = {config.quantization} (leave it out, or use device = cpu with attention_backend = auto)"
-    if config.kv_cache_dtype != "auto":
-        return f"kv_cache_dtype = {config.kv_cache_dtype} (use auto, or device = cpu with attention_backend = auto)"
+    if config.kv_cache_dtype == "int8":
+        return "kv_cache_dtype = int8 (use auto or fp8, or device = cpu with attention_backend = auto)"
     return None
 
 

@@ -39,6 +39,7 @@ def load_natively(
     """Loads the checkpoint in `root`. Raises as `load_model` does, `NativeUnavailableError` where the library can not
     be had, and `UnsupportedModelError` for a model that it does not compute."""
     dtype = cast(DType, config.dtype_of(shape.dtype))
+    assert config.kv_cache_dtype != "fp8", "whoever chose the native step saw that"
     cache_dtype: CacheDType = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     sizes = native_shape(shape)
     with phases("library"):

@@ -22,6 +22,7 @@ from .choosing import Choosing, MakeChoosing
 from .computing import Computing
 from .config import EngineConfig
 from .errors import ConfigError
+from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
 from .measuring import (
     SORTED_BYTES,
     check_room_for_weights,
@@ -46,6 +47,7 @@ def load_on_torch(
     """Loads the checkpoint in `root`. Raises as `load_model` does."""
     device = choose_device(config, threads)
     kernels = backend.load(_backend_name(config, device))
+    check_kv_dtype(config, device, kernels.name)
     with phases("weights"):
         dtype = torch_dtype(config, shape.dtype)
         name = str(dtype).removeprefix("torch.")
@@ -53,7 +55,7 @@ def load_on_torch(
         weights = load_weights(root, shape, device, dtype, load_format=config.load_format)
         decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
     with phases("cache"):
-        bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, dtype)
+        bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, dtype))
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, device.type)
         memory = _sizing(config, shape, decoder, max_model_len, host_blocks).plan(max_model_len)
         if memory.max_model_len < max_model_len:  # auto
@@ -68,7 +70,7 @@ def load_on_torch(
         device=str(device),
         dtype=name,
         quantization=None,
-        kv_cache_dtype=name,
+        kv_cache_dtype=name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         max_model_len=max_model_len,
         memory=memory,
         num_host_blocks=host_blocks,
@@ -117,7 +119,9 @@ def make_runner(
     config: EngineConfig, shape: ModelConfig, decoder: Decoder, blocks: int, max_model_len: int, host_blocks: int = 0
 ) -> ModelRunner:
     """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
-    cache = KVCache(shape, blocks, config.block_size, decoder.dtype, decoder.device, decoder.kernels.copy_blocks)
+    dtype, copy_blocks = kv_dtype_of(config, decoder.dtype), decoder.kernels.copy_blocks
+    scales = kv_scales_of(config, decoder)
+    cache = KVCache(shape, blocks, config.block_size, dtype, decoder.device, copy_blocks, scales)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)
@@ -145,7 +149,7 @@ def _free_bytes(device: torch.device) -> int:
 def _sizing(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int, host_blocks: int) -> Sizing:
     """Everything that sizes depend on. `decoder` holds tables for `max_model_len` positions, and no cache is there yet.
     The largest step is run on a GPU; what it takes on a CPU is computed."""
-    bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, decoder.dtype)
+    bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     weights = weights_bytes(decoder.weights)
     if decoder.device.type == "cpu":
         return sizing_on_cpu(
@@ -153,7 +157,9 @@ def _sizing(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_mode
             shape,
             max_model_len,
             weights=weights,
-            activations=partial(step_bytes, shape, decoder.weights, config.num_step_tokens),
+            activations=partial(
+                step_bytes, shape, decoder.weights, config.num_step_tokens, is_kv_fp8=config.kv_cache_dtype == "fp8"
+            ),
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
         )

@@ -23,6 +23,7 @@ STAGES = {"intake", "tokenize", "schedule", "allocate", "execute", "sample", "de
 STAGE_FILES_WITH_TORCH = {
     "tensors",
     "torch_loading",
+    "kv_dtype",
     "triton_choosing",
     "torch_work",
     "cuda_streams",

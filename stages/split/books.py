@@ -59,6 +59,7 @@ def read_books(core: CoreStages, pipeline: Pipeline, told_here: Collection[str],
         swaps_refused=(0, 0) if host is None else (host.num_full, host.num_dear),
         prefixes=None if cache is None else (cache.num_queries, cache.num_hits, cache.num_host_hits),
         step_tokens=_counts(core.allocate.step_tokens),
+        idle_gaps=None if (gaps := core.execute.device.idle_gaps_us) is None else _counts(gaps),
         blocks=blocks,
     )
 

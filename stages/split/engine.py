@@ -390,8 +390,7 @@ class SplitEngine(Engine):
 
     @property
     def idle_gaps_us(self) -> Histogram | None:
-        """None: the books that come from the engine's process do not have it."""
-        return None
+        return self._seen().idle_gaps_us
 
     @property
     def step_tokens(self) -> Histogram:

@@ -23,6 +23,7 @@ from ..allocate import STEP_TOKENS
 from ..config import EngineConfig
 from ..outputs import ModelInfo
 from ..sequences import State
+from ..stepping.idle_gaps import BOUNDS_US
 from .books import STATES
 from .words import BlockBooks, Books, EdgeBooks, PoolBooks, StageBooks
 
@@ -275,6 +276,7 @@ class Mirror:
         self.host = HostView(PoolView(info.num_host_blocks, info.block_size)) if info.num_host_blocks else None
         self.cache = CacheView() if self.config.enable_prefix_caching else None
         self.step_tokens = Histogram(STEP_TOKENS)
+        self.idle_gaps_us: Histogram | None = None  # until the engine says that it knows them
 
     def update(self, books: Books) -> None:
         for stage in books.stages:
@@ -292,3 +294,6 @@ class Mirror:
         if self.cache is not None and books.prefixes is not None:
             self.cache.num_queries, self.cache.num_hits, self.cache.num_host_hits = books.prefixes
         _fill(self.step_tokens, books.step_tokens)
+        if books.idle_gaps is not None:
+            self.idle_gaps_us = self.idle_gaps_us or Histogram(BOUNDS_US)
+            _fill(self.idle_gaps_us, books.idle_gaps)

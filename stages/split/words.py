@@ -265,6 +265,7 @@ class Books:
     swaps_refused: tuple[int, int]  # host full, or slower
     prefixes: tuple[int, int, int] | None  # tokens looked up, found, and found on the host
     step_tokens: Sequence[int]  # counts by bucket, then the sum
+    idle_gaps: Sequence[int] | None  # likewise, of the device's; None where nobody knows them
     blocks: BlockBooks | None = None
 
 

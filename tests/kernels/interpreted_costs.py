@@ -24,9 +24,11 @@ from millrace.kernels import (
     triton_layers,
     triton_prologue,
     triton_sampling,
+    triton_step,
     triton_thresholds,
 )
 from millrace.kernels.cost import Cost
+from tests.bench.gpu.step_trials import step_trials
 from tests.kernels.sampling_cases import noise, table
 
 
@@ -130,3 +132,8 @@ def test_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     want = cost_sampling.score(3, 8193, 2, 5)
     launch = lambda: triton_sampling.score(logits, SLOTS[1:], SLOTS, 5)  # noqa: E731
     assert_counts(monkeypatch, launch, want, slack=0.01)
+
+
+def test_the_state_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for trial in step_trials(triton_step, 5, 37, torch.device("cpu"), block_size=4):
+        assert_counts(monkeypatch, trial.launch, trial.cost)

@@ -157,9 +157,9 @@ def test_attention_is_planned_once_a_step_for_the_windows_of_all_layers(tmp_path
         return f"plan {len(planned)}"
 
     def watched(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attend_and_tell(*arguments: Any, plan: str) -> Tensor:
+        def attend_and_tell(*arguments: Any, plan: str, **scales: Any) -> Tensor:
             seen.append(plan)
-            return attend(*arguments)
+            return attend(*arguments, **scales)
 
         return attend_and_tell
 

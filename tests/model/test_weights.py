@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from millrace.model import expected
 from millrace.model.config import ModelConfig
 from millrace.model.errors import CheckpointError
 from millrace.model.expected import expected_shapes
@@ -76,6 +77,19 @@ def test_dummy_weights_need_no_file_and_are_the_same_each_time(root: Path, tmp_p
     assert torch.equal(first.embedding, second.embedding)
     assert 0.019 < float(first.embedding.std()) < 0.021
     assert not torch.equal(first.layers[0].post_norm, first.embedding[0])
+
+
+def test_dummy_weights_are_drawn_in_parts_that_differ_and_do_not_depend_on_threads(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load(root, load_format="dummy").embedding.flatten()
+    monkeypatch.setattr(expected, "PART", 100)
+    parts = []
+    for num_cpus in (1, 7):
+        monkeypatch.setattr(os, "cpu_count", lambda num_cpus=num_cpus: num_cpus)
+        parts.append(load(root, load_format="dummy").embedding.flatten())
+    assert torch.equal(*parts) and torch.equal(parts[0][:100], whole[:100])
+    assert not torch.equal(parts[0][100:200], parts[0][:100]) and 0.019 < float(parts[0].std()) < 0.021
 
 
 def test_weights_are_in_the_dtype_asked_for(root: Path) -> None:

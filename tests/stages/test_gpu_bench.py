@@ -1,21 +1,42 @@
-"""The GPU's benchmark, as far as it goes without one: its floors, its steps on simulated streams, and what it says."""
+"""The GPU's benchmark, as far as it goes without one: its floors, its steps on simulated streams, and what it says.
+
+`python -m tests.bench.gpu --dry` is run whole: all parts, tiny, with Triton's kernels in their interpreter.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from millrace.kernels import step_state
 from millrace.runtime.simstreams import SimStreams
+from millrace.stages.errors import ConfigError
+from tests.bench.gpu import __main__ as command
+from tests.bench.gpu import gates, one, sanitizer, steps
 from tests.bench.gpu.checks import check_step_state
-from tests.bench.gpu.floors import GPU_SHAPES, Device, decode_floor_s, kv_bytes, num_streamed
+from tests.bench.gpu.floors import (
+    GPU_SHAPES,
+    Device,
+    decode_floor_s,
+    kv_bytes,
+    num_streamed,
+    prefill_floor_s,
+    stream_floor_s,
+)
+from tests.bench.gpu.parts import LIMIT_S, PART_LIMIT_S, PARTS
+from tests.bench.gpu.place import DRY, Place
 from tests.bench.gpu.steps import NUM_TIMED, NUM_WARM, Subject, as_json, measure
+from tests.bench.gpu.workload import requests_of
+
+ROOT = Path(__file__).parents[2]
 
 TINY = {
     "model_type": "llama",
@@ -77,9 +98,154 @@ def test_the_check_of_kernels_finds_one_that_is_wrong_and_no_other() -> None:
     assert found and all("told is not the twin's" in complaint for complaint in found)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_workload_is_the_one_that_others_report() -> None:
+    requests = requests_of(0)
+    assert len(requests) == 256 and sum(num_answer for _, num_answer in requests) == 133_966
+    assert all(100 <= len(prompt) <= 1024 and 100 <= num_answer <= 1024 for prompt, num_answer in requests)
+    lengths = [(len(prompt), num_answer) for prompt, num_answer in requests]
+    assert 133_966 / stream_floor_s(GPU_SHAPES["qwen3-0.6b"], lengths) == pytest.approx(36_300, rel=0.03)
+
+
+def test_the_floor_of_a_prompt_is_what_a_calculator_says() -> None:
+    assert prefill_floor_s(GPU_SHAPES["llama-3.1-8b"], 8192) == pytest.approx(0.167, rel=0.01)
+    assert stream_floor_s(TINY, [(9, 1)]) == prefill_floor_s(TINY, 9), "the first token comes of the prompt"
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
-def test_without_a_gpu_it_says_so_and_fails() -> None:
-    command = [sys.executable, "-m", "tests.bench.gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 2 and "no CUDA device" in done.stderr and not done.stdout
+def test_a_dry_run_runs_every_part_and_says_that_its_figures_are_no_gpus(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    run = [sys.executable, "-m", "tests.bench.gpu", "--dry", "--json", str(told)]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(told.read_text())
+    assert found["device"] == DRY and done.stdout.count(DRY) > len(PARTS)
+    assert found["versions"]["torch"] == torch.__version__ and set(found["versions"]) >= {"triton", "driver", "numpy"}
+    parts = found["parts"]
+    assert list(parts) == [part.name for part in PARTS]
+    assert all(part["rows"] and not part["wrong"] and "failed" not in part for part in parts.values())
+    kernels = {row["kernel"].split(" ")[0] for row in parts["kernels"]["rows"]}
+    assert kernels >= {
+        "rms_norm",
+        "attention_prologue",
+        "paged_decode",
+        "paged_attention",
+        "choose",
+        "thresholds",
+        "make_inputs",
+    }
+    for name in ("checks", "kernels", "steps-0.6b", "steps-8b"):
+        assert not {"orjson", "anyio", "structlog", "aiohttp", "pydantic", "pytest"} & set(parts[name]["packages"])
+    assert parts["workload"]["rows"][0]["answer_tokens"] == parts["transformers"]["rows"][0]["answer_tokens"]
+    assert found["workload_ratio"] > 0
+
+
+def test_a_dry_run_does_not_write_where_results_are_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = command.RESULTS / "gpu.json"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--dry", "--json", str(result)])
+    assert command.main() == 2 and "a dry run measures nothing" in capsys.readouterr().err
+    assert not result.exists()
+
+
+def test_parts_run_alone_within_four_minutes_and_all_within_fifteen() -> None:
+    assert all(part.limit_s <= PART_LIMIT_S for part in PARTS) and sum(part.limit_s for part in PARTS) <= LIMIT_S
+
+
+def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(place: Place) -> None:
+        place.tell({"before": 1})
+        raise ArithmeticError("lost")
+
+    def complain(place: Place) -> None:
+        place.complain("too many")
+
+    out = tmp_path / "lines.jsonl"
+    monkeypatch.setattr(steps, "run_small", fail)
+    monkeypatch.setattr(steps, "run_large", complain)
+    monkeypatch.setattr(sys, "argv", ["one", "steps-0.6b", "steps-8b", "--out", str(out), "--dry"])
+    assert one.main() == 1
+    told: dict[str, Any] = {"parts": {name: {"rows": [], "wrong": []} for name in ("steps-0.6b", "steps-8b")}}
+    for line in out.read_text().splitlines():
+        command._take(told, json.loads(line))
+    small, large = told["parts"].values()
+    assert small == {"rows": [{"before": 1}], "wrong": [], "failed": "ArithmeticError: lost"}
+    assert large["wrong"] == ["too many"] and large["ended"]
+
+
+def test_a_part_is_stopped_at_its_limit() -> None:
+    lines, trouble = command._run_apart(["checks"], 0, 0.01, is_dry=True)
+    assert lines == [] and trouble == "stopped after 0.01 s"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    assert command.main() == 2
+    told = capsys.readouterr()
+    assert "no CUDA device" in told.err and not told.out
+
+
+# ---- gates ----------------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """What a part says."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+        self.place = Place(torch.device("cpu"), 0, self.rows.append, self.wrong.append)
+
+
+def test_a_setting_that_changes_an_answer_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    depths = ({"steps_in_flight": 1}, {"steps_in_flight": 2}, {"steps_in_flight": 4})
+    gate = gates.Gate("depth", {"dtype": "float32"}, depths)
+    monkeypatch.setattr(gates, "answers", lambda options, *_: [[7], [options["steps_in_flight"] // 4]])
+    gates.pass_gate(told.place, gate, {}, ["a", "b"], 1)
+    assert told.wrong == ["depth: answer 1 with {'steps_in_flight': 4} is not the one with {'steps_in_flight': 1}"]
+    assert [row["tokens"] for row in told.rows] == [2, 2, 2]
+
+
+def test_a_setting_that_no_engine_has_is_told_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    monkeypatch.setattr(gates, "answers", lambda *_: [[7]])
+    gate = gates.Gate("speed", {}, ({"is_faster": True}, {"steps_in_flight": 2}))
+    gates.pass_gate(told.place, gate, {}, ["a"], 1)
+    assert told.rows[0] == {"gate": "speed", "is_faster": True, "skipped": "the engine has no setting is_faster yet"}
+    assert told.rows[1]["tokens"] == 1 and not told.wrong
+
+
+def test_settings_that_an_engine_refuses_are_complained_of_and_the_others_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(options: dict[str, Any], *_: Any) -> list[list[int]]:
+        if options["block_size"] == 3:
+            raise ConfigError("three")
+        return [[7]]
+
+    told = Told()
+    monkeypatch.setattr(gates, "answers", refuse)
+    gates.pass_gate(told.place, gates.Gate("size", {}, ({"block_size": 3}, {"block_size": 4})), {}, ["a"], 1)
+    assert told.wrong == ["size: the engine refuses {'block_size': 3}: three"] and told.rows[0]["block_size"] == 4
+
+
+# ---- the sanitizer --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_sanitizer_finds_is_complained_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / sanitizer.TOOL
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    told = Told()
+    for status in (0, 86):
+        tool.write_text(f'#!/bin/sh\necho "Invalid read $1 $2"\nexit {status}\n')
+        tool.chmod(0o755)
+        sanitizer.run(told.place)
+    assert told.rows == [{"tool": "memcheck", "status": 0}, {"tool": "memcheck", "status": 86}]
+    assert told.wrong == ["memcheck: exit status 86: Invalid read --tool memcheck\n"]

@@ -28,7 +28,7 @@ from millrace.stages.split.front import CORE
 from millrace.stages.split.live_table import STEPS_AT_ONCE, LiveTable
 from millrace.stages.split.mirror import Mirror, MirrorChannel, MirrorRunner, MirrorStage
 from millrace.stages.split.words import CODEC, RequestFailed, Served
-from millrace.stages.testing import SMALL, ScriptedEngine
+from millrace.stages.testing import SMALL, ScriptedEngine, scripted_engine
 
 
 def token_request(name: str, first: int, n: int = 1, index: int = 0, **more: Any) -> TokenRequest:
@@ -245,6 +245,27 @@ def test_the_mirror_shows_what_the_books_say_under_the_same_names() -> None:
             name = "sample.out->detokenize.in"
             assert channels[name].stats().num_sent == pipeline.channels[name].stats().num_sent
             await stream.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_how_long_the_device_idled_crosses_where_it_is_known(is_late: bool) -> None:
+    async def main() -> None:
+        async with scripted_engine(is_late=is_late) as engine:
+            params = SamplingParams(max_tokens=20, ignore_eos=True)
+            assert [output async for output in engine.generate("abc", params, output_kind="final")]
+            await engine.check_quiet()
+            told = dataclasses.replace(read_books(engine.parts.core, engine.pipeline, []), stages=[])
+            mirror = Mirror(engine.config, engine.info, {}, {}, lambda number: None)
+            assert mirror.idle_gaps_us is None
+            mirror.update(crossed(told))
+            here, there = mirror.idle_gaps_us, engine.idle_gaps_us
+            if not is_late:
+                assert here is None and there is None
+                return
+            assert here is not None and there is not None and there.num_observed > 10
+            assert (here.bounds, here.counts, here.total) == (there.bounds, there.counts, there.total)
 
     asyncio.run(main())
 

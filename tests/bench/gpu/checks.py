@@ -1,6 +1,7 @@
-"""The kernels against their twins on the GPU itself, on fresh random inputs, with poison where they are to write.
+"""The kernels against float64 on the device itself, on fresh random inputs, with poison where they are to write.
 
-So far those of a step's state; what sees cached tokens or logits is still to be added.
+Kernels whose results are whole numbers are held against their twins exactly, and the edits of logits, which are a few
+operations a number, against theirs in float32.
 """
 
 from __future__ import annotations
@@ -11,16 +12,75 @@ from types import ModuleType
 
 import torch
 
+from millrace.kernels import backend
+from millrace.kernels.backend import Backend
 from tests.kernels.step_sides import differences
+
+from .attention_trials import checked_trials
+from .layer_trials import Widths, copy_trial, norm_trials, prologue_trial
+from .place import Place
+from .sampling_trials import Sampler, sampling_trials, triton_sampler
+from .trials import Trial, check
 
 SIZES = ((1, 1, 7), (4, 4, 40), (70, 2, 33), (256, 16, 300))  # slots, tokens a block, tokens of a sequence
 NUM_STEPS = 8
+ODD = Widths(hidden=1000, num_heads=7, num_groups=1, head_dim=24, inner=1025)
+QWEN3_06B = Widths(hidden=1024, num_heads=16, num_groups=8, head_dim=128, inner=3072)
+LLAMA_8B = Widths(hidden=4096, num_heads=32, num_groups=8, head_dim=128, inner=14_336)
 
 
-def check_step_state(kernels: ModuleType, device: torch.device, seed: int) -> Iterator[str]:
+def run(place: Place) -> None:
+    """The part `checks`."""
+    from millrace.kernels import triton_step
+
+    check_kernels(place, backend.load("triton"), triton_sampler(), triton_step)
+
+
+def check_kernels(place: Place, kernels: Backend, sampler: Sampler, steps: ModuleType) -> None:
+    """Complains of each kernel of these that is wrong, and tells how many trials there were."""
+    count = 0
+    for trial in _trials(place, kernels, sampler):
+        count += 1
+        for complaint in check(trial):
+            place.complain(complaint)
+    is_small = place.is_dry or place.is_tiny
+    walks = (SIZES[1:2], 2) if is_small else (SIZES, NUM_STEPS)
+    for complaint in check_step_state(steps, place.device, place.seed, *walks):
+        place.complain(complaint)
+    place.tell({"num_trials": count})
+
+
+def _trials(place: Place, kernels: Backend, sampler: Sampler) -> Iterator[Trial]:
+    """One at a time, so that the memory of one serves the next."""
+    draw = torch.Generator(place.device).manual_seed(place.seed)
+    is_small = place.is_dry or place.is_tiny
+    tiny = Widths(hidden=33, num_heads=4, num_groups=2, head_dim=16, inner=20)
+    for widths in (tiny,) if is_small else (tiny, ODD, QWEN3_06B, LLAMA_8B):
+        for num_tokens in (3,) if is_small else (1, 7, 300):
+            yield from norm_trials(kernels, widths, num_tokens, place.dtype, draw)
+            yield prologue_trial(kernels, widths, num_tokens, place.dtype, draw)
+            yield prologue_trial(kernels, widths, num_tokens, place.dtype, draw, has_norms=True)
+            if not place.is_dry:  # NOTE: Triton's interpreter loses carries where it rounds to e4m3
+                yield prologue_trial(kernels, widths, num_tokens, place.dtype, draw, has_norms=True, is_fp8=True)
+    for block_bytes, num_copied in ((512, 3),) if is_small else ((512, 3), (1_835_008, 40)):
+        yield copy_trial(kernels, block_bytes, num_copied, draw)
+    yield from checked_trials(kernels, place.device, place.dtype, place.seed, is_small)
+    if not is_small:
+        yield from checked_trials(kernels, place.device, torch.float32, place.seed + 1, True)
+    for num_rows, vocab_size in ((4, 300),) if is_small else ((5, 300), (9, 50_257), (33, 151_936)):
+        yield from sampling_trials(sampler, num_rows, vocab_size, place.dtype, draw)
+
+
+def check_step_state(
+    kernels: ModuleType,
+    device: torch.device,
+    seed: int,
+    sizes: tuple[tuple[int, int, int], ...] = SIZES,
+    num_steps: int = NUM_STEPS,
+) -> Iterator[str]:
     """What the kernels write otherwise than their twins, in a sentence each."""
     dice = Random(seed)
-    for num_slots, block_size, max_model_len in SIZES:
+    for num_slots, block_size, max_model_len in sizes:
         for room in (9, 5000):
             walk = dice.randrange(1 << 30)
             for found in differences(
@@ -30,7 +90,7 @@ def check_step_state(kernels: ModuleType, device: torch.device, seed: int) -> It
                 block_size=block_size,
                 max_model_len=max_model_len,
                 room=room,
-                num_steps=NUM_STEPS,
+                num_steps=num_steps,
                 device=device,
             ):
                 yield f"walk {walk} of {num_slots} slots of {max_model_len} tokens, {found} is not the twin's"

@@ -1,4 +1,4 @@
-"""The least time that a decode step can take: what it must read and compute, over what the device reads and computes.
+"""The least time that steps can take: what they must read and compute, over what the device reads and computes.
 
 Weights are read once a step, but for an untied input embedding, of which a step reads rows; keys and values once a
 token of context. The matrix products come before and behind attention, so the two floors add up.
@@ -6,9 +6,11 @@ token of context. The matrix products come before and behind attention, so the t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.kernels.cost import seen_pairs
 from tests.bench.shapes import SHAPES
 
 GPU_SHAPES: dict[str, dict[str, Any]] = {
@@ -55,8 +57,29 @@ def kv_bytes(shape: dict[str, Any]) -> int:
     return int(numbers * ELEMENT_BYTES)
 
 
-def decode_floor_s(shape: dict[str, Any], num_rows: int, context: int, device: Device = H200) -> float:
+def decode_floor_s(shape: dict[str, Any], num_rows: int, context: float, device: Device = H200) -> float:
     """A step of `num_rows` sequences that have `context` tokens each."""
     weights = num_streamed(shape)
     products = max(ELEMENT_BYTES * weights / device.bytes_per_s, 2 * weights * num_rows / device.flops_per_s)
     return products + num_rows * context * kv_bytes(shape) / device.bytes_per_s
+
+
+def prefill_floor_s(shape: dict[str, Any], num_tokens: int, device: Device = H200) -> float:
+    """A step that is one prompt: its products and, behind them, its attention by arithmetic; one row of logits."""
+    head = shape["vocab_size"] * shape["hidden_size"]
+    products = 2 * (num_streamed(shape) - head) * num_tokens + 2 * head
+    width = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
+    attention = 4 * seen_pairs(num_tokens, num_tokens) * width
+    read = ELEMENT_BYTES * num_streamed(shape) / device.bytes_per_s
+    return max(read, products / device.flops_per_s) + attention / device.flops_per_s
+
+
+def stream_floor_s(shape: dict[str, Any], requests: Sequence[tuple[int, int]], device: Device = H200) -> float:
+    """Requests of (prompt, answer) tokens that all begin at once: their prompts, and then a step for each token of the
+    longest answer, of the sequences that still run."""
+    prompts = sum(prefill_floor_s(shape, num_prompt, device) for num_prompt, _ in requests)
+    steps = 0.0
+    for step in range(1, max(num_answer for _, num_answer in requests)):
+        lengths = [num_prompt + step for num_prompt, num_answer in requests if num_answer > step]
+        steps += decode_floor_s(shape, len(lengths), sum(lengths) / len(lengths), device)
+    return prompts + steps

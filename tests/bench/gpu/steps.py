@@ -1,5 +1,5 @@
-"""Decode steps through the step line, on any streams: how long the device takes for one, how long it idles before it,
-and how long the host takes to submit it.
+"""Steps through the step line, on any streams: how long the device takes for one, how long it idles before it, and how
+long the host takes to submit it. Decode steps of several loads, with graphs and without, and a prompt in one step.
 
 Random weights of a real shape. Sequences begin with a context that was never computed: what keys hold changes no time.
 Greedy, so sampling with truncation is not in these times.
@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -33,11 +35,53 @@ from millrace.stages.stepping.outcomes import Outcomes
 from millrace.stages.stepping.submission import Step, StepLine
 from millrace.stages.stepping.torch_work import TorchWork, greedy, step_memory
 
-from .floors import decode_floor_s
+from .floors import GPU_SHAPES, decode_floor_s, prefill_floor_s
+from .place import TINY, Place
 
 STEPS_IN_FLIGHT = 2
 NUM_WARM = 5  # steps whose times do not count
 NUM_TIMED = 50
+NUM_PROMPTS = 8  # of which the first ones, as many as NUM_WARM, do not count
+BLOCK_SIZE = 16
+LOADS = ((1, 1024), (64, 1024), (256, 1024), (64, 8192))  # rows, tokens of context
+TINY_LOADS = ((1, 20), (3, 40))
+PROMPT_TOKENS = 8192
+
+
+def run_small(place: Place) -> None:
+    """The part `steps-0.6b`."""
+    run(place, "qwen3-0.6b")
+
+
+def run_large(place: Place) -> None:
+    """The part `steps-8b`."""
+    run(place, "llama-3.1-8b")
+
+
+def run(place: Place, shape: str) -> None:
+    """Tells a row for each load, without graphs and with them, and one for a prompt."""
+    loads, num_prompt = (TINY_LOADS, 70) if place.is_dry else (LOADS, PROMPT_TOKENS)
+    sizes = [(num_rows, context + NUM_WARM + NUM_TIMED) for num_rows, context in loads]
+    sizes.append((1, num_prompt + 1))
+    subject = Subject(TINY if place.is_dry else GPU_SHAPES[shape], place.device, sizes, BLOCK_SIZE, num_prompt)
+    name = "tiny" if place.is_dry else shape
+    for is_eager in (True, False):
+        line = subject.line(_streams(place), time.perf_counter, is_eager=is_eager)
+        for load in loads:
+            place.tell({"shape": name, **as_json([measure(subject, line, *load, time.perf_counter)])[0]})
+        if is_eager:
+            row = measure_prompt(subject, line, num_prompt, time.perf_counter)
+            place.tell({"shape": name, "prompt_tokens": num_prompt, **as_json([row])[0]})
+
+
+def _streams(place: Place) -> Streams:
+    if place.is_dry:
+        from millrace.runtime.simstreams import SimStreams
+
+        return SimStreams(Random(place.seed))
+    from millrace.stages.stepping.cuda_streams import CudaStreams
+
+    return CudaStreams(place.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +106,16 @@ class Subject:
     """One model, with a cache that holds the largest of `loads`: (sequences, tokens that each comes to)."""
 
     def __init__(
-        self, shape: dict[str, Any], device: torch.device, loads: Sequence[tuple[int, int]], block_size: int
+        self,
+        shape: dict[str, Any],
+        device: torch.device,
+        loads: Sequence[tuple[int, int]],
+        block_size: int,
+        max_step_tokens: int = 0,
     ) -> None:
         self.shape, self.device, self.block_size = shape, device, block_size
         self.max_num_seqs = max(num_rows for num_rows, _ in loads)
+        self.max_step_tokens = max(self.max_num_seqs, max_step_tokens)
         self.max_model_len = max_model_len = max(length for _, length in loads)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(shape))
@@ -89,7 +139,7 @@ class Subject:
             greedy,
             num_slots=self.max_num_seqs,
             max_model_len=self.max_model_len,
-            max_step_tokens=self.max_num_seqs,
+            max_step_tokens=self.max_step_tokens,
         )
         line = StepLine(streams, memory, work, graphs, ends, Outcomes(self.max_num_seqs, ends))
         if not is_eager:
@@ -99,9 +149,32 @@ class Subject:
 
 def measure(subject: Subject, line: StepLine, num_rows: int, context: int, clock: Callable[[], float]) -> Row:
     """Runs NUM_WARM + NUM_TIMED decode steps of so many sequences."""
+    grants = decode_grants(subject, num_rows, context, NUM_WARM + NUM_TIMED)
+    floor_s = decode_floor_s(subject.shape, num_rows, context)
+    return _measure(line, grants, NUM_WARM, clock, num_rows, num_rows, context, floor_s)
+
+
+def measure_prompt(subject: Subject, line: StepLine, num_tokens: int, clock: Callable[[], float]) -> Row:
+    """Runs NUM_PROMPTS steps of a whole prompt each; `tokens_per_s` counts those of the prompt."""
+    grants = prompt_grants(subject, num_tokens, min(NUM_PROMPTS, subject.max_num_seqs))
+    floor_s = prefill_floor_s(subject.shape, num_tokens)
+    return _measure(line, grants, len(grants) // 2, clock, num_tokens, 1, num_tokens, floor_s)
+
+
+def _measure(
+    line: StepLine,
+    grants: list[StepGrant],
+    num_warm: int,
+    clock: Callable[[], float],
+    tokens_a_step: int,
+    num_rows: int,
+    context: int,
+    floor_s: float,
+) -> Row:
     under_way: deque[Step] = deque()
     step_us, idle_us, submit_us = [], [], []
     before: Step | None = None
+    num_replayed = line.graphs.num_replayed
 
     def tell(before: Step | None) -> Step:
         step = under_way.popleft()
@@ -111,7 +184,7 @@ def measure(subject: Subject, line: StepLine, num_rows: int, context: int, clock
             idle_us.append(step.began.us_since(before.done))
         return step
 
-    for grant in decode_grants(subject, num_rows, context, NUM_WARM + NUM_TIMED):
+    for grant in grants:
         began = clock()
         step = line.forward(grant)
         under_way.append(line.sample(grant, step))
@@ -120,16 +193,17 @@ def measure(subject: Subject, line: StepLine, num_rows: int, context: int, clock
             before = tell(before)
     while under_way:
         before = tell(before)
-    step_time, idle = (statistics.median(times[NUM_WARM:]) for times in (step_us, idle_us))
+    step_time = statistics.median(step_us[num_warm:])
+    idle = statistics.median(idle_us[num_warm:] or idle_us)
     return Row(
         num_rows=num_rows,
         context=context,
-        has_graphs=line.graphs.num_replayed > 0,
+        has_graphs=line.graphs.num_replayed > num_replayed,
         step_us=step_time,
         idle_us=idle,
-        submit_us=statistics.median(submit_us[NUM_WARM:]),
-        floor_us=1e6 * decode_floor_s(subject.shape, num_rows, context),
-        tokens_per_s=1e6 * num_rows / (step_time + idle),
+        submit_us=statistics.median(submit_us[num_warm:]),
+        floor_us=1e6 * floor_s,
+        tokens_per_s=1e6 * tokens_a_step / (step_time + idle),
     )
 
 
@@ -169,6 +243,29 @@ def decode_grants(subject: Subject, num_rows: int, context: int, num_steps: int)
         for step in range(1, num_steps)
     ]
     return [first, *later]
+
+
+def prompt_grants(subject: Subject, num_tokens: int, num_prompts: int) -> list[StepGrant]:
+    """A prompt in each step, whole, all in the same blocks: each in a slot of its own, as its first token ends it."""
+    num_blocks = -(-(num_tokens + 1) // subject.block_size)
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    known = np.zeros(num_tokens, np.int32)
+    return [
+        StepGrant(
+            step=step,
+            generation=0,
+            slots=np.array([step]),
+            starts=np.zeros(1, np.int32),
+            num_tokens=np.array([num_tokens], np.int32),
+            is_sampled=np.ones(1, np.bool_),
+            table_slots=np.full(num_blocks, step),
+            table_places=np.arange(num_blocks),
+            table_blocks=np.arange(1, num_blocks + 1, dtype=np.int32),
+            is_decode=False,
+            started=(Started(step, step, f"p{step}", known, num_tokens, params, seed=0),),
+        )
+        for step in range(num_prompts)
+    ]
 
 
 def as_json(rows: list[Row]) -> list[dict[str, Any]]:

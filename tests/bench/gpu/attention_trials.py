@@ -1,0 +1,245 @@
+"""Trials of attention over a paged cache, and of the lists of work that it walks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Generator, Tensor
+
+from millrace.kernels import cost
+from millrace.kernels.backend import Backend
+from millrace.kernels.cost import Cost
+from millrace.kernels.work_lists import AttentionPlan, AttentionShape, list_work
+from tests.kernels.paged import PagedCase, dense_attention, make_case
+
+from .layer_trials import Widths
+from .trials import Tensors, Trial, far, unchecked
+
+SCALE = 0.25
+FP8 = torch.float8_e4m3fn
+Load = Sequence[tuple[int, int]]  # of each sequence: new tokens, tokens in all
+
+
+def checked_trial(
+    kernels: Backend,
+    name: str,
+    load: Load,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    head_dim: int = 64,
+    num_groups: int = 2,
+    group: int = 2,
+    block_size: int = 16,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    is_fp8: bool = False,
+    is_batch_invariant: bool = False,
+    num_processors: int | None = None,
+) -> Trial:
+    """Scattered blocks, NaN in every slot without a token, and ids far out of range behind a sequence's blocks."""
+    sizes = {"num_groups": num_groups, "group": group, "head_dim": head_dim, "block_size": block_size}
+    case = make_case([new for new, _ in load], [length for _, length in load], **sizes, dtype=dtype, seed=seed)
+    scales = torch.tensor([[0.5, 1.75]]).expand(2, 2).repeat(1, num_groups)[:, :num_groups] if is_fp8 else None
+    if is_fp8:
+        assert scales is not None
+        small = replace(case, k_cache=case.k_cache.to(FP8), v_cache=case.v_cache.to(FP8))
+        case = replace(small, keys=_as_kept(case.keys, scales[0]), values=_as_kept(case.values, scales[1]))
+    want = dense_attention(case, SCALE, window, soft_cap)
+    there = _moved(case, device)
+    shape = AttentionShape(
+        num_groups * group, num_groups, head_dim, dtype, there.k_cache.dtype, (window,), is_batch_invariant
+    )
+    is_decode = all(new == 1 for new, _ in load)
+    starts = None if is_decode else there.query_starts
+    more = (None, None) if scales is None else tuple(scales.contiguous().to(device))
+
+    def launch() -> Tensors:
+        plan = kernels.plan_attention(shape, there.lengths, starts, len(there.q), num_processors)
+        return {"out": _attend(kernels, there, plan, is_decode, SCALE, window, soft_cap, *more)}
+
+    return Trial(
+        f"{name} {head_dim} {str(dtype).removeprefix('torch.')}",
+        launch,
+        lambda got: far("the result", got["out"], want),
+        cost.paged_attention(
+            *_both(load), num_groups * group, num_groups, head_dim, block_size, dtype.itemsize, window
+        ),
+    )
+
+
+def checked_trials(
+    kernels: Backend, device: torch.device, dtype: torch.dtype, seed: int, is_tiny: bool
+) -> Iterator[Trial]:
+    """Every branch of the kernels: decode and extend, cut and whole, windows, caps, 8 bits, fixed cuts."""
+
+    def trial(name: str, load: Load, **more: object) -> Trial:
+        return checked_trial(kernels, name, load, device, dtype, seed, **more)
+
+    decoding: Load = [(1, 0), (1, 1), (1, 16), (1, 17), (1, 130)]
+    mixed: Load = [(1, 9), (5, 5), (0, 0), (1, 70), (12, 40)]
+    yield trial("paged_decode", decoding)
+    yield trial("paged_attention", mixed)
+    if is_tiny:
+        return
+    for head_dim in (128, 80):
+        yield trial("paged_decode", decoding, head_dim=head_dim, group=4)
+        yield trial("paged_attention", mixed, head_dim=head_dim, group=4)
+    long: Load = [(1, 700), (1, 3)]
+    prompt: Load = [(1, 400), (90, 516)]
+    options: dict[str, dict[str, object]] = {
+        "in pieces": {"num_processors": 4},
+        "window": {"window": 33},
+        "cap": {"soft_cap": 3.0},
+        "fp8": {"is_fp8": True},
+        "fixed": {"is_batch_invariant": True},
+    }
+    for name, more in options.items():
+        yield trial(f"paged_decode {name}", long, **more)
+        yield trial(f"paged_attention {name}", prompt, **more)
+    for group in (1, 7, 19):
+        yield trial(f"paged_decode group {group}", [(1, 37)], num_groups=1, group=group)
+
+
+def timed_trials(
+    kernels: Backend,
+    widths: Widths,
+    num_layers: int,
+    load: Load,
+    dtype: torch.dtype,
+    draw: Generator,
+    *,
+    is_block_major: bool = True,
+    is_fp8: bool = False,
+    block_size: int = 16,
+) -> Iterator[Trial]:
+    """The lists of a step, and one layer's attention by them, over a cache with all layers in it, in either order."""
+    device, (num_new, lengths) = draw.device, _both(load)
+    case = _random_case(widths, num_layers, load, dtype, draw, is_block_major, is_fp8, block_size)
+    is_decode = all(new == 1 for new in num_new)
+    starts = None if is_decode else case.query_starts
+    shape = AttentionShape(widths.num_heads, widths.num_groups, widths.head_dim, dtype, case.k_cache.dtype)
+    plan = kernels.plan_attention(shape, case.lengths, starts, len(case.q))
+    listed, walked = _list_costs(plan, case, starts, widths, dtype)
+    scales = (torch.ones(widths.num_groups, device=device),) * 2 if is_fp8 else (None, None)
+    whole = cost.paged_attention(
+        num_new, lengths, widths.num_heads, widths.num_groups, widths.head_dim, block_size, dtype.itemsize,
+        cache_element_size=case.k_cache.itemsize,
+    )  # fmt: skip
+    what = f"{len(load)} x {num_new[-1]} of {lengths[-1]}"
+
+    def listing() -> Tensors:
+        kernels.plan_attention(shape, case.lengths, starts, len(case.q))
+        return {}
+
+    def attention() -> Tensors:
+        return {"out": _attend(kernels, case, plan, is_decode, widths.head_dim**-0.5, None, None, *scales)}
+
+    order = f"{'block' if is_block_major else 'layer'}-major{' fp8' if is_fp8 else ''}"
+    yield Trial(f"plan_attention of {what}", listing, unchecked, listed)
+    name = "paged_decode" if is_decode else "paged_attention"
+    yield Trial(f"{name} {order} of {what}", attention, unchecked, whole + walked)
+
+
+def _attend(
+    kernels: Backend,
+    case: PagedCase,
+    plan: AttentionPlan | None,
+    is_decode: bool,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    caches = (case.q, case.k_cache, case.v_cache, case.block_tables)
+    if is_decode:
+        return kernels.paged_decode(
+            *caches, case.lengths, scale, window, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, plan=plan
+        )
+    return kernels.paged_attention(
+        *caches, case.query_starts, case.lengths, scale, window,
+        soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, plan=plan,
+    )  # fmt: skip
+
+
+def _random_case(
+    widths: Widths,
+    num_layers: int,
+    load: Load,
+    dtype: torch.dtype,
+    draw: Generator,
+    is_block_major: bool,
+    is_fp8: bool,
+    block_size: int,
+) -> PagedCase:
+    """The middle layer of a whole cache, whose other layers are left as memory came."""
+    device, (num_new, lengths) = draw.device, _both(load)
+    blocks = [-(-length // block_size) for length in lengths]
+    num_blocks, middle = sum(blocks) + 1, num_layers // 2
+    tile = (2, widths.num_groups, block_size, widths.head_dim)
+    if is_block_major:
+        data = torch.empty(num_blocks, num_layers, *tile, dtype=FP8 if is_fp8 else dtype, device=device)[:, middle]
+    else:
+        data = torch.empty(num_layers, num_blocks, *tile, dtype=FP8 if is_fp8 else dtype, device=device)[middle]
+    for first in range(0, num_blocks, 1024):  # in parts, so that what is drawn takes little room
+        part = data[first : first + 1024]
+        part.copy_(torch.randn(part.shape, generator=draw, device=device, dtype=dtype))
+    tables = torch.zeros(len(load), max(blocks), dtype=torch.int32, device=device)
+    ids = (torch.randperm(num_blocks - 1, generator=draw, device=device) + 1).int()
+    for row, own in enumerate(ids.split(blocks)):
+        tables[row, : len(own)] = own
+    starts = torch.tensor([0, *num_new]).cumsum(0).int().to(device)
+    q = torch.randn(sum(num_new), widths.num_heads, widths.head_dim, generator=draw, device=device, dtype=dtype)
+    return PagedCase(
+        q, data[:, 0], data[:, 1], tables, starts, torch.tensor(lengths, dtype=torch.int32, device=device), [], []
+    )
+
+
+def _list_costs(
+    plan: AttentionPlan | None, case: PagedCase, starts: Tensor | None, widths: Widths, dtype: torch.dtype
+) -> tuple[Cost, Cost]:
+    """Of making the lists of a step, and of walking them and merging what was cut."""
+    listed = walked = Cost(0, 0)
+    for lists in (plan.decode, plan.extend) if plan is not None else ():
+        for window, work in lists.items():
+            division = work.division
+            on_host = list_work(division, case.lengths.cpu(), None if starts is None else starts.cpu(), window)
+            num_items, num_splits = len(on_host.items), len(on_host.splits)
+            listed += cost.list_work(len(case.lengths), num_items, num_splits, division.num_programs)
+            rows = on_host.splits[:, 1].astype(int) * (widths.num_heads // widths.num_groups)
+            num_partial, num_merged = int((rows * on_host.splits[:, 4]).sum()), int(rows.sum())
+            sizes = (num_partial, num_merged, widths.head_dim, dtype.itemsize)
+            walked += cost.walk_list(num_items, division.num_programs, *sizes)
+            walked += cost.merge(num_splits, *sizes)
+    return listed, walked
+
+
+def _both(load: Load) -> tuple[list[int], list[int]]:
+    return [new for new, _ in load], [length for _, length in load]
+
+
+def _as_kept(tokens: list[Tensor], scale: Tensor) -> list[Tensor]:
+    """What an fp8 cache with these numbers in it stands for, [L, G, D] each."""
+    return [one.to(FP8).float() * scale[:, None] for one in tokens]
+
+
+def _moved(case: PagedCase, device: torch.device) -> PagedCase:
+    """The same on a device, caches with the strides they have."""
+
+    def moved(view: Tensor) -> Tensor:
+        base = view if view._base is None else view._base
+        return base.to(device).as_strided(view.shape, view.stride(), view.storage_offset())
+
+    return replace(
+        case,
+        q=case.q.to(device),
+        k_cache=moved(case.k_cache),
+        v_cache=moved(case.v_cache),
+        block_tables=case.block_tables.to(device),
+        query_starts=case.query_starts.to(device),
+        lengths=case.lengths.to(device),
+    )

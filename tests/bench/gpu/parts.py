@@ -1,0 +1,29 @@
+"""What the benchmark consists of: parts that run alone, in a process each, and in so many seconds at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Runs by `module.function(place)`."""
+
+    name: str
+    function: str  # module:function of this package
+    limit_s: int
+    about: str
+
+
+PARTS = (
+    Part("checks", "checks:run", 110, "each kernel against float64, on fresh inputs, its memory poisoned"),
+    Part("kernels", "timed:run", 130, "each kernel's time, bytes, FLOPs and share of its floor"),
+    Part("steps-0.6b", "steps:run_small", 80, "decode and prefill steps of Qwen3-0.6B beside their floors"),
+    Part("steps-8b", "steps:run_large", 170, "the same of Llama-3.1-8B"),
+    Part("workload", "workload:run", 80, "256 requests, prompts and answers of 100 to 1024 tokens, through the engine"),
+    Part("transformers", "transformers_batching:run", 140, "the same requests through transformers' batching"),
+    Part("gates", "gates:run", 110, "the same greedy text with graphs and without, at any depth, by either backend"),
+    Part("sanitizer", "sanitizer:run", 80, "the kernels on tiny shapes under compute-sanitizer"),
+)
+LIMIT_S = 900  # of all parts together
+PART_LIMIT_S = 240

@@ -1,0 +1,184 @@
+"""Trials of the kernels that choose tokens. What is drawn must be the likeliest with its noise, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from millrace.kernels import cost_sampling, reference_sampling, sampling_rows
+
+from .trials import Tensors, Trial, far, unlike
+
+NOISE_ROUNDING = 1e-4  # of 1 + |score|: two logarithms in f32, near 1 where they lose digits
+MASS_ROUNDING = 1e-4  # of a row's probability, summed in f32
+NUM_BIASED = 8
+
+
+class Sampler(NamedTuple):
+    """The kernels, by the names in `reference_sampling`."""
+
+    choose: Callable[..., Tensor]
+    thresholds: Callable[..., Tensor]
+    edit: Callable[..., Tensor]
+    count_tokens: Callable[..., None]
+    score: Callable[..., tuple[Tensor, ...]]
+
+
+TWINS = Sampler(
+    reference_sampling.choose,
+    reference_sampling.thresholds,
+    reference_sampling.edit,
+    reference_sampling.count_tokens,
+    reference_sampling.score,
+)
+
+
+def triton_sampler() -> Sampler:
+    """The Triton kernels."""
+    from millrace.kernels import triton_edits, triton_sampling, triton_thresholds
+
+    return Sampler(
+        triton_sampling.choose,
+        triton_thresholds.thresholds,
+        triton_edits.edit,
+        triton_edits.count_tokens,
+        triton_sampling.score,
+    )
+
+
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 6},
+    {"temperature": 1.3, "min_p": 0.02, "seed": 7, "repetition": 1.3, "frequency": 0.2, "presence": 0.1},
+)
+
+
+def sampling_trials(
+    kernels: Sampler,
+    num_rows: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    draw: Generator,
+    asked: tuple[dict[str, Any], ...] = ASKED,
+) -> list[Trial]:
+    """Each kernel over rows that ask, in turn, for each of `asked`."""
+    device = draw.device
+    logits = (torch.randn(num_rows, vocab_size, generator=draw, device=device) * 3).to(dtype)
+    rows = torch.from_numpy(np.stack([sampling_rows.pack(**asked[row % len(asked)]) for row in range(num_rows)])).to(
+        device
+    )
+    slots, positions = (torch.arange(num_rows, device=device) + first for first in (0, 9))
+    least = _twin(reference_sampling.thresholds, logits, rows, slots)
+    kinds = [asked[row % len(asked)] for row in range(num_rows)]
+    num_random = sum("temperature" in kind for kind in kinds)
+    num_cut = sum(bool({"top_k", "top_p", "min_p"} & kind.keys()) for kind in kinds)
+    num_penalised = sum("repetition" in kind for kind in kinds)
+    size, name = dtype.itemsize, f"of {num_rows} x {vocab_size}"
+    counts = torch.randint(0, 3, (num_rows, vocab_size), generator=draw, device=device).short()
+    before = counts.clone()
+    biased = torch.stack([torch.randperm(vocab_size, generator=draw, device=device)[:NUM_BIASED] for _ in slots]).int()
+    bias = torch.randn(num_rows, NUM_BIASED, generator=draw, device=device)
+    ends = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
+    chosen = torch.randint(0, vocab_size, (num_rows,), generator=draw, device=device)
+
+    def chosen_well(token_ids: Tensor, threshold: Tensor | None) -> Iterator[str]:
+        scores = _scores(logits, rows, slots, positions, threshold)
+        best = scores.max(1).values
+        taken = scores.gather(1, token_ids.cpu().clamp(0, vocab_size - 1)[:, None])[:, 0]
+        is_wrong = (token_ids.cpu() < 0) | ~(taken >= best - NOISE_ROUNDING * (1 + best.abs()))
+        if bool(is_wrong.any()):
+            yield f"rows {is_wrong.nonzero()[:, 0].tolist()[:8]} did not get their likeliest token"
+
+    def cut_well(found: Tensor) -> Iterator[str]:
+        mass = _mass_between(logits, rows, slots, found.cpu(), least.cpu())
+        is_wrong = ~(mass <= MASS_ROUNDING)
+        if bool(is_wrong.any()):
+            yield f"rows {is_wrong.nonzero()[:, 0].tolist()[:8]} keep other tokens than a sort does"
+
+    def counted(got: Tensors) -> Iterator[str]:
+        want = before.cpu().clone()
+        reference_sampling.count_tokens(want, rows.cpu(), slots.cpu(), chosen.cpu())
+        yield from unlike("the counts", got["counts"], want)
+
+    def scored(got: Tensors) -> Iterator[str]:
+        want = reference_sampling.score(logits.cpu(), slots.cpu(), chosen.cpu(), 5)
+        for part, mine, his in zip(("logprobs", "ranks", "ids", "top logprobs"), got.values(), want, strict=True):
+            if part in ("ranks", "ids"):
+                yield from unlike(part, mine, his)
+            else:
+                yield from far(part, mine, his, 1e-4)
+
+    def counts_one_more() -> Tensors:
+        kernels.count_tokens(counts, rows, slots, chosen)
+        return {"counts": counts}
+
+    edit_inputs = (logits, rows, slots, positions, before, biased, bias, ends)
+    return [
+        Trial(
+            f"choose {name}",
+            lambda: {"ids": kernels.choose(logits, rows, slots, positions)},
+            lambda got: chosen_well(got["ids"], None),
+            cost_sampling.choose(num_rows, num_random, vocab_size, size),
+        ),
+        Trial(
+            f"choose cut {name}",
+            lambda: {"ids": kernels.choose(logits, rows, slots, positions, least)},
+            lambda got: chosen_well(got["ids"], least),
+            cost_sampling.choose(num_rows, num_random, vocab_size, size, num_cut),
+        ),
+        Trial(
+            f"thresholds {name}",
+            lambda: {"least": kernels.thresholds(logits, rows, slots)},
+            lambda got: cut_well(got["least"]),
+            cost_sampling.thresholds(num_rows, num_cut, vocab_size, size),
+        ),
+        Trial(
+            f"edit {name}",
+            lambda: {"edited": kernels.edit(*edit_inputs)},
+            lambda got: far("the logits", got["edited"], _twin(reference_sampling.edit, *edit_inputs), 1e-5),
+            cost_sampling.edit(num_rows, vocab_size, size, num_penalised, 0, [0] * num_rows),
+        ),
+        Trial(
+            f"count_tokens {name}",
+            counts_one_more,
+            counted,
+            cost_sampling.count_tokens(num_rows, num_penalised),
+        ),
+        Trial(
+            f"score {name}",
+            lambda: dict(zip("abcd", kernels.score(logits, slots, chosen, 5), strict=True)),
+            scored,
+            cost_sampling.score(num_rows, vocab_size, size, 5),
+        ),
+    ]
+
+
+def _twin(kernel: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """What the twin makes of them on the host, where its loops over rows wait for nobody."""
+    return kernel(*(one.cpu() for one in inputs)).to(inputs[0].device)
+
+
+def _scores(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None) -> Tensor:
+    """[L, V] f64 on the host: what each token is ranked by."""
+    wide, asked = logits.double().cpu(), rows.cpu()[slots.cpu()]
+    temperature = asked.view(torch.float32)[:, sampling_rows.TEMPERATURE].double()
+    is_random = temperature > 0
+    if least is not None:
+        wide = wide.masked_fill(is_random[:, None] & (wide < least.double().cpu()[:, None]), -torch.inf)
+    noise = reference_sampling.gumbel(rows.cpu(), slots.cpu(), positions.cpu(), logits.shape[1]).double()
+    drawn = wide / torch.where(is_random, temperature, 1.0)[:, None] + noise
+    return torch.where(is_random[:, None], drawn, wide)
+
+
+def _mass_between(logits: Tensor, rows: Tensor, slots: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """[L] f64: the probability, at each row's temperature, of what one threshold keeps and the other does not."""
+    wide, asked = logits.double().cpu(), rows.cpu()[slots.cpu()]
+    temperature = asked.view(torch.float32)[:, sampling_rows.TEMPERATURE].double()
+    shares = (wide / torch.where(temperature > 0, temperature, 1.0)[:, None]).softmax(1)
+    is_between = (wide >= one.double()[:, None]) != (wide >= other.double()[:, None])
+    return (shares * is_between).sum(1)

@@ -1,0 +1,42 @@
+"""The checks of the kernels, on tiny shapes, under NVIDIA's compute-sanitizer, which looks at each access to memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from .place import Place
+
+TOOL = "compute-sanitizer"
+PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+CHECKS = ("memcheck",)  # racecheck and initcheck take a multiple of its time
+FOUND_STATUS = 86  # that the tool is told to end with where it found something
+
+
+def run(place: Place) -> None:
+    """The part `sanitizer`; where the tool is not installed it says so, and nothing is wrong."""
+    tool = shutil.which(TOOL, path=os.pathsep.join((os.environ.get("PATH", ""), *PLACES)))
+    if tool is None:
+        place.tell({"skipped": f"{TOOL} is not installed"})
+        return
+    for check in CHECKS:
+        place.tell({"tool": check, "status": sanitize(place, tool, check)})
+
+
+def sanitize(place: Place, tool: str, check: str) -> int:
+    """Runs the checks under the tool; its exit status."""
+    with TemporaryDirectory() as folder:
+        command = [tool, "--tool", check, "--error-exitcode", str(FOUND_STATUS), "--target-processes", "all"]
+        command += [sys.executable, "-m", "tests.bench.gpu.one", "checks", "--tiny", "--seed", str(place.seed)]
+        command += ["--out", str(Path(folder) / "lines.jsonl")] + ["--dry"] * place.is_dry
+        # Without torch's own pools each tensor is an allocation, so that an access beside one is seen.
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        tail = (done.stdout + done.stderr)[-2000:]
+        place.complain(f"{check}: exit status {done.returncode}: {tail}")
+    return done.returncode

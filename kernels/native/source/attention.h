@@ -182,27 +182,19 @@ void sum_values(const Factor<T>* weights, const T* const* tiles, const Upcoming<
                 int64_t width, float* sums) {
     constexpr bool is_dot = sizeof(Factor<T>) == 2;
     constexpr int D = W == 16 && R <= 4 ? 4 : 2;  // vectors of values side by side
-    int64_t first_tile = first / TILE, num_tiles = ceil_div(last, TILE) - first_tile;
+    int64_t first_tile = first / TILE, end_tile = ceil_div(last, TILE), num_tiles = end_tile - first_tile;
     auto run = [&](int64_t dim, auto count) {
         constexpr int C = decltype(count)::value;
         F total[R][C];
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int c = 0; c < C; c++) total[r][c] = zero();
-        int64_t key = first / 2 * 2;
-        for (; key < last; key += 2) {
-            const T* tile = tiles[key / TILE];
-            int64_t pair = key % TILE / 2;
-            if (is_fetched_ahead(R) && dim == 0) {
-                int64_t number = key / TILE - first_tile, end = (number + 1) * upcoming.count / num_tiles;
-                for (int64_t i = number * upcoming.count / num_tiles; i < end; i++)
-                    fetch(upcoming.tiles[i] + 2 * width * pair, 2 * width * sizeof(T));
-            }
+        auto add_pair = [&](const T* tile, int64_t pair, int64_t key) {
             F values[C];
             if constexpr (is_dot) {
 #ifdef MILLRACE_BF16_DOT
                 UNROLL for (int c = 0; c < C; c++)
                     values[c] = key + 1 < last ? pairs_of(tile, pair, width, dim + c * W)
-                                               : join(even_of(tile, pair, width, dim + c * W), zero());
+                                               : join(even_of(tile, pair, width, dim + c * W), zero());  // see below
                 UNROLL for (int r = 0; r < R; r++) {
                     uint32_t both = pair_at(weights + r * CHUNK + key);
                     UNROLL for (int c = 0; c < C; c++) total[r][c] = add_dots(total[r][c], values[c], both);
@@ -214,12 +206,26 @@ void sum_values(const Factor<T>* weights, const T* const* tiles, const Upcoming<
                     F weight = splat(weights[r * CHUNK + key]);
                     UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
                 }
-                if (key + 1 == last) break;  // what lies past the last key may be anything
+                if (key + 1 == last) return;  // what lies past the last key may be anything
                 UNROLL for (int c = 0; c < C; c++) values[c] = odd_of(tile, pair, width, dim + c * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     F weight = splat(weights[r * CHUNK + key + 1]);
                     UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
                 }
+            }
+        };
+        for (int64_t tile = first_tile; tile < end_tile; tile++) {
+            int64_t begin = std::max(first - tile * TILE, int64_t(0)) / 2;
+            int64_t end = ceil_div(std::min(last - tile * TILE, TILE), 2);
+            int64_t ahead = 0, end_ahead = 0;  // upcoming tiles that are fetched beside this one
+            if (is_fetched_ahead(R) && dim == 0) {
+                ahead = (tile - first_tile) * upcoming.count / num_tiles;
+                end_ahead = (tile - first_tile + 1) * upcoming.count / num_tiles;
+            }
+            for (int64_t pair = begin; pair < end; pair++) {
+                for (int64_t i = ahead; i < end_ahead; i++)
+                    fetch(upcoming.tiles[i] + 2 * width * pair, 2 * width * sizeof(T));
+                add_pair(tiles[tile], pair, tile * TILE + 2 * pair);
             }
         }
         UNROLL for (int r = 0; r < R; r++)

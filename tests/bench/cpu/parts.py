@@ -39,17 +39,17 @@ async def measure(model: str, threads: int | None, batches: tuple[int, ...] = BA
             return []
         rows = []
         for batch in batches:
-            rounds = [await _round(engine, batch) for _ in range(NUM_ROUNDS)]
+            rounds = [await look(engine, batch) for _ in range(NUM_ROUNDS)]
             rows.append(sorted(rounds, key=lambda row: row["step_ms"])[NUM_ROUNDS // 2])
         return rows
 
 
-async def _round(engine: Engine, batch: int) -> dict[str, float]:
-    """All answers begin, from prompts that the prefix cache has after the first time; then so many steps are looked
-    at."""
+async def look(engine: Engine, batch: int, num_context: int = CONTEXT) -> dict[str, float]:
+    """One row. All answers begin, from prompts of `num_context` tokens that the prefix cache has after the first time;
+    then so many steps are looked at."""
     bandwidth = await asyncio.to_thread(read_bandwidth_gb_s)
     draws = [random.Random(place) for place in range(batch)]
-    prompts = [[draw.randrange(300, 15_000) for _ in range(CONTEXT)] for draw in draws]
+    prompts = [[draw.randrange(300, 15_000) for _ in range(num_context)] for draw in draws]
     window = _Window(engine, batch)
     answers = [asyncio.create_task(window.follow(place, ids)) for place, ids in enumerate(prompts)]
     over = asyncio.create_task(window.is_over.wait())
@@ -62,17 +62,17 @@ async def _round(engine: Engine, batch: int) -> dict[str, float]:
         for answer in answers:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
-    native, block_size = _native(engine), engine.info.block_size
+    native, block_size = native_of(engine), engine.info.block_size
     begun, ended = window.looks
     spent, num_steps = ended.part_times - begun.part_times, ended.step - begun.step
     parts_ms = (spent[:3] / max(int(spent[3]), 1) / 1e6).tolist()
     step_ms = 1e3 * (ended.time_s - begun.time_s) / num_steps
-    num_context = CONTEXT * batch + (begun.num_answered + ended.num_answered) / 2
-    kv_bytes = num_context / block_size * native.shape.bytes_per_block(block_size, native.dtype)
+    num_seen = num_context * batch + (begun.num_answered + ended.num_answered) / 2
+    kv_bytes = num_seen / block_size * native.shape.bytes_per_block(block_size, native.dtype)
     floor_ms = (native.weights_bytes + kv_bytes) / bandwidth / 1e6
     row = {
         "batch": batch,
-        "context": num_context / batch,
+        "context": num_seen / batch,
         "step_ms": step_ms,
         **dict(zip(("linears_ms", "attention_ms", "rest_ms"), parts_ms, strict=True)),
         "host_ms": step_ms - sum(parts_ms),
@@ -106,7 +106,8 @@ class _Window:
 
     async def follow(self, place: int, ids: list[int]) -> None:
         """Asks, and reads what comes."""
-        params = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+        room = self._engine.info.max_model_len - len(ids)
+        params = SamplingParams(temperature=0.0, max_tokens=min(1500, room), ignore_eos=True)
         async for output in self._engine.generate(ids, params):
             self._counts[place] = output.num_generated_tokens
             step = self._engine.scheduler.completed_step
@@ -117,11 +118,12 @@ class _Window:
                 self.is_over.set()
 
     def _look(self) -> _Look:
-        times = _native(self._engine).time_parts().copy()
+        times = native_of(self._engine).time_parts().copy()
         return _Look(time.perf_counter(), self._engine.scheduler.completed_step, times, sum(self._counts))
 
 
-def _native(engine: Engine) -> NativeModel:
+def native_of(engine: Engine) -> NativeModel:
+    """What computes the steps of an engine in this process."""
     assert isinstance(engine._parts, EngineParts)
     native = engine._parts.loaded.runner.decoder.model  # type: ignore[attr-defined]
     assert isinstance(native, NativeModel)

@@ -1,0 +1,184 @@
+"""Whether speed holds where it might not: with many sequences, drawn tokens, a long context, a busy neighbour.
+
+    python -m tests.bench.cpu.holding [--shape smollm2-135m] [--rounds 3] [--json results.json]
+
+This engine in process, prefix cache and drafts off. Growth: output tokens/s of 8, 32, 128 and 512 requests at once, 32
+tokens in and out. Drawn: W2 and W4 (16 in flight) at temperature 1.0 and top_p 0.95 beside greedy, in turn. Long: the
+time of attention in decoding steps at 8k tokens of context, beside that in which its keys and values are read once.
+Neighbour: the 95th percentile of a decoding step's time, eight sequences, with and without another process that is
+always busy, in turn. Memory: the most this process had, less weights and the blocks of the cache that were ever used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.stages import Engine, EngineConfig, SamplingParams
+from millrace.stages.parts import EngineParts
+
+from ..shapes import SHAPES, make_checkpoint
+from ..workloads import IN_FLIGHT, WORKLOADS, Asked
+from .figures import spread
+from .parts import look, native_of
+
+CONCURRENCY = (8, 32, 128, 512)
+NUM_TOKENS = 32  # in and out, of a request of the growth
+CONTEXT, MAX_MODEL_LEN = 7936, 8192
+NUM_BESIDE, NUM_STEPS = 8, 200  # sequences and steps beside a neighbour
+DRAWN = {"temperature": 1.0, "top_p": 0.95}
+KV_BYTES = 1 << 30
+
+
+async def throughput(engine: Engine, asked: Sequence[Asked], in_flight: int | None = None, **params: float) -> float:
+    """Output tokens/s of all requests, so many of them at once (None: all)."""
+    room = asyncio.Semaphore(in_flight or len(asked))
+
+    async def answer(ids: list[int], num_answer: int) -> int:
+        chosen = SamplingParams(**{"temperature": 0.0, **params}, max_tokens=num_answer, ignore_eos=True)
+        async with room:
+            async for output in engine.generate(ids, chosen):
+                num_tokens = output.num_generated_tokens
+        return num_tokens
+
+    began_s = time.perf_counter()
+    counts = await asyncio.gather(*(answer(*one) for one in asked))
+    return sum(counts) / (time.perf_counter() - began_s)
+
+
+async def growth(engine: Engine, run: int) -> dict[int, float]:
+    """Tokens/s by requests at once."""
+    draw = random.Random(f"growth-{run}")
+    found = {}
+    for number in CONCURRENCY:
+        asked = [([draw.randrange(300, 15_000) for _ in range(NUM_TOKENS)], NUM_TOKENS) for _ in range(number)]
+        found[number] = await throughput(engine, asked)
+    return found
+
+
+async def p95_step_ms(engine: Engine, run: int) -> float:
+    """Of the gaps between the tokens of an answer that seven others run beside."""
+    draw = random.Random(f"neighbour-{run}")
+    times: list[float] = []
+
+    async def answer(is_watched: bool) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
+        ids = [draw.randrange(300, 15_000) for _ in range(NUM_TOKENS)]
+        gaps = [time.perf_counter() async for _ in engine.generate(ids, params)]
+        if is_watched:
+            times.extend(gaps)
+
+    await asyncio.gather(*(answer(number == 0) for number in range(NUM_BESIDE)))
+    return 1e3 * float(np.percentile(np.diff(times[4:]), 95))
+
+
+async def beside_a_neighbour(engine: Engine, run: int) -> tuple[float, float]:
+    """The same, alone and beside a process that computes all the time."""
+    alone = await p95_step_ms(engine, run)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as neighbour:
+        try:
+            return alone, await p95_step_ms(engine, run)
+        finally:
+            neighbour.kill()
+
+
+def memory_mib(engine: Engine) -> dict[str, float]:
+    """The most this process had so far, and what is neither weights nor used cache."""
+    assert isinstance(engine._parts, EngineParts)
+    cache: Any = engine._parts.loaded.runner.cache  # type: ignore[attr-defined]
+    num_used = int(np.count_nonzero(cache.data[0].any(axis=1)))
+    used = num_used * cache.data[:, 0].nbytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    weights = native_of(engine).weights_bytes
+    return {
+        "peak": peak / 2**20,
+        "weights": weights / 2**20,
+        "used_cache": used / 2**20,
+        "beyond": (peak - weights - used) / 2**20,
+    }
+
+
+async def measure(model: str, rounds: int) -> dict[str, Any]:
+    """All figures; the first round is a warm-up."""
+    limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": max(CONCURRENCY), "kv_cache_bytes": KV_BYTES}
+    config = EngineConfig(model=model, device="cpu", speculation="off", enable_prefix_caching=False, **limits)  # type: ignore[arg-type]
+    grown: dict[int, list[float]] = {number: [] for number in CONCURRENCY}
+    drawn: dict[str, list[float]] = {name: [] for name in ("w2", "w4")}
+    ratios: list[float] = []
+    alone: list[float] = []
+    async with Engine(config) as engine:
+        for run in range(rounds + 1):
+            found = await growth(engine, run)
+            shares = {name: await _drawn_share(engine, name, run) for name in drawn}
+            quiet, busy = await beside_a_neighbour(engine, run)
+            _say(f"round {run}: {found}, drawn {shares}, p95 step {quiet:.1f} ms, beside a neighbour {busy:.1f}")
+            if not run:
+                memory = memory_mib(engine)
+                continue
+            for number, rate in found.items():
+                grown[number].append(rate)
+            for name, share in shares.items():
+                drawn[name].append(share)
+            ratios.append(busy / quiet)
+            alone.append(quiet)
+        rows = [await look(engine, 1, CONTEXT) for _ in range(rounds)]
+    long = sorted(rows, key=lambda row: row["attention_ms"])[len(rows) // 2]
+    medians = [statistics.median(rates) for rates in grown.values()]
+    return {
+        "output_tok_s_by_concurrency": {str(number): spread(rates) for number, rates in grown.items()},
+        "grows": medians == sorted(medians),
+        "drawn_to_greedy": {name: spread(shares) for name, shares in drawn.items()},
+        "attention_at_8k": {
+            name: long[name] for name in ("context", "attention_ms", "kv_floor_ms", "read_bandwidth_gb_s")
+        },
+        "attention_to_floor_at_8k": round(long["attention_ms"] / long["kv_floor_ms"], 3),
+        "p95_step_ms": spread(alone),
+        "p95_step_beside_a_neighbour": spread(ratios),
+        "memory_mib": {name: round(size, 1) for name, size in memory.items()},
+    }
+
+
+async def _drawn_share(engine: Engine, name: str, run: int) -> float:
+    """Tokens/s of drawn tokens by those of greedy ones; who goes first changes."""
+    kinds: list[dict[str, float]] = [{}, DRAWN]
+    rates = {}
+    for number in (0, 1) if run % 2 else (1, 0):
+        asked = WORKLOADS[name](2 * run + number)
+        rates[number] = await throughput(engine, asked, IN_FLIGHT[name], **kinds[number])
+    return rates[1] / rates[0]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="smollm2-135m")
+    parser.add_argument("--model", type=Path, help="a checkpoint of that shape")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or make_checkpoint(options.shape, Path(folder))
+        results = {"shape": options.shape, "rounds": options.rounds, **asyncio.run(measure(str(model), options.rounds))}
+    print(json.dumps(results, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

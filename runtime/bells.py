@@ -1,4 +1,4 @@
-"""Bells of many waiters: those that are rung together wake their tasks in one callback of the loop.
+"""Bells, and how they wake the tasks that wait for them: those that are rung together in one callback of the loop.
 
 Knows what a task asks of what it awaits. Refuses to know who waits, and for what.
 """
@@ -16,9 +16,11 @@ Callback = Callable[["SharedBell"], object]
 
 
 class BellTower:
-    """Makes bells, and wakes who waits for them, in the order in which they were rung. All wait on one loop."""
+    """Wakes who waits for its bells, in the order in which they were rung, and with them whoever is rung for meanwhile.
+    All wait on one loop, which has its turn after `at_once` of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = WOKEN_AT_ONCE) -> None:
+        self._at_once = at_once
         self._rung: deque[SharedBell] = deque()
         self._is_due = False
 
@@ -38,18 +40,26 @@ class BellTower:
         bell._loop.call_soon(self._wake_some)
 
     def _wake_some(self) -> None:
-        rung = self._rung
+        rung, left = self._rung, self._at_once
         try:
-            for _ in range(min(len(rung), WOKEN_AT_ONCE)):
+            while rung and left:
+                left -= 1
                 bell = rung.popleft()
-                waiter, bell.waiter, bell.is_going = bell.waiter, None, False
-                assert waiter is not None
-                callback, context = waiter
+                callback, context = bell.take_waiter()
                 context.run(callback, bell)
         finally:  # a task may raise SystemExit, and that ends this callback
             self._is_due = len(rung) > 0
             if self._is_due:
                 self._call_soon(rung[0])
+
+
+class OwnTurns(BellTower):
+    """Wakes each in a callback of its own, as a future does: in simulation, which draws the order of callbacks."""
+
+    def wake(self, bell: SharedBell) -> None:
+        callback, context = bell.take_waiter()
+        assert bell._loop is not None, "a bell is on its way to somebody, who has waited"
+        bell._loop.call_soon(callback, bell, context=context)
 
 
 class SharedBell:
@@ -78,15 +88,23 @@ class SharedBell:
 
     def __await__(self) -> Generator[SharedBell, None, None]:
         """Waits for the next ring. One waiter at a time."""
-        self._find_loop()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
         self._asyncio_future_blocking = True
         yield self
+
+    def take_waiter(self) -> tuple[Callback, Context]:
+        """Whom to wake; there must be somebody. From now on nobody waits."""
+        waiter, self.waiter, self.is_going = self.waiter, None, False
+        assert waiter is not None
+        return waiter
 
     # -- what a task asks of a future
 
     def add_done_callback(self, callback: Callback, *, context: Context) -> None:
         """The next ring calls `callback`, soon and once. For whoever need not be a task, too."""
-        self._find_loop()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
         self.waiter = (callback, context)
 
     def cancel(self, msg: object = None) -> bool:
@@ -102,6 +120,32 @@ class SharedBell:
         if was_cancelled:
             raise asyncio.CancelledError
 
-    def _find_loop(self) -> None:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+
+ALONE = OwnTurns()
+
+
+class Bell(SharedBell):
+    """A bell that remembers: who comes after it rang need not wait.
+
+    `if not bell.is_rung: await bell`, and then `bell.is_rung = False`, is `wait` without the price of a coroutine each
+    time. One waiter at a time.
+    """
+
+    __slots__ = ("is_rung",)
+
+    def __init__(self, tower: BellTower = ALONE) -> None:
+        super().__init__(tower)
+        self.is_rung = False  # since it was last heard
+
+    def ring(self) -> None:
+        """Wakes the waiter, or lets the next `wait` return at once."""
+        self.is_rung = True
+        if self.waiter is not None and not self.is_going:
+            self.is_going = True
+            self._tower.wake(self)
+
+    async def wait(self) -> None:
+        """Returns after the next ring, or at once if it rang since the last `wait`."""
+        while not self.is_rung:
+            await self
+        self.is_rung = False

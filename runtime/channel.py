@@ -1,4 +1,4 @@
-"""A bounded queue between two stages, and the bell that wakes the stage behind it.
+"""A bounded queue between two stages, and the lane for word that must not wait.
 
 Knows waiting, order and counting. Refuses to know what the items are.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
-T = TypeVar("T")
+from .bells import Bell
 
-_Future = asyncio.Future  # looked up once: a step waits six times
+T = TypeVar("T")
 
 
 class ChannelClosed(Exception):
@@ -38,46 +38,6 @@ class ChannelStats:
     num_received: int
     seconds_full: float  # time in which a sender would have had to wait
     seconds_empty: float  # time in which the receiver had nothing from here
-
-
-class Bell:
-    """Wakes one waiter. A stage has one bell for all that may concern it: channels and its control lane.
-
-    `while not bell.heard(): await bell.next_ring()` is `wait`, without the price of a coroutine each time.
-    """
-
-    __slots__ = ("_loop", "_rung", "_waiter")
-
-    def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
-        self._rung = False
-        self._loop: asyncio.AbstractEventLoop | None = None  # of whoever waits
-
-    def ring(self) -> None:
-        """Wakes the waiter, or lets the next `wait` return at once."""
-        self._rung = True
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def heard(self) -> bool:
-        """Whether it rang since the last time that this was true."""
-        was_rung, self._rung = self._rung, False
-        return was_rung
-
-    def next_ring(self) -> asyncio.Future[None]:
-        """Resolves at the next ring; ask `heard` first. One waiter at a time."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        waiter = self._waiter = _Future(loop=self._loop)
-        return waiter
-
-    async def wait(self) -> None:
-        """Returns after the next ring, or at once if it rang since the last `wait`. One waiter at a time."""
-        while not self.heard():
-            await self.next_ring()
 
 
 class Permit(Generic[T]):
@@ -126,7 +86,7 @@ class Channel(Generic[T]):
         self._senders: deque[asyncio.Future[None]] = deque()
         self._num_promised = 0
         self._bell = Bell()
-        self._wakes: Callable[[], bool] = _always
+        self._wakes: Callable[[], bool] | None = None  # None: always
         self._high_water = 0  # at any time that something was received, as the next
         self._recent_high_water = 0  # since `take_high_water`
         self._num_sent = 0
@@ -152,7 +112,7 @@ class Channel(Generic[T]):
     def listen(self, bell: Bell, wakes: Callable[[], bool] | None = None) -> None:
         """From now on `bell` rings for the close, and for arrivals: for those at which `wakes()` is true, if given."""
         self._bell = bell
-        self._wakes = wakes or _always
+        self._wakes = wakes
         if self._items or self.is_closed:
             bell.ring()
 
@@ -208,18 +168,16 @@ class Channel(Generic[T]):
         self._num_sent += 1
         depth = len(items)
         if depth == 1 or depth == self.capacity:
-            self._note_time(depth, self._clock() if now is None else now)
-        if self._wakes is _always or self._wakes():
+            now = self._clock() if now is None else now
+            if depth == 1:
+                self.waiting_since = now
+                self._seconds_empty += now - self._empty_since
+            if depth == self.capacity:
+                self._full_since = now
+        if self._wakes is None or self._wakes():
             self._bell.ring()
         elif depth == 1:
             self.waiting_since = math.inf
-
-    def _note_time(self, depth: int, now: float) -> None:
-        if depth == 1:
-            self.waiting_since = now
-            self._seconds_empty += now - self._empty_since
-        if depth == self.capacity:
-            self._full_since = now
 
     def _pass_room_on(self) -> None:
         while self._senders and self._has_room():
@@ -298,10 +256,6 @@ class Channel(Generic[T]):
             seconds_full=self._seconds_full + (now - self._full_since if self._full_since is not None else 0.0),
             seconds_empty=self._seconds_empty + (0.0 if self._items else now - self._empty_since),
         )
-
-
-def _always() -> bool:
-    return True
 
 
 class ControlLane:

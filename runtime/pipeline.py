@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .bells import BellTower, OwnTurns
 from .channel import Channel, ChannelClosed, ControlLane
 from .env import Env, LiveEnv
 from .exit import Exit, Outbox
@@ -24,6 +25,7 @@ from .watch import Watch
 State = Literal["new", "loading", "ready", "draining", "stalled", "dead", "stopped"]
 
 MAX_TOLD_REQUESTS = 64  # in the record of a crash
+WOKEN_AT_ONCE = 8  # stages, one after another, before others on the loop have their turn: a step passes six
 OPEN_END_CAPACITY = 64  # of a channel that the caller feeds or drains
 
 # stage, error, ids of the requests in hand
@@ -89,6 +91,7 @@ class Pipeline(Graph):
         self.watch: Watch | None = None  # there once it has started
         self.stacks_elsewhere: list[dict[str, Any]] = []  # told last of tasks and threads in another process
         self._owns_env = True
+        self._bells = BellTower()  # of the stages, made when it is known where they run
         self._health = Health("new")
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._taps: dict[Port, list[Channel[Any]]] = {}
@@ -147,6 +150,7 @@ class Pipeline(Graph):
         self.check()
         self._health = Health("loading")
         self.loop = asyncio.get_running_loop()
+        self._bells = BellTower(WOKEN_AT_ONCE) if self.env.is_live else OwnTurns()
         self._make_channels()
         for name, stage in self.stages.items():
             self.runners[name] = self._make_runner(name, stage)
@@ -308,7 +312,7 @@ class Pipeline(Graph):
             escalate=lambda error: self._break(name, error),
         )
         exit_ = None if stage is self.exit else self.exit
-        return StageRunner(name, stage, inputs, outputs, exit_, context, self._break, self._crashed)
+        return StageRunner(name, stage, inputs, outputs, exit_, context, self._break, self._crashed, self._bells)
 
     async def _guard(self, name: str, runner: StageRunner) -> None:
         try:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .channel import Bell, Channel, ChannelOverrun
+from .bells import Bell, BellTower
+from .channel import Channel, ChannelOverrun
 from .exit import Exit
 from .graph import Edge
 from .histogram import STAGE_BOUNDS_US, Histogram
@@ -110,6 +111,7 @@ class StageRunner:
         context: Context,
         on_broken: Callable[[str, BaseException], None],
         on_crash: Callable[[str, BaseException, Sequence[Any]], None],
+        bells: BellTower,
     ) -> None:
         self.name = name
         self.stage = stage
@@ -132,7 +134,7 @@ class StageRunner:
         self._on_broken = on_broken
         self._on_crash = on_crash
         self.faults: Faults | None = None  # on purpose
-        self._bell = Bell()
+        self._bell = Bell(bells)
         self._recent_restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._items_in_hand: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._is_stopping = False
@@ -144,6 +146,7 @@ class StageRunner:
         # looked up once, as a step passes here eight times
         self._now = context.env.now
         self._source = context.source
+        self._tracer = context.tracer
         self._emit: Emit | None = None
         self._outlet = CollectingOutlet(self)  # of whole batches, which come one at a time
         self._ports = tuple(self.inputs.items())
@@ -165,11 +168,12 @@ class StageRunner:
         self._idle_since_s = self._now()
         try:
             while not self._is_broken:
-                if not bell.heard():
+                if not bell.is_rung:
                     if self._has_ended():
                         break
-                    await bell.next_ring()
-                elif (batch := self._receive(now := self._now())) is not None:
+                    await bell
+                bell.is_rung = False
+                if (batch := self._receive(now := self._now())) is not None:
                     if at_once is None:
                         await self._carry(batch, now, self._outlet)
                     else:
@@ -237,7 +241,9 @@ class StageRunner:
 
     async def _carry(self, batch: list[Any], began: float, out: CollectingOutlet) -> None:
         """Has the stage handle a batch that was received just now, and delivers what it made."""
-        names_requests, waited = self._names_requests, max(0.0, began - self._oldest_since_s)
+        names_requests, waited = self._names_requests, began - self._oldest_since_s
+        if waited < 0.0:  # the oldest woke nobody, and came with what did
+            waited = 0.0
         if not self._num_carried:
             self.times.idle += began - self._idle_since_s
             self.busy_since_s = began
@@ -268,12 +274,12 @@ class StageRunner:
     def _note_times(self, batch: list[Any], waited: float, busy: float, blocked: float, names_requests: bool) -> None:
         """Seconds that a batch waited, was worked on, and waited for room behind."""
         self.times.busy += busy
-        self._uncounted.append((waited, busy))
-        if len(self._uncounted) >= COUNTED_AT_ONCE:
+        uncounted = self._uncounted
+        uncounted.append((waited, busy))
+        if len(uncounted) >= COUNTED_AT_ONCE:
             self._count()
-        tracer = self._context.tracer
-        if tracer.enabled:
-            emit = self._emit = self._emit or tracer.bind()
+        if self._tracer.enabled:
+            emit = self._emit = self._emit or self._tracer.bind()
             times_us = (int(waited * 1e6), int(busy * 1e6), int(blocked * 1e6))
             emit(STAGE_BATCH, self._source, _step_of(batch), len(batch), *times_us)
         if names_requests:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from ...model.errors import ModelError
 from ...runtime import log as logs
-from ...runtime.channel import Bell
+from ...runtime.bells import Bell
 from ...runtime.child import shared_file
 from ...runtime.histogram import Histogram
 from ...runtime.inject import Fault

@@ -1,4 +1,4 @@
-"""Bells of many waiters: the order in which tasks are woken, cancelled waiters, and turns for others between."""
+"""Bells: the order in which tasks are woken, cancelled waiters, and turns for others between."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextvars import copy_context
 
 import pytest
 
-from millrace.runtime.bells import WOKEN_AT_ONCE, BellTower, SharedBell
+from millrace.runtime.bells import WOKEN_AT_ONCE, Bell, BellTower, OwnTurns, SharedBell
 
 
 async def _waiting(bells: list[SharedBell], told: list[int]) -> list[asyncio.Task[None]]:
@@ -125,5 +125,50 @@ def test_a_function_can_wait_for_a_bell_that_no_task_has_waited_for() -> None:
         assert not told
         await asyncio.sleep(0)
         assert told == [bell] and bell.waiter is None
+
+    asyncio.run(main())
+
+
+async def _relay(tower: BellTower, told: list[str], length: int) -> None:
+    """Tasks in a row, each of which rings for the next; then the first bell is rung, and the loop has one turn, in
+    which somebody else says so."""
+    bells = [Bell(tower) for _ in range(length + 1)]
+
+    async def pass_on(place: int) -> None:
+        await bells[place].wait()
+        told.append(f"task {place}")
+        bells[place + 1].ring()
+
+    tasks = [asyncio.create_task(pass_on(place)) for place in range(length)]
+    await asyncio.sleep(0)
+    bells[0].ring()
+    asyncio.get_running_loop().call_soon(told.append, "somebody else")
+    await asyncio.gather(*tasks)
+
+
+def test_who_is_rung_for_by_one_that_goes_on_goes_on_in_the_same_turn_and_after_some_others_have_theirs() -> None:
+    told: list[str] = []
+    asyncio.run(_relay(BellTower(at_once=3), told, 4))
+    assert told == ["task 0", "task 1", "task 2", "somebody else", "task 3"]
+
+
+def test_where_each_has_a_turn_of_its_own_others_come_between() -> None:
+    told: list[str] = []
+    asyncio.run(_relay(OwnTurns(), told, 3))
+    assert told == ["task 0", "somebody else", "task 1", "task 2"]
+
+
+@pytest.mark.parametrize("tower", [BellTower(), OwnTurns()])
+def test_one_that_is_cancelled_on_its_way_leaves_the_ring_to_the_next(tower: BellTower) -> None:
+    async def main() -> None:
+        bell = Bell(tower)
+        waiting = asyncio.create_task(bell.wait())
+        await asyncio.sleep(0)
+        bell.ring()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        await asyncio.wait_for(bell.wait(), 1.0)
+        assert not bell.is_rung
 
     asyncio.run(main())

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millrace.runtime.channel import Bell, Channel, ChannelClosed, ControlLane
+from millrace.runtime.bells import Bell
+from millrace.runtime.channel import Channel, ChannelClosed, ControlLane
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

@@ -18,6 +18,7 @@ from ..runtime.exit import Outbox
 from ..runtime.log import get_logger
 from ..runtime.runner import StageCrashed
 from ..runtime.stage import Context, Crash, Outlet, Stage
+from .columns import equal
 from .messages import (
     Begun,
     Bools,
@@ -169,12 +170,12 @@ class Detokenize(Stage[StepTokens, StepText]):
     def _is_plain(self, step: StepTokens) -> bool:
         """Whether nothing in the step needs a closer look: each row goes on with the next token of a sequence that is
         known here, and its text is in the table."""
-        num, slots = np.count_nonzero, step.slots
-        return not (
-            num(step.finishes)
-            or num(self._traits[step.token_ids] & self._cares[slots])
-            or num(self._sequence_ids[slots] != step.sequence_ids)
-            or num(self._next_places[slots] != step.places)
+        slots = step.slots
+        return (
+            equal(self._sequence_ids[slots], step.sequence_ids)
+            and equal(self._next_places[slots], step.places)
+            and not np.count_nonzero(self._traits[step.token_ids] & self._cares[slots])
+            and not np.count_nonzero(step.finishes)
         )
 
     def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> Rows:

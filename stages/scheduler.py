@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..runtime.message import message
 from .errors import Failed, RequestError
 from .expectation import FoundShare
 from .lineup import Steady
@@ -53,7 +54,7 @@ class Limits:
     num_speculative_tokens: int = 0  # drafts of a step, at most; 0: nobody drafts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class _Flight:
     """A granted step that is not done yet."""
 
@@ -210,8 +211,8 @@ class Scheduler:
         if self._step_size is not None and flight.contents is not None and done.took_us:
             self._step_size.note(flight.contents, done.took_us / 1e6)
         self._row_limit = min(self.limits.max_num_seqs, 2 * self._row_limit)
-        known = self.slots.knows(done.slots, done.sequence_ids)
-        if np.count_nonzero(known) < len(known):
+        if not self.slots.knows_all(done.slots, done.sequence_ids):
+            known = self.slots.knows(done.slots, done.sequence_ids)
             done = StepDone(
                 done.step,
                 done.slots[known],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from .columns import equal
 from .messages import Indices, Ints
 from .sequences import Sequence, State
 
@@ -142,6 +143,10 @@ class SlotTable:
         """Which rows still speak of the sequence in their slot."""
         known: NDArray[np.bool_] = self.sequence_id[slots] == sequence_ids
         return known
+
+    def knows_all(self, slots: Indices, sequence_ids: NDArray[np.int64]) -> bool:
+        """Whether all rows do: nearly always."""
+        return equal(self.sequence_id[slots], sequence_ids)
 
     def _make_room(self, num_answer: int) -> None:
         width = self.generated.shape[1]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..runtime.histogram import Histogram
+from .columns import equal
 from .messages import NO_INDICES, Indices
 
 # vLLM's buckets for inter-token latency
@@ -45,8 +46,7 @@ class TokenGaps:
 
     def step(self, slots: Indices, places: NDArray[np.integer], now_us: int) -> None:
         """Each of these slots [L] got a token; `places` [L] says which of its answer, from 0. The first ends no gap."""
-        steady = self._steady
-        if len(slots) == len(steady) and not np.count_nonzero(slots != steady):
+        if equal(slots, self._steady):
             self.histogram.observe(now_us - self._steady_us, len(slots))
         else:
             self._settle()

@@ -25,7 +25,7 @@ from .watch import Watch
 State = Literal["new", "loading", "ready", "draining", "stalled", "dead", "stopped"]
 
 MAX_TOLD_REQUESTS = 64  # in the record of a crash
-WOKEN_AT_ONCE = 8  # stages, one after another, before others on the loop have their turn: a step passes six
+STAGES_AT_ONCE = 8  # go on one after another before others on the loop have their turn: a step passes six
 OPEN_END_CAPACITY = 64  # of a channel that the caller feeds or drains
 
 # stage, error, ids of the requests in hand
@@ -91,7 +91,6 @@ class Pipeline(Graph):
         self.watch: Watch | None = None  # there once it has started
         self.stacks_elsewhere: list[dict[str, Any]] = []  # told last of tasks and threads in another process
         self._owns_env = True
-        self._bells = BellTower()  # of the stages, made when it is known where they run
         self._health = Health("new")
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._taps: dict[Port, list[Channel[Any]]] = {}
@@ -150,10 +149,10 @@ class Pipeline(Graph):
         self.check()
         self._health = Health("loading")
         self.loop = asyncio.get_running_loop()
-        self._bells = BellTower(WOKEN_AT_ONCE) if self.env.is_live else OwnTurns()
         self._make_channels()
+        bells = BellTower(STAGES_AT_ONCE) if self.env.is_live else OwnTurns()
         for name, stage in self.stages.items():
-            self.runners[name] = self._make_runner(name, stage)
+            self.runners[name] = self._make_runner(name, stage, bells)
         if self.exit is not None:
             self.exit.on_end.append(lambda outbox, cause, error: self._request_ended(outbox.request_id))
         for name, runner in self.runners.items():
@@ -295,7 +294,7 @@ class Pipeline(Graph):
                 open_end = Channel(str(port), capacity, self.env.now) if given is None else given
                 self.channels[open_end.name] = self._port_channels[port] = open_end
 
-    def _make_runner(self, name: str, stage: Stage[Any, Any]) -> StageRunner:
+    def _make_runner(self, name: str, stage: Stage[Any, Any], bells: BellTower) -> StageRunner:
         edges = {edge.source: edge for edge in self.edges}
         inputs = {port: self._port_channels[Port(name, port)] for port in stage.inputs}
         outputs = {
@@ -312,7 +311,7 @@ class Pipeline(Graph):
             escalate=lambda error: self._break(name, error),
         )
         exit_ = None if stage is self.exit else self.exit
-        return StageRunner(name, stage, inputs, outputs, exit_, context, self._break, self._crashed, self._bells)
+        return StageRunner(name, stage, inputs, outputs, exit_, context, self._break, self._crashed, bells)
 
     async def _guard(self, name: str, runner: StageRunner) -> None:
         try:

@@ -121,7 +121,7 @@ class StageRunner:
         self.times = StageTimes()
         self._wait_us = Histogram(STAGE_BOUNDS_US)
         self._service_us = Histogram(STAGE_BOUNDS_US)
-        self._uncounted: list[tuple[float, float]] = []  # seconds (waited, worked on) of batches that are in neither
+        self._uncounted: list[tuple[int, int, int]] = []  # us (waited, worked on, blocked) of batches in neither
         self.num_restarts = 0
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
@@ -274,21 +274,25 @@ class StageRunner:
     def _note_times(self, batch: list[Any], waited: float, busy: float, blocked: float, names_requests: bool) -> None:
         """Seconds that a batch waited, was worked on, and waited for room behind."""
         self.times.busy += busy
+        times_us = (int(waited * 1e6), int(busy * 1e6), int(blocked * 1e6))
         uncounted = self._uncounted
-        uncounted.append((waited, busy))
+        uncounted.append(times_us)
         if len(uncounted) >= COUNTED_AT_ONCE:
             self._count()
         if self._tracer.enabled:
+            try:
+                step = int(batch[0].step)
+            except Exception:  # it has none, or is one that breaks when it is looked at
+                step = 0
             emit = self._emit = self._emit or self._tracer.bind()
-            times_us = (int(waited * 1e6), int(busy * 1e6), int(blocked * 1e6))
-            emit(STAGE_BATCH, self._source, _step_of(batch), len(batch), *times_us)
+            emit(STAGE_BATCH, self._source, step, len(batch), *times_us)
         if names_requests:
-            self._tell_requests(batch, (int(waited * 1e6), int(busy * 1e6), int(blocked * 1e6)))
+            self._tell_requests(batch, times_us)
 
     def _count(self) -> None:
-        """Puts into the histograms what was noted since, to the microsecond as in the trace."""
+        """Puts into the histograms what was noted since."""
         if self._uncounted:
-            times_us = (np.array(self._uncounted) * 1e6).astype(np.int64)  # [N, 2]
+            times_us = np.array(self._uncounted)  # [N, 3]
             self._uncounted.clear()
             self._wait_us.observe_many(times_us[:, 0])
             self._service_us.observe_many(times_us[:, 1])
@@ -481,14 +485,6 @@ class StageRunner:
         else:
             await alone.flush()
             out.blocked_s += alone.blocked_s
-
-
-def _step_of(batch: list[Any]) -> int:
-    """Of the first item; 0 if it has none, or is one that breaks when it is looked at."""
-    try:
-        return int(getattr(batch[0], "step", 0)) if batch else 0
-    except Exception:
-        return 0
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:

@@ -47,7 +47,8 @@ class StepQueue:
         if ticket == self._next:
             result = self._worker.submit(run)
             self._advance()
-            self._hand_over()
+            if self._early:
+                self._hand_over()
             return result
         if ticket < self._next or ticket in self._early:
             raise AssertionError(f"step {step} phase {phase} was submitted before; next is {self._next}")

@@ -184,7 +184,7 @@ class Outboxes(Exit["RequestOutbox"]):
         await self.handle(rest, out)
 
     def deliver(self, item: StepText) -> None:
-        choices = self._choices
+        choices, rung = self._choices, []
         for sequence_id, text, token_id in zip(item.sequence_ids, item.texts, item.token_ids, strict=True):
             choice = choices.get(sequence_id)
             if choice is None:
@@ -194,11 +194,12 @@ class Outboxes(Exit["RequestOutbox"]):
             outbox = choice.outbox
             if not outbox.has_news:
                 outbox.has_news = True
-                outbox.bell.ring()
+                rung.append(outbox.bell)
                 if not outbox.has_started:
                     self._start(outbox)
             elif len(choice.token_ids) >= self.max_unread_tokens and not choice.is_parked:
                 self._park(choice)
+        self._bells.ring(rung)
         for sequence_id, begun in item.begun.items():
             if (choice := choices.get(sequence_id)) is not None:
                 choice.begun = begun

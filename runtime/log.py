@@ -80,6 +80,9 @@ def configure(
     Without `with_error_messages` an exception is told by its type and where it came from: what it says may quote what a
     client sent."""
     shutdown()
+    foreign = _ForeignHandler(_level_number(foreign_level))
+    sink = LogSink(format, _level_number(level), sys.stderr.fileno() if fd is None else fd)
+    _Active.target, _Active.foreign = sink, foreign
     _Active.with_error_messages = with_error_messages
     _Active.settings = {
         "format": format,
@@ -87,10 +90,7 @@ def configure(
         "foreign_level": foreign_level,
         "with_error_messages": with_error_messages,
     }
-    sink = LogSink(format, _level_number(level), sys.stderr.fileno() if fd is None else fd)
-    _Active.target = sink
-    _Active.foreign = _ForeignHandler(_level_number(foreign_level))
-    _Active.foreign.install()
+    foreign.install()
     atexit.register(shutdown)
     return sink
 
@@ -106,6 +106,7 @@ def shutdown(timeout_s: float = 2.0) -> bool:
     target = _Active.target
     _Active.target = _StandardError()
     _Active.with_error_messages = True
+    _Active.settings = None
     if _Active.foreign is not None:
         _Active.foreign.remove()
         _Active.foreign = None

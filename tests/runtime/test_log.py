@@ -277,6 +277,7 @@ def test_a_second_configure_replaces_the_first(lines_of):
 def test_unknown_settings_are_refused_by_name(options: dict[str, str], message: str):
     with pytest.raises(ValueError, match=message):
         log.configure(**options)  # type: ignore[arg-type]
+    assert log.settings() is None, "no process of ours is started with what was refused"
 
 
 def test_captured_logs_are_the_events_of_the_block_and_nothing_is_written(capsys: pytest.CaptureFixture[str]):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels import reference
 from .config import ModelConfig
+from .uploads import upload
 
 Ids = NDArray[np.int64]  # [C], of blocks, on the host
 CopyBlocks = Callable[[Tensor, int, Tensor, Tensor], None]  # `reference.copy_blocks`, or what does as it does
@@ -37,13 +38,16 @@ class KVCache:
         device: torch.device,
         copy_blocks: CopyBlocks = reference.copy_blocks,
         scales: Tensor | None = None,
+        *,
+        is_block_major: bool | None = None,
     ) -> None:
-        """`scales` [layers, 2, G] f32 are of a cache in float8_e4m3fn, and only of one: see `kv_scales.py`."""
+        """`scales` [layers, 2, G] f32 are of a cache in float8_e4m3fn, and only of one: see `kv_scales.py`.
+        `is_block_major`: whether each block is one piece of memory; None: as is best for the device."""
         assert (scales is not None) == (dtype == torch.float8_e4m3fn)
         self._copy_blocks = copy_blocks
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.is_block_major = device.type != "cpu"
+        self.is_block_major = device.type != "cpu" if is_block_major is None else is_block_major
         self._block_axis = 0 if self.is_block_major else 3
         heads, tile = (config.num_layers, 2, config.num_kv_heads), (block_size, config.head_dim)
         self.data = _zeros(self._shape(num_blocks, heads, tile), dtype, device)
@@ -64,7 +68,7 @@ class KVCache:
 
     def copy_blocks(self, source: Ids, destination: Ids) -> None:
         """Copy whole blocks, all layers: `destination[i]` becomes what `source[i]` is; no block is both."""
-        source_ids, destination_ids = (torch.from_numpy(ids).to(self.data.device) for ids in (source, destination))
+        source_ids, destination_ids = (upload(ids, self.data.device) for ids in (source, destination))
         self._copy_blocks(self.data, self._block_axis, source_ids, destination_ids)
 
     def make_host_blocks(self, num_blocks: int) -> Tensor:

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
 from .cpus import lower_priority
+from .streams import Streams
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -71,6 +72,7 @@ class Env(ABC):
 
     is_live: ClassVar[bool] = False  # True: time passes by itself, so something may look around now and then
     injects_faults: ClassVar[bool] = True  # False: `fault` is never true, and need not be asked
+    streams: Streams | None = None  # a device to be used in the place of the real one; set before an engine starts
 
     @abstractmethod
     def now(self) -> float:

@@ -140,6 +140,9 @@ class SimStream:
         self._device = device
         self._captured: list[Callable[[], object]] | None = None
 
+    def use(self) -> None:
+        """What is not submitted here is done at once: its caller has waited for what must be done before."""
+
     def launch(self, run: Callable[[], object]) -> None:
         if self._captured is not None:
             self._captured.append(run)

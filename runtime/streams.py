@@ -43,6 +43,9 @@ class Stream(Protocol):
 
     name: str
 
+    def use(self) -> None:
+        """Work that the calling thread submits from now on past this interface goes to this stream, too."""
+
     def launch(self, run: Callable[[], object]) -> None:
         """Submits what `run()` does to the device: kernels. `run` itself may be called now or later."""
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .choosing import Choosing, MakeChoosing
 from .memory import MemoryTable
 from .messages import Rates
 from .runner import ModelRunner
+from .sampling import Sampler
+from .stepping.diff import Ends
+
+if TYPE_CHECKING:
+    from .stepping.assembly import Late  # which imports torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,3 +35,4 @@ class Computing:
     rates: Rates | None
     choosing: MakeChoosing = Choosing
     enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first
+    assemble: Callable[[Sampler, Ends], Late] | None = None  # where the device runs beside the host

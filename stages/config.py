@@ -50,6 +50,8 @@ class EngineConfig:
     scheduler: str = "priority"  # or "fifo", or package.module:Class, a subclass of millrace.stages.policy.Policy
     priority_ageing_s: float | None = None  # waiting so long is worth one priority; None: however long, it stays behind
     steps_in_flight: int = 2  # K: 2 overlaps planning with execution, 1 is the serial debug mode
+    async_scheduling: bool = True  # False: the thread that submits a step waits for it; of effect on a GPU by triton
+    enforce_eager: bool = False  # True: no CUDA graphs; of effect where steps are submitted and not waited for
 
     # drafts
     speculation: Literal["auto", "ngram", "off"] = "auto"  # ngram by native steps on a CPU, where rows are cheap

@@ -111,17 +111,19 @@ class Engine:
         engine's own warm-up (request id "warm-up") included.
         """
         self._edit(lambda pipeline: pipeline.insert(stage, after, name=name))
-        self._draft_only_if_asked(after)
+        self._step_plainly(after)
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
         """Puts a stage of yours in the place of the one called `name`. Before `start`."""
         self._edit(lambda pipeline: pipeline.replace(name, stage))
-        self._draft_only_if_asked(name)
+        self._step_plainly(name)
 
-    def _draft_only_if_asked(self, name: str) -> None:
-        """Whoever takes steps from the device need not know of drafts, unless they were asked for by name."""
-        if name in ("execute", "sample") and self.config.speculation == "auto":
-            self.config = replace(self.config, speculation="off")
+    def _step_plainly(self, name: str) -> None:
+        """Whoever takes steps from the device sees logits, and need not know of drafts, unless they were asked for by
+        name."""
+        if name in ("execute", "sample"):
+            speculation = "off" if self.config.speculation == "auto" else self.config.speculation
+            self.config = replace(self.config, speculation=speculation, async_scheduling=False)
 
     def _edit(self, edit: Callable[[Pipeline], object]) -> None:
         if self._health.state != "new":
@@ -227,7 +229,7 @@ class Engine:
         return self._parts.record(path, self.config, self._env)
 
     def _make_device(self, loaded: LoadedModel) -> Device:
-        return Device(loaded.enter)
+        return loaded.make_device()
 
     async def _warm_up(self) -> None:
         """A real answer: whatever is made at first use is made now, and what does not work shows."""

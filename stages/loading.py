@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,10 @@ from ..model.vocabulary import Vocabulary
 from ..runtime.cpus import ComputeThreads, Cpus
 from ..runtime.env import Env
 from ..runtime.log import get_logger
+from ..runtime.streams import Streams
 from .computing import Computing
 from .config import EngineConfig
+from .device import Device
 from .encoder import ModelEncoder
 from .errors import ConfigError, Refused
 from .grammar.grammars import Grammars
@@ -39,9 +42,11 @@ from .phases import Phases
 from .runner import ModelRunner
 from .sampling import Sampler
 from .step_size import settle_step_size
+from .stepping.diff import Ends
 
 if TYPE_CHECKING:
     from .encoder_loading import LoadedEncoder
+    from .stepping.late_model import LateModel  # which imports torch
 
 log = get_logger("millrace.stages")
 
@@ -54,10 +59,10 @@ class LoadedModel:
     tokenizer: Tokenizer
     encoder: ModelEncoder
     text_table: TextTable
-    runner: ModelRunner
-    sampler: Sampler
+    runner: ModelRunner | LateModel
+    sampler: Sampler | LateModel
     grammars: Grammars
-    enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first
+    make_device: Callable[[], Device]  # whose thread is theirs
 
     def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
         """For an answer, which goes on after its prompt: a space it begins with belongs to it."""
@@ -115,7 +120,7 @@ def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | 
         shape = without_missing_head(root, shape)
     max_model_len = _max_model_len(config, shape)
     text = env.side_thread("load").submit(_read_text, config, root, shape, model_id, phases)
-    computing = _load_computing(config, root, shape, max_model_len, phases, threads)
+    computing = _load_computing(config, root, shape, max_model_len, phases, threads, env.streams)
     return _put_together(config, shape, model_id, computing, text.result(), phases, env)
 
 
@@ -165,7 +170,14 @@ def _put_together(
         logprobs_mode=config.logprobs_mode,
         choosing=computing.choosing,
     )
-    return LoadedModel(info, tokenizer, text.encoder, text_table, runner, sampler, grammars, computing.enter)
+    parts = (info, tokenizer, text.encoder, text_table)
+    if computing.assemble is None:
+        return LoadedModel(*parts, runner, sampler, grammars, partial(Device, computing.enter))
+    with phases("graphs"):
+        late = computing.assemble(sampler, Ends(eos_token_ids, info.max_model_len))
+    if late.captured is not None:
+        log.info("graphs.captured", **late.captured.to_event())
+    return LoadedModel(*parts, late.model, late.model, grammars, late.make_device)
 
 
 def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo) -> Vocabulary:
@@ -177,7 +189,13 @@ def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo
 
 
 def _load_computing(
-    config: EngineConfig, root: Path, shape: ModelConfig, max_model_len: int, phases: Phases, threads: ComputeThreads
+    config: EngineConfig,
+    root: Path,
+    shape: ModelConfig,
+    max_model_len: int,
+    phases: Phases,
+    threads: ComputeThreads,
+    streams: Streams | None,
 ) -> Computing:
     """The steps by the native library where that does all that is asked for, else by torch."""
     reason = _why_not_native(config, shape)
@@ -198,7 +216,8 @@ def _load_computing(
         raise ConfigError(f"attention_backend = native: {reason}; use auto, which then takes torch")
     with phases("import"):
         from .torch_loading import load_on_torch
-    return load_on_torch(settle_step_size(config, is_native=False), root, shape, max_model_len, phases, threads)
+    settled = settle_step_size(config, is_native=False)
+    return load_on_torch(settled, root, shape, max_model_len, phases, threads, streams)
 
 
 def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:

@@ -58,6 +58,7 @@ class ModelRunner:
         num_host_blocks: int = 0,
         pooler: Pooler | None = None,
     ) -> None:
+        """A slot has at most `max_blocks_per_slot` blocks."""
         num_slots = len(last_tokens)
         self.decoder = decoder
         self.cache = cache
@@ -68,18 +69,28 @@ class ModelRunner:
         self.block_size = cache.block_size
         self.tables: Ints = np.zeros((num_slots, max_blocks_per_slot), np.int32)  # block ids in token order
         self._device_tables = self._upload(self.tables)  # the same memory on a CPU
+        self._keeps_tables = not self._arrays.is_on_host(last_tokens)
         self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
         self._scored = ScoredPrompts(num_slots)
+
+    def read_tables(self, tables: Array) -> None:
+        """From now on what is on the device of block tables is in `tables` [S, M] i32, which somebody else keeps."""
+        self._device_tables, self._keeps_tables = tables, False
 
     def forward(self, grant: StepGrant) -> Array | LogitsWithPrompts:
         """[L, V] logits of the grant's sampled rows and their drafts, in their order, but for pooled sequences: the
         pooler has what becomes of those. [0, 0] for a grant of copies alone. With them, if that was asked for, what the
         logits of prompt tokens are made of."""
-        self._take_news(grant)
+        self.take_news(grant)
         with self._arrays.inference():
             for copy in grant.copies:
                 self._copy(copy)
+        return self.compute(grant)
+
+    def compute(self, grant: StepGrant) -> Array | LogitsWithPrompts:
+        """As `forward`, of a step whose news are known and whose copies are done."""
+        with self._arrays.inference():
             if not len(grant.slots):
                 return self._upload(np.zeros((0, 0), np.float32))
             inputs = self.inputs(grant)
@@ -119,7 +130,13 @@ class ModelRunner:
         else:
             self.cache.copy_in(self.host_blocks, sources, destinations)
 
-    def _take_news(self, grant: StepGrant) -> None:
+    def wants_more(self, grant: StepGrant) -> bool:
+        """Whether more is wanted of a step whose news are known than logits of its sampled rows."""
+        if self.pooler is not None and self.pooler.num_pooled and bool(self.pooler.is_pooled[grant.slots].any()):
+            return True
+        return len(self._scored.runs(grant)) > 0
+
+    def take_news(self, grant: StepGrant) -> None:
         """New sequences and new blocks. First of all, so that they are known even if the step fails."""
         for started in grant.started:
             self._known[started.slot] = started.token_ids.astype(np.int64)
@@ -129,7 +146,7 @@ class ModelRunner:
                 self.pooler.start(started)
         if len(grant.table_slots):
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
-            if not self._arrays.is_on_host(self.last_tokens):
+            if self._keeps_tables:
                 where = (self._upload(grant.table_slots), self._upload(grant.table_places))
                 self._device_tables[where] = self._upload(grant.table_blocks)
 

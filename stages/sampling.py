@@ -21,6 +21,7 @@ from .messages import (
     Bools,
     FinishReason,
     Indices,
+    Ints,
     Pooled,
     PromptLogprobs,
     Started,
@@ -83,7 +84,8 @@ class Sampler:
         """Has a processor change logits from now on. Before the first step."""
         self.choosing.use(processor)
 
-    def _start(self, started: Started) -> None:
+    def start(self, started: Started) -> None:
+        """A sequence takes a slot: before its first step is sampled."""
         self.table.start(started)
         self.choosing.start(started)
 
@@ -95,7 +97,11 @@ class Sampler:
         and token 0, which means nothing. Every id is in [0, V).
         """
         for started in grant.started:
-            self._start(started)
+            self.start(started)
+        return self.choose(grant, logits)
+
+    def choose(self, grant: StepGrant, logits: Array | LogitsWithPrompts) -> StepTokens:
+        """As `sample`, where all that begin have been started."""
         of_prompts: tuple[PromptLogprobs, ...] = ()
         if isinstance(logits, LogitsWithPrompts):
             with self._arrays.inference():
@@ -114,6 +120,17 @@ class Sampler:
         with self._arrays.inference():
             tokens = self._sample(grant, slots, runs, needs, logits, of_prompts)
         return replace(tokens, pooled=pooled) if pooled else tokens
+
+    def settle(self, grant: StepGrant, told: Ints) -> StepTokens:
+        """Tokens of a step without drafts whose device has chosen by itself, and wrote them down: `told` [2, L], token
+        ids or -1 for a row that was over, and `FinishReason`s, of which only an error is looked at."""
+        table, slots = self.table, grant.slots[grant.is_sampled]
+        rows = ((told[0] >= 0) & (table.needs[slots] & ENDED == 0)).nonzero()[0]
+        slots, token_ids = slots[rows], told[0, rows].astype(np.intp)
+        places = table.num_generated[slots]
+        finishes = table.settle(slots, places, token_ids, told[1, rows] == FinishReason.ERROR)
+        ids = table.sequence_ids[slots]
+        return StepTokens(grant.step, slots, ids, places, token_ids, finishes, started=grant.started)
 
     def _sample(
         self,

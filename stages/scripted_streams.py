@@ -142,7 +142,7 @@ class ScriptWork:
             self.slots.tokens[slots], self.slots.state[slots, step_state.TOKENS], self._factors
         )
 
-    def sample(self, batch: Batch) -> None:
+    def sample(self, batch: Batch, kind: int) -> None:
         """Chooses by what was read, and sees that it still stands there."""
         inputs = self._part(batch)
         rows = (inputs.sampled_slots >= 0).nonzero()[0]

@@ -5,12 +5,14 @@ Imports torch, so it is itself imported only where that is needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels import backend
+from ..kernels import backend, sampling_kernels
 from ..model.cache import KVCache
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
@@ -18,6 +20,7 @@ from ..model.footprint import step_bytes, weights_bytes
 from ..model.rope import tables_bytes
 from ..model.weights import load_weights
 from ..runtime.cpus import ComputeThreads
+from ..runtime.streams import Streams
 from .choosing import Choosing, MakeChoosing
 from .computing import Computing
 from .config import EngineConfig
@@ -35,19 +38,31 @@ from .memory import Machine
 from .phases import Phases
 from .pooler import Pooler
 from .runner import ModelRunner
+from .sampling import Sampler
 from .sizing import Needs, Sizing, free_host_bytes, num_host_blocks
+from .stepping.diff import Ends
 from .trials import largest_grant, measure_rates
+
+if TYPE_CHECKING:
+    from .stepping.assembly import Late
 
 GPU_LOGIT_BYTES = 14  # in half precision, and up to three copies in float32
 
 
 def load_on_torch(
-    config: EngineConfig, root: Path, shape: ModelConfig, max_model_len: int, phases: Phases, threads: ComputeThreads
+    config: EngineConfig,
+    root: Path,
+    shape: ModelConfig,
+    max_model_len: int,
+    phases: Phases,
+    threads: ComputeThreads,
+    streams: Streams | None = None,
 ) -> Computing:
-    """Loads the checkpoint in `root`. Raises as `load_model` does."""
+    """Loads the checkpoint in `root`. Raises as `load_model` does. `streams` stand for the device's own."""
     device = choose_device(config, threads)
     kernels = backend.load(_backend_name(config, device))
     check_kv_dtype(config, device, kernels.name)
+    streams = _streams(config, streams, device, kernels.name)
     with phases("weights"):
         dtype = torch_dtype(config, shape.dtype)
         name = str(dtype).removeprefix("torch.")
@@ -61,7 +76,10 @@ def load_on_torch(
         if memory.max_model_len < max_model_len:  # auto
             max_model_len = memory.max_model_len
             decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
-        runner = make_runner(config, shape, decoder, memory.num_blocks, max_model_len, host_blocks)
+        is_late = streams is not None
+        runner = make_runner(
+            config, shape, decoder, memory.num_blocks, max_model_len, host_blocks, is_block_major=is_late or None
+        )
     with phases("rates"):
         rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
     return Computing(
@@ -77,16 +95,41 @@ def load_on_torch(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        choosing=_choosing(kernels.name),
+        choosing=_choosing(kernels.name, is_late=is_late),
+        assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )
 
 
-def _choosing(kernels: backend.BackendName) -> MakeChoosing:
-    if kernels != "triton":
-        return Choosing
-    from .triton_choosing import TritonChoosing
+def _streams(
+    config: EngineConfig, given: Streams | None, device: torch.device, kernels: backend.BackendName
+) -> Streams | None:
+    """Those that steps are submitted to; None: the device is waited for, step by step."""
+    if not config.async_scheduling or given is not None or device.type != "cuda" or kernels != "triton":
+        return given if config.async_scheduling else None
+    from .stepping.cuda_streams import CudaStreams
 
-    return TritonChoosing
+    return CudaStreams(device)
+
+
+def _assemble(
+    streams: Streams,
+    runner: ModelRunner,
+    config: EngineConfig,
+    clock: Callable[[], float],
+    sampler: Sampler,
+    ends: Ends,
+) -> Late:
+    from .stepping.assembly import assemble
+
+    return assemble(streams, runner, sampler, config, ends, clock)
+
+
+def _choosing(kernels: backend.BackendName, *, is_late: bool) -> MakeChoosing:
+    if kernels != "triton" and not is_late:
+        return Choosing
+    from .kernel_choosing import KernelChoosing
+
+    return partial(KernelChoosing, kernels=sampling_kernels.load(kernels))
 
 
 def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
@@ -116,12 +159,20 @@ def _backend_name(config: EngineConfig, device: torch.device) -> backend.Backend
 
 
 def make_runner(
-    config: EngineConfig, shape: ModelConfig, decoder: Decoder, blocks: int, max_model_len: int, host_blocks: int = 0
+    config: EngineConfig,
+    shape: ModelConfig,
+    decoder: Decoder,
+    blocks: int,
+    max_model_len: int,
+    host_blocks: int = 0,
+    *,
+    is_block_major: bool | None = None,
 ) -> ModelRunner:
     """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
     dtype, copy_blocks = kv_dtype_of(config, decoder.dtype), decoder.kernels.copy_blocks
     scales = kv_scales_of(config, decoder)
-    cache = KVCache(shape, blocks, config.block_size, dtype, decoder.device, copy_blocks, scales)
+    sizes = (shape, blocks, config.block_size)
+    cache = KVCache(*sizes, dtype, decoder.device, copy_blocks, scales, is_block_major=is_block_major)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)

@@ -24,7 +24,7 @@ STAGE_FILES_WITH_TORCH = {
     "tensors",
     "torch_loading",
     "kv_dtype",
-    "triton_choosing",
+    "kernel_choosing",
     "torch_work",
     "cuda_streams",
     "encoder_loading",

@@ -250,7 +250,7 @@ def load(config: EngineConfig, env: Env, phases: Phases) -> tuple[Any, Device]:
     loaded = load_model(config, phases, env)
     if not isinstance(loaded, LoadedModel):
         raise ConfigError("mode = split: this model reads texts at once and generates nothing; use mode = inline")
-    return loaded, Device(loaded.enter)
+    return loaded, loaded.make_device()
 
 
 def main(arguments: Sequence[str], load: Load = load) -> int:

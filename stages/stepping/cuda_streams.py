@@ -67,6 +67,9 @@ class CudaStream:
         self._streams = streams
         self._stream = torch.cuda.Stream(streams.device)
 
+    def use(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
     def launch(self, run: Callable[[], object]) -> None:
         with torch.cuda.stream(self._stream):
             run()

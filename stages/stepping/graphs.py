@@ -7,8 +7,9 @@ is launched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...runtime.streams import Graph, Stream
 
@@ -27,10 +28,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The two graphs of a size, replayed one behind the other."""
+    """The graphs of a size. One of `samples` is replayed behind `forward`."""
 
     forward: Graph
-    sample: Graph
+    samples: Mapping[int, Graph]  # by kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,18 @@ class CaptureReport:
 class Graphs:
     """The graphs of one device. Until `capture`, and without sizes, every step runs eagerly.
 
-    Steps of one token a row are padded to a number of rows; others to a number of tokens, with room for all rows.
+    Steps of one token a row are padded to a number of rows; others to a number of tokens, with room for all rows. Of
+    `kinds` of sampling each has a graph; steps of other kinds run eagerly.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_tokens: int, *, is_eager: bool = False) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_num_tokens: int, *, is_eager: bool = False, kinds: Sequence[int] = (0,)
+    ) -> None:
         rows = {min(count, max_num_seqs) for count in DECODE_ROWS} if not is_eager else set()
         tokens = [count for count in MIXED_TOKENS if count <= max_num_tokens and not is_eager]
         self._decode = [Batch(count, count, True) for count in sorted(rows)]  # smallest first, as the next
         self._mixed = [Batch(max_num_seqs, count, False) for count in tokens]
+        self.kinds = tuple(kinds)
         self._captured: dict[Batch, Captured] = {}
         self.num_replayed = 0
         self.num_eager = 0
@@ -75,22 +80,23 @@ class Graphs:
         self,
         stream: Stream,
         forward: Callable[[Batch], object],
-        sample: Callable[[Batch], object],
+        sample: Callable[[Batch, int], object],
         clock: Callable[[], float],
     ) -> CaptureReport:
         """Captures the launches of both for every size. They have run at least once: what is made at first use can not
         be made in a capture."""
         began, num_bytes = clock(), 0
         for batch in self.batches:
-            graphs = Captured(stream.capture(lambda: forward(batch)), stream.capture(lambda: sample(batch)))  # noqa: B023
-            num_bytes += graphs.forward.num_bytes + graphs.sample.num_bytes
-            self._captured[batch] = graphs
+            whole = stream.capture(partial(forward, batch))
+            samples = {kind: stream.capture(partial(sample, batch, kind)) for kind in self.kinds}
+            num_bytes += sum(graph.num_bytes for graph in (whole, *samples.values()))
+            self._captured[batch] = Captured(whole, samples)
         return CaptureReport(tuple(self.batches), clock() - began, num_bytes)
 
-    def choose(self, num_rows: int, num_tokens: int, is_decode: bool) -> tuple[Batch, Captured | None]:
+    def choose(self, num_rows: int, num_tokens: int, is_decode: bool, kind: int = 0) -> tuple[Batch, Captured | None]:
         """The size that a step is padded to, and its graphs; the step's own size, and None, where there are none."""
         for batch in self._decode if is_decode else self._mixed:
-            if batch.num_tokens >= num_tokens and batch in self._captured:
+            if batch.num_tokens >= num_tokens and batch in self._captured and kind in self.kinds:
                 self.num_replayed += 1
                 return batch, self._captured[batch]
         self.num_eager += 1

@@ -8,10 +8,15 @@ host what was chosen, behind the step's `done`. *swaps* copies blocks to the hos
   the step that reads it comes after.
 
 A step is over when its results and its copies are on the host. Knows order. Refuses to know what is computed.
+
+A step of which the host must see the logits is *attended*: all before it are over first, then it is computed by who
+submits it, and is over as soon as that returns.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +29,6 @@ from ..messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
 from .diff import Ends, write
 from .graphs import Batch, Captured, CaptureReport, Graphs
 from .idle_gaps import IdleGaps
-from .outcomes import Outcomes
 from .rings import Pinned, SendRing
 
 SPARE_STEPS = 2  # events and buffers beyond those of the steps in flight: for the step before, and the one after
@@ -43,8 +47,8 @@ class Work(Protocol):
     def forward(self, batch: Batch) -> None:
         """From those to the logits."""
 
-    def sample(self, batch: Batch) -> None:
-        """From those to tokens: into the tables, and into the step's result."""
+    def sample(self, batch: Batch, kind: int) -> None:
+        """From those to tokens, as rows of this kind ask: into the tables, and into the step's result."""
 
     def fork(self, sources: Ints, destinations: Ints) -> None:
         """Copies whole blocks on the device."""
@@ -54,6 +58,15 @@ class Work(Protocol):
 
     def host_block(self, block: int) -> Any:
         """The memory of one block of the host."""
+
+
+class Settles(Protocol):
+    """Who keeps the books of what the device has told."""
+
+    def settle(self, grant: StepGrant, told: Ints) -> StepTokens:
+        """What a step came to. `told` [2, L] is one of the device's results, cut to the sampled rows: token ids, -1
+        where a sequence had ended before; and how each ends, see `step_state.FINISHED`. Steps come in order, on the
+        thread that tells or the device's, never on both at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +82,10 @@ class Memory:
 class Step:
     """One submitted step; `wait`, on another thread, returns when it is over."""
 
-    __slots__ = ("_line", "batch", "began", "captured", "copied", "done", "grant", "has_swaps", "result", "swapped")
+    __slots__ = (
+        *("_line", "batch", "began", "captured", "copied", "done", "grant", "has_swaps", "kind", "result", "swapped"),
+        *("logits", "tokens"),
+    )
 
     def __init__(self, line: StepLine, events: tuple[Event, Event, Event, Event], result: Pinned) -> None:
         self._line = line
@@ -78,7 +94,10 @@ class Step:
         self.grant: StepGrant | None = None  # None: never used
         self.batch = Batch(0, 0, True)
         self.captured: Captured | None = None
+        self.kind = 0
         self.has_swaps = False
+        self.logits: Any = None  # of an attended step between its halves
+        self.tokens: StepTokens | None = None  # once it is settled
 
     def wait(self) -> StepTokens:
         """What it came to, once all of it is on the host and nothing of it runs any more. Steps in order."""
@@ -92,7 +111,7 @@ class StepLine:
     """
 
     def __init__(
-        self, streams: Streams, memory: Memory, work: Work, graphs: Graphs, ends: Ends, outcomes: Outcomes
+        self, streams: Streams, memory: Memory, work: Work, graphs: Graphs, ends: Ends, outcomes: Settles
     ) -> None:
         self.graphs = graphs
         self.outcomes = outcomes
@@ -101,6 +120,8 @@ class StepLine:
         self._diffs = SendRing(memory.diffs, streams)
         self._ring = [Step(self, _four_events(streams), result) for result in memory.results]
         self._num_submitted = 0
+        self._unsettled: deque[Step] = deque()  # submitted whole, in order
+        self._settling = threading.Lock()
         self.gaps = IdleGaps()  # the telling thread's
 
     def capture(self, clock: Callable[[], float]) -> CaptureReport:
@@ -108,24 +129,26 @@ class StepLine:
         Before the first step. `clock` tells seconds."""
         for batch in self.graphs.batches:
             self._launch_forward(batch)
-            self._launch_sample(batch)
+            for kind in self.graphs.kinds:
+                self._launch_sample(batch, kind)
         self._streams.wait()
         return self.graphs.capture(self._compute, self._launch_forward, self._launch_sample, clock)
 
     # -- on the device's thread
 
-    def forward(self, grant: StepGrant) -> Step:
-        """Submits all of a step up to its logits."""
-        step = self._take(grant)
-        self._compute.record(step.began)
-        if grant.copies:
-            self._copy(grant, step)
-        self._upload(grant)
+    def enter(self) -> None:
+        """The first call on that thread: what it asks of the device by itself is in order with the steps."""
+        self._compute.use()
+
+    def forward(self, grant: StepGrant, kind: int = 0) -> Step:
+        """Submits all of a step up to its logits. `kind` is the work's word for how its rows are sampled."""
+        step = self._begin(grant)
+        step.kind = kind
         if not len(grant.slots):
             self._compute.launch(self._work.take_news)
             return step
         is_decode = bool((grant.num_tokens == 1).all())
-        step.batch, step.captured = self.graphs.choose(len(grant.slots), grant.num_computed, is_decode)
+        step.batch, step.captured = self.graphs.choose(len(grant.slots), grant.num_computed, is_decode, kind)
         if step.captured is not None:
             self._compute.replay(step.captured.forward)
         else:
@@ -138,23 +161,46 @@ class StepLine:
         if len(grant.slots):
             self._compute.wait(self._before(step).copied)  # the device has one result, and that reads it
             if step.captured is not None:
-                self._compute.replay(step.captured.sample)
+                self._compute.replay(step.captured.samples[step.kind])
             else:
-                self._launch_sample(step.batch)
+                self._launch_sample(step.batch, step.kind)
         self._compute.record(step.done)
         self._results.wait(step.done)
         self._results.copy(step.result.array, self._memory.result)
         self._results.record(step.copied)
+        self._unsettled.append(step)
+        return step
+
+    def attend(self, grant: StepGrant) -> Step:
+        """As `forward`, of a step that the caller computes: returns when all before it are settled, and its copies and
+        news are where it will look for them."""
+        self._settle_until(lambda: False)
+        step = self._begin(grant)
+        self._compute.launch(self._work.take_news)
+        self._compute.record(step.done)
+        step.done.wait()
+        return step
+
+    def attended(self, step: Step, tokens: StepTokens) -> Step:
+        """The rest of it: `tokens` is what it came to, and they are in the tables."""
+        self._compute.record(step.done)
+        self._results.wait(step.done)
+        self._results.record(step.copied)
+        step.tokens, step.logits = tokens, None
         return step
 
     def drain(self) -> None:
         """Returns when nothing runs that was submitted."""
         self._streams.wait()
 
-    def _take(self, grant: StepGrant) -> Step:
+    def _begin(self, grant: StepGrant) -> Step:
         step = self._ring[self._num_submitted % len(self._ring)]
         self._num_submitted += 1
-        step.grant, step.has_swaps = grant, False
+        step.grant, step.has_swaps, step.tokens, step.logits = grant, False, None, None
+        self._compute.record(step.began)
+        if grant.copies:
+            self._copy(grant, step)
+        self._upload(grant)
         return step
 
     def _before(self, step: Step) -> Step:
@@ -165,8 +211,8 @@ class StepLine:
         self._compute.launch(partial(self._work.make_inputs, batch))
         self._compute.launch(partial(self._work.forward, batch))
 
-    def _launch_sample(self, batch: Batch) -> None:
-        self._compute.launch(partial(self._work.sample, batch))
+    def _launch_sample(self, batch: Batch, kind: int) -> None:
+        self._compute.launch(partial(self._work.sample, batch, kind))
 
     def _upload(self, grant: StepGrant) -> None:
         """Sends the diff; the tables take all parts but the last at once, the last with the step."""
@@ -216,13 +262,35 @@ class StepLine:
     def finish(self, step: Step) -> StepTokens:
         """See `Step.wait`."""
         assert step.grant is not None
-        step.copied.wait()
-        if step.has_swaps:
-            step.swapped.wait()
-        told = step.result.numbers[:, : step.grant.num_sampled].copy()
-        tokens = self.outcomes.settle(step.grant, told)
-        self.gaps.note(step, self._before(step), tokens)
-        return tokens
+        _wait(step)
+        self._settle_until(lambda: step.tokens is not None)
+        assert step.tokens is not None, f"step {step.grant.step} was never submitted whole"
+        self.gaps.note(step, self._before(step), step.tokens)
+        return step.tokens
+
+    # -- on either
+
+    def _settle_until(self, is_enough: Callable[[], bool]) -> None:
+        """Settles steps in their order, each once, whoever comes first."""
+        while True:
+            with self._settling:
+                if is_enough() or not self._unsettled:
+                    return
+                step = self._unsettled[0]
+            _wait(step)
+            with self._settling:
+                if self._unsettled and self._unsettled[0] is step:
+                    assert step.grant is not None
+                    told = step.result.numbers[:, : step.grant.num_sampled].copy()
+                    step.tokens = self.outcomes.settle(step.grant, told)
+                    self._unsettled.popleft()
+
+
+def _wait(step: Step) -> None:
+    """Returns when nothing of a submitted step runs any more."""
+    step.copied.wait()
+    if step.has_swaps:
+        step.swapped.wait()
 
 
 def _is_touched(grant: StepGrant) -> bool:

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels import step_state
 from ...kernels.step_state import SlotState, StepBuffers
 from ...model.cache import KVCache
 from ...model.inputs import StepInputs
-from ..messages import Ints
+from ...model.uploads import upload
+from ..messages import Indices, Ints
 from ..runner import Model
+from ..runs import last_of_each
 from .diff import diff_size
 from .graphs import Batch
 from .rings import Pinned
@@ -26,9 +29,9 @@ from .submission import SPARE_STEPS, Memory
 NUM_DIFFS = 3  # pinned buffers, one of which is read while another is written
 NEWS_ROOM = 8192  # known tokens, and new blocks, of one diff
 
-Choose = Callable[[Tensor, SlotState, Tensor], Tensor]
-"""From logits [P, V], the slots' state, and whose each row is, [P] i32, to token ids [P] i64, all on the device.
-Below 0 where a row holds no number; rows of nobody, -1, may come to anything."""
+Choose = Callable[[Tensor, SlotState, Tensor, int], Tensor]
+"""From logits [P, V], the slots' state, whose each row is, [P] i32, and the kind of sampling to token ids [P] i64, all
+on the device. Below 0 where a row holds no number; rows of nobody, -1, may come to anything."""
 
 
 class TorchWork:
@@ -80,17 +83,39 @@ class TorchWork:
         self._logits = self._decoder.forward(inputs, self._cache)
 
     @torch.inference_mode()
-    def sample(self, batch: Batch) -> None:
+    def sample(self, batch: Batch, kind: int) -> None:
         assert self._logits is not None
         sampled_slots = self._buffers.sampled_slots[: batch.num_rows]
-        chosen = self._choose(self._logits, self.slots, sampled_slots)
+        chosen = self._choose(self._logits, self.slots, sampled_slots, kind)
         self._kernels.settle(self._memory.result[:, : batch.num_rows], chosen, sampled_slots, self.slots)
+
+    @torch.inference_mode()
+    def tell_newest(self, last_tokens: Tensor) -> None:
+        """Writes each slot's newest token into `last_tokens` [S] i64. At once: nothing of a step may be under way."""
+        newest = (self.slots.state[:, step_state.TOKENS].long() - 1).clamp(0, self.slots.tokens.shape[1] - 1)
+        last_tokens.copy_(self.slots.tokens.gather(1, newest[:, None])[:, 0])
+
+    @torch.inference_mode()
+    def note(self, slots: Indices, positions: Indices, token_ids: Indices, finishes: NDArray[np.int8]) -> None:
+        """Writes tokens that somebody else has chosen into the tables; those of one slot follow each other. At once,
+        as `tell_newest`."""
+        state, tokens = self.slots.state, self.slots.tokens
+        has_room = positions < tokens.shape[1]
+        where = (self._long(slots[has_room]), self._long(positions[has_room]))
+        tokens[where] = self._long(token_ids[has_room]).int()
+        last = last_of_each(slots)
+        at = self._long(slots[last])
+        state[at, step_state.TOKENS] = self._long(positions[last] + 1).int()
+        state[at, step_state.FINISHED] = self._long(finishes[last]).int()
+
+    def _long(self, numbers: NDArray[np.integer]) -> Tensor:
+        return upload(numbers.astype(np.int64), self.slots.state.device)
 
     def fork(self, sources: Ints, destinations: Ints) -> None:
         self._cache.copy_blocks(sources.astype(np.int64), destinations.astype(np.int64))
 
     def block(self, block: int) -> Tensor:
-        assert self._cache.is_block_major, "a block is in one piece on a GPU only"
+        assert self._cache.is_block_major, "a block of this cache is not in one piece"
         return self._cache.data[block]
 
     def host_block(self, block: int) -> Tensor:
@@ -109,7 +134,7 @@ def step_memory(device: torch.device, num_slots: int, num_steps: int) -> Memory:
     )
 
 
-def greedy(logits: Tensor, slots: SlotState, sampled_slots: Tensor) -> Tensor:
+def greedy(logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
     """The likeliest token of each row, whatever was asked for. A `Choose`."""
     best, ids = logits.max(dim=1)
     return torch.where(best.isfinite(), ids, -1)

@@ -6,23 +6,26 @@ Run by `tests/kernels/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from millrace.kernels import triton_launch
+from millrace.kernels import sampling_kernels, triton_launch
 from millrace.stages.choosing import Choosing, Rows
 from millrace.stages.grammar.masks import Allowed
+from millrace.stages.kernel_choosing import KernelChoosing
 from millrace.stages.measuring import device_sampler_bytes
 from millrace.stages.sampling import Sampler
 from millrace.stages.sampling_table import SamplingTable
-from millrace.stages.triton_choosing import TritonChoosing
 from tests.stages import test_sampling
 from tests.stages.grants import decode, started
 from tests.stages.test_arrays import any_params, same
 from tests.stages.test_sampling import *  # noqa: F403  (its tests, which look for `CHOOSING` over there)
+
+BY_TRITON = partial(KernelChoosing, kernels=sampling_kernels.load("triton"))
 
 del test_seeds_make_choices_of_one_prompt_differ  # noqa: F821  (64 rows, and said of the kernel already)
 
@@ -30,7 +33,7 @@ del test_seeds_make_choices_of_one_prompt_differ  # noqa: F821  (64 rows, and sa
 @pytest.fixture(autouse=True)
 def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert triton_launch.IS_INTERPRETED, "run with TRITON_INTERPRET=1"
-    monkeypatch.setattr(test_sampling, "CHOOSING", TritonChoosing)
+    monkeypatch.setattr(test_sampling, "CHOOSING", BY_TRITON)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
@@ -50,7 +53,7 @@ def test_greedy_rows_get_the_tokens_and_logprobs_of_the_other_sampler_whatever_t
     vocab, num_slots, rng = 300, 6, np.random.default_rng(0)
     ours, theirs = (
         Sampler(torch.zeros(num_slots, dtype=torch.int64), vocab, 64, (vocab - 1,), logprobs_mode=mode, **more)
-        for more in ({"choosing": TritonChoosing}, {})
+        for more in ({"choosing": BY_TRITON}, {})
     )
     prompts = [rng.integers(0, vocab, rng.integers(1, 9)).tolist() for _ in range(num_slots)]
     news = [started(i, p, **(any_params(rng, vocab) | {"temperature": 0.0})) for i, p in enumerate(prompts)]
@@ -70,7 +73,7 @@ def test_what_is_drawn_is_what_the_other_sampler_would_keep_and_as_likely() -> N
     cut = {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "logprobs": 20}
     news = [started(slot, seed=slot, **cut) for slot in range(num_slots)]
     drawn = []
-    for choosing in (TritonChoosing, Choosing):
+    for choosing in (BY_TRITON, Choosing):
         last_tokens = torch.zeros(num_slots, dtype=torch.int64)
         sampler = Sampler(last_tokens, 300, 64, logprobs_mode="processed_logprobs", choosing=choosing)
         drawn.append(sampler.sample(decode(*range(num_slots), started=news), logits.clone()))
@@ -86,7 +89,7 @@ def test_what_a_grammar_forbids_is_not_chosen(has_processor: bool) -> None:
     masks = np.random.default_rng(1).integers(-(1 << 31), 1 << 31, (2, 4)).astype(np.int32)
     masks &= masks << 1 & masks << 3  # few bits
     found = []
-    for choosing in (TritonChoosing, Choosing):
+    for choosing in (BY_TRITON, Choosing):
         sampler = Sampler(torch.zeros(3, dtype=torch.int64), 100, 64, choosing=choosing)
         if has_processor:
             sampler.use(test_sampling.Witness())
@@ -105,6 +108,6 @@ def test_what_a_grammar_forbids_is_not_chosen(has_processor: bool) -> None:
 
 def test_the_tables_on_the_device_take_what_the_sizing_counts() -> None:
     table = SamplingTable(4, 100, 64, ())
-    held = vars(TritonChoosing(table, torch.zeros(4, dtype=torch.int64), "raw_logprobs")).values()
+    held = vars(BY_TRITON(table, torch.zeros(4, dtype=torch.int64), "raw_logprobs")).values()
     num_bytes = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
     assert num_bytes == device_sampler_bytes(4, 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -28,11 +29,11 @@ class Recorder:
         self.captured.append(batch)
         self.stream.launch(lambda: self.launched.append(("forward", batch)))
 
-    def sample(self, batch: Batch) -> None:
+    def sample(self, batch: Batch, kind: int) -> None:
         self.stream.launch(lambda: self.launched.append(("sample", batch)))
 
 
-def captured(max_num_seqs: int = 256, max_num_tokens: int = 2048, **options: bool) -> tuple[Graphs, Recorder]:
+def captured(max_num_seqs: int = 256, max_num_tokens: int = 2048, **options: Any) -> tuple[Graphs, Recorder]:
     graphs, recorder = Graphs(max_num_seqs, max_num_tokens, **options), Recorder()
     recorder.capture(graphs)
     return graphs, recorder
@@ -100,7 +101,7 @@ def test_what_is_replayed_is_what_was_captured_for_that_size_and_nothing_ran_bef
     batch, found = graphs.choose(3, 3, True)
     assert found is not None
     recorder.stream.replay(found.forward)
-    recorder.stream.replay(found.sample)
+    recorder.stream.replay(found.samples[0])
     recorder.device.wait()
     assert (
         recorder.launched

@@ -72,7 +72,7 @@ def test_the_inputs_of_a_step_are_those_that_the_runner_makes(seed: int) -> None
     side, last_tokens = Side(walk), np.zeros(walk.num_slots, np.int64)
     runner: Any = ModelRunner(NoDecoder(), NoDecoder(), last_tokens, side.slots.tables.shape[1])  # type: ignore[arg-type]
     for of in walk.steps(30):
-        runner._take_news(of)
+        runner.take_news(of)
         right, found = runner.inputs(of), side.inputs(of)
         num_rows, num_tokens, num_logits = len(of.slots), of.num_computed, of.num_sampled
         for name in ("input_ids", "positions", "slot_mapping"):

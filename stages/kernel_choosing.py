@@ -1,7 +1,8 @@
-"""Chooses tokens by the Triton kernels: what slots asked for lies on the device, a step sends it slots and positions.
+"""Chooses tokens by kernels: what slots asked for lies on the device, and what is chosen can stay there.
 
-Imports torch and Triton, so it is itself imported only where those are chosen. Tokens come back at the end of a step's
-sampling, which waits for them.
+Either the host waits for a step's tokens (`choose`, as any `Choosing`), or it submits the choice and hears of it later
+(`choose_on_device`, for a `StepLine`). A token is the same either way. Imports torch, so it is itself imported only
+where that is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels import sampling_rows, triton_edits, triton_sampling, triton_thresholds
+from ..kernels import sampling_rows, step_state
+from ..kernels.sampling_kernels import SamplingKernels
+from ..kernels.step_state import SlotState
+from ..model.uploads import upload
 from . import logits as maths
 from .choosing import NO_ROWS, Choice, Choosing, Rows, has_any
 from .config import LogprobsMode
@@ -19,10 +23,13 @@ from .grammar.masks import Allowed
 from .logits import Longs, Scores
 from .messages import Bools, Indices, Started, TopLogprobs
 from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from .sampling_table import EDITS, LOGPROBS, RANDOM, SamplingTable
+from .sampling_table import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
+
+PLAIN, TRUNCATED, EDITED = 0, 1, 2  # kinds of sampling, as a step line knows them; each does all that those before do
+KINDS = (PLAIN, TRUNCATED, EDITED)
 
 
-class TritonChoosing(Choosing):
+class KernelChoosing(Choosing):
     """As `Choosing`, with the same tokens kept by top_k, top_p and min_p, ties whole. It differs in this: tokens are
     drawn by another noise, so seeds give others; the sums that top_p looks at are of f32; below a temperature of about
     1e-5 equals go to the lowest id, as there is no room for noise; and a token counts 32,767 times at most.
@@ -31,8 +38,11 @@ class TritonChoosing(Choosing):
     What few rows ask for (allowed tokens, bad words, a user's processor) is done by torch, between the kernels.
     """
 
-    def __init__(self, table: SamplingTable, last_tokens: Tensor, mode: LogprobsMode) -> None:
+    def __init__(
+        self, table: SamplingTable, last_tokens: Tensor, mode: LogprobsMode, *, kernels: SamplingKernels
+    ) -> None:
         super().__init__(table, last_tokens, mode)
+        self._kernels = kernels
         num_slots, num_ends = len(last_tokens), len(table.eos) + MAX_STOP_TOKEN_IDS
         self._device = last_tokens.device
         self._rows = self._zeros((num_slots, sampling_rows.WIDTH), torch.int32)
@@ -76,18 +86,43 @@ class TritonChoosing(Choosing):
             edited = self._edited(rows, slots, positions, logits, guided, allowed)
         least = None
         if np.count_nonzero(self.table.is_truncated[rows.slots] & (rows.needs & RANDOM != 0)):
-            least = triton_thresholds.thresholds(edited, self._rows, slots)
-        found = triton_sampling.choose(edited, self._rows, slots, positions, least).cpu().numpy()
+            least = self._kernels.thresholds(edited, self._rows, slots)
+        found = self._kernels.choose(edited, self._rows, slots, positions, least).cpu().numpy()
         scored = None
         if has_any(rows.needs, LOGPROBS):
             scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, least)
         return Choice(np.maximum(found, 0), found < 0, scored)
 
+    def kind(self, slots: Indices) -> int | None:
+        """How `choose_on_device` is to choose for rows of these slots; None: the host must see their logits."""
+        needs = self.table.needs[slots]
+        if has_any(needs, LOGPROBS | GRAMMAR | THINKING | POOLED):
+            return None
+        if has_any(needs, EDITS):
+            is_special = self.table.limits.is_limited[slots] | self._is_processed[slots]
+            return None if np.count_nonzero(is_special) else EDITED
+        return TRUNCATED if np.count_nonzero(self.table.is_truncated[slots] & (needs & RANDOM != 0)) else PLAIN
+
+    def choose_on_device(self, logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
+        """[P] token ids, a `Choose` of `stepping/torch_work.py`. Launches, and nothing else."""
+        rows = slots.state[:, step_state.SEED_LOW :]  # begins as a row of `sampling_rows` does
+        positions = slots.state[:, step_state.TOKENS].index_select(0, sampled_slots.clamp(min=0))
+        least = None
+        if kind == EDITED:
+            tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
+            logits = self._kernels.edit(logits, self._rows, sampled_slots, positions, *tables)
+        if kind != PLAIN:
+            least = self._kernels.thresholds(logits, rows, sampled_slots)
+        chosen = self._kernels.choose(logits, rows, sampled_slots, positions, least)
+        if kind == EDITED:
+            self._kernels.count_tokens(self._counts, self._rows, sampled_slots, chosen.clamp(min=0))
+        return chosen
+
     def note(self, slots: Indices, token_ids: Longs) -> None:
         super().note(slots, token_ids)
         if np.count_nonzero(self.table.is_penalised[slots]):
             where, chosen = self._upload(np.stack([slots, token_ids]))
-            triton_edits.count_tokens(self._counts, self._rows, where, chosen)
+            self._kernels.count_tokens(self._counts, self._rows, where, chosen)
 
     def tell(self, choice: Choice, rows: Rows, token_ids: Longs, is_told: Bools) -> dict[int, TopLogprobs]:
         asked = rows.that_need(LOGPROBS)
@@ -97,7 +132,7 @@ class TritonChoosing(Choosing):
         logits, *drawn = choice.scored
         num_top = self.table.num_logprobs[rows.slots[told]]
         most = min(int(num_top.max()), logits.shape[1])
-        found = triton_sampling.score(logits, self._upload(told), self._upload(token_ids), most, *drawn)
+        found = self._kernels.score(logits, self._upload(told), self._upload(token_ids), most, *drawn)
         logprobs, ranks, top_ids, top_logprobs = (part.cpu().numpy() for part in found)
         scores = Scores(logprobs, ranks, top_ids, top_logprobs)
         return dict(zip(told.tolist(), maths.told(scores, num_top), strict=True))
@@ -123,7 +158,7 @@ class TritonChoosing(Choosing):
             mask_of[guided] = np.arange(len(guided))
             mask_rows = self._upload(mask_of)
         tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
-        edited = triton_edits.edit(logits, self._rows, slots, positions, *tables, masks, mask_rows)
+        edited = self._kernels.edit(logits, self._rows, slots, positions, *tables, masks, mask_rows)
         if np.count_nonzero(self.table.limits.is_limited[rows.slots]):
             self.table.limits.apply(rows.slots, edited)
         if is_processed:
@@ -136,4 +171,4 @@ class TritonChoosing(Choosing):
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return upload(array, self._device)

@@ -1,0 +1,63 @@
+"""A late device from its parts: tables and buffers on the device, streams, graphs, and the model that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ...model.cache import KVCache
+from ...model.decoder import Decoder
+from ...runtime.streams import Streams
+from ..config import EngineConfig
+from ..kernel_choosing import KINDS, KernelChoosing
+from ..runner import ModelRunner
+from ..sampling import Sampler
+from .diff import Ends
+from .graphs import CaptureReport, Graphs
+from .late_device import LateDevice
+from .late_model import LateModel
+from .submission import StepLine
+from .torch_work import TorchWork, step_memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Late:
+    """A model, and what makes the device whose thread it is for. `captured`: its graphs; None with `enforce_eager`."""
+
+    model: LateModel
+    make_device: Callable[[], LateDevice]
+    captured: CaptureReport | None
+
+
+def assemble(
+    streams: Streams,
+    runner: ModelRunner,
+    sampler: Sampler,
+    config: EngineConfig,
+    ends: Ends,
+    clock: Callable[[], float],
+) -> Late:
+    """Blocks until all graphs are captured. `clock` tells seconds. The sampler chooses by kernels."""
+    choosing, device = sampler.choosing, runner.last_tokens.device
+    assert isinstance(choosing, KernelChoosing), "only kernels leave what they choose on the device"
+    assert isinstance(runner.cache, KVCache) and isinstance(runner.decoder, Decoder)
+    num_slots = config.max_num_seqs
+    memory = step_memory(device, num_slots, config.steps_in_flight)
+    graphs = Graphs(num_slots, config.num_step_tokens, is_eager=config.enforce_eager, kinds=KINDS)
+    work = TorchWork(
+        runner.decoder,
+        runner.cache,
+        memory,
+        choosing.choose_on_device,
+        num_slots=num_slots,
+        max_model_len=ends.max_model_len,
+        max_step_tokens=max(config.num_step_tokens, num_slots),
+        host_blocks=runner.host_blocks,
+    )
+    runner.read_tables(work.slots.tables)
+    line = StepLine(streams, memory, work, graphs, ends, sampler)
+    streams.wait()  # what the weights and the cache were made by ran on another stream
+    captured = None if config.enforce_eager else line.capture(clock)
+    model = LateModel(line, work, runner, sampler, choosing)
+    return Late(model, partial(LateDevice, line, line.enter), captured)

@@ -43,6 +43,7 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
             "server": _shown(asdict(config)),
         },
         "memory": None if info.memory is None else info.memory.to_json(),
+        "graphs": None if info.captured is None else info.captured.to_event(),
         "startup_s": dict(info.startup_s),
         "process": {"mode": engine.mode, "engine_pid": engine.engine_pid},
         "blocks": _blocks(engine) if engine.has_core else None,

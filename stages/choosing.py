@@ -118,6 +118,10 @@ class Choosing:
         found = maths.top_logprobs(maths.rows_of(choice.scored, whole), token_ids[told], num_top)
         return dict(zip(told.tolist(), found, strict=True))
 
+    def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:
+        """Of what a device that chose by itself left for n rows, [n, W]. Whoever has such a device knows how."""
+        raise NotImplementedError
+
     def _drawing(self, slots: Indices, places: Indices) -> Drawing:
         table = self.table
         u = maths.uniform(table.seeds[slots], table.num_prompt[slots] + places)

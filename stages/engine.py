@@ -55,14 +55,13 @@ from .reading import read_outputs
 from .recordings.recorder import Recorder
 from .scheduler import Scheduler
 from .tasks import check_task, task_of
+from .warm_up import warm_up
 
 if TYPE_CHECKING:
     from ..model.tokenizer import Tokenizer
     from .encoder import ModelEncoder
     from .encoder_loading import LoadedEncoder
     from .loading import LoadedModel
-
-WARM_UP_PROMPT_TOKENS = 16
 
 PromptLike = str | Sequence[int] | Prompt
 Messages = Sequence[Mapping[str, Any]]
@@ -232,17 +231,7 @@ class Engine:
         return loaded.make_device()
 
     async def _warm_up(self) -> None:
-        """A real answer: whatever is made at first use is made now, and what does not work shows."""
-        num_prompt = min(WARM_UP_PROMPT_TOKENS, self.info.max_model_len - 1, self.info.vocab_size)
-        max_tokens = min(4, self.info.max_model_len - num_prompt)
-        prompt = Prompt(token_ids=as_token_ids(list(range(num_prompt))))
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        if "generate" in self.info.tasks:
-            await self.pipeline.call(Request("warm-up", (prompt,), params))
-        elif "embed" in self.info.tasks:
-            await self.pipeline.call(pooled_request("warm-up", (prompt,), PoolingParams()))
-        else:
-            await self.pipeline.call(Pairs(["warm"], ["up"]).request("warm-up", self.info.tasks))
+        await warm_up(self.pipeline, self.info)
         await self.forget_prefixes()
 
     async def stop(self, cause: str = "server_shutdown") -> None:

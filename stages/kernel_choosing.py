@@ -21,12 +21,17 @@ from .choosing import NO_ROWS, Choice, Choosing, Rows, has_any
 from .config import LogprobsMode
 from .grammar.masks import Allowed
 from .logits import Longs, Scores
-from .messages import Bools, Indices, Started, TopLogprobs
-from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from .messages import Bools, Indices, Ints, Started, TopLogprobs
+from .params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from .sampling_table import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
 
 PLAIN, TRUNCATED, EDITED = 0, 1, 2  # kinds of sampling, as a step line knows them; each does all that those before do
 KINDS = (PLAIN, TRUNCATED, EDITED)
+SCORED = 4  # and with log-probabilities: SCORED * (1 + k) more, where k of the likeliest are wanted
+
+# what a step tells of a scored row, [S, SCORE_WIDTH] i32; floats by their bits
+LOGPROB, RANK, TOP_IDS, TOP_LOGPROBS = 0, 1, 2, 2 + MAX_LOGPROBS
+SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS
 
 
 class KernelChoosing(Choosing):
@@ -50,6 +55,7 @@ class KernelChoosing(Choosing):
         self._biased_ids = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.int32)
         self._bias = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.float32)
         self._end_ids = self._zeros((num_slots, num_ends), torch.int32)
+        self.scores = self._zeros((num_slots, SCORE_WIDTH), torch.int32)  # of a step's rows
 
     def start(self, started: Started) -> None:
         super().start(started)
@@ -96,15 +102,23 @@ class KernelChoosing(Choosing):
     def kind(self, slots: Indices) -> int | None:
         """How `choose_on_device` is to choose for rows of these slots; None: the host must see their logits."""
         needs = self.table.needs[slots]
-        if has_any(needs, LOGPROBS | GRAMMAR | THINKING | POOLED):
+        if has_any(needs, GRAMMAR | THINKING | POOLED):
             return None
         if has_any(needs, EDITS):
-            is_special = self.table.limits.is_limited[slots] | self._is_processed[slots]
-            return None if np.count_nonzero(is_special) else EDITED
-        return TRUNCATED if np.count_nonzero(self.table.is_truncated[slots] & (needs & RANDOM != 0)) else PLAIN
+            if np.count_nonzero(self.table.limits.is_limited[slots] | self._is_processed[slots]):
+                return None
+            kind = EDITED
+        else:
+            kind = TRUNCATED if np.count_nonzero(self.table.is_truncated[slots] & (needs & RANDOM != 0)) else PLAIN
+        if has_any(needs, LOGPROBS):
+            kind += SCORED * (1 + int(self.table.num_logprobs[slots].max()))
+        return kind
 
     def choose_on_device(self, logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
-        """[P] token ids, a `Choose` of `stepping/torch_work.py`. Launches, and nothing else."""
+        """[P] token ids, a `Choose` of `stepping/torch_work.py`. Launches, and nothing else. If the kind is scored,
+        `scores` say how likely they were."""
+        num_scores, kind = divmod(kind, SCORED)
+        raw = logits
         rows = slots.state[:, step_state.SEED_LOW :]  # begins as a row of `sampling_rows` does
         positions = slots.state[:, step_state.TOKENS].index_select(0, sampled_slots.clamp(min=0))
         least = None
@@ -116,7 +130,24 @@ class KernelChoosing(Choosing):
         chosen = self._kernels.choose(logits, rows, sampled_slots, positions, least)
         if kind == EDITED:
             self._kernels.count_tokens(self._counts, self._rows, sampled_slots, chosen.clamp(min=0))
+        if num_scores:
+            drawn = (logits, rows, sampled_slots.clamp(min=0), least)
+            self._score(chosen, num_scores - 1, *((raw,) if self.logprobs_mode == "raw_logprobs" else drawn))
         return chosen
+
+    def _score(self, chosen: Tensor, num_top: int, logits: Tensor, *drawn: Tensor | None) -> None:
+        every, num_top = torch.arange(len(chosen), device=self._device), min(num_top, logits.shape[1])
+        found = self._kernels.score(logits, every, chosen.clamp(min=0), num_top, *drawn)
+        scores, (logprobs, ranks, top_ids, top_logprobs) = self.scores[: len(chosen)], found
+        scores[:, LOGPROB], scores[:, RANK] = logprobs.view(torch.int32), ranks
+        scores[:, TOP_IDS : TOP_IDS + num_top] = top_ids
+        scores[:, TOP_LOGPROBS : TOP_LOGPROBS + num_top] = top_logprobs.view(torch.int32)
+
+    def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:
+        """What rows of `scores` [n, SCORE_WIDTH] say, once they are on the host."""
+        floats, ids = scores.view(np.float32), scores.astype(np.int64)
+        found = Scores(floats[:, LOGPROB], ids[:, RANK], ids[:, TOP_IDS:TOP_LOGPROBS], floats[:, TOP_LOGPROBS:])
+        return maths.told(found, self.table.num_logprobs[slots])
 
     def note(self, slots: Indices, token_ids: Longs) -> None:
         super().note(slots, token_ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ from .runner import ModelRunner
 from .sampling import Sampler
 from .step_size import settle_step_size
 from .stepping.diff import Ends
+from .stepping.graphs import CaptureReport
 
 if TYPE_CHECKING:
     from .encoder_loading import LoadedEncoder
@@ -170,14 +171,22 @@ def _put_together(
         logprobs_mode=config.logprobs_mode,
         choosing=computing.choosing,
     )
-    parts = (info, tokenizer, text.encoder, text_table)
+    text_parts = (tokenizer, text.encoder, text_table)
     if computing.assemble is None:
-        return LoadedModel(*parts, runner, sampler, grammars, partial(Device, computing.enter))
+        return LoadedModel(info, *text_parts, runner, sampler, grammars, partial(Device, computing.enter))
     with phases("graphs"):
         late = computing.assemble(sampler, Ends(eos_token_ids, info.max_model_len))
     if late.captured is not None:
-        log.info("graphs.captured", **late.captured.to_event())
-    return LoadedModel(*parts, late.model, late.model, grammars, late.make_device)
+        info = _with_graphs(info, late.captured)
+    return LoadedModel(info, *text_parts, late.model, late.model, grammars, late.make_device)
+
+
+def _with_graphs(info: ModelInfo, captured: CaptureReport) -> ModelInfo:
+    """With what capturing took, in the place of what it was guessed to take."""
+    log.info("graphs.captured", **captured.to_event())
+    assert info.memory is not None
+    what = f"{len(captured.batches)} sizes of CUDA graphs, measured"
+    return replace(info, captured=captured, memory=info.memory.with_row("graphs", captured.num_bytes, what))
 
 
 def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo) -> Vocabulary:

@@ -6,19 +6,23 @@ import math
 from collections.abc import Callable
 
 from ..kernels.sampling_rows import WIDTH
+from ..kernels.step_state import STATE_WIDTH
 from ..model.config import ModelConfig
 from ..model.expected import expected_shapes
 from ..model.rope import tables_bytes
 from .config import EngineConfig
 from .logits import WHOLE_SIZE
 from .memory import Machine
-from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from .params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from .sizing import CPU_SHARE, Needs, Sizing, check_weights, free_host_bytes, total_host_bytes
+from .stepping.diff import NEWS_ROOM, diff_size
+from .stepping.graphs import batches_of
 
 # A logit while tokens are chosen, as the model gives it and its copies. On a CPU, by torch's profiler, where each row
 # asks for logprobs: float32 from the model, a copy, and flags of what is likelier, which are summed as i64.
 CPU_LOGIT_BYTES = 4 + 4 + 9
 SORTED_BYTES = 40 * WHOLE_SIZE  # on the host, where rows are sorted whole
+GRAPH_LOGIT_BYTES = 2 + 4  # in half precision, and edited in float32
 COLUMN_BYTES = 128  # of a slot: the sampler's columns of one number each
 
 
@@ -79,7 +83,28 @@ def sampler_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) 
     return config.max_num_seqs * row + shape.vocab_size
 
 
+def late_bytes(config: EngineConfig, max_model_len: int) -> int:
+    """What a device keeps of sequences and steps that it is not waited for: their tokens, block tables and state, a
+    step's inputs, and what it is told and tells."""
+    slots, tokens = config.max_num_seqs, max(config.num_step_tokens, config.max_num_seqs)
+    blocks = -(-max_model_len // config.block_size)
+    state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
+    inputs = tokens * 3 * 8 + slots * (4 * blocks + 4 + 4 + 8 + 4) + 4
+    return state + inputs + 4 * (diff_size(slots, NEWS_ROOM, NEWS_ROOM) + 2 * slots)
+
+
+def graphs_bytes(config: EngineConfig, shape: ModelConfig, activations: int) -> int:
+    """What captured graphs will keep, all in one pool that the largest of them fills: a guess, by the share of the
+    largest step, which takes `activations`, and the copies of logits while tokens are chosen."""
+    if config.enforce_eager:
+        return 0
+    batches = [batch for sizes in batches_of(config.max_num_seqs, config.num_step_tokens) for batch in sizes]
+    share = min(1.0, max(batch.num_tokens for batch in batches) / config.num_step_tokens)
+    return int(activations * share) + config.max_num_seqs * shape.vocab_size * GRAPH_LOGIT_BYTES
+
+
 def device_sampler_bytes(num_slots: int, vocab_size: int) -> int:
-    """What slots asked for, and the counts of their tokens, on a GPU whose kernels choose; but for the EOS tokens."""
-    lists = 4 * (2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS)
+    """What slots asked for, the counts of their tokens and the scores of a step, on a GPU whose kernels choose; but for
+    the EOS tokens."""
+    lists = 4 * (2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 2 + 2 * MAX_LOGPROBS)
     return num_slots * (4 * WIDTH + 2 * vocab_size + lists)

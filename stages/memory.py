@@ -5,7 +5,7 @@ Knows how to show it, as JSON, as a log line and on a terminal. How large things
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 
@@ -71,6 +71,11 @@ class MemoryTable:
     def row(self, name: str) -> MemoryRow:
         """The row of that name."""
         return next(row for row in self.rows if row.name == name)
+
+    def with_row(self, name: str, num_bytes: int, what: str) -> MemoryTable:
+        """The same with another size of that row, which is known now."""
+        rows = (replace(row, num_bytes=num_bytes, what=what) if row.name == name else row for row in self.rows)
+        return replace(self, rows=tuple(rows))
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

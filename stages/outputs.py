@@ -11,6 +11,7 @@ from .memory import MemoryTable
 from .messages import FinishReason, PromptLogprobs, Rates, TokenLogprobs
 from .params import SamplingParams
 from .pooling import Floats
+from .stepping.graphs import CaptureReport
 from .tasks import Task
 
 OutputKind = Literal["delta", "cumulative", "final"]
@@ -122,3 +123,4 @@ class ModelInfo:
     pooling: PoolingConfig | None = None  # what its embeddings are; None: it has none
     quantization: str | None = None  # how matrices are kept; None: as dtype
     kv_cache_dtype: str | None = None  # of keys and values; None: an encoder has none
+    captured: CaptureReport | None = None  # CUDA graphs; None: each kernel is launched by itself

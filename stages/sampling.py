@@ -32,7 +32,7 @@ from .pooler import Pooler
 from .processors import LogitsProcessor
 from .prompt_logits import LogitsWithPrompts, prompt_logprobs
 from .runs import Runs, last_of_each
-from .sampling_table import EDITS, ENDED, GRAMMAR, POOLED, THINKING, SamplingTable
+from .sampling_table import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, THINKING, SamplingTable
 
 
 class Sampler:
@@ -121,16 +121,21 @@ class Sampler:
             tokens = self._sample(grant, slots, runs, needs, logits, of_prompts)
         return replace(tokens, pooled=pooled) if pooled else tokens
 
-    def settle(self, grant: StepGrant, told: Ints) -> StepTokens:
+    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
         """Tokens of a step without drafts whose device has chosen by itself, and wrote them down: `told` [2, L], token
-        ids or -1 for a row that was over, and `FinishReason`s, of which only an error is looked at."""
+        ids or -1 for a row that was over, and `FinishReason`s, of which only an error is looked at. `scores` [L, W] are
+        for who makes log-probabilities of them."""
         table, slots = self.table, grant.slots[grant.is_sampled]
         rows = ((told[0] >= 0) & (table.needs[slots] & ENDED == 0)).nonzero()[0]
         slots, token_ids = slots[rows], told[0, rows].astype(np.intp)
-        places = table.num_generated[slots]
+        places, ids = table.num_generated[slots], table.sequence_ids[slots]
         finishes = table.settle(slots, places, token_ids, told[1, rows] == FinishReason.ERROR)
-        ids = table.sequence_ids[slots]
-        return StepTokens(grant.step, slots, ids, places, token_ids, finishes, started=grant.started)
+        tokens = StepTokens(grant.step, slots, ids, places, token_ids, finishes, started=grant.started)
+        if scores is None:
+            return tokens
+        asked = ((table.needs[slots] & LOGPROBS != 0) & (finishes != FinishReason.ERROR)).nonzero()[0]
+        found = self.choosing.read_scores(slots[asked], scores[rows[asked]])
+        return replace(tokens, logprobs=dict(zip(asked.tolist(), found, strict=True)))
 
     def _sample(
         self,

@@ -30,6 +30,7 @@ from .stepping.rings import Pinned
 from .stepping.submission import SPARE_STEPS, Memory, Step, StepLine
 
 NUM_DIFFS = (1, 2, 3)  # pinned buffers to send diffs from, drawn
+ATTENDED = (0.0, 0.0, 0.1, 0.5)  # of steps, drawn: the host computes them, see `submission.py`
 DIFF_ROOM = (0, 8, 100)  # known tokens and new blocks in one of them, drawn; more of either go in several parts
 
 
@@ -56,7 +57,8 @@ class LateScript(ScriptedModel):
     ) -> None:
         super().__init__(num_blocks, block_size, num_slots, max_model_len, script, env, 0.0, num_host_blocks)
         assert script.answer is None and script.period is None, "the launched script can neither"
-        dice = env.random("streams")
+        dice = self._dice = env.random("streams")
+        self._attended_share = dice.choice(ATTENDED)
         is_eager = dice.random() < 0.3
         streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
         graphs = Graphs(num_slots, max_step_tokens, is_eager=is_eager)
@@ -77,7 +79,8 @@ class LateScript(ScriptedModel):
 
     def forward(self, grant: StepGrant) -> Any:
         """Submits the first half. The step is on its way when a fault strikes: what fails must not be told before."""
-        step = self.line.forward(grant)
+        is_attended = len(grant.slots) > 0 and self._dice.random() < self._attended_share
+        step = self._attend(grant) if is_attended else self.line.forward(grant)
         for copy in grant.copies:
             if self.is_fault("device.copy"):
                 raise MemoryError(f"the scripted device stopped behind copies {copy.direction.name}")
@@ -89,7 +92,20 @@ class LateScript(ScriptedModel):
 
     def sample(self, grant: StepGrant, logits: Any) -> Any:
         """Submits the second half."""
-        return self.line.sample(grant, logits)
+        if logits.logits is None:
+            return self.line.sample(grant, logits)
+        self.work.sample(logits.logits, 0)
+        told = self.work.told[:, : grant.num_sampled].copy()
+        return self.line.attended(logits, self.line.outcomes.settle(grant, told))
+
+    def _attend(self, grant: StepGrant) -> Step:
+        """Computes the first half, at once: whatever is still under way then shows."""
+        step = self.line.attend(grant)
+        batch = Batch(len(grant.slots), grant.num_computed, bool((grant.num_tokens == 1).all()))
+        self.work.make_inputs(batch)
+        self.work.forward(batch)
+        step.logits = batch
+        return step
 
     def tell(self, grant: StepGrant, tokens: StepTokens) -> StepTokens:
         """What the step line tells, with log-probabilities for those who asked: made up."""
@@ -119,6 +135,12 @@ class ScriptWork:
         self._read: Hashes = np.zeros(num_slots, np.uint64)  # by each sampled row: the logits, so to say
         self._wanted: Hashes = np.zeros(num_slots, np.uint64)  # what it should have been
         self._factors = model._factors
+
+    @property
+    def told(self) -> Ints:
+        """[2, P] what the last step came to, on the device."""
+        result: Ints = self._memory.result
+        return result
 
     def take_news(self) -> None:
         step_state.take_news(self._memory.diff, self.slots)

@@ -32,10 +32,11 @@ class Needs:
     logits: int  # of the most rows there can be, and of choosing from them
     other: int = 0  # on a GPU: driver, kernels' code, other processes
     sampler: int = 0  # beside a GPU: the sampler's tables, on the host
+    graphs: int = 0  # on a GPU: what captured steps keep for themselves
 
     def of_device(self) -> int:
         """All but the host's part."""
-        return self.other + self.weights + self.state + self.activations + self.logits
+        return self.other + self.weights + self.state + self.activations + self.logits + self.graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class Sizing:
             MemoryRow("state", needs.state, f"tables for {config.max_num_seqs} sequences of {max_model_len} tokens"),
             MemoryRow("activations", needs.activations, f"a step of {config.num_step_tokens} tokens, {how}"),
             MemoryRow("logits", needs.logits, f"{config.max_num_seqs} rows, and choosing tokens from them"),
-            MemoryRow("graphs", 0, "not used"),
+            MemoryRow("graphs", needs.graphs, "CUDA graphs, estimated" if needs.graphs else "not used"),
             MemoryRow("kv_cache", blocks * self.bytes_per_block, cache),
             MemoryRow("swap", self.host_blocks * self.bytes_per_block, swap, "device" if is_host else "host"),
         ]

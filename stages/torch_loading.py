@@ -30,6 +30,8 @@ from .measuring import (
     SORTED_BYTES,
     check_room_for_weights,
     device_sampler_bytes,
+    graphs_bytes,
+    late_bytes,
     sampler_bytes,
     sizing_on_cpu,
     slot_bytes,
@@ -72,11 +74,11 @@ def load_on_torch(
     with phases("cache"):
         bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, dtype))
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, device.type)
-        memory = _sizing(config, shape, decoder, max_model_len, host_blocks).plan(max_model_len)
+        is_late = streams is not None
+        memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_late=is_late).plan(max_model_len)
         if memory.max_model_len < max_model_len:  # auto
             max_model_len = memory.max_model_len
             decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
-        is_late = streams is not None
         runner = make_runner(
             config, shape, decoder, memory.num_blocks, max_model_len, host_blocks, is_block_major=is_late or None
         )
@@ -197,7 +199,15 @@ def _free_bytes(device: torch.device) -> int:
     return free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
-def _sizing(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int, host_blocks: int) -> Sizing:
+def _sizing(
+    config: EngineConfig,
+    shape: ModelConfig,
+    decoder: Decoder,
+    max_model_len: int,
+    host_blocks: int,
+    *,
+    is_late: bool,
+) -> Sizing:
     """Everything that sizes depend on. `decoder` holds tables for `max_model_len` positions, and no cache is there yet.
     The largest step is run on a GPU; what it takes on a CPU is computed."""
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
@@ -214,7 +224,7 @@ def _sizing(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_mode
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
         )
-    return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks)
+    return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_late)
 
 
 def _sizing_on_gpu(
@@ -225,6 +235,7 @@ def _sizing_on_gpu(
     weights: int,
     bytes_per_block: int,
     host_blocks: int,
+    is_late: bool,
 ) -> Sizing:
     try:
         activations = _peak_step_bytes(config, shape, decoder, max_model_len)
@@ -242,8 +253,12 @@ def _sizing_on_gpu(
     def needs_of(length: int) -> Needs:
         return Needs(
             weights=weights,
-            state=tables_bytes(shape.rope, length) + slot_bytes(config, shape, length) + choosing,
+            state=tables_bytes(shape.rope, length)
+            + slot_bytes(config, shape, length)
+            + choosing
+            + (late_bytes(config, length) if is_late else 0),
             activations=activations,
+            graphs=graphs_bytes(config, shape, activations) if is_late else 0,
             logits=config.max_num_seqs * shape.vocab_size * GPU_LOGIT_BYTES,
             other=max(0, total - free - loaded),
             sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,

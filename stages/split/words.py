@@ -42,6 +42,7 @@ from ..messages import (
 from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pooling import PoolingParams
+from ..stepping.graphs import Batch, CaptureReport
 
 # -- the engine's life
 
@@ -274,7 +275,7 @@ CODEC = Codec(
         *(TokenRequest, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
         *(SamplingParams, CandidateParams, PoolingParams, StructuredOutputs, ThinkingBudget),
         *(Setup, Ready, NotStarted, Stop, Broken, Crashed, EngineConfig),
-        *(ModelInfo, Rates, MemoryTable, MemoryRow, Machine, PoolingConfig),
+        *(ModelInfo, Rates, MemoryTable, MemoryRow, Machine, PoolingConfig, CaptureReport, Batch),
         *(Gone, Causes, RequestFailed, Served, Admitted, Ask, Told, Fault),
         *(Books, StageBooks, EdgeBooks, PoolBooks, BlockBooks, ChannelStats),
     ]

@@ -14,7 +14,7 @@ from ..kernel_choosing import KINDS, KernelChoosing
 from ..runner import ModelRunner
 from ..sampling import Sampler
 from .diff import Ends
-from .graphs import CaptureReport, Graphs
+from .graphs import CaptureReport, Graphs, batches_of
 from .late_device import LateDevice
 from .late_model import LateModel
 from .submission import StepLine
@@ -43,7 +43,7 @@ def assemble(
     assert isinstance(choosing, KernelChoosing), "only kernels leave what they choose on the device"
     assert isinstance(runner.cache, KVCache) and isinstance(runner.decoder, Decoder)
     num_slots = config.max_num_seqs
-    memory = step_memory(device, num_slots, config.steps_in_flight)
+    memory = step_memory(device, num_slots, config.steps_in_flight, choosing.scores)
     graphs = Graphs(num_slots, config.num_step_tokens, is_eager=config.enforce_eager, kinds=KINDS)
     work = TorchWork(
         runner.decoder,
@@ -58,6 +58,11 @@ def assemble(
     runner.read_tables(work.slots.tables)
     line = StepLine(streams, memory, work, graphs, ends, sampler)
     streams.wait()  # what the weights and the cache were made by ran on another stream
-    captured = None if config.enforce_eager else line.capture(clock)
+    captured = None
+    if config.enforce_eager:
+        decode, mixed = batches_of(num_slots, config.num_step_tokens)
+        line.warm([*decode[:1], *mixed[:1]], KINDS)
+    else:
+        captured = line.capture(clock)
     model = LateModel(line, work, runner, sampler, choosing)
     return Late(model, partial(LateDevice, line, line.enter), captured)

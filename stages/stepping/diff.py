@@ -14,6 +14,7 @@ from ...kernels import step_state as layout
 from ..messages import NO_INTS, Ints, Started, StepGrant
 
 ROW_NUMBERS = 4  # of a row, in the diff; one more for all
+NEWS_ROOM = 8192  # known tokens, and new blocks, that one diff of a real device has room for
 NO_ROWS: Ints = np.zeros(1, np.int32)
 
 

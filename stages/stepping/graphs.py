@@ -52,6 +52,14 @@ class CaptureReport:
         }
 
 
+def batches_of(max_num_seqs: int, max_num_tokens: int) -> tuple[list[Batch], list[Batch]]:
+    """(decode, mixed) sizes to capture, smallest first, where so many rows and tokens are the most of a step."""
+    rows = {min(count, max_num_seqs) for count in DECODE_ROWS}
+    tokens = [count for count in MIXED_TOKENS if count <= max_num_tokens]
+    decode = [Batch(count, count, True) for count in sorted(rows)]
+    return decode, [Batch(max_num_seqs, count, False) for count in tokens]
+
+
 class Graphs:
     """The graphs of one device. Until `capture`, and without sizes, every step runs eagerly.
 
@@ -62,10 +70,7 @@ class Graphs:
     def __init__(
         self, max_num_seqs: int, max_num_tokens: int, *, is_eager: bool = False, kinds: Sequence[int] = (0,)
     ) -> None:
-        rows = {min(count, max_num_seqs) for count in DECODE_ROWS} if not is_eager else set()
-        tokens = [count for count in MIXED_TOKENS if count <= max_num_tokens and not is_eager]
-        self._decode = [Batch(count, count, True) for count in sorted(rows)]  # smallest first, as the next
-        self._mixed = [Batch(max_num_seqs, count, False) for count in tokens]
+        self._decode, self._mixed = ([], []) if is_eager else batches_of(max_num_seqs, max_num_tokens)
         self.kinds = tuple(kinds)
         self._captured: dict[Batch, Captured] = {}
         self.num_replayed = 0
@@ -75,6 +80,11 @@ class Graphs:
     def batches(self) -> list[Batch]:
         """All sizes, largest first, so that the pool of memory that the first one fills serves the others."""
         return sorted([*self._decode, *self._mixed], key=lambda batch: (-batch.num_tokens, -batch.num_rows))
+
+    @property
+    def captured(self) -> list[Captured]:
+        """What has been captured, in that order."""
+        return list(self._captured.values())
 
     def capture(
         self,

@@ -2,8 +2,8 @@
 
 Most steps are submitted and no more: their input comes from the device, and so does what chooses their tokens. Some are
 *attended*, see `submission.py`: those with a row whose choice needs the host (a grammar, a thinking budget, allowed
-tokens, bad words, a user's processor, log-probabilities), with drafts, with a pooled sequence, or with a prompt that is
-scored. They run as on any device, by runner and sampler, and between them and the others nothing differs but the time.
+tokens, bad words, a user's processor), with drafts, with a pooled sequence, or with a prompt that is scored. They run
+as on any device, by runner and sampler, and between them and the others nothing differs but the time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..kernel_choosing import KernelChoosing
+from ..kernel_choosing import SCORED, KernelChoosing
 from ..messages import Started, StepGrant
 from ..processors import LogitsProcessor
 from ..runner import ModelRunner
@@ -47,7 +47,7 @@ class LateModel:
             self.sampler.start(started)
         kind = self._kind(grant)
         if kind is not None:
-            return self.line.forward(grant, kind)
+            return self.line.forward(grant, kind, is_scored=kind >= SCORED)
         step = self.line.attend(grant)
         self._work.tell_newest(self.runner.last_tokens)
         step.logits = self.runner.compute(grant)

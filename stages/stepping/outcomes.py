@@ -29,7 +29,7 @@ class Outcomes:
         """Whether a sequence is known that goes on."""
         return not self.is_over.all()
 
-    def settle(self, grant: StepGrant, told: Ints) -> StepTokens:
+    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
         """Tokens of the rows whose sequences went on until this step. `told` [2, L] is one of the device's results, cut
         to the sampled rows: token ids, -1 where a sequence had ended before; and how each ends, see
         `step_state.FINISHED`."""

@@ -15,15 +15,15 @@ submits it, and is over as soon as that returns.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import numpy as np
 
+from ...runtime.inorder import InOrder
 from ...runtime.streams import Event, Stream, Streams
 from ..messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
 from .diff import Ends, write
@@ -63,10 +63,11 @@ class Work(Protocol):
 class Settles(Protocol):
     """Who keeps the books of what the device has told."""
 
-    def settle(self, grant: StepGrant, told: Ints) -> StepTokens:
+    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
         """What a step came to. `told` [2, L] is one of the device's results, cut to the sampled rows: token ids, -1
-        where a sequence had ended before; and how each ends, see `step_state.FINISHED`. Steps come in order, on the
-        thread that tells or the device's, never on both at once."""
+        where a sequence had ended before; and how each ends, see `step_state.FINISHED`. `scores` [L, W] comes with
+        steps of a scored kind. Steps come in order, on the thread that tells or the device's, never on both at
+        once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +78,8 @@ class Memory:
     result: Any  # [2, P] i32 on the device, see `step_state.settle`
     diffs: Sequence[Pinned]  # [C] each
     results: Sequence[Pinned]  # [2, P] each, as many as steps in flight and SPARE_STEPS
+    scores: Any = None  # [P, W] i32 on the device; None: no step is scored
+    told_scores: Sequence[Pinned] = ()  # [P, W] each, as many as `results`
 
 
 class Step:
@@ -84,17 +87,20 @@ class Step:
 
     __slots__ = (
         *("_line", "batch", "began", "captured", "copied", "done", "grant", "has_swaps", "kind", "result", "swapped"),
-        *("logits", "tokens"),
+        *("is_scored", "logits", "scores", "tokens"),
     )
 
-    def __init__(self, line: StepLine, events: tuple[Event, Event, Event, Event], result: Pinned) -> None:
+    def __init__(
+        self, line: StepLine, events: tuple[Event, Event, Event, Event], result: Pinned, scores: Pinned | None
+    ) -> None:
         self._line = line
         self.began, self.done, self.copied, self.swapped = events
-        self.result = result
+        self.result, self.scores = result, scores
         self.grant: StepGrant | None = None  # None: never used
         self.batch = Batch(0, 0, True)
         self.captured: Captured | None = None
         self.kind = 0
+        self.is_scored = False
         self.has_swaps = False
         self.logits: Any = None  # of an attended step between its halves
         self.tokens: StepTokens | None = None  # once it is settled
@@ -118,21 +124,34 @@ class StepLine:
         self._streams, self._memory, self._work, self._ends = streams, memory, work, ends
         self._compute, self._results, self._swaps = (streams.stream(name) for name in ("compute", "results", "swaps"))
         self._diffs = SendRing(memory.diffs, streams)
-        self._ring = [Step(self, _four_events(streams), result) for result in memory.results]
+        self._ring = [
+            Step(self, _four_events(streams), result, scores)
+            for result, scores in zip_longest(memory.results, memory.told_scores)
+        ]
         self._num_submitted = 0
-        self._unsettled: deque[Step] = deque()  # submitted whole, in order
-        self._settling = threading.Lock()
+        self._unsettled: InOrder[Step] = InOrder(_wait, self._settle)  # submitted whole
         self.gaps = IdleGaps()  # the telling thread's
 
-    def capture(self, clock: Callable[[], float]) -> CaptureReport:
-        """Runs a step of each size without rows, so that what is made at first use is made, and captures them all.
-        Before the first step. `clock` tells seconds."""
-        for batch in self.graphs.batches:
+    def warm(self, batches: Sequence[Batch], kinds: Sequence[int]) -> None:
+        """Runs a step of each size and kind without rows, so that what is made at first use is made. Before the first
+        step."""
+        for batch in batches:
             self._launch_forward(batch)
-            for kind in self.graphs.kinds:
+            for kind in kinds:
                 self._launch_sample(batch, kind)
         self._streams.wait()
-        return self.graphs.capture(self._compute, self._launch_forward, self._launch_sample, clock)
+
+    def capture(self, clock: Callable[[], float]) -> CaptureReport:
+        """Captures a step of each size, and replays each graph once, without rows: one that does not work shows here.
+        Before the first step. `clock` tells seconds."""
+        self.warm(self.graphs.batches, self.graphs.kinds)
+        report = self.graphs.capture(self._compute, self._launch_forward, self._launch_sample, clock)
+        for captured in self.graphs.captured:
+            self._compute.replay(captured.forward)
+            for graph in captured.samples.values():
+                self._compute.replay(graph)
+        self._streams.wait()
+        return report
 
     # -- on the device's thread
 
@@ -140,10 +159,11 @@ class StepLine:
         """The first call on that thread: what it asks of the device by itself is in order with the steps."""
         self._compute.use()
 
-    def forward(self, grant: StepGrant, kind: int = 0) -> Step:
-        """Submits all of a step up to its logits. `kind` is the work's word for how its rows are sampled."""
+    def forward(self, grant: StepGrant, kind: int = 0, *, is_scored: bool = False) -> Step:
+        """Submits all of a step up to its logits. `kind` is the work's word for how its rows are sampled; of those that
+        are scored, scores come with the result."""
         step = self._begin(grant)
-        step.kind = kind
+        step.kind, step.is_scored = kind, is_scored
         if not len(grant.slots):
             self._compute.launch(self._work.take_news)
             return step
@@ -167,6 +187,8 @@ class StepLine:
         self._compute.record(step.done)
         self._results.wait(step.done)
         self._results.copy(step.result.array, self._memory.result)
+        if step.is_scored and step.scores is not None:
+            self._results.copy(step.scores.array, self._memory.scores)
         self._results.record(step.copied)
         self._unsettled.append(step)
         return step
@@ -174,7 +196,7 @@ class StepLine:
     def attend(self, grant: StepGrant) -> Step:
         """As `forward`, of a step that the caller computes: returns when all before it are settled, and its copies and
         news are where it will look for them."""
-        self._settle_until(lambda: False)
+        self._unsettled.do_all()
         step = self._begin(grant)
         self._compute.launch(self._work.take_news)
         self._compute.record(step.done)
@@ -263,27 +285,22 @@ class StepLine:
         """See `Step.wait`."""
         assert step.grant is not None
         _wait(step)
-        self._settle_until(lambda: step.tokens is not None)
+        self._unsettled.do_until(lambda: step.tokens is not None)
         assert step.tokens is not None, f"step {step.grant.step} was never submitted whole"
         self.gaps.note(step, self._before(step), step.tokens)
         return step.tokens
 
     # -- on either
 
-    def _settle_until(self, is_enough: Callable[[], bool]) -> None:
-        """Settles steps in their order, each once, whoever comes first."""
-        while True:
-            with self._settling:
-                if is_enough() or not self._unsettled:
-                    return
-                step = self._unsettled[0]
-            _wait(step)
-            with self._settling:
-                if self._unsettled and self._unsettled[0] is step:
-                    assert step.grant is not None
-                    told = step.result.numbers[:, : step.grant.num_sampled].copy()
-                    step.tokens = self.outcomes.settle(step.grant, told)
-                    self._unsettled.popleft()
+    def _settle(self, step: Step) -> None:
+        assert step.grant is not None
+        step.tokens = self.outcomes.settle(step.grant, *_told(step, step.grant.num_sampled))
+
+
+def _told(step: Step, num_rows: int) -> tuple[Ints, Ints | None]:
+    """Result and scores of a step, copies of their own."""
+    scores = step.scores.numbers[:num_rows].copy() if step.is_scored and step.scores is not None else None
+    return step.result.numbers[:, :num_rows].copy(), scores
 
 
 def _wait(step: Step) -> None:

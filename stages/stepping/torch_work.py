@@ -21,13 +21,12 @@ from ...model.uploads import upload
 from ..messages import Indices, Ints
 from ..runner import Model
 from ..runs import last_of_each
-from .diff import diff_size
+from .diff import NEWS_ROOM, diff_size
 from .graphs import Batch
 from .rings import Pinned
 from .submission import SPARE_STEPS, Memory
 
 NUM_DIFFS = 3  # pinned buffers, one of which is read while another is written
-NEWS_ROOM = 8192  # known tokens, and new blocks, of one diff
 
 Choose = Callable[[Tensor, SlotState, Tensor, int], Tensor]
 """From logits [P, V], the slots' state, whose each row is, [P] i32, and the kind of sampling to token ids [P] i64, all
@@ -123,14 +122,18 @@ class TorchWork:
         return self._host_blocks[block]
 
 
-def step_memory(device: torch.device, num_slots: int, num_steps: int) -> Memory:
-    """The buffers between host and device, for `num_steps` steps in flight; pinned where there is a GPU."""
+def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Tensor | None = None) -> Memory:
+    """The buffers between host and device, for `num_steps` steps in flight; pinned where there is a GPU. `scores`
+    [num_slots, W] i32 is where those of a step are left."""
+    num_results = num_steps + SPARE_STEPS
     capacity = diff_size(num_slots, NEWS_ROOM, NEWS_ROOM)
     return Memory(
         torch.zeros(capacity, dtype=torch.int32, device=device),
         torch.zeros(2, num_slots, dtype=torch.int32, device=device),
         [_pinned(device, capacity) for _ in range(NUM_DIFFS)],
-        [_pinned(device, 2, num_slots) for _ in range(num_steps + SPARE_STEPS)],
+        [_pinned(device, 2, num_slots) for _ in range(num_results)],
+        scores,
+        [] if scores is None else [_pinned(device, *scores.shape) for _ in range(num_results)],
     )
 
 

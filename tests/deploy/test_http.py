@@ -292,7 +292,8 @@ def test_health_and_version_answer(server: RunningServer):
 
 def test_server_info_tells_the_model_the_settings_and_the_blocks(server: RunningServer):
     info = server.get("/server_info").json
-    assert set(info) == {"version", "model", "config", "memory", "startup_s", "process", "blocks"}
+    assert set(info) == {"version", "model", "config", "memory", "graphs", "startup_s", "process", "blocks"}
+    assert info["graphs"] is None
     assert info["process"] == {"mode": "inline", "engine_pid": None}
     assert info["version"] == server.get("/version").json["version"]
     assert (info["model"]["id"], info["model"]["max_model_len"]) == ("scripted", 512)

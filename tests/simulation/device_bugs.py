@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from millrace.kernels import step_state
+from millrace.runtime.inorder import InOrder
 from millrace.runtime.simstreams import SimStream
 from millrace.stages.messages import StepGrant, StepTokens
 from millrace.stages.stepping import submission
@@ -26,14 +27,12 @@ def fence_dropped() -> AbstractContextManager[None]:
 def told_when_submitted() -> AbstractContextManager[None]:
     """A step counts as over as soon as all of it is submitted."""
 
-    def change(finish: Any) -> Any:
-        def hasty(self: StepLine, step: Step) -> StepTokens:
-            assert step.grant is not None
-            return self.outcomes.settle(step.grant, step.result.numbers[:, : step.grant.num_sampled].copy())
+    return changed(submission, "_wait", lambda wait: lambda step: None)
 
-        return hasty
 
-    return changed(StepLine, "finish", change)
+def attended_beside_others() -> AbstractContextManager[None]:
+    """The host computes a step while those before it are not told yet."""
+    return changed(InOrder, "do_all", lambda do_all: lambda self: None)
 
 
 def told_before_its_swaps() -> AbstractContextManager[None]:
@@ -131,6 +130,7 @@ DEVICE_BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     for bug in (
         fence_dropped,
         told_when_submitted,
+        attended_beside_others,
         told_before_its_swaps,
         void_told_at_once,
         results_not_behind_done,

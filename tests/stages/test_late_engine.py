@@ -8,40 +8,18 @@ GPU has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
-from millrace.runtime.env import LiveEnv
 from millrace.runtime.hoststreams import HostStreams
 from millrace.runtime.log import captured_logs
-from millrace.runtime.simstreams import SimStreams
-from millrace.runtime.streams import Streams
+from millrace.runtime.stage import Stage
 from millrace.stages.engine import Engine
-from millrace.stages.limits import as_token_ids
-from millrace.stages.messages import Prompt, Request
-from millrace.stages.outputs import RequestOutput
 from millrace.stages.params import SamplingParams
-from millrace.stages.reading import read_outputs
-from millrace.stages.stepping.late_device import LateDevice
-from millrace.stages.stepping.late_model import LateModel
 from tests.model.checkpoints import make_checkpoint
-
-SMALL: dict[str, Any] = {
-    "attention_backend": "torch",
-    "dtype": "float32",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 128,
-    "num_gpu_blocks": 64,
-    "threads": 1,
-}
-Ask = tuple[Sequence[int], SamplingParams]
-Answers = list[list[tuple[list[int], str, str | None]]]
-MakeStreams = Callable[[], Streams]
+from tests.stages.late_engines import SMALL, both, greedy, late, prompts, run
 
 
 @pytest.fixture(scope="module")
@@ -49,90 +27,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     make_checkpoint("qwen3", path)
     return path
-
-
-def late(seed: int = 0) -> SimStreams:
-    """Torn copies, odd orders."""
-    return SimStreams(Random(seed), laziness=0.3)
-
-
-class Ran:
-    """What one engine answered to some requests at once, and how it got there."""
-
-    answers: Answers
-    num_preemptions: int
-    num_copied: int  # blocks to the host or back
-    num_attended: int  # steps
-    num_steps: int
-    num_gaps: int
-    outputs: list[RequestOutput]
-
-
-async def run(checkpoint: Path, asks: Sequence[Ask], streams: Streams | None, **settings: Any) -> Ran:
-    env, ran = LiveEnv(0), Ran()
-    env.streams = streams
-    try:
-        async with Engine(model=str(checkpoint), env=env, **{**SMALL, **settings}) as engine:
-            if engine.host_tier is not None:
-                engine.host_tier.rates = None  # swap whenever there is room
-            counted = _count_copies(engine) if streams is not None else []
-            requests = [
-                Request(f"r{i}", (Prompt(token_ids=as_token_ids(prompt)),), params)
-                for i, (prompt, params) in enumerate(asks)
-            ]
-            ran.outputs = await asyncio.gather(*(_final(engine, request) for request in requests))
-            ran.answers = [
-                [(choice.token_ids, choice.text, choice.finish_reason) for choice in output.outputs]
-                for output in ran.outputs
-            ]
-            ran.num_preemptions = engine.scheduler.num_preemptions
-            model = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
-            device = engine.pipeline.stages["execute"].device  # type: ignore[attr-defined]
-            assert isinstance(model, LateModel) == isinstance(device, LateDevice) == (streams is not None)
-            if isinstance(model, LateModel):
-                ran.num_attended, ran.num_steps = model.num_attended, model.line._num_submitted
-                ran.num_copied = len(counted)
-                ran.num_gaps = device.idle_gaps_us.num_observed
-            return ran
-    finally:
-        await env.aclose()
-
-
-def _count_copies(engine: Engine) -> list[int]:
-    """The host's blocks that are copied to or from, from now on."""
-    work, counted = engine.pipeline.stages["execute"].runner._work, []  # type: ignore[attr-defined]
-    host_block = work.host_block
-
-    def count(block: int) -> Any:
-        counted.append(block)
-        return host_block(block)
-
-    work.host_block = count
-    return counted
-
-
-async def _final(engine: Engine, request: Request) -> RequestOutput:
-    outbox = await engine.submit(request, wait=True)
-    (output,) = [output async for output in read_outputs(outbox, "final")]
-    return output
-
-
-def both(checkpoint: Path, asks: Sequence[Ask], streams: Streams, **settings: Any) -> tuple[Ran, Ran]:
-    """(what the device that is waited for answers, what the late one does)."""
-    with captured_logs():
-        return (
-            asyncio.run(run(checkpoint, asks, None, **settings)),
-            asyncio.run(run(checkpoint, asks, streams, **settings)),
-        )
-
-
-def greedy(num_tokens: int = 12, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **more)
-
-
-def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
-    dice = Random(seed)
-    return [[dice.randrange(3, 200) for _ in range(dice.randint(1, longest))] for _ in range(count)]
 
 
 # -- steps that are submitted and not waited for
@@ -201,3 +95,27 @@ def test_choices_of_one_prompt_share_its_blocks_and_part_when_they_differ(checkp
     assert len(set(texts)) == 4
     again = asyncio.run(run(checkpoint, asks, late(5), steps_in_flight=4))
     assert again.answers == ran.answers, "the noise depends on seed and position alone"
+
+
+def test_the_sizes_that_were_captured_and_the_time_it_took_are_told(checkpoint: Path) -> None:
+    asks = [([5, 6, 7], greedy(3))]
+    with captured_logs() as logs:
+        ran = asyncio.run(run(checkpoint, asks, HostStreams()))
+    (told,) = (entry for entry in logs if entry["event"] == "graphs.captured")
+    assert told["decode_rows"] == [1, 2, 4, 8] and told["mixed_tokens"] == [64]
+    assert ran.info.captured is not None and ran.info.captured.to_event().items() <= told.items()
+    assert ran.info.startup_s["graphs"] >= ran.info.captured.seconds - 0.001
+    assert ran.info.memory is not None and "5 sizes" in ran.info.memory.row("graphs").what
+    with captured_logs() as logs:
+        eager = asyncio.run(run(checkpoint, asks, HostStreams(), enforce_eager=True))
+    assert eager.info.captured is None and not [entry for entry in logs if entry["event"] == "graphs.captured"]
+    assert eager.answers == ran.answers
+
+
+def test_whoever_takes_the_place_of_a_stage_of_the_device_gets_logits_and_no_promise_of_tokens(
+    checkpoint: Path,
+) -> None:
+    for name, is_late in (("tokenize", True), ("execute", False), ("sample", False)):
+        engine = Engine(model=str(checkpoint), **SMALL)
+        engine.replace(name, Stage())
+        assert engine.config.async_scheduling == is_late

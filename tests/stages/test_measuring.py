@@ -13,12 +13,13 @@ import torch
 from safetensors import safe_open
 
 from millrace.runtime.env import LiveEnv
+from millrace.runtime.hoststreams import HostStreams
 from millrace.runtime.log import captured_logs
 from millrace.stages import sizing
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading import LoadedModel, load_model
-from millrace.stages.measuring import CPU_LOGIT_BYTES, SORTED_BYTES
+from millrace.stages.measuring import CPU_LOGIT_BYTES, SORTED_BYTES, late_bytes
 from millrace.stages.messages import StepGrant
 from millrace.stages.params import SamplingParams
 from millrace.stages.phases import Phases
@@ -85,6 +86,17 @@ def test_the_state_row_is_the_tables_of_runner_sampler_and_positions(checkpoints
         held += runner.tables.nbytes + runner.last_tokens.nbytes + runner.pooler.sums.nbytes
         held += runner.decoder._cos.nbytes + runner.decoder._sin.nbytes
         assert held <= loaded.info.memory.row("state").num_bytes < 1.02 * held
+
+
+def test_what_a_late_device_keeps_is_what_the_sizing_counts(checkpoints):
+    env = LiveEnv(0)
+    env.streams = HostStreams()
+    config = EngineConfig(model=str(checkpoints["qwen3"]), attention_backend="torch", **SMALL)
+    model = load_model(config, Phases(time.monotonic), env).runner
+    memory, work = model._work._memory, model._work
+    tables = [getattr(part, name) for part in (work.slots, work._buffers) for name in part.__slots__]
+    held = sum(tensor.nbytes for tensor in (*tables, memory.diff, memory.result))
+    assert held == late_bytes(replace(config, max_num_batched_tokens=512), 1024)
 
 
 def test_a_machine_with_little_memory_gets_a_shorter_context_or_an_error_with_the_length(

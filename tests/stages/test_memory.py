@@ -49,6 +49,16 @@ def test_the_total_is_the_sum_of_the_rows_and_within_the_budget():
         assert ("other" in sizes) == ("sampler" in sizes) == (machine is GPU)
 
 
+def test_what_graphs_are_guessed_to_keep_comes_off_the_cache_and_their_row_is_told_anew_when_it_is_known():
+    plain = sizing(GPU, max_num_seqs=64).plan(64)
+    with_graphs = sizing(GPU, lambda n: needs(n, graphs=4_000), max_num_seqs=64).plan(64)
+    assert plain.num_blocks - with_graphs.num_blocks == 4
+    assert with_graphs.row("graphs").num_bytes == 4_000
+    measured = with_graphs.with_row("graphs", 2_500, "measured")
+    assert with_graphs.total_bytes - measured.total_bytes == 1_500
+    assert measured.row("graphs").what == "measured" and measured.num_blocks == with_graphs.num_blocks
+
+
 def test_a_gpus_budget_is_used_to_the_last_block():
     table = sizing(GPU, lambda n: needs(n, other=700), max_num_seqs=64).plan(64)
     assert 0 <= table.machine.budget_bytes - table.total_bytes < BLOCK

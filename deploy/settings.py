@@ -44,6 +44,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "device": {
         "device": "where the model runs",
         "attention_backend": "auto: triton on cuda; on cpu native, or torch where that can not be had",
+        "deterministic": "the same log-probabilities for a request alone and among others; slower, and by triton only",
         "threads": "compute threads on a CPU; none: one a core, and no more than a container's quota keeps running",
         "tokenizer_workers": "threads; a long prompt keeps one busy while others pass",
     },

@@ -77,11 +77,18 @@ class Kernels(Protocol):
 class Decoder:
     """A loaded model. It holds no sequence: all that differs between steps is in the inputs and the cache.
 
-    `max_positions` is the length of the longest sequence; a position beyond it is a bug of the caller.
+    `max_positions` is the length of the longest sequence; a position beyond it is a bug of the caller. With
+    `is_batch_invariant` attention is cut the same way whoever else is in a step; kernels that know no plans ignore it.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_positions: int | None = None
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        kernels: Kernels,
+        max_positions: int | None = None,
+        *,
+        is_batch_invariant: bool = False,
     ) -> None:
         self.config = config
         self.weights = weights
@@ -92,7 +99,13 @@ class Decoder:
         self._scale = config.head_dim**-0.5
         windows = tuple(dict.fromkeys(config.sliding_windows))
         self._attention_shape = AttentionShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, self.dtype, windows
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self.dtype,
+            self.dtype,
+            windows,
+            is_batch_invariant,
         )
         tables = rope_tables(config.rope, self.max_positions)
         self._cos, self._sin = (torch.from_numpy(table).to(self.device) for table in tables)  # [P, D_rot / 2] f32 each

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+EVEN_ROWS = 64
 
 
 class Linear:
@@ -87,11 +90,39 @@ class WidenedLinear(Linear):
         yield from self._wide.tensors()
 
 
-def linear_form(device: torch.device, dtype: torch.dtype, num_weights: int) -> Callable[..., Linear]:
+class EvenLinear(Linear):
+    """Multiplies EVEN_ROWS rows at a time, zeros behind the last, whatever their number.
+
+    A library chooses how to multiply by the sizes, so with others in the batch a row may be summed in another order.
+    Products of one size are all done in one way; that this gives a row the same bits wherever it stands among the
+    others holds for products that are cut into whole tiles, is no library's promise, and is tested where it runs.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _evenly(super().__call__, x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return _evenly(super().add_to, residual, x)
+
+
+def _evenly(product: Callable[..., Tensor], *arrays: Tensor) -> Tensor:
+    """`product` of EVEN_ROWS rows of each of `arrays` [M, ...] at a time."""
+    num_rows = len(arrays[0])
+    missing = -num_rows % EVEN_ROWS
+    whole = [pad(array, (0, 0, 0, missing)) if missing else array for array in arrays]
+    pieces = [product(*each) for each in zip(*(torch.split(array, EVEN_ROWS) for array in whole), strict=True)]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:num_rows]
+
+
+def linear_form(
+    device: torch.device, dtype: torch.dtype, num_weights: int, *, is_batch_invariant: bool = False
+) -> Callable[..., Linear]:
     """The class to hold a model's linears in, `num_weights` elements in all.
 
     Widening keeps 4 more bytes an element, so it is chosen only where that is at most a quarter of the free memory.
     """
+    if is_batch_invariant:
+        return EvenLinear
     if device.type != "cpu" or not _can_pack():
         return Linear
     if dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16_dot()):

@@ -61,14 +61,21 @@ def load_weights(
     dtype: torch.dtype,
     load_format: str = "safetensors",
     on_progress: Progress | None = None,
+    *,
+    is_batch_invariant: bool = False,
 ) -> DecoderWeights:
     """The weights of the checkpoint in `root`; with load_format "dummy", seeded random ones and no file is read.
 
     Raises CheckpointError naming file and tensor for a missing, extra, misshapen or non-finite tensor.
-    `on_progress` is called after each tensor.
+    `on_progress` is called after each tensor. `is_batch_invariant`: what a row is multiplied to does not depend on the
+    rows beside it, see `EvenLinear`.
     """
     source = open_source(root, config, load_format)
-    return _Loader(source, config, expected_shapes(config), device, dtype, on_progress).load()
+    loader = _Loader(source, config, expected_shapes(config), device, dtype, on_progress)
+    loader.form = linear_form(
+        device, dtype, loader.total_bytes // dtype.itemsize, is_batch_invariant=is_batch_invariant
+    )
+    return loader.load()
 
 
 class _Loader:
@@ -88,7 +95,7 @@ class _Loader:
         self.on_progress = on_progress
         self.total_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
         self.done_bytes = 0
-        self.form = linear_form(device, dtype, self.total_bytes // dtype.itemsize)
+        self.form: Callable[..., Linear] = Linear
 
     def load(self) -> DecoderWeights:
         embedding = self._tensor("model.embed_tokens.weight")

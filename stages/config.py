@@ -39,6 +39,7 @@ class EngineConfig:
     # where it runs
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: Literal["auto", "native", "torch", "triton"] = "auto"  # auto: on cuda triton, on cpu native
+    deterministic: bool = False  # a request gets the same bits whatever runs beside it; slower, and by triton only
     threads: int | None = None  # compute threads on a CPU; None: one a core, or what a quota keeps running
     tokenizer_workers: int = 2  # threads; a long prompt keeps one busy while others pass
 

@@ -237,6 +237,8 @@ def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
         return f"device = {config.device}: it computes on CPUs, and this is for a GPU"
     if config.kv_cache_dtype == "fp8":
         return "kv_cache_dtype = fp8: it keeps keys and values in int8, or as dtype"
+    if config.deterministic:
+        return "deterministic: it cuts sums by the batch, and this is for a GPU"
     if config.dtype_of(shape.dtype) == "float16":
         return "dtype = float16: it computes in bfloat16 and float32"
     return None

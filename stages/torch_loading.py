@@ -64,13 +64,21 @@ def load_on_torch(
     device = choose_device(config, threads)
     kernels = backend.load(_backend_name(config, device))
     check_kv_dtype(config, device, kernels.name)
+    if config.deterministic and kernels.name != "triton":
+        raise ConfigError(
+            f"deterministic: attention_backend = {kernels.name} may sum in another order in another batch; triton, on "
+            "a GPU, does not"
+        )
     streams = _streams(config, streams, device, kernels.name)
     with phases("weights"):
         dtype = torch_dtype(config, shape.dtype)
         name = str(dtype).removeprefix("torch.")
         check_room_for_weights(shape, name, lambda _: dtype.itemsize, str(device), _free_bytes(device))
-        weights = load_weights(root, shape, device, dtype, load_format=config.load_format)
-        decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
+        weights = load_weights(
+            root, shape, device, dtype, load_format=config.load_format, is_batch_invariant=config.deterministic
+        )
+        make_decoder = partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic)
+        decoder = make_decoder(max_positions=max_model_len)
     with phases("cache"):
         bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, dtype))
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, device.type)
@@ -78,7 +86,7 @@ def load_on_torch(
         memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_late=is_late).plan(max_model_len)
         if memory.max_model_len < max_model_len:  # auto
             max_model_len = memory.max_model_len
-            decoder = Decoder(shape, weights, kernels, max_positions=max_model_len)
+            decoder = make_decoder(max_positions=max_model_len)
         runner = make_runner(
             config, shape, decoder, memory.num_blocks, max_model_len, host_blocks, is_block_major=is_late or None
         )

@@ -17,6 +17,7 @@ from millrace.runtime.hoststreams import HostStreams
 from millrace.runtime.log import captured_logs
 from millrace.runtime.stage import Stage
 from millrace.stages.engine import Engine
+from millrace.stages.errors import ConfigError
 from millrace.stages.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
 from tests.stages.late_engines import SMALL, both, greedy, late, prompts, run
@@ -119,3 +120,8 @@ def test_whoever_takes_the_place_of_a_stage_of_the_device_gets_logits_and_no_pro
         engine = Engine(model=str(checkpoint), **SMALL)
         engine.replace(name, Stage())
         assert engine.config.async_scheduling == is_late
+
+
+def test_what_only_triton_promises_is_refused_elsewhere(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="deterministic: attention_backend = torch"):
+        asyncio.run(run(checkpoint, [], None, deterministic=True))

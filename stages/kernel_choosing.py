@@ -111,7 +111,8 @@ class KernelChoosing(Choosing):
         else:
             kind = TRUNCATED if np.count_nonzero(self.table.is_truncated[slots] & (needs & RANDOM != 0)) else PLAIN
         if has_any(needs, LOGPROBS):
-            kind += SCORED * (1 + int(self.table.num_logprobs[slots].max()))
+            num_top = int(self.table.num_logprobs[slots].max())
+            return kind + SCORED * (1 + num_top) if num_top <= MAX_LOGPROBS else None
         return kind
 
     def choose_on_device(self, logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:

@@ -30,7 +30,7 @@ from .stepping.rings import Pinned
 from .stepping.submission import SPARE_STEPS, Memory, Step, StepLine
 
 NUM_DIFFS = (1, 2, 3)  # pinned buffers to send diffs from, drawn
-ATTENDED = (0.0, 0.0, 0.1, 0.5)  # of steps, drawn: the host computes them, see `submission.py`
+ATTENDED = (0.0, 0.0, 0.0, 0.2)  # of steps, drawn: the host computes them, see `submission.py`
 DIFF_ROOM = (0, 8, 100)  # known tokens and new blocks in one of them, drawn; more of either go in several parts
 
 

@@ -88,6 +88,7 @@ class CudaStream:
 
     def capture(self, run: Callable[[], object]) -> CudaGraph:
         graph, device = torch.cuda.CUDAGraph(), self._streams.device
+        torch.cuda.empty_cache()  # as the capture does at its beginning: it is not to count
         before = torch.cuda.memory_reserved(device)
         with torch.cuda.graph(graph, pool=self._streams.pool, stream=self._stream, capture_error_mode="thread_local"):
             run()

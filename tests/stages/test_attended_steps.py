@@ -129,6 +129,22 @@ def test_a_users_processor_sees_the_tokens_it_asked_for_in_order(checkpoint: Pat
         assert all(this != that for this, that in zip(ids, ids[1:], strict=False))
 
 
+@pytest.mark.parametrize("width", [3, 12])  # the second looks at more candidates than a device tells of
+def test_a_beam_search_among_answers_finds_what_it_would_find(checkpoint: Path, width: int) -> None:
+    async def ask(streams: Any) -> list[list[int]]:
+        env = LiveEnv(0)
+        env.streams = streams
+        try:
+            async with Engine(model=str(checkpoint), env=env, **SMALL | {"max_num_seqs": 16}) as engine:
+                search = asyncio.ensure_future(engine.beam_search([5, 6, 7], width=width, max_tokens=5))
+                (plain,) = [o async for o in engine.generate([8, 9], greedy(15), output_kind="final")]
+                return [choice.token_ids for choice in (*(await search).outputs, *plain.outputs)]
+        finally:
+            await env.aclose()
+
+    assert asyncio.run(ask(late())) == asyncio.run(ask(None))
+
+
 def test_embeddings_and_answers_are_made_in_the_same_steps(checkpoint: Path) -> None:
     async def ask(streams: Any) -> tuple[list[Any], list[list[int]]]:
         env = LiveEnv(0)

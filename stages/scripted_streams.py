@@ -39,7 +39,7 @@ class LateScript(ScriptedModel):
 
     For scripts without written answers or periods, and requests without drafts, pooling or scores of their prompts. At
     most `num_steps` are in flight, of `max_step_tokens` at most. What is late, and whether there are graphs, is drawn
-    from the env's stream "streams".
+    from the env's stream "streams"; which steps the host computes, from "attended".
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class LateScript(ScriptedModel):
     ) -> None:
         super().__init__(num_blocks, block_size, num_slots, max_model_len, script, env, 0.0, num_host_blocks)
         assert script.answer is None and script.period is None, "the launched script can neither"
-        dice = self._dice = env.random("streams")
-        self._attended_share = dice.choice(ATTENDED)
+        dice = env.random("streams")
+        self._dice = env.random("attended")
+        self._attended_share = self._dice.choice(ATTENDED)
         is_eager = dice.random() < 0.3
         streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
         graphs = Graphs(num_slots, max_step_tokens, is_eager=is_eager)

@@ -37,9 +37,17 @@ from ..stages.params import (
     SamplingParams,
 )
 from . import documented, documented_forms
-from .beams import WITH_SEARCH, WITHOUT_SEARCH, beam_params, check_beams
+from .beams import beam_params, check_beams
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
-from .documented import has, off_with, only_with
+from .documented_relations import (
+    EMPTY_ANSWERS,
+    NO_ECHO_OF_A_SEARCH,
+    ONE_STREAMED_ECHO,
+    STREAMS_ONLY,
+    TOP_LOGPROBS,
+    WITH_SEARCH,
+    WITHOUT_SEARCH,
+)
 from .errors import ApiError, shorten
 from .prompts import read_prompts
 from .structured import field_of, structured_outputs
@@ -101,14 +109,6 @@ class Body(BaseModel):
         if cls.RELATIONS:
             schema["allOf"] = list(cls.RELATIONS)
         return reference
-
-
-# in one, as generators of bodies multiply the branches of all relations
-STREAMS_ONLY: JsonSchemaValue = {
-    "if": has("stream", {"const": True}),
-    "then": {"properties": {"prompt_logprobs": {"type": "null"}}},
-    "else": {"properties": {"stream_options": {"type": "null"}, "return_progress": {"enum": [False, None]}}},
-}
 
 
 class GenerationBody(Body):
@@ -273,7 +273,7 @@ class ChatBody(GenerationBody):
 
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *GenerationBody.RELATIONS,
-        only_with("top_logprobs", {"type": "integer"}, {"logprobs": True}),
+        TOP_LOGPROBS,
         NOT_OVER,
     )
 
@@ -370,16 +370,9 @@ class CompletionBody(GenerationBody):
 
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *GenerationBody.RELATIONS,
-        off_with("use_beam_search", {"const": True}, {"echo": False}),
-        {
-            "if": {"anyOf": [has("echo", {"const": True}), has("prompt_logprobs", {"type": "integer"})]},
-            "else": {"properties": {"max_tokens": {"minimum": 1}}},
-        },
-        {
-            "if": {"allOf": [has("echo", {"const": True}), has("stream", {"const": True})]}
-            | has("logprobs", {"type": "integer"}),
-            "then": {"properties": {"n": {"maximum": 1}}},
-        },
+        NO_ECHO_OF_A_SEARCH,
+        EMPTY_ANSWERS,
+        ONE_STREAMED_ECHO,
     )
     LEAST_MAX_TOKENS: ClassVar[int] = 0
 

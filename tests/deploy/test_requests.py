@@ -181,7 +181,8 @@ def test_token_ids_go_in_and_come_out(server):
     assert bytes(choice["token_ids"]).decode() == text and choice["finish_reason"] == "length"
     assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
     assert "text" not in choice and answer["usage"]["completion_tokens"] == 4
-    assert server.post("/inference/v1/generate", {"input_ids": [[104, 105]]} | sampling).json["choices"] == [choice]
+    other = {"input_ids": [[104, 105]], "sampling_params": sampling}
+    assert server.post("/inference/v1/generate", other).json["choices"] == [choice]
 
 
 def test_token_ids_are_streamed_as_they_come(server):
@@ -192,12 +193,17 @@ def test_token_ids_are_streamed_as_they_come(server):
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_what_belongs_into_sampling_params_is_an_unknown_field_beside_them(server):
-    """Whatever its value is; without `sampling_params` it counts."""
-    refused = server.post(GENERATE, {"token_ids": [97], "n": -4e40})
-    assert (refused.status, refused.error["param"]) == (400, "n")
-    answer = server.post(GENERATE, {"token_ids": [97], "n": -4e40, "sampling_params": {"max_tokens": 2}})
+@pytest.mark.parametrize("stream", [True, {}, "x", 1])
+def test_a_field_on_the_wrong_side_of_sampling_params_is_one_that_nobody_knows(server, stream):
+    """Whatever its value is: it has no effect, and the answer says where it stood."""
+    sampling = {"max_tokens": 2, "stream": stream, "stream_options": 3}
+    answer = server.post(GENERATE, {"token_ids": [97], "n": -4e40, "sampling_params": sampling})
     assert answer.status == 200 and len(answer.json["choices"]) == 1
+    assert answer.headers["x-ignored-fields"].split(", ") == [
+        "in_sampling_params.stream",
+        "in_sampling_params.stream_options",
+        "outside_sampling_params.n",
+    ]
 
 
 @pytest.mark.parametrize(

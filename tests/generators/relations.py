@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.deploy.native import flatten
 from millrace.deploy.parsing import JsonLimits
 from millrace.stages.limits import MAX_SEQUENCES
 
@@ -32,12 +33,8 @@ class Relation:
 
 
 def flat(body: Body) -> Body:
-    """With sampling_params beside the rest, and token ids or inputs as the prompt that they are."""
-    rest = {name: value for name, value in body.items() if name != "sampling_params"}
-    made = {**(body.get("sampling_params") or {}), **rest}
-    if "token_ids" in made:
-        made["prompt"] = made["token_ids"]
-    return made
+    """With sampling_params beside the rest, and token ids as the prompt that they are."""
+    return flatten(body) if "token_ids" in body else body
 
 
 def prompts(body: Body) -> list[Any]:
@@ -94,7 +91,8 @@ def is_short_enough(body: Body, _context: int) -> bool:
 
 def streams_what_it_can(body: Body, _context: int) -> bool:
     """Where the fields that disagree may be in different objects."""
-    asks = body.get("use_beam_search") or body.get("prompt_logprobs") is not None
+    is_echoed = body.get("echo") and body.get("logprobs") is not None and (body.get("n") or 1) > 1
+    asks = body.get("use_beam_search") or body.get("prompt_logprobs") is not None or is_echoed
     return bool(body.get("stream") or not body.get("return_progress")) and not (body.get("stream") and asks)
 
 

@@ -53,6 +53,7 @@ from .prompts import read_prompts
 from .structured import field_of, structured_outputs
 from .told_prompts import Asked
 from .tools import NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
+from .unsupported import UNSUPPORTED, Harmless
 
 MAX_TIMEOUT_S = 86_400.0
 
@@ -93,8 +94,7 @@ class Body(BaseModel):
     """What all bodies have in common."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    refuses_unsupported: ClassVar[bool] = False  # fields that change answers elsewhere: 400, and not ignored
-
+    UNSUPPORTED: ClassVar[Harmless] = {}  # fields that change answers elsewhere: 400, and not ignored
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # what `check` asks of fields together, as a schema says it
     LEAST_MAX_TOKENS: ClassVar[int] = 1
 
@@ -106,6 +106,7 @@ class Body(BaseModel):
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
         documented.add_ranges(schema, cls.LEAST_MAX_TOKENS)
+        schema["properties"] = documented.unsupported(cls.UNSUPPORTED) | schema["properties"]
         if cls.RELATIONS:
             schema["allOf"] = list(cls.RELATIONS)
         return reference
@@ -114,7 +115,7 @@ class Body(BaseModel):
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
-    refuses_unsupported: ClassVar[bool] = True
+    UNSUPPORTED: ClassVar[Harmless] = UNSUPPORTED
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         STREAMS_ONLY,
         WITH_SEARCH,
@@ -341,6 +342,8 @@ class ChatBody(GenerationBody):
             return "tools"
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
+        if param == "thinking_budget" and self.thinking_token_budget is not None:
+            return "thinking_token_budget"
         return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param or "", super().client_name(param))
 
     def check(self) -> None:

@@ -49,13 +49,15 @@ class GenerateBody(CompletionBody):
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         fields = schema["properties"]
+        others = [name for name in fields if name not in cls.model_fields]  # what is not served, in either place
         sampling = {
             "type": ["object", "null"],
-            "properties": {name: fields[name] for name in sorted(SAMPLING)},
+            "properties": {name: fields[name] for name in (*sorted(SAMPLING), *others)},
             "allOf": list(SAMPLING_ALONE),
         }
         tokens = {"token_ids": documented.ONLY_TOKENS, "sampling_params": sampling}
-        schema.update({"properties": tokens | {name: fields[name] for name in BESIDE}, "required": ["token_ids"]})
+        beside = {name: fields[name] for name in (*BESIDE, *others)}
+        schema.update({"properties": tokens | beside, "required": ["token_ids"]})
         return reference
 
     def prompts(self) -> tuple[Prompt, ...]:

@@ -25,6 +25,14 @@ def patient_server() -> Iterator[RunningServer]:
         yield running
 
 
+def until_there(server: RunningServer, num: int) -> None:
+    """Until the engine has so many sequences."""
+    deadline = time.monotonic() + 10.0
+    while server.stats()["sequences"] < num:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 # -- time limits
 
 
@@ -48,7 +56,7 @@ def test_one_that_was_never_served_gets_408(patient_server):
     with patient_server.connect() as first, patient_server.connect() as second:
         for connection in (first, second):
             send(connection, post_bytes(TEXT, ASKED[TEXT] | {"max_tokens": 100}))
-        time.sleep(0.2)
+        until_there(patient_server, 2)
         answer = patient_server.post(TEXT, ASKED[TEXT] | {"timeout_s": 0.2})
     assert (answer.status, answer.error["code"]) == (408, "request_timeout")
     assert answer.error["details"] == {"stage": "schedule"}
@@ -60,7 +68,7 @@ def test_the_server_may_limit_the_time_in_line_for_all():
     with RunningServer(step_s=0.01, script={"eos_probability": 0.0}, engine=engine) as server:
         with server.connect() as first:
             send(first, post_bytes(TEXT, ASKED[TEXT] | {"max_tokens": 100}))
-            time.sleep(0.1)
+            until_there(server, 1)
             answer = server.post(TEXT, ASKED[TEXT])
             assert (answer.status, answer.error["details"]) == (408, {"stage": "schedule"})
             assert read_answer(first).status == 200, "it was served, so it may take its time"

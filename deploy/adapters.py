@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema
 
 from .answer_parts import End, Part, PartsReader, Usage
 from .bodies import Body, ChatBody
+from .documented import nullable
 from .errors import ApiError
 from .generation import Generation, Order, in_terms_of
 from .validation import read_body
@@ -61,7 +62,10 @@ class AdaptedBody(Body):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         fields = ChatBody.model_json_schema()["properties"]
-        handler.resolve_ref_schema(reference)["properties"] |= {name: fields[name] for name in cls.PASSED}
+        passed = {
+            name: fields[name] if fields[name]["default"] is None else nullable(fields[name]) for name in cls.PASSED
+        }
+        handler.resolve_ref_schema(reference)["properties"] |= passed  # what is null is left out
         return reference
 
 

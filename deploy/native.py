@@ -25,6 +25,7 @@ from .answers import Answer, Choice, completion_logprobs
 from .bodies import CompletionBody
 from .documented_relations import FIELDS_OF_STREAMS, SAMPLING_ALONE
 from .errors import ApiError
+from .unsupported import UNSUPPORTED
 
 if TYPE_CHECKING:
     from ..stages.messages import Ints, Prompt, TokenLogprobs
@@ -49,15 +50,14 @@ class GenerateBody(CompletionBody):
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         fields = schema["properties"]
-        others = [name for name in fields if name not in cls.model_fields]  # what is not served, in either place
+        inside = (*sorted(SAMPLING), *(name for name in UNSUPPORTED if name not in cls.model_fields))
         sampling = {
             "type": ["object", "null"],
-            "properties": {name: fields[name] for name in (*sorted(SAMPLING), *others)},
+            "properties": {name: fields[name] for name in inside},
             "allOf": list(SAMPLING_ALONE),
         }
         tokens = {"token_ids": documented.ONLY_TOKENS, "sampling_params": sampling}
-        beside = {name: fields[name] for name in (*BESIDE, *others)}
-        schema.update({"properties": tokens | beside, "required": ["token_ids"]})
+        schema.update({"properties": tokens | {name: fields[name] for name in BESIDE}, "required": ["token_ids"]})
         return reference
 
     def prompts(self) -> tuple[Prompt, ...]:
@@ -88,7 +88,7 @@ def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError("invalid_type", "sampling_params must be an object", param="sampling_params")
     beside = {name: value for name, value in raw.items() if name not in TAKEN}
     inside = _misplaced(sampling or {}, {*BESIDE, "prompt"}, "in")
-    return inside | _misplaced(beside, SAMPLING, "outside") | {"prompt": token_ids}
+    return _misplaced(beside, {*SAMPLING, *UNSUPPORTED} - {*BESIDE}, "outside") | inside | {"prompt": token_ids}
 
 
 def _misplaced(fields: Mapping[str, Any], others: Set[str], where: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def prompts(body: Body) -> list[Any]:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return prompt
-    return [] if prompt is None else [prompt]
+    return [prompt] if prompt else []
 
 
 def num_tokens(prompt: Any) -> int:
@@ -69,7 +69,7 @@ def _most_tokens(value: Any) -> int:
 def max_tokens(body: Body) -> int | None:
     newer, older = body.get("max_completion_tokens", body.get("max_output_tokens")), body.get("max_tokens")
     given = older if newer is None else newer
-    return DEFAULT_MAX_TOKENS if given is None and "prompt" in body else given
+    return DEFAULT_MAX_TOKENS if given is None and prompts(body) else given
 
 
 def fits(body: Body, context: int) -> bool:
@@ -136,7 +136,7 @@ RELATIONS = (
     Relation(
         "at most 512 choices in all",
         "n",
-        lambda body, _: max(1, len(prompts(body))) * (body.get("n") or 1) <= MAX_SEQUENCES,
+        lambda body, _: max(1, len(prompts(body))) * max(body.get("n") or 1, body.get("best_of") or 1) <= MAX_SEQUENCES,
         {"prompt": ["a"] * 5, "n": 128, "max_tokens": 1},
     ),
     Relation("best_of is n, or at least n in a search", "best_of", is_wide_enough, PROMPT | {"n": 3, "best_of": 2}),

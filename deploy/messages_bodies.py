@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from ..stages.params import MAX_STOPS
 from . import documented_forms
-from .adapters import AdaptedBody, Chat, renamed
+from .adapters import EXTENSIONS, AdaptedBody, Chat, renamed
 from .bodies import ModelName
 from .documented import STOP_STRING, array, needs, nullable
 from .errors import ApiError, shorten
@@ -82,6 +82,7 @@ class OutputConfig(BaseModel):
 class CountTokensBody(AdaptedBody):
     """`POST /v1/messages/count_tokens`."""
 
+    PASSED: ClassVar[tuple[str, ...]] = ()  # how an answer is made has no meaning here
     UNSUPPORTED: ClassVar[Harmless] = dict.fromkeys(("container", "mcp_servers", "context_management"), NOTHING)
     WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
         "service_tier",
@@ -144,6 +145,8 @@ class CountTokensBody(AdaptedBody):
 
 class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
+
+    PASSED: ClassVar[tuple[str, ...]] = EXTENSIONS
 
     max_tokens: int
     stop_sequences: Annotated[

@@ -84,9 +84,10 @@ def is_wide_enough(body: Body, _context: int) -> bool:
     return best_of is None or best_of == n or bool(best_of > n and may_rank)
 
 
-def is_short_enough(body: Body, _context: int) -> bool:
+def is_short_enough(body: Body, context: int) -> bool:
+    """Of a chat that names no longest answer, the rest of the context is that."""
     longest = max_tokens(body)
-    return longest is None or (body.get("min_tokens") or 0) <= longest
+    return (body.get("min_tokens") or 0) <= (context - num_chat_tokens(body) if longest is None else longest)
 
 
 def streams_what_it_can(body: Body, _context: int) -> bool:

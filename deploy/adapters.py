@@ -6,18 +6,26 @@ Knows how fields are called here and there. What a field may be is said once, by
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from .answer_parts import End, Part, PartsReader, Usage
-from .bodies import ChatBody
+from .bodies import Body, ChatBody
+from .documented import nullable
 from .errors import ApiError
 from .generation import Generation, Order, in_terms_of
+from .validation import read_body
 
 if TYPE_CHECKING:
     from ..stages.outbox import RequestOutbox
     from .turns import Turn
+
+A = TypeVar("A", bound="AdaptedBody")
 
 Chat = dict[str, Any]  # a body of chat as plain data
 NameOf = Callable[[str], str]
@@ -44,18 +52,30 @@ EXTENSIONS = (
 TOLD_BESIDE = ("max_tokens", "structured_outputs.json", "structured_outputs")
 
 
-def extensions(raw: Mapping[str, Any], more: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a body, the fields that chat takes as they are, `more` among them; and the others."""
-    passed = {name: raw[name] for name in (*EXTENSIONS, *more) if name in raw}
-    return passed, {name: value for name, value in raw.items() if name not in passed}
+class AdaptedBody(Body):
+    """The body of another API, which becomes one of chat."""
+
+    PASSED: ClassVar[tuple[str, ...]] = EXTENSIONS  # fields that chat takes as they are
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ()  # accepted without a word
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        reference = super().__get_pydantic_json_schema__(core_schema, handler)
+        fields = ChatBody.model_json_schema()["properties"]
+        passed = {
+            name: fields[name] if fields[name]["default"] is None else nullable(fields[name]) for name in cls.PASSED
+        }
+        handler.resolve_ref_schema(reference)["properties"] |= passed  # what is null is left out
+        return reference
 
 
-def refuse(raw: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raises `ApiError` 400 for fields of an API that this server knows and does not serve, unless they are empty."""
-    for name in names:
-        if raw.get(name) not in (None, False, {}, [], ""):
-            message = f"{name}: not supported by this server; leave it out"
-            raise ApiError("unsupported_parameter", message, param=name)
+def read_adapted(kind: type[A], raw: Mapping[str, Any], strict_fields: bool) -> tuple[A, Chat, list[str]]:
+    """The body, the fields of it that chat takes as they are, and the names of those that nobody knows. `ApiError` 400
+    names the field."""
+    passed = {name: raw[name] for name in kind.PASSED if name in raw}
+    own = {name: value for name, value in raw.items() if name not in passed and name not in kind.WITHOUT_EFFECT}
+    body, ignored = read_body(kind, own, strict_fields)
+    return body, passed, ignored
 
 
 def take_order(generation: Generation, chat: Chat, name_of: NameOf) -> Order:

@@ -7,21 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..stages.beams import MAX_WIDTH, NO_SAMPLING, BeamParams
-from .documented import has, off_with
+from ..stages.beams import NO_SAMPLING, BeamParams
 from .errors import ApiError
 
 if TYPE_CHECKING:
     from .bodies import GenerationBody
-
-
-# what goes together, as a schema says it; how best_of and n do, a schema can not say
-IN_BODIES = {name: off for name, off in NO_SAMPLING.items() if name != "bad_words_token_ids"}  # no body has that
-WITH_SEARCH = off_with("use_beam_search", {"const": True}, {"stream": False, **IN_BODIES})
-WITH_SEARCH["then"]["properties"] |= dict.fromkeys(("n", "best_of"), {"maximum": MAX_WIDTH})
-WITHOUT_SEARCH = {"if": has("use_beam_search", {"const": True})} | {
-    "else": off_with("use_beam_search", {}, {"length_penalty": 1.0, "early_stopping": False})["then"]
-}
 
 
 def check_beams(body: GenerationBody) -> None:

@@ -37,14 +37,23 @@ from ..stages.params import (
     SamplingParams,
 )
 from . import documented, documented_forms
-from .beams import WITH_SEARCH, WITHOUT_SEARCH, beam_params, check_beams
+from .beams import beam_params, check_beams
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
-from .documented import has, off_with, only_with
+from .documented_relations import (
+    EMPTY_ANSWERS,
+    NO_ECHO_OF_A_SEARCH,
+    ONE_STREAMED_ECHO,
+    STREAMS_ONLY,
+    TOP_LOGPROBS,
+    WITH_SEARCH,
+    WITHOUT_SEARCH,
+)
 from .errors import ApiError, shorten
 from .prompts import read_prompts
 from .structured import field_of, structured_outputs
 from .told_prompts import Asked
 from .tools import NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
+from .unsupported import UNSUPPORTED, Harmless
 
 MAX_TIMEOUT_S = 86_400.0
 
@@ -85,8 +94,7 @@ class Body(BaseModel):
     """What all bodies have in common."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    refuses_unsupported: ClassVar[bool] = False  # fields that change answers elsewhere: 400, and not ignored
-
+    UNSUPPORTED: ClassVar[Harmless] = {}  # fields that change answers elsewhere: 400, and not ignored
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # what `check` asks of fields together, as a schema says it
     LEAST_MAX_TOKENS: ClassVar[int] = 1
 
@@ -98,23 +106,16 @@ class Body(BaseModel):
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
         documented.add_ranges(schema, cls.LEAST_MAX_TOKENS)
+        schema["properties"] = documented.unsupported(cls.UNSUPPORTED) | schema["properties"]
         if cls.RELATIONS:
             schema["allOf"] = list(cls.RELATIONS)
         return reference
 
 
-# in one, as generators of bodies multiply the branches of all relations
-STREAMS_ONLY: JsonSchemaValue = {
-    "if": has("stream", {"const": True}),
-    "then": {"properties": {"prompt_logprobs": {"type": "null"}}},
-    "else": {"properties": {"stream_options": {"type": "null"}, "return_progress": {"enum": [False, None]}}},
-}
-
-
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
-    refuses_unsupported: ClassVar[bool] = True
+    UNSUPPORTED: ClassVar[Harmless] = UNSUPPORTED
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         STREAMS_ONLY,
         WITH_SEARCH,
@@ -273,7 +274,7 @@ class ChatBody(GenerationBody):
 
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *GenerationBody.RELATIONS,
-        only_with("top_logprobs", {"type": "integer"}, {"logprobs": True}),
+        TOP_LOGPROBS,
         NOT_OVER,
     )
 
@@ -341,6 +342,8 @@ class ChatBody(GenerationBody):
             return "tools"
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
+        if param == "thinking_budget" and self.thinking_token_budget is not None:
+            return "thinking_token_budget"
         return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param or "", super().client_name(param))
 
     def check(self) -> None:
@@ -370,16 +373,9 @@ class CompletionBody(GenerationBody):
 
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         *GenerationBody.RELATIONS,
-        off_with("use_beam_search", {"const": True}, {"echo": False}),
-        {
-            "if": {"anyOf": [has("echo", {"const": True}), has("prompt_logprobs", {"type": "integer"})]},
-            "else": {"properties": {"max_tokens": {"minimum": 1}}},
-        },
-        {
-            "if": {"allOf": [has("echo", {"const": True}), has("stream", {"const": True})]}
-            | has("logprobs", {"type": "integer"}),
-            "then": {"properties": {"n": {"maximum": 1}}},
-        },
+        NO_ECHO_OF_A_SEARCH,
+        EMPTY_ANSWERS,
+        ONE_STREAMED_ECHO,
     )
     LEAST_MAX_TOKENS: ClassVar[int] = 0
 

@@ -7,7 +7,7 @@ Refuses to check anything: that is done where the bodies are read, with the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,13 @@ def scalars(names: frozenset[str], most_chars: int) -> Schema:
         "type": "object",
         "properties": {name: scalar for name in sorted(names)},
         "additionalProperties": False,
+    }
+
+
+def unsupported(fields: Mapping[str, Sequence[Any]]) -> Schema:
+    """Properties that are known and not served: any may have the values that ask for nothing."""
+    return {
+        name: {"enum": list(values), "description": "not supported by this server"} for name, values in fields.items()
     }
 
 

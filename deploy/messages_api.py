@@ -13,10 +13,10 @@ import orjson
 from aiohttp import web
 
 from ..stages.errors import RequestError
-from .adapters import NameOf, Parts, in_own_words, take_order, under_way
+from .adapters import NameOf, Parts, in_own_words, read_adapted, take_order, under_way
 from .errors import describe
 from .generation import Generation, Order, ignored_headers, in_terms_of, told
-from .messages_bodies import CountTokensBody, MessagesBody, name_of, read_messages_body
+from .messages_bodies import CountTokensBody, MessagesBody, name_of
 from .messages_events import Event, MessageEvents, error_body
 from .middleware import OWNER, REQUEST_ID
 from .reading import read
@@ -93,7 +93,7 @@ class MessagesRoutes:
 
     def _read(self, kind: type[CountTokensBody], raw: Mapping[str, Any]) -> MessageOrder:
         """The order of a body. `ApiError` names the field. May be called in a thread."""
-        body, passed, ignored = read_messages_body(kind, raw, self._service.config.strict_fields)
+        body, passed, ignored = read_adapted(kind, raw, self._service.config.strict_fields)
         chat, sources = body.chat()
         named = name_of(sources)
         order = take_order(self._generation, chat | passed | {"model": body.model}, named)

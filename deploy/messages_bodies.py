@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from ..stages.params import MAX_STOPS
 from . import documented_forms
-from .adapters import Chat, extensions, refuse, renamed
-from .bodies import Body, ModelName
+from .adapters import EXTENSIONS, AdaptedBody, Chat, renamed
+from .bodies import ModelName
 from .documented import STOP_STRING, array, needs, nullable
 from .errors import ApiError, shorten
-from .validation import read_body
+from .unsupported import NOTHING, Harmless
 
 EFFORTS = {"max": "xhigh"}  # as chat calls them, where it has another word
-UNSUPPORTED = ("container", "mcp_servers", "context_management")
-WITHOUT_EFFECT = ("service_tier", "cache_control", "inference_geo", "speed", "diagnostics")
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "prompt": "messages",
@@ -34,9 +32,6 @@ NAMES = {
     "user": "metadata.user_id",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
-
-
-K = TypeVar("K", bound="CountTokensBody")
 
 
 class Metadata(BaseModel):
@@ -84,8 +79,18 @@ class OutputConfig(BaseModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CountTokensBody(Body):
+class CountTokensBody(AdaptedBody):
     """`POST /v1/messages/count_tokens`."""
+
+    PASSED: ClassVar[tuple[str, ...]] = ()  # how an answer is made has no meaning here
+    UNSUPPORTED: ClassVar[Harmless] = dict.fromkeys(("container", "mcp_servers", "context_management"), NOTHING)
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
+        "service_tier",
+        "cache_control",
+        "inference_geo",
+        "speed",
+        "diagnostics",
+    )
 
     model: ModelName = None
     messages: Annotated[Any, WithJsonSchema(documented_forms.ANTHROPIC_MESSAGES)]
@@ -141,6 +146,8 @@ class CountTokensBody(Body):
 class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
 
+    PASSED: ClassVar[tuple[str, ...]] = EXTENSIONS
+
     max_tokens: int
     stop_sequences: Annotated[
         list[str] | None, Field(max_length=MAX_STOPS), WithJsonSchema(nullable(array(STOP_STRING, MAX_STOPS)))
@@ -166,16 +173,6 @@ class MessagesBody(CountTokensBody):
         given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         user = self.metadata.user_id if self.metadata is not None else None
         return chat | given | {"stop": self.stop_sequences, "user": user}, sources
-
-
-def read_messages_body(kind: type[K], raw: Mapping[str, Any], strict_fields: bool) -> tuple[K, Chat, list[str]]:
-    """The body, the fields of it that chat takes as they are, and the names of those that nobody knows. `ApiError` 400
-    names the field."""
-    refuse(raw, UNSUPPORTED)
-    passed, own = extensions(raw)
-    own = {name: value for name, value in own.items() if name not in WITHOUT_EFFECT}
-    body, ignored = read_body(kind, own, strict_fields)
-    return body, passed, ignored
 
 
 def name_of(sources: list[str]) -> Callable[[str], str]:

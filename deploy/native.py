@@ -4,15 +4,16 @@ with nothing computed.
     {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "temperature": 0}, "stream": false}
  -> {"request_id": ..., "choices": [{"index": 0, "token_ids": [...], "logprobs": null, "finish_reason": "length", ...}]}
 
-`token_ids` may be a list of lists. `sampling_params` are the fields of completions; `stream`, `priority`, `cache_salt`,
-`model` and the like stand beside it. Names are vLLM's; SGLang's `input_ids` is taken too. Streams are server-sent
-events of the same choices, each with its new ids, and end with [DONE].
+`token_ids` may be a list of lists. Which ids are drawn, and how many, is said in `sampling_params`, by the fields of
+completions; what becomes of them (`BESIDE`) is said beside it. In the other place a field is one that nobody knows.
+Names are vLLM's; SGLang's `input_ids` is taken too. Streams are server-sent events of the same choices, each with its
+new ids, and end with [DONE].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -22,20 +23,26 @@ from ..stages.params import SamplingParams
 from . import documented
 from .answers import Answer, Choice, completion_logprobs
 from .bodies import CompletionBody
-from .documented import only_with
+from .documented_relations import FIELDS_OF_STREAMS, SAMPLING_ALONE
 from .errors import ApiError
+from .unsupported import UNSUPPORTED
 
 if TYPE_CHECKING:
     from ..stages.messages import Ints, Prompt, TokenLogprobs
     from ..stages.outputs import Delta
 
 PLAIN = SamplingParams()
-BESIDE = ("model", "stream", "stream_options", "priority", "cache_salt", "request_id", "user", "timeout_s")
+BESIDE = (
+    *("model", "stream", "stream_options", "return_progress", "return_metrics", "return_token_ids"),
+    *("return_tokens_as_token_ids", "priority", "cache_salt", "request_id", "user", "timeout_s"),
+)
 NOT_RENDERED = frozenset({"bad_words_token_ids", "extra_args", "truncate_prompt_tokens", "truncation_side"})
 
 
 class GenerateBody(CompletionBody):
     """`POST /generate`, once `flatten` has brought it into the shape of completions."""
+
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (FIELDS_OF_STREAMS,)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -43,13 +50,14 @@ class GenerateBody(CompletionBody):
         reference = super().__get_pydantic_json_schema__(core_schema, handler)
         schema = handler.resolve_ref_schema(reference)
         fields = schema["properties"]
-        beside = {name: fields[name] for name in BESIDE}
-        inner = {name: fields[name] for name in fields if name not in (*BESIDE, "prompt")}
-        sampling = {"type": ["object", "null"], "properties": inner}
+        inside = (*sorted(SAMPLING), *(name for name in UNSUPPORTED if name not in cls.model_fields))
+        sampling = {
+            "type": ["object", "null"],
+            "properties": {name: fields[name] for name in inside},
+            "allOf": list(SAMPLING_ALONE),
+        }
         tokens = {"token_ids": documented.ONLY_TOKENS, "sampling_params": sampling}
-        schema.update({"properties": tokens | beside, "required": ["token_ids"]})
-        sampling["allOf"] = schema["allOf"]
-        schema["allOf"] = [only_with("stream_options", {"type": "object"}, {"stream": True})]
+        schema.update({"properties": tokens | {name: fields[name] for name in BESIDE}, "required": ["token_ids"]})
         return reference
 
     def prompts(self) -> tuple[Prompt, ...]:
@@ -62,32 +70,30 @@ class GenerateBody(CompletionBody):
         return "token_ids" if param == "prompt" else super().client_name(param)
 
 
-FIELDS = frozenset(GenerateBody.model_fields)
+SAMPLING = frozenset(GenerateBody.model_fields) - {*BESIDE, "prompt"}
+TAKEN = ("prompt", "token_ids", "input_ids", "sampling_params")
 
 
 def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The body as completions has it. `ApiError` 400 names what is missing or of another kind. Without
-    `sampling_params` its fields may stand in the body itself; with them, a field of theirs beside them is one that
-    nobody knows, by a name that says so."""
-    fields = {name: value for name, value in raw.items() if name not in ("prompt", "token_ids", "input_ids")}
+    """The body as completions has it. `ApiError` 400 names what is missing or of another kind. A field in the wrong
+    place comes out under a name that nobody knows, and that says so."""
     token_ids = raw.get("token_ids", raw.get("input_ids"))
     if token_ids is None:
         raise ApiError("missing_required_parameter", "token_ids: a list of token ids is required", param="token_ids")
     first = token_ids[0] if isinstance(token_ids, list) and token_ids else None
     if not isinstance(token_ids, list) or isinstance(first, str):
         raise ApiError("invalid_type", "token_ids must be a list of token ids, or of such lists", param="token_ids")
-    sampling = fields.pop("sampling_params", None)
+    sampling = raw.get("sampling_params")
     if not isinstance(sampling, dict | None):
         raise ApiError("invalid_type", "sampling_params must be an object", param="sampling_params")
-    if sampling is not None:
-        fields = {_outside(name): value for name, value in fields.items()}
-        if sampling.get("stream") is True:  # asked for in either place
-            fields["stream"] = True
-    return {**(sampling or {}), **fields, "prompt": token_ids}
+    beside = {name: value for name, value in raw.items() if name not in TAKEN}
+    inside = _misplaced(sampling or {}, {*BESIDE, "prompt"}, "in")
+    return _misplaced(beside, {*SAMPLING, *UNSUPPORTED} - {*BESIDE}, "outside") | inside | {"prompt": token_ids}
 
 
-def _outside(name: str) -> str:
-    return name if name in BESIDE or name not in FIELDS else f"{name}, outside sampling_params"
+def _misplaced(fields: Mapping[str, Any], others: Set[str], where: str) -> dict[str, Any]:
+    """`fields`, of which `others` belong elsewhere."""
+    return {f"{where}_sampling_params.{name}" if name in others else name: value for name, value in fields.items()}
 
 
 def rendered(

@@ -183,7 +183,9 @@ def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str,
     if config.strict_fields:
         for operation in operations:
             if operation.body is not None:
-                schemas[operation.body.__name__]["additionalProperties"] = False
+                schema = schemas[operation.body.__name__]
+                for part in (schema, schema["properties"].get("sampling_params", {})):
+                    part["additionalProperties"] = False
     return schemas
 
 

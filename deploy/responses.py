@@ -18,11 +18,11 @@ import orjson
 
 from ..stages.errors import RequestError
 from ..stages.limits import MAX_CHARS_PER_TOKEN, chat_chars
-from .adapters import Chat, NameOf, Parts, take_order, under_way
+from .adapters import Chat, NameOf, Parts, read_adapted, take_order, under_way
 from .errors import ApiError
 from .generation import Generation, Order, told
 from .parsing import INLINE_BYTES
-from .responses_bodies import ResponsesBody, name_of, read_responses_body
+from .responses_bodies import ResponsesBody, name_of
 from .responses_events import Event, ResponseEvents, new_response
 from .responses_input import Item, messages_of, num_to_cut, read_items
 from .responses_store import ResponseStore, StoredResponse
@@ -70,7 +70,7 @@ class Responses:
 
     def read(self, raw: Mapping[str, Any]) -> Asked:
         """The body, checked as far as that goes alone. `ApiError` 400 names the field. May be called in a thread."""
-        body, passed, ignored = read_responses_body(raw, self.service.config.strict_fields)
+        body, passed, ignored = read_adapted(ResponsesBody, raw, self.service.config.strict_fields)
         self.service.require_model(body.model)
         suffix = secrets.token_hex(16)
         return Asked(PREFIX + suffix, body, passed, ignored, read_items(body.input, suffix), len(orjson.dumps(raw)))

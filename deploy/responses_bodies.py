@@ -11,11 +11,11 @@ from pydantic_core import PydanticCustomError
 
 from ..stages.params import MAX_LOGPROBS
 from . import documented_forms
-from .adapters import Chat, extensions, refuse, renamed
-from .bodies import Body, ModelName
+from .adapters import EXTENSIONS, AdaptedBody, Chat, renamed
+from .bodies import ModelName
 from .documented import has, needs, nullable
 from .errors import ApiError, shorten
-from .validation import read_body
+from .unsupported import NOTHING, Harmless
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -32,15 +32,6 @@ Includable = Literal[
     "code_interpreter_call.outputs",
 ]
 EFFORTS = {"max": "xhigh"}  # as chat calls them, where it has another word
-UNSUPPORTED = ("prompt", "conversation", "context_management", "moderation", "image")
-WITHOUT_EFFECT = (
-    "service_tier",
-    "stream_options",
-    "max_tool_calls",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "access_programs",
-)
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -108,8 +99,21 @@ class ReasoningConfig(BaseModel):
     summary: Literal["auto"] | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(AdaptedBody):
     """`POST /v1/responses`."""
+
+    PASSED: ClassVar[tuple[str, ...]] = (*EXTENSIONS, "top_k", "stop")
+    UNSUPPORTED: ClassVar[Harmless] = dict.fromkeys(
+        ("prompt", "conversation", "context_management", "moderation", "image"), NOTHING
+    )
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
+        "service_tier",
+        "stream_options",
+        "max_tool_calls",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "access_programs",
+    )
 
     RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
         {"if": has("background", {"const": True}), "then": {"properties": {"store": {"enum": [True, None]}}}},
@@ -190,16 +194,6 @@ class ResponsesBody(Body):
             return {"type": "json_object"}
         schema = wanted.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
         return {"type": "json_schema", "json_schema": schema}
-
-
-def read_responses_body(raw: Mapping[str, Any], strict_fields: bool) -> tuple[ResponsesBody, Chat, list[str]]:
-    """The body, the fields of it that chat takes as they are, and the names of those that nobody knows. `ApiError` 400
-    names the field."""
-    refuse(raw, UNSUPPORTED)
-    passed, own = extensions(raw, ("top_k", "stop"))
-    own = {name: value for name, value in own.items() if name not in WITHOUT_EFFECT}
-    body, ignored = read_body(ResponsesBody, own, strict_fields)
-    return body, passed, ignored
 
 
 def name_of(sources: Sequence[str], num_before: int) -> Any:

@@ -53,8 +53,9 @@ def messages_of(items: Sequence[Item], names: Sequence[str]) -> tuple[list[dict[
 
 def num_to_cut(messages: Sequence[dict[str, Any]], fits: Callable[[int], bool]) -> int:
     """How many messages to leave out at the beginning: as few as let the rest begin with a turn of the user and fit.
-    `fits` says so of what is left without the first n. If not even the last turn fits, all that are before it."""
-    starts = [i for i, message in enumerate(messages) if message["role"] == "user" or i == 0]
+    `fits` says so of what is left without the first n. If not even the last turn fits, all that are before it; of no
+    messages, none."""
+    starts = [i for i, message in enumerate(messages) if message["role"] == "user" or i == 0] or [0]
     return starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)]
 
 

@@ -56,7 +56,7 @@ class Speech:
         calls = self._calls_of(body)
         thoughts = None if params.structured_outputs is not None else self._thoughts_of(body)
         if body.max_thinking_tokens is not None and params.structured_outputs is None:
-            params = replace(params, thinking_budget=self._budget(body.max_thinking_tokens, thoughts))
+            params = replace(params, thinking_budget=self._budget(body, body.max_thinking_tokens, thoughts))
         if thoughts is not None and thoughts.is_over:
             thoughts = None
         if (calls and calls.parser.needs_special_tokens) or (thoughts and thoughts.parser.needs_special_tokens):
@@ -98,12 +98,13 @@ class Speech:
         is_open = self._is_turn_open(body)
         return Thoughts(parser, parser.thinks_unasked if is_open is None else is_open, is_over=is_open is False)
 
-    def _budget(self, num_tokens: int, thoughts: Thoughts | None) -> ThinkingBudget | None:
+    def _budget(self, body: ChatBody, num_tokens: int, thoughts: Thoughts | None) -> ThinkingBudget | None:
         """None if the prompt itself has closed the thoughts."""
         markers = None if thoughts is None else thoughts.parser.markers
         if thoughts is None or markers is None:
-            message = "thinking_budget: this model marks no thoughts (see --reasoning-parser); leave it out"
-            raise ApiError("unsupported_parameter", message, param="thinking_budget")
+            name = body.client_name("thinking_budget")
+            message = f"{name}: this model marks no thoughts (see --reasoning-parser); leave it out"
+            raise ApiError("unsupported_parameter", message, param=name)
         if thoughts.is_over:
             return None
         start, end = (tuple(self._tokenizer.encode(marker, add_special_tokens=False)) for marker in markers)

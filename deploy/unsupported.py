@@ -4,27 +4,16 @@ refused unless their value asks for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import ApiError
 
-Harmless = Callable[[Any], bool]
+Harmless = Mapping[str, Sequence[Any]]  # field -> values that ask for nothing
 
-
-def _asks_nothing(value: Any) -> bool:
-    return value is None or value is False or value in ({}, [], "")
-
-
-def _is_text_only(value: Any) -> bool:
-    return value is None or value == ["text"]
-
-
-def _calls_nothing(value: Any) -> bool:
-    return value is None or value in ("none", "auto")
-
-
+NOTHING: Sequence[Any] = (None, False, {}, [], "")
 _OFF_WHEN_EMPTY = (
+    "suffix",
     "tools",
     "functions",
     "audio",
@@ -45,20 +34,24 @@ REASONS = {
     "function_call": "not supported by this server; send tools and tool_choice",
 }
 
-UNSUPPORTED: dict[str, Harmless] = {
-    "suffix": _asks_nothing,
-    "modalities": _is_text_only,
-    "tool_choice": _calls_nothing,
-    "function_call": _calls_nothing,
-    "parallel_tool_calls": lambda value: isinstance(value, bool) or value is None,
-    **dict.fromkeys(_OFF_WHEN_EMPTY, _asks_nothing),
+UNSUPPORTED: Harmless = {
+    "modalities": (None, ["text"]),
+    "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    **dict.fromkeys(_OFF_WHEN_EMPTY, NOTHING),
 }
 
 
-def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str]) -> list[str]:
+def refuse_unsupported(raw: Mapping[str, Any], unknown: list[str], unsupported: Harmless) -> list[str]:
     """`unknown` without the fields that are merely not served. `ApiError` if one of those asks for something."""
     for name in unknown:
-        if name in UNSUPPORTED and not UNSUPPORTED[name](raw[name]):
+        if name in unsupported and not _is_one_of(raw[name], unsupported[name]):
             message = f"{name}: {REASONS.get(name, 'not supported by this server; leave it out')}"
             raise ApiError("unsupported_parameter", message, param=name)
-    return [name for name in unknown if name not in UNSUPPORTED]
+    return [name for name in unknown if name not in unsupported]
+
+
+def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
+    """As JSON: 0 is not false."""
+    return any(value == one and type(value) is type(one) for one in values)

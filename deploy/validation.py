@@ -19,8 +19,7 @@ B = TypeVar("B", bound=Body)
 def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tuple[B, list[str]]:
     """The body, and the names of fields that nobody knows and that go no further. `ApiError` 400 names the field."""
     ignored = [name for name in raw if name not in kind.model_fields and name not in SILENT]
-    if kind.refuses_unsupported:
-        ignored = refuse_unsupported(raw, ignored)
+    ignored = refuse_unsupported(raw, ignored, kind.UNSUPPORTED)
     if ignored and strict_fields:
         name = shorten(ignored[0], 64)
         raise ApiError("unknown_parameter", f"{name}: there is no such field", param=name)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from millrace.deploy.adapters import read_adapted
 from millrace.deploy.answer_parts import End, Part, Text, Usage
 from millrace.deploy.errors import ApiError
-from millrace.deploy.messages_bodies import CountTokensBody, MessagesBody, name_of, read_messages_body
+from millrace.deploy.messages_bodies import CountTokensBody, MessagesBody, name_of
 from millrace.deploy.messages_events import PING, MessageEvents, error_body
 from millrace.deploy.parsers.interface import Reasoning
 from millrace.deploy.turns import ToolCallArguments, ToolCallBegun
@@ -125,7 +126,7 @@ def test_errors_have_anthropics_types():
 
 def chat(**fields: Any) -> dict[str, Any]:
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5} | fields
-    body, passed, _ = read_messages_body(MessagesBody, asked, False)
+    body, passed, _ = read_adapted(MessagesBody, asked, False)
     made, _ = body.chat()
     return {name: value for name, value in (made | passed).items() if value is not None}
 
@@ -247,5 +248,5 @@ def test_errors_of_chat_are_told_in_the_names_of_this_api():
 
 
 def test_tokens_are_counted_without_a_limit_on_the_answer():
-    body, _, _ = read_messages_body(CountTokensBody, {"messages": [{"role": "user", "content": "hi"}]}, True)
+    body, _, _ = read_adapted(CountTokensBody, {"messages": [{"role": "user", "content": "hi"}]}, True)
     assert "max_tokens" not in body.chat()[0]

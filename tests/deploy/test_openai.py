@@ -78,16 +78,16 @@ def test_errors_have_the_clients_own_classes(client: openai.OpenAI, server: Runn
 
 def test_a_wrong_key_and_a_full_house_have_their_classes():
     with RunningServer(server={"api_key": ["right"]}, engine={"max_admitted_requests": 1}, step_s=0.01) as server:
-        wrong = openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0)
-        with pytest.raises(openai.AuthenticationError):
-            wrong.models.list()
-        right = openai.OpenAI(base_url=server.url + "/v1", api_key="right", max_retries=0)
-        assert [model.id for model in right.models.list()] == ["scripted"]
-        asked = {"model": "scripted", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
-        with right.completions.create(prompt="a", stream=True, **asked) as busy:
-            next(iter(busy))
-            with pytest.raises(openai.RateLimitError) as full:
-                right.completions.create(prompt="b", **asked)
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as wrong:
+            with pytest.raises(openai.AuthenticationError):
+                wrong.models.list()
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="right", max_retries=0) as right:
+            assert [model.id for model in right.models.list()] == ["scripted"]
+            asked = {"model": "scripted", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+            with right.completions.create(prompt="a", stream=True, **asked) as busy:
+                next(iter(busy))
+                with pytest.raises(openai.RateLimitError) as full:
+                    right.completions.create(prompt="b", **asked)
         assert full.value.type == "overloaded_error"
         assert int(full.value.response.headers["retry-after"]) >= 1
         assert full.value.body["details"]["queue_depth"] == 0

@@ -12,15 +12,18 @@ import aiohttp
 import jsonschema_rs
 import pytest
 
+from millrace.deploy.adapters import read_adapted
 from millrace.deploy.bodies import ChatBody, CompletionBody
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.docs import render
 from millrace.deploy.documented import ModelLimits, number_pattern
 from millrace.deploy.errors import CODES, ApiError
-from millrace.deploy.messages_bodies import MessagesBody, read_messages_body
+from millrace.deploy.messages_bodies import MessagesBody
 from millrace.deploy.openapi import openapi, served
 from millrace.deploy.operations import OPERATIONS
+from millrace.deploy.responses_bodies import ResponsesBody
 from millrace.deploy.server import Server
+from millrace.deploy.unsupported import UNSUPPORTED
 from millrace.deploy.validation import read_body
 from millrace.stages.errors import Refused
 from millrace.stages.limits import RequestLimits
@@ -97,7 +100,10 @@ def test_the_document_is_valid_and_every_reference_leads_somewhere():
 def test_every_field_of_a_body_is_in_the_document():
     schemas = document()["components"]["schemas"]
     for body in (ChatBody, CompletionBody):
-        assert set(schemas[body.__name__]["properties"]) == set(body.model_fields)
+        assert set(schemas[body.__name__]["properties"]) == {*body.model_fields, *UNSUPPORTED}
+    for other in (ResponsesBody, MessagesBody):
+        named = {field.alias or name for name, field in other.model_fields.items()}
+        assert set(schemas[other.__name__]["properties"]) == {*named, *other.UNSUPPORTED, *other.PASSED}
 
 
 PROMPT = {"prompt": "a"}
@@ -153,6 +159,8 @@ def takes(raw: dict[str, Any]) -> bool:
         ({"guided_json": {}}, True),
         ({"guided_json": False}, False),
         ({"unknown": [1]}, True),
+        *[({"tool_choice": value}, value in (None, "auto")) for value in (None, "auto", {}, "required")],
+        *[({"suffix": value}, value is False) for value in (False, 0, "x")],
     ],
     ids=str,
 )
@@ -168,7 +176,7 @@ def test_what_a_tool_answered_may_be_left_out_or_null_and_else_is_text(content):
     block = {"type": "tool_result", "tool_use_id": "t", "content": content}
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
     try:
-        read_messages_body(MessagesBody, body, strict_fields=False)[0].chat()
+        read_adapted(MessagesBody, body, strict_fields=False)[0].chat()
         is_taken = True
     except ApiError:
         is_taken = False

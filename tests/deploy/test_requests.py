@@ -25,6 +25,14 @@ def patient_server() -> Iterator[RunningServer]:
         yield running
 
 
+def until_there(server: RunningServer, num: int) -> None:
+    """Until the engine has so many sequences."""
+    deadline = time.monotonic() + 10.0
+    while server.stats()["sequences"] < num:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 # -- time limits
 
 
@@ -48,7 +56,7 @@ def test_one_that_was_never_served_gets_408(patient_server):
     with patient_server.connect() as first, patient_server.connect() as second:
         for connection in (first, second):
             send(connection, post_bytes(TEXT, ASKED[TEXT] | {"max_tokens": 100}))
-        time.sleep(0.2)
+        until_there(patient_server, 2)
         answer = patient_server.post(TEXT, ASKED[TEXT] | {"timeout_s": 0.2})
     assert (answer.status, answer.error["code"]) == (408, "request_timeout")
     assert answer.error["details"] == {"stage": "schedule"}
@@ -60,7 +68,7 @@ def test_the_server_may_limit_the_time_in_line_for_all():
     with RunningServer(step_s=0.01, script={"eos_probability": 0.0}, engine=engine) as server:
         with server.connect() as first:
             send(first, post_bytes(TEXT, ASKED[TEXT] | {"max_tokens": 100}))
-            time.sleep(0.1)
+            until_there(server, 1)
             answer = server.post(TEXT, ASKED[TEXT])
             assert (answer.status, answer.error["details"]) == (408, {"stage": "schedule"})
             assert read_answer(first).status == 200, "it was served, so it may take its time"
@@ -181,7 +189,8 @@ def test_token_ids_go_in_and_come_out(server):
     assert bytes(choice["token_ids"]).decode() == text and choice["finish_reason"] == "length"
     assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
     assert "text" not in choice and answer["usage"]["completion_tokens"] == 4
-    assert server.post("/inference/v1/generate", {"input_ids": [[104, 105]]} | sampling).json["choices"] == [choice]
+    other = {"input_ids": [[104, 105]], "sampling_params": sampling}
+    assert server.post("/inference/v1/generate", other).json["choices"] == [choice]
 
 
 def test_token_ids_are_streamed_as_they_come(server):
@@ -192,12 +201,20 @@ def test_token_ids_are_streamed_as_they_come(server):
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_what_belongs_into_sampling_params_is_an_unknown_field_beside_them(server):
-    """Whatever its value is; without `sampling_params` it counts."""
-    refused = server.post(GENERATE, {"token_ids": [97], "n": -4e40})
-    assert (refused.status, refused.error["param"]) == (400, "n")
-    answer = server.post(GENERATE, {"token_ids": [97], "n": -4e40, "sampling_params": {"max_tokens": 2}})
+@pytest.mark.parametrize("stream", [True, {}, "x", 1])
+def test_a_field_on_the_wrong_side_of_sampling_params_is_one_that_nobody_knows(server, stream):
+    """Whatever its value is: it has no effect, and the answer says where it stood."""
+    sampling = {"max_tokens": 2, "stream": stream, "stream_options": 3}
+    answer = server.post(GENERATE, {"token_ids": [97], "n": -4e40, "suffix": "x", "sampling_params": sampling})
     assert answer.status == 200 and len(answer.json["choices"]) == 1
+    assert set(answer.headers["x-ignored-fields"].split(", ")) == {
+        "in_sampling_params.stream",
+        "in_sampling_params.stream_options",
+        "outside_sampling_params.n",
+        "outside_sampling_params.suffix",
+    }
+    both = {"token_ids": [97], "suffix": None, "sampling_params": {"suffix": "x"}}
+    assert server.post(GENERATE, both).error["param"] == "suffix", "what stands beside hides nothing"
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,8 @@ def test_truncation_leaves_out_the_oldest_turns(server):
     }
     alone = server.post(PATH, ASK | {"input": "x" * 600, "truncation": "auto"})
     assert alone.error["code"] == "context_length_exceeded"
+    nothing = server.post(PATH, ASK | {"input": [{"type": "reasoning", "summary": []}], "truncation": "auto"})
+    assert (nothing.status, nothing.error["code"]) == (400, "empty_prompt")
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.deploy.adapters import read_adapted
 from millrace.deploy.answer_parts import End, Part, Text, Usage
 from millrace.deploy.errors import ApiError
 from millrace.deploy.parsers.interface import Reasoning
-from millrace.deploy.responses_bodies import read_responses_body
+from millrace.deploy.responses_bodies import ResponsesBody
 from millrace.deploy.responses_events import ResponseEvents, new_response
 from millrace.deploy.turns import ToolCallArguments, ToolCallBegun
 from millrace.stages.messages import TokenLogprobs
@@ -33,7 +34,7 @@ ENDS = st.sampled_from(["stop", "length", "tool_calls", "abort", "error"]).map(E
 
 
 def build(**fields: Any) -> ResponseEvents:
-    body, _, _ = read_responses_body({"input": "hi"} | fields, False)
+    body, _, _ = read_adapted(ResponsesBody, {"input": "hi"} | fields, False)
     return ResponseEvents(new_response("resp_0", "model", body, SamplingParams()))
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from millrace.deploy.adapters import in_own_words, renamed
+from millrace.deploy.adapters import in_own_words, read_adapted, renamed
 from millrace.deploy.errors import ApiError
-from millrace.deploy.responses_bodies import name_of, read_responses_body
+from millrace.deploy.responses_bodies import ResponsesBody, name_of
 from millrace.deploy.responses_input import messages_of, num_to_cut, read_items
 
 USER = {"role": "user", "content": "hi"}
@@ -187,7 +187,7 @@ def test_errors_of_chat_are_told_in_the_names_of_this_api():
 )
 def test_a_wrong_value_names_its_field(field, value):
     with pytest.raises(ApiError) as refused:
-        read_responses_body({"input": "hi", field: value}, False)
+        read_adapted(ResponsesBody, {"input": "hi", field: value}, False)
     assert (refused.value.status, refused.value.param.partition(".")[0].partition("[")[0]) == (400, field)
 
 
@@ -209,7 +209,7 @@ def test_fields_have_their_counterparts_in_chat():
         "seed": 3,
         "stop": ["x"],
     }
-    body, passed, _ = read_responses_body(asked, True)
+    body, passed, _ = read_adapted(ResponsesBody, asked, True)
     chat = body.chat([USER]) | passed
     assert {name: value for name, value in chat.items() if value is not None} == {
         "messages": [{"role": "system", "content": "be brief"}, USER],
@@ -230,5 +230,5 @@ def test_fields_have_their_counterparts_in_chat():
 
 def test_nobody_knows_a_response_that_is_made_in_the_background_and_not_stored():
     with pytest.raises(ApiError, match="store") as refused:
-        read_responses_body({"input": "hi", "background": True, "store": False}, False)
+        read_adapted(ResponsesBody, {"input": "hi", "background": True, "store": False}, False)
     assert refused.value.param == "background"

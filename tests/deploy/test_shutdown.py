@@ -21,14 +21,21 @@ def begin_stream(server: RunningServer, max_tokens: int):
     return connection
 
 
+def until_draining(server: RunningServer) -> None:
+    """Until it has heard of the signal."""
+    deadline = time.monotonic() + 10.0
+    while (ready := server.get("/health/ready")).status == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (ready.status, ready.json["status"]) == (503, "draining")
+
+
 @pytest.mark.slow
 def test_sigterm_lets_what_is_under_way_finish_and_takes_nothing_new():
     with RunningServer(step_s=0.01, script=ENDLESS) as server:
         with begin_stream(server, max_tokens=150) as connection:
             server.signal(signal.SIGTERM)
-            time.sleep(0.1)
-            ready = server.get("/health/ready")
-            assert (ready.status, ready.json["status"]) == (503, "draining")
+            until_draining(server)
             assert server.get("/health/live").status == 200
             refused = server.post(TEXT, {"prompt": "b", "max_tokens": 1})
             assert (refused.status, refused.error["code"]) == (503, "draining")
@@ -57,9 +64,9 @@ def test_a_second_signal_ends_the_process_at_once(number):
     with RunningServer(step_s=0.01, script=ENDLESS) as server:
         with begin_stream(server, max_tokens=500):
             server.signal(signal.SIGTERM)
-            time.sleep(0.2)
+            until_draining(server)
             server.signal(number)
-            assert server.process.wait(2) == 1
+            assert server.process.wait(10) == 1  # not 0, as after the drain, which would take 30 s
 
 
 @pytest.mark.slow

@@ -97,9 +97,10 @@ def test_a_budget_is_told_in_the_ids_of_the_marks(tokenizer):
         assert (given.num_tokens, given.start_ids, given.end_ids, given.is_open) == (7, *ids, is_open)
     closed, _ = settle(speech(tokenizer, QWEN3), thinking_budget=7, reasoning_effort="none")
     assert closed.thinking_budget is None, "thoughts that are over need no budget"
-    with pytest.raises(ApiError, match="marks no thoughts") as caught:
-        settle(speech(tokenizer, "no thoughts"), thinking_budget=7)
-    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "thinking_budget")
+    for name in ("thinking_budget", "thinking_token_budget"):
+        with pytest.raises(ApiError, match="marks no thoughts") as caught:
+            settle(speech(tokenizer, "no thoughts"), **{name: 7})
+        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
 
 
 def test_an_answer_in_a_given_form_has_no_thoughts_and_is_read_as_that_form(tokenizer):

@@ -77,7 +77,8 @@ def run(cases: int, *more: str, **pipes: Any) -> subprocess.CompletedProcess[str
         document.write_bytes(server.get("/openapi.json", key).body)
         command += [str(document), "--url", server.url, "--checks", "all", "--max-examples", str(cases)]
         command += ["--phases", "examples,coverage,fuzzing,stateful", "--no-color", "--request-timeout", "60"]
-        environment = os.environ | {"MILLRACE_TEST_CONTEXT": str(CONTEXT), "PYTHONPATH": str(ROOT)}
+        folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = os.environ | {"MILLRACE_TEST_CONTEXT": str(CONTEXT), "PYTHONPATH": folders}
         done = subprocess.run([*command, *more], cwd=folder, env=environment, text=True, check=False, **pipes)
         assert server.ask("audit") == {"seen": [], "num_restarts": 0, "is_ready": True}
         return done

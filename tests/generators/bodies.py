@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+from contextlib import closing
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -131,6 +132,9 @@ class Asker:
         headers = {name.lower(): value for name, value in response.getheaders()}
         return Answer(response.status, headers, response.read(), 0.0)
 
+    def close(self) -> None:
+        self._connection.close()
+
 
 def check(asker: Asker, path: str, body: dict[str, Any]) -> None:
     """One body, and the same with the blamed field put right."""
@@ -153,22 +157,22 @@ def check(asker: Asker, path: str, body: dict[str, Any]) -> None:
 
 def run(server: RunningServer, cases: int) -> None:
     """Raises AssertionError with the smallest body that shows what is wrong."""
-    asker = Asker(server)
-    for path, body in RIGHT.items():
-        assert asker.ask(path, body).status == 200
+    with closing(Asker(server)) as asker:
+        for path, body in RIGHT.items():
+            assert asker.ask(path, body).status == 200
 
-    @settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),  # those of Hypothesis: that a live server is slow
-    )
-    @given(mutated())
-    def one(case: tuple[str, dict[str, Any]]) -> None:
-        check(asker, *case)
+        @settings(
+            max_examples=cases,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),  # those of Hypothesis: that a live server is slow
+        )
+        @given(mutated())
+        def one(case: tuple[str, dict[str, Any]]) -> None:
+            check(asker, *case)
 
-    one()
+        one()
     server.wait_until_idle()
 
 

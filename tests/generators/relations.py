@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.deploy.native import flatten
 from millrace.deploy.parsing import JsonLimits
 from millrace.stages.limits import MAX_SEQUENCES
 
@@ -32,12 +33,8 @@ class Relation:
 
 
 def flat(body: Body) -> Body:
-    """With sampling_params beside the rest, and token ids or inputs as the prompt that they are."""
-    rest = {name: value for name, value in body.items() if name != "sampling_params"}
-    made = {**(body.get("sampling_params") or {}), **rest}
-    if "token_ids" in made:
-        made["prompt"] = made["token_ids"]
-    return made
+    """With sampling_params beside the rest, and token ids as the prompt that they are."""
+    return flatten(body) if "token_ids" in body else body
 
 
 def prompts(body: Body) -> list[Any]:
@@ -45,7 +42,7 @@ def prompts(body: Body) -> list[Any]:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return prompt
-    return [] if prompt is None else [prompt]
+    return [prompt] if prompt else []
 
 
 def num_tokens(prompt: Any) -> int:
@@ -72,7 +69,7 @@ def _most_tokens(value: Any) -> int:
 def max_tokens(body: Body) -> int | None:
     newer, older = body.get("max_completion_tokens", body.get("max_output_tokens")), body.get("max_tokens")
     given = older if newer is None else newer
-    return DEFAULT_MAX_TOKENS if given is None and "prompt" in body else given
+    return DEFAULT_MAX_TOKENS if given is None and prompts(body) else given
 
 
 def fits(body: Body, context: int) -> bool:
@@ -87,14 +84,16 @@ def is_wide_enough(body: Body, _context: int) -> bool:
     return best_of is None or best_of == n or bool(best_of > n and may_rank)
 
 
-def is_short_enough(body: Body, _context: int) -> bool:
+def is_short_enough(body: Body, context: int) -> bool:
+    """Of a chat that names no longest answer, the rest of the context is that."""
     longest = max_tokens(body)
-    return longest is None or (body.get("min_tokens") or 0) <= longest
+    return (body.get("min_tokens") or 0) <= (context - num_chat_tokens(body) if longest is None else longest)
 
 
 def streams_what_it_can(body: Body, _context: int) -> bool:
     """Where the fields that disagree may be in different objects."""
-    asks = body.get("use_beam_search") or body.get("prompt_logprobs") is not None
+    is_echoed = body.get("echo") and body.get("logprobs") is not None and (body.get("n") or 1) > 1
+    asks = body.get("use_beam_search") or body.get("prompt_logprobs") is not None or is_echoed
     return bool(body.get("stream") or not body.get("return_progress")) and not (body.get("stream") and asks)
 
 
@@ -138,7 +137,7 @@ RELATIONS = (
     Relation(
         "at most 512 choices in all",
         "n",
-        lambda body, _: max(1, len(prompts(body))) * (body.get("n") or 1) <= MAX_SEQUENCES,
+        lambda body, _: max(1, len(prompts(body))) * max(body.get("n") or 1, body.get("best_of") or 1) <= MAX_SEQUENCES,
         {"prompt": ["a"] * 5, "n": 128, "max_tokens": 1},
     ),
     Relation("best_of is n, or at least n in a search", "best_of", is_wide_enough, PROMPT | {"n": 3, "best_of": 2}),

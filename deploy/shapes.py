@@ -447,6 +447,15 @@ class Process(Shape):
     engine_pid: Count | None
 
 
+class Graphs(Shape):
+    """CUDA graphs that were captured: of decoding steps by rows, of mixed ones by tokens, and what that took."""
+
+    decode_rows: list[Count]
+    mixed_tokens: list[Count]
+    seconds: float
+    bytes: Count
+
+
 class ServerInfo(Shape):
     """What runs here, and with which settings."""
 
@@ -454,9 +463,10 @@ class ServerInfo(Shape):
     model: ServedModel
     config: Configuration
     memory: Memory | None
+    graphs: Graphs | None
     startup_s: dict[str, float]
     process: Process
-    blocks: Blocks
+    blocks: Blocks | None
 
 
 class DocumentInfo(Shape):

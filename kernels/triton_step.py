@@ -17,7 +17,7 @@ from . import step_state
 from .step_state import SlotState, StepBuffers
 from .triton_launch import next_power_of_2
 
-NEWS_PROGRAMS = 32  # a prompt of 128k tokens is 512 kB: they copy it in some microseconds, and idle otherwise
+NEWS_PROGRAMS = 32  # a prompt of 128k tokens is 512 kB: these copy it together, and idle otherwise
 BLOCK = 256
 TOKENS_PER_PROGRAM = 32  # with 64 rows at a time: 2,048 comparisons, 16 a thread
 ROWS_AT_A_TIME = 64

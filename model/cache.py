@@ -72,8 +72,8 @@ class KVCache:
         self._copy_blocks(self.data, self._block_axis, source_ids, destination_ids)
 
     def make_host_blocks(self, num_blocks: int) -> Tensor:
-        """Room for so many blocks in host memory, laid out as here; pinned if these are on a GPU. What is never used is
-        never touched, so it takes address space and no memory."""
+        """Room for so many blocks in host memory, laid out as here; pinned if these are on a GPU, and then there
+        from the start. On a CPU what is never used takes address space and no memory."""
         heads = self.data.shape[1:4] if self.is_block_major else self.data.shape[:3]
         shape = self._shape(num_blocks, tuple(heads), tuple(self.data.shape[4:]))
         return torch.empty(shape, dtype=self.data.dtype, pin_memory=self.data.is_cuda)

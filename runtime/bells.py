@@ -29,7 +29,7 @@ class BellTower:
         return SharedBell(self)
 
     def ring(self, bells: Iterable[SharedBell]) -> None:
-        """Rings each: as `bell.ring()`, for less."""
+        """Rings each: as `bell.ring()`, for less. None of them is a `Bell`, which has to remember."""
         rung = self._rung
         for bell in bells:
             if bell.waiter is not None and not bell.is_going:

@@ -69,6 +69,7 @@ class Device:
         self._tracer: Tracer | None = None
         self._sources = [0, 0]  # of the stages, by phase, in the trace
         # the thread's own
+        self._enter_error: BaseException | None = None
         self._last_end_ns = 0  # of a phase
         self._void_generation = -1
         self._logits: Any = None  # of the step that is between its phases
@@ -87,7 +88,7 @@ class Device:
             self._env, self._worker = context.env, context.env.worker("device")
             self._now_ns, self._tracer = context.env.now_ns, context.tracer
             if self._enter is not None:
-                self._worker.submit(self._enter).add_done_callback(_retrieve)
+                self._worker.submit(self._run_enter, self._enter).add_done_callback(_retrieve)
         self._sources[phase] = context.source
         self._num_phases = max(self._num_phases, phase + 1)
 
@@ -115,6 +116,13 @@ class Device:
         return partial(fail, DeviceFault(name)) if self._env.fault(name) else run
 
     # -- on the thread
+
+    def _run_enter(self, enter: Callable[[], object]) -> None:
+        """What it raises, each step raises: a thread that is not where its steps belong runs none."""
+        try:
+            enter()
+        except BaseException as error:
+            self._enter_error = error
 
     def _timed_forward(self, since_ns: int, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
         """A phase takes the time from when it could begin, `since_ns` or when the one before had ended, to its end."""
@@ -147,6 +155,8 @@ class Device:
     def _run_forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
         self._logits = self._error = None
         try:
+            if self._enter_error is not None:
+                raise self._enter_error
             if grant.generation <= self._void_generation:
                 raise StepFell(f"step {grant.step} fell with an earlier one of generation {self._void_generation}")
             self._logits = forward(grant)

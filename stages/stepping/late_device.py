@@ -64,8 +64,10 @@ class LateDevice(Device):
     def _finish(self, grant: StepGrant, submitted: asyncio.Future[Step]) -> StepTokens:
         error = submitted.exception()
         if error is not None:
-            self.line.drain()  # a part of it may have been submitted
-            raise error
+            try:
+                self.line.drain()  # a part of it may have been submitted
+            finally:
+                raise error  # and not what draining a device that failed says again
         try:
             return submitted.result().wait()
         except BaseException:

@@ -69,6 +69,8 @@ def _most_tokens(value: Any) -> int:
 def max_tokens(body: Body) -> int | None:
     newer, older = body.get("max_completion_tokens", body.get("max_output_tokens")), body.get("max_tokens")
     given = older if newer is None else newer
+    if not isinstance(given, int | None):
+        return None  # of a wrong type, on purpose
     return DEFAULT_MAX_TOKENS if given is None and prompts(body) else given
 
 

@@ -246,10 +246,12 @@ class Scripted:
         return f"logits {grant.step}"
 
 
-async def run_alone(env: Env, runner: Scripted, generations: Sequence[int]) -> list[str]:
+async def run_alone(
+    env: Env, runner: Scripted, generations: Sequence[int], enter: Callable[[], object] | None = None
+) -> list[str]:
     """The execute stage as a slice, fed with steps from 5: what became of each, in the order in which they left."""
     pipeline = Pipeline()
-    pipeline.add(Execute(runner, Device()))
+    pipeline.add(Execute(runner, Device(enter)))
     pipeline.entry = Port("execute", "in")
     pipeline.open_ports = {Port("execute", "out"), Port("execute", "rates")}
     pipeline.use(env)
@@ -321,3 +323,12 @@ def test_drafts_stand_behind_the_newest_token_and_each_has_logits(make: Make):
     assert [token for token, _, _ in tokens_of(inputs, 2)] == [1, 2]
     assert inputs.logits_rows.tolist() == [1, 2, 3, 0]  # in the order of the grant
     assert inputs.lengths.tolist() == [4, 6, 2]
+
+
+@sim_test()
+async def test_a_device_thread_that_could_not_take_its_place_runs_no_step(env: Env):
+    def enter() -> None:
+        raise OSError("no such stream")
+
+    runner = Scripted()
+    assert await run_alone(env, runner, [0, 1], enter) == ["OSError", "OSError"] and not runner.ran

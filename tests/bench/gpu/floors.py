@@ -40,7 +40,7 @@ class Device:
     flops_per_s: float
 
 
-H200 = Device(4.3e12, 790e12)  # a copy, and a bfloat16 product of 8192 squared, on one such card
+H200 = Device(4.3e12, 790e12)  # a copy, and a bfloat16 product of 8192 squared: published, not ours
 
 
 def num_streamed(shape: dict[str, Any]) -> int:

@@ -24,7 +24,7 @@ class Clock(Protocol):
 
 class DeviceClock:
     """Launches are captured, as in a step, so the host's part is not in their times; the cache is cold. What two
-    events take besides, 1 or 2 us, is. NOTE: it has not run yet, as no machine with a GPU was there."""
+    events take besides is. NOTE: it has not run yet, as no machine with a GPU was there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from millrace.runtime.simloop import SimEnv
+from millrace.runtime.testing import sim_test
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import Overloaded, Refused, TimedOut
 from millrace.stages.outputs import RequestOutput
@@ -214,24 +216,29 @@ def test_the_door_counts_a_search_once_and_never_turns_it_away_halfway():
     assert sum(isinstance(other, Overloaded) for other in others) == 2
 
 
-def test_the_steps_of_a_search_keep_its_place_in_the_line():
+@sim_test(seeds=20)
+async def test_the_steps_of_a_search_keep_its_place_in_the_line(env: SimEnv):
     """There are two slots: between two steps of the search two who came later are let in, and no more."""
+    ended: list[str] = []
 
-    async def work(engine: ScriptedEngine) -> int:
-        ended: list[str] = []
+    async def ask(name: str, asking: Awaitable[Any]) -> None:
+        await asking
+        ended.append(name)
 
-        async def ask(name: str, asking: Awaitable[Any]) -> None:
-            await asking
-            ended.append(name)
-
+    async with scripted_engine(script=ENDLESS, env=env, max_num_seqs=2) as engine:
         searching = asyncio.create_task(ask("search", engine.beam_search("a", 2, 8)))
-        await until_under_way(engine, 1)
+        while not any(request_id.endswith(".1") for request_id in engine.parts.exit.live):
+            await env.sleep(1e-4)
         params = SamplingParams(max_tokens=6, temperature=0.0)
-        others = [anext(engine.generate(str(i), params, output_kind="final")) for i in range(40)]
-        await asyncio.gather(searching, *(ask("other", other) for other in others))
-        return ended.index("search")
 
-    assert with_engine(work, max_num_seqs=2) <= 2 * 8
+        async def read(prompt: str) -> None:
+            async for _ in engine.generate(prompt, params, output_kind="final"):
+                pass
+
+        others = [read(str(i)) for i in range(40)]
+        await asyncio.gather(searching, *(ask("other", other) for other in others))
+        await engine.check_quiet()
+    assert ended.index("search") <= 2 * 8, ended
 
 
 @pytest.mark.parametrize(

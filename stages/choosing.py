@@ -120,7 +120,7 @@ class Choosing:
 
     def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:
         """Of what a device that chose by itself left for n rows, [n, W]. Whoever has such a device knows how."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} chooses on the host, and no device left {len(scores)} rows")
 
     def _drawing(self, slots: Indices, places: Indices) -> Drawing:
         table = self.table

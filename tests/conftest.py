@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from millrace.runtime import log
+from tests.counts import FULL
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several beside each other: torch's threads would fight for the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("millrace", derandomize=not FULL, print_blob=True)
+settings.load_profile("millrace")
+
+
+@pytest.fixture(autouse=True)
+def draws_begin_anew() -> None:
+    """What a test draws does not depend on the tests its process ran before."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.counts import count
+from tests.counts import count, first_seed
 from tests.deploy.sockets import ENDLESS, Serving, on_loop, serving, until
 
 STREAM = "/v1/stream"
@@ -77,9 +77,7 @@ async def test_chunks_are_the_bytes_of_server_sent_events():
 @pytest.mark.slow
 @on_loop
 async def test_chunks_are_the_bytes_of_server_sent_events_for_random_requests():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = random.Random(first_seed())
     async with serving(step_s=0.001) as running:
         for _ in range(count(8, 200)):
             fields = {

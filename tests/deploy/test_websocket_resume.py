@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from millrace.stages.testing import SMALL
-from tests.counts import FULL
+from tests.counts import FULL, first_seed
 from tests.deploy.sockets import ENDLESS, Client, Serving, on_loop, serving, text_of, until
 from tests.deploy.test_websocket_credit import PARKS_SOON, whole
 
@@ -212,9 +212,7 @@ async def read_with_cuts(running: Serving, draw: random.Random, name: str, max_t
 @pytest.mark.slow
 @on_loop
 async def test_random_cuts_lose_and_repeat_nothing():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = random.Random(first_seed())
     async with serving(step_s=0.001, script=ENDLESS, engine=ROOM) as running:
         for i in range(12 if FULL else 3):
             name, max_tokens = f"r{i}", draw.randint(20, 120)

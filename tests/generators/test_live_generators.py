@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import pytest
 
-from tests.counts import FULL
+from tests.counts import FULL, first_seed
 from tests.deploy.running import RunningServer
 from tests.generators import bodies, http_mutator
 from tests.security.watch import watched
@@ -26,5 +25,5 @@ def test_bodies_with_wrong_fields_are_refused_by_the_right_name(server: RunningS
 
 
 def test_mutated_http_breaks_nothing(server: RunningServer):
-    http_mutator.run(server, 500, random.randrange(2**32))
+    http_mutator.run(server, 500, first_seed())
     assert "unhandled error" not in server.errors() and "request.failed" not in server.errors()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.counts import FULL, count
+from tests.counts import FULL, count, first_seed
 from tests.deploy.running import RunningServer
 from tests.security.frames import BINARY, CLOSE, CONTINUATION, PING, PONG, TEXT, Told, frame, say, upgraded
 from tests.security.oracle import CANARIES
@@ -123,7 +123,7 @@ def wait_until_forgotten(server: RunningServer, most_tasks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.memory(left_mib=LEFT_MIB)
 def test_no_damage_to_frames_does_any_to_the_server(server: RunningServer):
-    first, num_tasks = random.randrange(2**32), server.stats()["tasks"]
+    first, num_tasks = first_seed(), server.stats()["tasks"]
     print(f"cases from {first}")
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda i: one(server, first + i), range(NUM_CASES)))

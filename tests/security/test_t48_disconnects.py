@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.counts import count
+from tests.counts import count, first_seed
 from tests.deploy.running import RunningServer, post_bytes, read_answer, send
 from tests.security.oracle import TEXT
 
@@ -80,9 +80,7 @@ def test_with_a_pipelined_request_behind(slow_server):
 
 @pytest.mark.slow
 def test_at_random_moments(slow_server):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = random.Random(first_seed())
 
     def one(after_s: float, stream: bool, n: int, num_prompt: int) -> None:
         leave(slow_server, LONG | {"prompt": "a" * num_prompt, "max_tokens": 12, "stream": stream, "n": n}, after_s)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.counts import count
+from tests.counts import count, first_seed
 from tests.deploy.running import RunningServer
 from tests.security.frames import CLOSE, frame, say, upgraded
 from tests.security.test_t48_disconnects import gone_in_time
@@ -41,9 +41,7 @@ def test_everything_is_free_soon_after_the_client_has_left(slow_server, fields, 
 @pytest.mark.slow
 @pytest.mark.memory(left_mib=4 + NUM_ROUNDS / 10)  # twenty at a time leave the allocator's memory in pieces
 def test_at_random_moments(slow_server):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = random.Random(first_seed())
     for _ in range(NUM_ROUNDS):
         threads = []
         for _ in range(20):

@@ -7,7 +7,8 @@
    blocks pass through the processor's caches instead of 210.
    What the cache itself costs where it finds nothing, `cost`: many short runs, with and without it in turn, of 7
    prompts of 128 tokens in a pool that they fill either way, so both use the same memory. The shorter the runs, the
-   less of the machine's moods is in a pair.
+   less of the machine's moods is in a pair. The host's pool is small enough for the warm-up to fill it: a page that is
+   used for the first time costs up to 10 us, and 1 GiB of them would be in the figure for hundreds of runs.
 2. Tokens found in a trace of prompts (`hash_ids`: 512 tokens each, as Mooncake publishes them), one request after the
    other, beside an exact LRU of as many blocks.
 3. What schedule and allocate take for a decoding step, with a pool of some size full of cached blocks and one of ten
@@ -42,6 +43,7 @@ BLOCK_SIZE = 16
 PARTS = ("seconds", "cost", "trace", "steps")
 POOL_BLOCKS = 1536  # of the servers: a few runs fill it, and from then on a cache gives up old blocks for new ones
 SHORT_POOL_BLOCKS = 64  # a short run takes 63
+SHORT_HOST_BLOCKS = 128
 NUM_SHORT = 7  # prompts of a short run
 COST_WARM_UPS = 10  # runs until what is evicted has shown that it is not found again
 NUM_WARM_UPS = 3  # runs until it is full: before, a cache that never reuses a block pays for its pages' first use
@@ -54,7 +56,9 @@ TRACE_MEMORY = (256_000, 1_024_000, 4_096_000)  # tokens
 class Server:
     """An engine, with the cache or without."""
 
-    def __init__(self, folder: Path, *, has_cache: bool, num_blocks: int = POOL_BLOCKS) -> None:
+    def __init__(
+        self, folder: Path, *, has_cache: bool, num_blocks: int = POOL_BLOCKS, num_host_blocks: int | None = None
+    ) -> None:
         from millrace.stages import Engine
 
         self.loop = asyncio.new_event_loop()
@@ -64,6 +68,7 @@ class Server:
             max_model_len=1024,
             max_num_seqs=32,
             num_gpu_blocks=num_blocks,
+            num_cpu_blocks=num_host_blocks,
             itl_target_ms=0.0,  # steps of one size: with a target their sizes follow the machine's moods
             enable_prefix_caching=has_cache,
         )
@@ -125,7 +130,8 @@ def cost_without_hits(shape: str, pairs: int) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(shape, Path(folder))
-        servers = {has: Server(Path(folder), has_cache=has, num_blocks=SHORT_POOL_BLOCKS) for has in (True, False)}
+        pools = {"num_blocks": SHORT_POOL_BLOCKS, "num_host_blocks": SHORT_HOST_BLOCKS}
+        servers = {has: Server(Path(folder), has_cache=has, **pools) for has in (True, False)}
         ratios = []
         for pair in range(COST_WARM_UPS + pairs):
             prompts = [draw.integers(300, 15_000, 128).tolist() for _ in range(NUM_SHORT)]

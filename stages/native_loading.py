@@ -11,12 +11,14 @@ import numpy as np
 
 from ..kernels.native.errors import NonFiniteError
 from ..kernels.native.model import GROUP_SIZE, CacheDType, DType, NativeCache, NativeModel
+from ..kernels.native.neighbours import Neighbours
 from ..model.config import ModelConfig
 from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source
 from ..model.native_decoder import NativeDecoder, native_shape
 from ..model.rope import rope_tables
 from ..runtime.cpus import ComputeThreads
+from ..runtime.log import get_logger
 from .arrays import Array
 from .choosing import Choosing
 from .computing import Computing
@@ -28,6 +30,8 @@ from .pooler import Pooler
 from .runner import ModelRunner
 from .sizing import free_host_bytes, num_host_blocks
 from .trials import measure_rates
+
+log = get_logger("millrace.stages")
 
 # bytes of a number, in int4 with its share of a scale
 ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP_SIZE}
@@ -53,6 +57,7 @@ def load_natively(
             cache_dtype=cache_dtype,
             num_threads=threads.count,
             cpus=threads.pinned,
+            neighbours=Neighbours(threads.count, partial(_log_threads, threads.count)),
         )
     with phases("weights"):
         check_room_for_weights(
@@ -101,6 +106,10 @@ def load_natively(
         choosing=partial(Choosing, choose=partial(_choose, model), allow_only=model.hide),
         enter=partial(os.sched_setaffinity, 0, threads.pinned[:1]) if threads.pinned else None,
     )
+
+
+def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
+    log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
 
 
 def _choose(model: NativeModel, logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Longs, Bools]:

@@ -100,6 +100,10 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_time_parts.argtypes = [model, c_void_p]
     library.millrace_time_parts.restype = None
     library.millrace_step.argtypes = [model, POINTER(StepInputs)]
+    library.millrace_count_shares.argtypes = [model, c_void_p]
+    library.millrace_count_shares.restype = None
+    library.millrace_limit_threads.argtypes = [model, c_int32, c_int32]
+    library.millrace_limit_threads.restype = None
     library.millrace_step.restype = c_int32
     library.millrace_norm.argtypes = [model, c_void_p, c_int64, c_void_p]
     library.millrace_norm.restype = None

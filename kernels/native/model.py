@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from . import library, machine, tensors
 from .errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
+from .neighbours import Neighbours, Share
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -137,6 +138,7 @@ class NativeModel:
         cpus: Sequence[int] | None = None,
         instruction_set: str | None = None,
         worth_a_thread: int = 2 << 20,
+        neighbours: Neighbours | None = None,
     ) -> None:
         """cos, sin [P, rotary_dim / 2]: of the P positions that sequences may have.
 
@@ -145,7 +147,8 @@ class NativeModel:
         the head stays in `dtype`. `cache_dtype` None: as `dtype`. `num_threads` None: as many as
         `machine.default_threads` says. The caller of `step` is the first of them, and each other one is pinned to the
         processor of `cpus` in its place; None: all there are, in order; fewer than threads: none is pinned.
-        `worth_a_thread`: bytes of weights to read below which another thread does not pay for a token.
+        `worth_a_thread`: bytes of weights to read below which another thread does not pay for a token. `neighbours`
+        decides how many threads compute where others want the cores, too; None: it is made here.
         Weights come with `set_tensor`; all of them before the first step.
 
         Raises UnsupportedModelError, and NativeUnavailableError if the library cannot be had.
@@ -181,6 +184,10 @@ class NativeModel:
         if not self._model:
             raise NativeUnavailableError(f"threads = {self.num_threads}: the system gives no more threads or memory")
         self._part_times: Longs | None = None
+        self._neighbours = neighbours or Neighbours(self.num_threads)
+        self._shares = np.zeros(len(Share), np.int64)
+        if self.num_threads > 1:
+            self._library.millrace_count_shares(self._model, self._shares.ctypes.data)
         weakref.finalize(self, self._library.millrace_model_delete, self._model)
         self.set_positions(cos, sin)
 
@@ -276,6 +283,9 @@ class NativeModel:
             logits=None if logits is None else _pointer(logits, np.float32),
         )
         self._check(self._library.millrace_step(self._model, ctypes.byref(inputs)))
+        if self._neighbours.note(self._shares):
+            told = self._neighbours.limit, self._neighbours.is_trying
+            self._library.millrace_limit_threads(self._model, *told)
 
     def time_parts(self) -> Longs:
         """From now on each step adds to what this returns: nanoseconds of its products with weights, of its attention

@@ -13,7 +13,8 @@ import pytest
 
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
-from millrace.kernels.native.model import DType, NativeCache, NativeModel, NativeShape
+from millrace.kernels.native.model import DType, Longs, NativeCache, NativeModel, NativeShape
+from millrace.kernels.native.neighbours import Neighbours
 from tests.counts import FULL
 from tests.kernels.native_oracle import SMALL, Checkpoint, Run
 
@@ -268,3 +269,24 @@ def test_what_is_not_computed_is_refused_with_what_it_lacks() -> None:
         NativeShape(**SMALL | {"hidden_size": 63}).check()
     with pytest.raises(NativeUnavailableError, match=f"instruction set amx.*this machine has {AVAILABLE[0]}"):
         checkpoint("tied").load(instruction_set="amx")
+
+
+class Changing(Neighbours):
+    """Another limit for each step, and in every third one those left out try."""
+
+    def note(self, shares: Longs) -> bool:
+        self.seen = shares.tolist()
+        self.limit = 1 + (self.limit + 1) % self.num_threads
+        self.is_trying = not self.is_trying and self.limit < self.num_threads
+        return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_that_leave_cores_to_others_give_the_same_bits_and_tell_what_was_lost(dtype: DType) -> None:
+    made, prompt, neighbours = checkpoint("tied"), tokens(600), Changing(3)
+    model = made.load(dtype, num_threads=3, worth_a_thread=1, neighbours=neighbours)
+    chunks = [200, *[1] * 30, 300]
+    assert np.array_equal(Run(model).whole(prompt, chunks), Run(load("tied", dtype, None, 1)).whole(prompt, chunks))
+    passed, used, lost, tried, lost_trying = neighbours.seen
+    assert 0 < used <= 3 * passed and 0 <= lost < 3 * passed
+    assert 0 <= lost_trying <= tried and tried > 0

@@ -95,6 +95,19 @@ EXPORT void millrace_time_parts(Model* model, int64_t* part_ns) {
     model->part_ns = part_ns;
 }
 
+// shares [NUM_SHARES]: see Pool; it is the caller's, and outlives the steps.
+EXPORT void millrace_count_shares(Model* model, int64_t* shares) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->pool->shares = shares;
+}
+
+// Steps from now on have `num_threads` at most, and those left out try: see Pool.
+EXPORT void millrace_limit_threads(Model* model, int32_t num_threads, int32_t is_trying) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->pool->limit = num_threads;
+    model->pool->is_trying = is_trying;
+}
+
 EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
     try {
         Error error = check(*model, *inputs);

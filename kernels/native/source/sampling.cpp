@@ -199,7 +199,7 @@ void hide_row(float* logits, const uint32_t* words, int64_t size) {
 
 int threads_for(const Pool& pool, int64_t num_rows, int64_t vocab_size) {
     constexpr int64_t WORTH = 1 << 16;  // logits that pay for another thread
-    return int(std::min<int64_t>({pool.size(), num_rows, 1 + num_rows * vocab_size / WORTH}));
+    return int(std::min<int64_t>({pool.limit, num_rows, 1 + num_rows * vocab_size / WORTH}));
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 
 #include <immintrin.h>
 
-#include <chrono>
+#include <algorithm>
+#include <ctime>
 
 #ifdef __linux__
 #include <pthread.h>
@@ -14,7 +15,7 @@ namespace millrace {
 namespace {
 
 constexpr int NUM_SPINS = 256;  // about 4 to 15 us
-constexpr std::chrono::microseconds AWAKE{300};  // after a region; a busy server's next step begins within that time
+constexpr int64_t AWAKE_NS = 300'000;  // after a region; a busy server's next step begins within that time
 
 void pin(int cpu) {
 #ifdef __linux__
@@ -26,6 +27,15 @@ void pin(int cpu) {
     (void)cpu;
 #endif
 }
+
+int64_t clock_ns(clockid_t clock) {
+    timespec time;
+    clock_gettime(clock, &time);
+    return time.tv_sec * int64_t(1'000'000'000) + time.tv_nsec;
+}
+
+int64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
+int64_t computed_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this thread
 
 }  // namespace
 
@@ -45,7 +55,7 @@ void Barrier::wait(int num_threads) {
     }
 }
 
-Pool::Pool(int num_threads, const std::vector<int>& cpus) {
+Pool::Pool(int num_threads, const std::vector<int>& cpus) : limit(num_threads) {
     bool is_pinned = int(cpus.size()) >= num_threads;
     for (int thread = 1; thread < num_threads; thread++) {
         int cpu = is_pinned ? cpus[thread] : -1;
@@ -60,49 +70,81 @@ Pool::~Pool() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         is_over_ = true;
-        turn_.fetch_add(1, std::memory_order_release);
     }
     woken_.notify_all();
     for (std::thread& worker : workers_) worker.join();
 }
 
 void Pool::run(int num_threads, const std::function<void(int)>& job) {
-    if (num_threads <= 1 || workers_.empty()) return job(0);
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        job_ = &job;
-        num_active_ = num_threads;
-        num_left_.store(int(workers_.size()), std::memory_order_relaxed);
-        turn_.fetch_add(1, std::memory_order_release);
+    int num_called = is_trying ? size() : num_threads;
+    began_ns_ = now_ns();
+    job_ = &job;
+    if (num_called > 1) {
+        num_left_.store(num_called - 1, std::memory_order_relaxed);
+        is_running_.store(true, std::memory_order_relaxed);
+        Turn turn{turn_.load(std::memory_order_relaxed).number + 1, uint16_t(num_called), uint16_t(num_threads)};
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            turn_.store(turn, std::memory_order_release);
+        }
+        woken_.notify_all();
     }
-    woken_.notify_all();
-    job(0);
-    for (int spin = 0; num_left_.load(std::memory_order_acquire) > 0; spin++) {
+    compute(0);
+    int64_t passed_ns = now_ns() - began_ns_;
+    is_running_.store(false, std::memory_order_relaxed);
+    for (int spin = 0; num_called > 1 && num_left_.load(std::memory_order_acquire) > 0; spin++) {
         if (spin < NUM_SPINS)
             _mm_pause();
         else
             std::this_thread::yield();
     }
+    add_shares(passed_ns);
+}
+
+void Pool::compute(int thread) {
+    int64_t before = computed_ns();
+    (*job_)(thread);
+    int64_t used = computed_ns() - before;
+    used_ns_.fetch_add(used, std::memory_order_relaxed);
+    lost_ns_.fetch_add(std::max<int64_t>(0, now_ns() - began_ns_ - used), std::memory_order_relaxed);
+}
+
+void Pool::keep_busy() {
+    int64_t began = now_ns(), before = computed_ns();
+    while (is_running_.load(std::memory_order_relaxed)) _mm_pause();
+    int64_t passed = now_ns() - began, used = computed_ns() - before;
+    tried_ns_.fetch_add(passed, std::memory_order_relaxed);
+    lost_trying_ns_.fetch_add(std::max<int64_t>(0, passed - used), std::memory_order_relaxed);
+}
+
+void Pool::add_shares(int64_t passed_ns) {
+    int64_t of_region[NUM_SHARES] = {passed_ns, used_ns_.exchange(0), lost_ns_.exchange(0), tried_ns_.exchange(0),
+                                     lost_trying_ns_.exchange(0)};
+    for (int i = 0; shares && i < NUM_SHARES; i++) shares[i] += of_region[i];
 }
 
 void Pool::work(int thread) {
-    unsigned seen = 0;
-    while (true) {
-        auto since = std::chrono::steady_clock::now();
-        for (int spin = 0; turn_.load(std::memory_order_acquire) == seen; spin++) {
-            if (spin < NUM_SPINS) {
-                _mm_pause();
-            } else if (std::chrono::steady_clock::now() - since < AWAKE) {
-                std::this_thread::yield();
-            } else {
-                std::unique_lock<std::mutex> lock(mutex_);
-                woken_.wait(lock, [&] { return turn_.load(std::memory_order_acquire) != seen; });
-            }
+    uint32_t seen = 0;
+    int64_t since_ns = now_ns();
+    for (int spin = 0;; spin++) {
+        Turn turn = turn_.load(std::memory_order_acquire);
+        if (turn.number != seen && thread < turn.num_called) {
+            seen = turn.number;
+            thread < turn.num_computing ? compute(thread) : keep_busy();
+            num_left_.fetch_sub(1, std::memory_order_release);
+            spin = 0, since_ns = now_ns();
+        } else if (spin < NUM_SPINS) {
+            _mm_pause();
+        } else if (now_ns() - since_ns < AWAKE_NS) {
+            std::this_thread::yield();
+        } else {
+            std::unique_lock<std::mutex> lock(mutex_);
+            woken_.wait(lock, [&] {
+                Turn now = turn_.load(std::memory_order_acquire);
+                return is_over_ || (now.number != seen && thread < now.num_called);
+            });
+            if (is_over_) return;
         }
-        seen = turn_.load(std::memory_order_acquire);
-        if (is_over_) return;
-        if (thread < num_active_) (*job_)(thread);
-        num_left_.fetch_sub(1, std::memory_order_release);
     }
 }
 

@@ -1,0 +1,117 @@
+"""How many threads compute where others want the cores, too.
+
+A step has a hundred places where its threads wait for each other. So a thread whose core somebody else has half of the
+time stops all of them that half, and each time for as long as the system lets the other one run: a step takes two to
+five times as long, where one thread less would take a little longer and leave the core to who wants it. Hence: where
+threads lose so much of their time, as many are left out as there are cores lost. Now and then those try whether their
+cores are free again.
+
+Plain code that is told what the library has added up. Reads no clock but that of this process's own computing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Longs = NDArray[np.int64]
+
+WINDOW_NS = 40_000_000  # of steps, that are judged together
+LOST = 0.25  # cores lost to others, from which on it is better to leave them
+FREE = 0.1  # of the time of who tries, lost: less is nobody
+TRY_NS = 10_000_000
+FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 8_000_000_000  # of steps between tries; each is twice the one before
+HOLD_NS = 5_000_000_000  # of steps, after it did not help
+
+
+class Share(IntEnum):
+    """As in source/threads.h."""
+
+    PASSED = 0
+    USED = 1
+    LOST = 2
+    TRIED = 3
+    LOST_TRYING = 4
+
+
+class Neighbours:
+    """Decides by `note`, which is told the sums after each step, how many threads the next one has: `limit`, and
+    whether those left out try (`is_trying`)."""
+
+    def __init__(
+        self,
+        num_threads: int,
+        tell: Callable[[int, float], None] = lambda limit, num_lost: None,
+        process_ns: Callable[[], int] = time.process_time_ns,
+    ) -> None:
+        """`tell` hears of a new limit, and how many cores others had. `process_ns`: what all threads of this process
+        have computed."""
+        self.limit = self.num_threads = num_threads
+        self.is_trying = False
+        self.num_lost = 0.0  # cores, in the last window
+        self._tell, self._process_ns = tell, process_ns
+        self._began = [0] * len(Share)  # sums where the window began
+        self._began_process_ns = process_ns()
+        self._is_settling = False  # the other one has yet to move to the core that was left
+        self._pause_ns = FIRST_PAUSE_NS
+        self._next_ns = 0  # sum of steps, before which nothing is tried
+
+    def note(self, shares: Longs) -> bool:
+        """`shares` [5] ns, as `Share` says, since the start. True if something is to be different."""
+        before = self.limit, self.is_trying
+        if self.is_trying:
+            self._judge_try(shares)
+        elif int(shares[Share.PASSED]) - self._began[Share.PASSED] >= WINDOW_NS:
+            self._judge(shares)
+        if self.limit != before[0]:
+            self._tell(self.limit, self.num_lost)
+        return (self.limit, self.is_trying) != before
+
+    def _judge(self, shares: Longs) -> None:
+        self._measure(shares, int(shares[Share.PASSED]) - self._began[Share.PASSED])
+        now_ns = self._begin(shares)
+        if self._is_settling:
+            self._is_settling = False
+        elif self.num_lost >= LOST:
+            self._leave(now_ns)
+        elif self.limit < self.num_threads and now_ns >= self._next_ns:
+            self.is_trying = True
+
+    def _measure(self, shares: Longs, passed_ns: int) -> None:
+        """Cores that threads of other processes had: what ours did beside a step was not theirs."""
+        used_ns, lost_ns = (int(shares[each]) - self._began[each] for each in (Share.USED, Share.LOST))
+        others_ns = self._process_ns() - self._began_process_ns - used_ns
+        self.num_lost = max(0, lost_ns - max(0, others_ns)) / passed_ns
+
+    def _leave(self, now_ns: int) -> None:
+        least = max(1, self.num_threads // 2)
+        if self.limit == self.num_threads and now_ns < self._next_ns:
+            return
+        if self.limit == least:  # it was of no use: others want these, too
+            self.limit, self._next_ns = self.num_threads, now_ns + HOLD_NS
+            return
+        self.limit = max(least, self.limit - max(1, round(self.num_lost)))
+        self._is_settling, self._pause_ns = True, FIRST_PAUSE_NS
+        self._next_ns = now_ns + self._pause_ns
+
+    def _judge_try(self, shares: Longs) -> None:
+        tried_ns, lost_ns = (int(shares[each]) - self._began[each] for each in (Share.TRIED, Share.LOST_TRYING))
+        if tried_ns < TRY_NS:
+            return
+        now_ns = self._begin(shares)
+        self.is_trying = False
+        if lost_ns < FREE * tried_ns:
+            self.limit, self._next_ns = self.num_threads, 0
+        else:
+            self._pause_ns = min(2 * self._pause_ns, LONGEST_PAUSE_NS)
+            self._next_ns = now_ns + self._pause_ns
+
+    def _begin(self, shares: Longs) -> int:
+        """A new window."""
+        self._began = shares.tolist()
+        self._began_process_ns = self._process_ns()
+        return self._began[Share.PASSED]

@@ -1,0 +1,92 @@
+"""How many threads compute beside others, on a machine of numbers: `n` cores, and who else wants them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from millrace.kernels.native.neighbours import Neighbours, Share
+
+MS = 1_000_000
+STEP_NS = 10 * MS  # of one thread alone, with all others
+
+
+class Machine:
+    """Steps of `num_threads` threads at most, on as many cores. `others` of other processes, each with a core of its
+    own as long as one is left, half of one where one of ours computes, too: then the step takes twice as long, as all
+    threads wait for that one."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads, self.others, self.own = num_threads, 0, 0.0
+        self.shares, self.process_ns = np.zeros(len(Share), np.int64), 0
+        self.told: list[int] = []
+        self.limits: list[int] = []  # of each step
+        self.num_tries = 0
+        self.neighbours = Neighbours(num_threads, lambda limit, lost: self.told.append(limit), lambda: self.process_ns)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            limit, is_trying = self.neighbours.limit, self.neighbours.is_trying
+            idle = self.num_threads - limit
+            shared = min(limit, max(0, self.others - idle))  # threads of ours with half a core
+            passed = STEP_NS * (2 if shared else 1)
+            lost = shared * passed // 2 + int(self.own * passed)
+            self.shares[Share.PASSED] += passed
+            self.shares[Share.USED] += limit * passed - lost
+            self.shares[Share.LOST] += lost
+            if is_trying:
+                self.num_tries += 1
+                self.shares[Share.TRIED] += idle * passed
+                self.shares[Share.LOST_TRYING] += min(idle, self.others) * passed // 2
+            self.process_ns += limit * passed - lost + int(self.own * passed)
+            self.limits.append(limit)
+            self.neighbours.note(self.shares)
+
+
+def test_a_core_that_another_process_computes_on_is_left_to_it_within_ten_steps():
+    machine = Machine(2)
+    machine.step(50)
+    assert machine.limits == [2] * 50, "nobody is there"
+    machine.others = 1
+    machine.step(10)
+    assert machine.limits[-1] == 1 and machine.told == [1]
+
+
+def test_all_threads_compute_again_within_a_second_after_the_other_one_has_left():
+    machine = Machine(2)
+    machine.others = 1
+    machine.step(100)
+    machine.others = 0
+    machine.step(100)
+    assert machine.limits[-1] == 2 and machine.told == [1, 2]
+
+
+def test_tries_become_rare_while_the_other_one_stays():
+    """Each may cost a slice of the other one's time: fewer than one step in fifty tries."""
+    machine = Machine(2)
+    machine.others = 1
+    machine.step(3000)
+    assert machine.limits[10:] == [1] * 2990
+    assert 3 <= machine.num_tries <= 30
+
+
+def test_as_many_cores_are_left_as_others_want():
+    machine = Machine(16)
+    machine.others = 3
+    machine.step(100)
+    assert machine.limits[-1] == 13
+
+
+def test_where_others_want_every_core_all_threads_stay():
+    """Who leaves a core gains nothing by it: it is noticed, and not tried again for five seconds."""
+    machine = Machine(2)
+    machine.others = 4
+    machine.step(200)
+    assert machine.limits.count(2) > 180 and machine.told == [1, 2]
+
+
+def test_what_other_threads_of_this_process_compute_is_nobody_elses():
+    """The loop, tokenizers and whoever embeds the engine have their share by priority."""
+    machine = Machine(2)
+    machine.own = 0.45
+    machine.step(200)
+    assert machine.limits == [2] * 200 and not machine.told

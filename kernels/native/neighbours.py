@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 Longs = NDArray[np.int64]
 
 WINDOW_NS = 40_000_000  # of steps, that are judged together
-LOST = 0.25  # cores lost to others, from which on it is better to leave them
+LOST = 0.25  # cores lost to others in two such windows on end, from which on it is better to leave them
 FREE = 0.1  # of the time of who tries, lost: less is nobody
 TRY_NS = 10_000_000
 FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 8_000_000_000  # of steps between tries; each is twice the one before
@@ -56,7 +56,7 @@ class Neighbours:
         self._tell, self._process_ns = tell, process_ns
         self._began = [0] * len(Share)  # sums where the window began
         self._began_process_ns = process_ns()
-        self._is_settling = False  # the other one has yet to move to the core that was left
+        self._num_bad = 0  # windows on end in which too much was lost
         self._pause_ns = FIRST_PAUSE_NS
         self._next_ns = 0  # sum of steps, before which nothing is tried
 
@@ -65,27 +65,31 @@ class Neighbours:
         before = self.limit, self.is_trying
         if self.is_trying:
             self._judge_try(shares)
-        elif int(shares[Share.PASSED]) - self._began[Share.PASSED] >= WINDOW_NS:
+        elif self._since(shares, Share.PASSED) >= WINDOW_NS:
             self._judge(shares)
         if self.limit != before[0]:
             self._tell(self.limit, self.num_lost)
         return (self.limit, self.is_trying) != before
 
     def _judge(self, shares: Longs) -> None:
-        self._measure(shares, int(shares[Share.PASSED]) - self._began[Share.PASSED])
+        passed_ns, used_ns, lost_ns = (self._since(shares, each) for each in (Share.PASSED, Share.USED, Share.LOST))
+        self.num_lost = self._to_others(lost_ns, used_ns) / passed_ns
         now_ns = self._begin(shares)
-        if self._is_settling:
-            self._is_settling = False
-        elif self.num_lost >= LOST:
+        self._num_bad = self._num_bad + 1 if self.num_lost >= LOST else 0
+        if self._num_bad >= 2:
+            self._num_bad = 0
             self._leave(now_ns)
-        elif self.limit < self.num_threads and now_ns >= self._next_ns:
+        elif not self._num_bad and self.limit < self.num_threads and now_ns >= self._next_ns:
             self.is_trying = True
 
-    def _measure(self, shares: Longs, passed_ns: int) -> None:
-        """Cores that threads of other processes had: what ours did beside a step was not theirs."""
-        used_ns, lost_ns = (int(shares[each]) - self._began[each] for each in (Share.USED, Share.LOST))
-        others_ns = self._process_ns() - self._began_process_ns - used_ns
-        self.num_lost = max(0, lost_ns - max(0, others_ns)) / passed_ns
+    def _since(self, shares: Longs, share: Share) -> int:
+        """In this window."""
+        return int(shares[share]) - self._began[share]
+
+    def _to_others(self, lost_ns: int, used_ns: int) -> int:
+        """What was lost to other processes: what threads of this one did besides was not theirs."""
+        own_ns = self._process_ns() - self._began_process_ns - used_ns
+        return max(0, lost_ns - max(0, own_ns))
 
     def _leave(self, now_ns: int) -> None:
         least = max(1, self.num_threads // 2)
@@ -95,13 +99,14 @@ class Neighbours:
             self.limit, self._next_ns = self.num_threads, now_ns + HOLD_NS
             return
         self.limit = max(least, self.limit - max(1, round(self.num_lost)))
-        self._is_settling, self._pause_ns = True, FIRST_PAUSE_NS
+        self._pause_ns = FIRST_PAUSE_NS
         self._next_ns = now_ns + self._pause_ns
 
     def _judge_try(self, shares: Longs) -> None:
-        tried_ns, lost_ns = (int(shares[each]) - self._began[each] for each in (Share.TRIED, Share.LOST_TRYING))
+        tried_ns, lost_ns = self._since(shares, Share.TRIED), self._since(shares, Share.LOST_TRYING)
         if tried_ns < TRY_NS:
             return
+        lost_ns = self._to_others(lost_ns, self._since(shares, Share.USED) + tried_ns - lost_ns)
         now_ns = self._begin(shares)
         self.is_trying = False
         if lost_ns < FREE * tried_ns:

@@ -33,11 +33,13 @@ class Machine:
             self.shares[Share.PASSED] += passed
             self.shares[Share.USED] += limit * passed - lost
             self.shares[Share.LOST] += lost
+            self.process_ns += limit * passed - lost + int(self.own * passed)
             if is_trying:
+                lost = min(idle, self.others) * passed // 2 + int(self.own * passed)
                 self.num_tries += 1
                 self.shares[Share.TRIED] += idle * passed
-                self.shares[Share.LOST_TRYING] += min(idle, self.others) * passed // 2
-            self.process_ns += limit * passed - lost + int(self.own * passed)
+                self.shares[Share.LOST_TRYING] += lost
+                self.process_ns += idle * passed - lost
             self.limits.append(limit)
             self.neighbours.note(self.shares)
 
@@ -90,3 +92,8 @@ def test_what_other_threads_of_this_process_compute_is_nobody_elses():
     machine.own = 0.45
     machine.step(200)
     assert machine.limits == [2] * 200 and not machine.told
+    machine.others = 1
+    machine.step(100)
+    machine.others = 0
+    machine.step(100)
+    assert machine.told == [1, 2]

@@ -6,8 +6,8 @@
         async for output in engine.generate("anything"):
             ...
 
-The engine is the real one, all seven stages, with a scripted device (see `scripted.py`) in place of a model. As a
-pytest fixture: see `pytest_plugin.py`.
+The engine is the real one, all seven stages, with a scripted device (see `scripted/device.py`) in place of a model.
+As a pytest fixture: see `pytest_plugin.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from .outputs import ModelInfo
 from .params import SamplingParams
 from .parts import EngineParts
 from .phases import Phases
-from .scripted import EMBEDDING_SIZE, EOS, VOCAB_SIZE, ByteTokenizer, Script, ScriptedDevice, ScriptedModel
-from .scripted_streams import LateScript, LateScriptDevice
+from .scripted.device import ScriptedDevice, ScriptedModel
+from .scripted.script import EMBEDDING_SIZE, Script
+from .scripted.streams import LateScript, LateScriptDevice
+from .scripted.text import EOS, VOCAB_SIZE, ByteTokenizer
 from .step_size import settle_step_size
 
 if TYPE_CHECKING:

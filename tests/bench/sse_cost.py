@@ -35,7 +35,7 @@ from millrace.runtime.stage import Outlet, Stage
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Prompt, Request, StepText
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted import Script
+from millrace.stages.scripted.script import Script
 from millrace.stages.testing import ScriptedEngine
 from tests.deploy.running import ROOT, RunningServer, post_bytes
 

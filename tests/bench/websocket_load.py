@@ -25,7 +25,8 @@ import aiohttp
 import numpy as np
 
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted import ByteTokenizer, Script
+from millrace.stages.scripted.script import Script
+from millrace.stages.scripted.text import ByteTokenizer
 from tests.deploy.running import RunningServer
 
 RATE = 5  # tokens/s of a stream

@@ -32,7 +32,8 @@ from millrace.deploy.serve import serve
 from millrace.runtime.log import configure
 from millrace.stages.config import EngineConfig
 from millrace.stages.grammar import grammar_gate
-from millrace.stages.scripted import SPECIAL_TOKENS, Script
+from millrace.stages.scripted.script import Script
+from millrace.stages.scripted.text import SPECIAL_TOKENS
 from millrace.stages.testing import SMALL, ScriptedEngine
 from tests.security.audit import Audit
 from tests.security.audited_helper import complaints

@@ -15,7 +15,7 @@ import aiohttp
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.stages.config import EngineConfig
-from millrace.stages.scripted import Script
+from millrace.stages.scripted.script import Script
 from millrace.stages.testing import SMALL, ScriptedEngine
 
 Message = dict[str, Any]

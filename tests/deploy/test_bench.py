@@ -17,7 +17,7 @@ from millrace.deploy.bench.offline import ask
 from millrace.deploy.bench.serve import has_text
 from millrace.deploy.cli import main
 from millrace.stages.errors import ConfigError
-from millrace.stages.scripted import Script
+from millrace.stages.scripted.script import Script
 from millrace.stages.testing import scripted_engine
 from tests.deploy.running import RunningServer
 

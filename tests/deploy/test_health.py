@@ -17,7 +17,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.runtime.log import captured_logs
 from millrace.stages.errors import ConfigError
-from millrace.stages.scripted import Script
+from millrace.stages.scripted.script import Script
 from millrace.stages.testing import ScriptedEngine, scripted_engine
 from tests.deploy.test_metrics import of, samples_of
 

@@ -13,7 +13,7 @@ from millrace.runtime.histogram import STAGE_BOUNDS_US, Histogram
 from millrace.runtime.log import captured_logs
 from millrace.runtime.trace import EventKind
 from millrace.stages import EngineConfig, SamplingParams
-from millrace.stages.scripted import Script
+from millrace.stages.scripted.script import Script
 from millrace.stages.testing import ScriptedEngine, scripted_engine
 from millrace.stages.token_gaps import BOUNDS_US
 from tests.deploy.test_metrics import of, samples_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted import Script
+from millrace.stages.scripted.script import Script
 from tests.simulation import background
 from tests.simulation.background import MAX_SEEDS_TO_FIND, NUM_SEEDS, Totals, find_bug, run_seeds
 from tests.simulation.bugs import BUGS

@@ -25,8 +25,9 @@ from millrace.stages.errors import Failed, Overloaded, RequestError, TimedOut, U
 from millrace.stages.messages import Direction, Prompt, Request
 from millrace.stages.outputs import Delta
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted import ALPHABET, EOS, ByteTokenizer, Script
-from millrace.stages.scripted_streams import LateScript
+from millrace.stages.scripted.script import ALPHABET, Script
+from millrace.stages.scripted.streams import LateScript
+from millrace.stages.scripted.text import EOS, ByteTokenizer
 from millrace.stages.sequences import MAX_PREEMPTIONS, State
 from millrace.stages.testing import ScriptedPipeline, scripted_pipeline
 

@@ -13,7 +13,7 @@ from millrace.runtime.log import captured_logs
 from millrace.stages.messages import FinishReason
 from millrace.stages.outputs import RequestOutput
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted import Script
+from millrace.stages.scripted.script import Script
 from millrace.stages.stepping.idle_gaps import IdleGaps
 from millrace.stages.testing import scripted_engine
 from tests.stages.grants import grant, ints

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from millrace.runtime.simloop import SimEnv, run
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.messages import PlanReport, StepGrant, StepPlan
-from millrace.stages.scripted import ALPHABET, Script
+from millrace.stages.scripted.script import ALPHABET, Script
 from millrace.stages.sequences import MAX_PREEMPTIONS
 from millrace.stages.testing import scripted_engine
 from tests.counts import count

@@ -14,7 +14,7 @@ from millrace.runtime.testing import sim_test
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import Overloaded, Refused, TimedOut
 from millrace.stages.outputs import RequestOutput
-from millrace.stages.scripted import Script
+from millrace.stages.scripted.script import Script
 from millrace.stages.testing import ScriptedEngine, scripted_engine
 from tests.model.checkpoints import make_checkpoint
 

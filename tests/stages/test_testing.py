@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from millrace.stages.messages import NO_INTS, Prompt, Request, Started, StepGrant
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted import ByteTokenizer, Script, ScriptedModel
+from millrace.stages.scripted.device import ScriptedModel
+from millrace.stages.scripted.script import Script
+from millrace.stages.scripted.text import ByteTokenizer
 from millrace.stages.testing import scripted_engine
 
 pytest_plugins = ["millrace.stages.pytest_plugin"]

@@ -15,7 +15,7 @@ from millrace.stages.errors import Failed, Refused
 from millrace.stages.limits import RequestLimits
 from millrace.stages.messages import FinishReason
 from millrace.stages.sampling import Sampler
-from millrace.stages.scripted import ByteTokenizer
+from millrace.stages.scripted.text import ByteTokenizer
 from millrace.stages.testing import scripted_engine
 from millrace.stages.tokenize import with_bad_words
 from tests.stages.grants import decode, started

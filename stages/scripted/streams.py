@@ -1,4 +1,4 @@
-"""A scripted device that runs late: the script of `scripted.py`, on streams, through the real step line.
+"""A scripted device that runs late: the script of `device.py`, on streams, through the real step line.
 
 Where `ScriptedModel` computes a step when it is called, this one is launched, copied to and waited for as a GPU is, on
 streams that run as late and in as odd an order as events allow. It keeps token ids where a GPU keeps keys and values,
@@ -16,18 +16,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels import step_state
-from ..kernels.step_state import StepBuffers
-from ..runtime.env import Env
-from ..runtime.simstreams import SimStreams
-from .messages import Ints, StepGrant, StepTokens
-from .scripted import EOS, Hashes, Script, ScriptedModel, hash_rows
-from .stepping.diff import Ends, diff_size
-from .stepping.graphs import Batch, Graphs
-from .stepping.late_device import LateDevice
-from .stepping.outcomes import Outcomes
-from .stepping.rings import Pinned
-from .stepping.submission import SPARE_STEPS, Memory, Step, StepLine
+from ...kernels import step_state
+from ...kernels.step_state import StepBuffers
+from ...runtime.env import Env
+from ...runtime.simstreams import SimStreams
+from ..messages import Ints, StepGrant, StepTokens
+from ..stepping.diff import Ends, diff_size
+from ..stepping.graphs import Batch, Graphs
+from ..stepping.late_device import LateDevice
+from ..stepping.outcomes import Outcomes
+from ..stepping.rings import Pinned
+from ..stepping.submission import SPARE_STEPS, Memory, Step, StepLine
+from .device import ScriptedModel
+from .script import Hashes, Script, hash_rows
+from .text import EOS
 
 NUM_DIFFS = (1, 2, 3)  # pinned buffers to send diffs from, drawn
 ATTENDED = (0.0, 0.0, 0.0, 0.2)  # of steps, drawn: the host computes them, see `submission.py`

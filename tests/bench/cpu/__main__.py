@@ -19,7 +19,6 @@ import datetime
 import itertools
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from ..throughput import read_bandwidth_gb_s
 from ..workloads import WORKLOADS, Asked
 from .chart import draw
 from .contenders import Contender, Figures, Running, start
-from .figures import spread, summary, table
+from .figures import machine, spread, summary, table
 from .peers import contenders_of, distribution_version, find_peers, our_contenders
 
 Results = dict[str, dict[str, list[Figures]]]  # workload -> label -> a round each
@@ -155,22 +154,6 @@ def _parts(model: Path, threads: int) -> list[dict[str, float]]:
     command = [sys.executable, "-m", "tests.bench.cpu.parts", str(model), "--threads", str(threads)]
     rows: list[dict[str, float]] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return rows
-
-
-def machine(threads: int) -> dict[str, Any]:
-    """What it was measured on."""
-    import torch
-
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": threads,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .contenders import Figures
@@ -74,3 +76,19 @@ def table(results: Mapping[str, Any]) -> str:
             f"{row['read_bandwidth_gb_s']:.1f} GB/s, {row['share_of_floor']:.0%} of it is reached"
         )
     return "\n".join(lines)
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """What it was measured on."""
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

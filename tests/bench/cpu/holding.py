@@ -27,12 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from millrace.runtime.cpus import Cpus
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.parts import EngineParts
 
 from ..shapes import SHAPES, make_checkpoint
 from ..workloads import IN_FLIGHT, WORKLOADS, Asked
-from .figures import spread
+from .figures import machine, spread
 from .parts import look, native_of
 
 CONCURRENCY = (8, 32, 128, 512)
@@ -174,7 +175,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or make_checkpoint(options.shape, Path(folder))
-        results = {"shape": options.shape, "rounds": options.rounds, **asyncio.run(measure(str(model), options.rounds))}
+        found = asyncio.run(measure(str(model), options.rounds))
+    results = {"shape": options.shape, "rounds": options.rounds, **machine(len(Cpus.of_this_process().cores)), **found}
     print(json.dumps(results, indent=1))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

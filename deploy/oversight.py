@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.flight import FlightRecorder, stack_of
 from ..runtime.log import get_logger
+from ..runtime.pipeline import NotServing
 from ..runtime.stalls import Stall, find_stall
 from ..runtime.trace import EventKind
 from ..runtime.watch import Watch
@@ -109,10 +110,15 @@ class Oversight:
 
     def _loop_stalled(self, waited_s: float) -> None:
         """In the guard's thread: the loop can do nothing now."""
-        if self.recorder is not None and self._engine is not None:
-            go_on = self.recorder.begin("loop", self._engine.pipeline, waited_s=round(waited_s, 3))
-            if go_on is not None:
-                _logged(go_on)
+        if self.recorder is None or self._engine is None:
+            return
+        try:
+            pipeline = self._engine.pipeline
+        except NotServing:  # it has stopped, and the loop that did so is still busy: there is nothing to record
+            return
+        go_on = self.recorder.begin("loop", pipeline, waited_s=round(waited_s, 3))
+        if go_on is not None:
+            _logged(go_on)
 
 
 def _recorder(config: ServerConfig) -> FlightRecorder | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -264,6 +265,22 @@ def test_a_loop_that_stands_still_is_noticed_from_beside_it(tmp_path: Path):
 
     with captured_logs() as logs:
         asyncio.run(run(logs))
+
+
+@pytest.mark.slow
+def test_a_loop_that_stands_still_behind_a_stopped_engine_has_nothing_to_record(tmp_path: Path, monkeypatch):
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+
+    async def run() -> None:
+        import time
+
+        async with served({"stall_timeout_s": 0.2, "flight_recorder_dir": str(tmp_path)}) as client:
+            await client.engine.stop()
+            time.sleep(0.6)
+
+    asyncio.run(run())
+    assert not errors and not [*tmp_path.iterdir()]
 
 
 def test_collections_of_garbage_and_the_start_are_among_the_metrics():

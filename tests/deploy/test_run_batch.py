@@ -304,10 +304,16 @@ def test_files_that_can_not_be_had_are_told_before_anything_is_loaded(tmp_path, 
     assert main(["run-batch", "-i", str(there), "-o", "-", "--max-concurrency", "0"]) == 3
 
 
+def heeds_interrupts() -> None:
+    """Also where the tests run in a shell's background, whose processes do not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_was_answered(server: RunningServer):
     command = [sys.executable, "-m", "millrace.deploy", "run-batch", "-i", "-", "-o", "-", "--url", server.url]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, preexec_fn=heeds_interrupts) as process:  # type: ignore[call-overload]
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.write(line("a").encode() + b"\n")
         process.stdin.flush()  # and it stays open: there may be more lines

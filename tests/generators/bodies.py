@@ -2,7 +2,7 @@
 
     python -m tests.generators.bodies --cases 100000
 
-Each is answered with 200 (with 504 where it allows itself less than a second), or refused with 400 or 404, and the
+Each is answered with 200 (408 or 504 where it allows itself under a second), or refused with 400 or 404, and the
 field that is named is to blame: left out (or put right where it is needed), with the rest as it was, the same refusal
 does not come again. What is wrong with a body as a whole (no JSON, a number of 21 digits, too long) names no field.
 """
@@ -90,6 +90,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     | COMMON,
 }
 NEEDED = {"prompt", "messages"}  # all others can be left out
+TOO_LATE = {408: "request_timeout", 504: "deadline_exceeded"}  # before it began, and then
 LENGTHS = ("max_tokens", "max_completion_tokens")  # prompt and answer share the context: either can be too long for it
 
 wrong_values = st.one_of(
@@ -141,9 +142,9 @@ def check(asker: Asker, path: str, body: dict[str, Any]) -> None:
     answer = asker.ask(path, body)
     if answer.status == 200:
         return
-    if answer.status == 504:  # right, and too short to keep: two milliseconds are a time one may ask for
-        check_error(answer, 504)
-        assert answer.error["code"] == "deadline_exceeded" and body["timeout_s"] < 1, (body, answer.error)
+    if answer.status in TOO_LATE:  # right, and too short to keep: two milliseconds are a time one may ask for
+        check_error(answer, answer.status)
+        assert answer.error["code"] == TOO_LATE[answer.status] and body["timeout_s"] < 1, (body, answer.error)
         return
     check_error(answer, (400, 404))
     param = base(answer.error["param"])

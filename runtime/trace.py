@@ -18,7 +18,7 @@ import numpy as np
 from .env import Env
 from .trace_format import FIELDS, MAX_NAMES, MAX_U32, NO_SLOT, Column, EventKind, Records
 from .trace_ring import DEFAULT_CAPACITY_EVENTS, Emit, Reader, TraceRing, num_written_in, ring_bytes
-from .trace_tables import as_dicts, in_order_of_time, request_names, token_times
+from .trace_tables import as_dicts, in_order_of_time, request_names, some_of, table_of, token_times
 
 NAME_COLUMNS = [
     (kind, column)
@@ -211,5 +211,7 @@ __all__ = [
     "in_order_of_time",
     "request_names",
     "ring_bytes",
+    "some_of",
+    "table_of",
     "token_times",
 ]

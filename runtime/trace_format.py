@@ -100,6 +100,7 @@ RECORD_DTYPE = np.dtype(
     [("time_ns", "<u8"), ("kind", "<u2"), ("source", "<u2"), ("step", "<u4")] + [(name, "<u4") for name in "abcd"]
 )
 Records = npt.NDArray[np.void]  # of RECORD_DTYPE
+WHOLE = np.dtype((np.void, RECORD_DTYPE.itemsize))  # a view as this is copied 20 times as fast as field by field
 Column = npt.NDArray[np.integer[Any]]
 
 

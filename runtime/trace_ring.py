@@ -25,6 +25,7 @@ from .trace_format import (
     RECORD_DTYPE,
     RECORDS_AT,
     VERSION,
+    WHOLE,
     Column,
     Records,
 )
@@ -153,12 +154,13 @@ class Reader:
         were overwritten before they could be read."""
         num_written, _ = self._counters()
         first = max(cursor, num_written - self.capacity_events)
-        places = np.arange(first, num_written) % self.capacity_events
-        records = np.frombuffer(self._map, RECORD_DTYPE, self.capacity_events, RECORDS_AT)[places]
+        ring = np.frombuffer(self._map, WHOLE, self.capacity_events, RECORDS_AT)
+        begin, count = first % self.capacity_events, num_written - first
+        records = np.concatenate([ring[begin : begin + count], ring[: max(0, begin + count - self.capacity_events)]])
         num_written_now, num_begun = self._counters()
         num_touched = max(num_begun, num_written_now + 1)  # the writer may be at work on the one after the last written
         num_torn = min(max(num_touched - self.capacity_events - first, 0), len(records))
-        return records[num_torn:], num_written, first - cursor + num_torn
+        return records[num_torn:].view(RECORD_DTYPE), num_written, first - cursor + num_torn
 
     def _counters(self) -> tuple[int, int]:
         num_written, num_begun = struct.unpack_from("<QQ", self._map, NUM_WRITTEN_AT)

@@ -7,14 +7,30 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from .trace_format import FIELDS, RECORD_DTYPE, EventKind, Records
+from .trace_format import FIELDS, RECORD_DTYPE, WHOLE, EventKind, Records
+
+MOST_KINDS = 1 << 16
 
 
 def in_order_of_time(parts: Iterable[Records]) -> Records:
     """Joins the records of several rings; those of one ring keep their order."""
-    records = np.concatenate([np.empty(0, RECORD_DTYPE), *parts])
-    return records[np.argsort(records["time_ns"], kind="stable")]
+    records = np.concatenate([np.empty(0, WHOLE), *(part.view(WHOLE) for part in parts)]).view(RECORD_DTYPE)
+    return some_of(records, np.argsort(records["time_ns"], kind="stable"))
+
+
+def some_of(records: Records, which: npt.NDArray[Any]) -> Records:
+    """`records[which]`, for an array of places or of what is to be kept."""
+    some: Records = records.view(WHOLE)[which].view(RECORD_DTYPE)
+    return some
+
+
+def table_of(kinds: Iterable[EventKind]) -> npt.NDArray[np.bool_]:
+    """Whether a kind is one of these: `table_of(kinds)[records["kind"]]`."""
+    table = np.zeros(MOST_KINDS, np.bool_)
+    table[list(kinds)] = True
+    return table
 
 
 def as_dicts(records: Records, names: list[str]) -> Iterator[dict[str, Any]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...runtime.trace import EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time
+from ...runtime.trace import EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time, some_of, table_of
 from ...runtime.trace_format import RECORD_DTYPE
 
 MAX_BEHIND = 8_192  # records of a ring that are read at once; older ones are skipped
@@ -23,6 +23,9 @@ MAX_FOLLOWED = 4_096  # sequences whose progress is known
 WINDOW_NS = 6_000_000_000  # of records that are kept for whoever thinks about them
 MAX_OLDER = 4_096  # records kept for longer, of the kinds that say how things have been since
 MIN_PAUSE_US = 50_000  # shorter ones are daily life
+
+Ends = NDArray[np.int64]  # [n, END_COLUMNS]: step, end in ns, us it took, whether it is void, and what `_Open` has
+OPEN_COLUMNS, END_COLUMNS = 8, 12
 
 OF_STEPS = (
     *(EventKind.STEP_PLANNED, EventKind.STEP_GRANTED, EventKind.STEP_DONE, EventKind.STEP_VOID, EventKind.PREEMPTED),
@@ -39,6 +42,7 @@ INCIDENTS = (
     *(EventKind.STAGE_RESTART, EventKind.STALL, EventKind.STEP_VOID, EventKind.REQUEST_SHED, EventKind.PARKED),
     *(EventKind.PREEMPTED, *PAUSES),
 )
+IS_OF_STEPS, IS_PLAIN, IS_OLDER, IS_PAUSE, IS_INCIDENT = map(table_of, (OF_STEPS, PLAIN, OLDER, PAUSES, INCIDENTS))
 
 
 class StepRow(NamedTuple):
@@ -72,15 +76,12 @@ class _Open:
     num_wasted: int = 0
     num_preempted: int = 0
 
-
-class _End(NamedTuple):
-    """A step that is over."""
-
-    step: int
-    time_ns: int
-    duration_us: int
-    opened: _Open
-    is_void: bool = False
+    def columns(self) -> tuple[int, ...]:
+        """As in `Ends`."""
+        return (
+            *(self.num_waiting, self.num_rows, self.num_tokens, self.num_decode),
+            *(self.num_free, self.num_cached, self.num_wasted, self.num_preempted),
+        )
 
 
 @dataclass(slots=True)
@@ -102,36 +103,39 @@ class StepFold:
 
     def take(self, records: Records) -> list[StepRow]:
         """The steps that ended in these records."""
-        of_steps = records[np.isin(records["kind"], OF_STEPS)]
-        is_plain = np.isin(of_steps["kind"], PLAIN)
+        of_steps = some_of(records, IS_OF_STEPS[records["kind"]])
+        is_plain = IS_PLAIN[of_steps["kind"]]
         known = [*self._open, *np.unique(of_steps["step"][~is_plain]).tolist()]
         is_plain &= ~np.isin(of_steps["step"], known)
-        ends = self._take_plain(of_steps[is_plain]) + self._take_singly(of_steps[~is_plain])
-        ends.sort(key=attrgetter("time_ns"))
-        if ends:
-            self._open = {step: opened for step, opened in self._open.items() if step > ends[-1].step}
-        return list(map(self._row_of, ends))
+        plain, others = some_of(of_steps, is_plain), some_of(of_steps, ~is_plain)
+        ends = np.concatenate([self._take_plain(plain), self._take_singly(others)])
+        if not len(ends):
+            return []
+        ends = ends[np.argsort(ends[:, 1], kind="stable")]
+        self._open = {step: opened for step, opened in self._open.items() if step > ends[-1, 0]}
+        return self._rows_of(ends)
 
-    def _take_plain(self, records: Records) -> list[_End]:
+    def _take_plain(self, records: Records) -> Ends:
         """Of steps that begin in these records and have PLAIN ones only: half a microsecond each instead of five."""
         if not len(records):
-            return []
+            return np.zeros((0, END_COLUMNS), np.int64)
+        planned, granted, done = (some_of(records, records["kind"] == kind) for kind in PLAIN)
         first = int(records["step"].min())
-        counts = np.zeros((int(records["step"].max()) - first + 1, 5), np.int64)  # by step: as in `_Open`
-        planned, granted, done = (records[records["kind"] == kind] for kind in PLAIN)
+        counts = np.zeros((int(records["step"].max()) - first + 1, OPEN_COLUMNS), np.int64)  # by step: as in `_Open`
         counts[planned["step"].astype(np.intp) - first, 0] = planned["d"]
         for place, column in enumerate("abcd", 1):
             counts[granted["step"].astype(np.intp) - first, place] = granted[column]
-        opened = [_Open(*row) for row in counts.tolist()]
         is_begun = np.zeros(len(counts), np.bool_)
         is_begun[records["step"].astype(np.intp) - first] = True
         is_begun[done["step"].astype(np.intp) - first] = False
-        self._open.update((first + place, opened[place]) for place in is_begun.nonzero()[0].tolist())
-        told = zip(*(done[column].tolist() for column in ("step", "time_ns", "c")), strict=True)
-        return [_End(step, time_ns, took_us, opened[step - first]) for step, time_ns, took_us in told]
+        begun = is_begun.nonzero()[0]
+        self._open.update(zip((begun + first).tolist(), (_Open(*row) for row in counts[begun].tolist()), strict=True))
+        told = np.stack([done[column].astype(np.int64) for column in ("step", "time_ns", "c")], axis=1)
+        well = np.zeros((len(done), 1), np.int64)
+        return np.concatenate([told, well, counts[told[:, 0] - first]], axis=1)
 
-    def _take_singly(self, of_steps: Records) -> list[_End]:
-        ends: list[_End] = []
+    def _take_singly(self, of_steps: Records) -> Ends:
+        ends: list[tuple[int, ...]] = []
         for time_ns, kind, _, step, a, b, c, d in of_steps.tolist():
             match kind:
                 case EventKind.STEP_PLANNED:
@@ -141,8 +145,8 @@ class StepFold:
                     opened.num_rows, opened.num_tokens, opened.num_decode, opened.num_free = a, b, c, d
                 case EventKind.STEP_DONE | EventKind.STEP_VOID:
                     is_void = kind == EventKind.STEP_VOID
-                    begun = self._open.pop(step, None)
-                    ends.append(_End(step, time_ns, 0 if is_void else c, begun or _Open(), is_void))
+                    opened = self._open.pop(step, _Open())
+                    ends.append((step, time_ns, 0 if is_void else c, is_void, *opened.columns()))
                 case EventKind.PREEMPTED:
                     self._open.setdefault(step, _Open()).num_preempted += 1
                 case EventKind.REQUEST_ACCEPTED:
@@ -151,28 +155,29 @@ class StepFold:
                     self._followed.pop(a, None)
                 case _:
                     self._row(kind, step, a, c, d)
-        return ends
+        return np.array(ends, np.int64).reshape(-1, END_COLUMNS)
 
-    def _row_of(self, end: _End) -> StepRow:
-        step, time_ns, duration_us, opened, is_void = end
-        began_ns = time_ns - 1000 * duration_us
-        gap_us = 0 if self._last_end_ns is None else max(0, (began_ns - self._last_end_ns) // 1000)
-        self._last_end_ns = time_ns
-        return StepRow(
-            step,
-            time_ns // 1000,
-            duration_us,
-            gap_us,
-            opened.num_rows,
-            opened.num_tokens - opened.num_decode,
-            opened.num_decode,
-            opened.num_cached,
-            opened.num_tokens if is_void else opened.num_wasted,
-            opened.num_preempted,
-            opened.num_waiting,
-            opened.num_free,
-            int(is_void),
+    def _rows_of(self, ends: Ends) -> list[StepRow]:
+        step, time_ns, took_us, is_void, waiting, rows, tokens, decode, free, cached, wasted, preempted = ends.T
+        began_ns = time_ns - 1000 * took_us
+        before_ns = np.concatenate([[began_ns[0] if self._last_end_ns is None else self._last_end_ns], time_ns[:-1]])
+        self._last_end_ns = int(time_ns[-1])
+        columns = StepRow(
+            step=step,
+            ended_us=time_ns // 1000,
+            duration_us=took_us,
+            gap_us=np.maximum(0, began_ns - before_ns) // 1000,
+            num_rows=rows,
+            num_prefill_tokens=tokens - decode,
+            num_decode_tokens=decode,
+            num_cached_tokens=cached,
+            num_wasted_tokens=np.where(is_void, tokens, wasted),
+            num_preempted=preempted,
+            num_waiting=waiting,
+            num_free_blocks=free,
+            is_void=is_void,
         )
+        return [StepRow(*row) for row in np.stack(columns, axis=1).tolist()]
 
     def _follow(self, sequence_ids: Iterable[int]) -> None:
         self._followed.update((sequence_id, _Progress()) for sequence_id in sequence_ids)
@@ -258,14 +263,14 @@ class TraceLog:
         since_ns = int(records["time_ns"][-1]) - WINDOW_NS
         while int(self._window[0]["time_ns"][-1]) < since_ns:
             left = self._window.popleft()
-            self._older = np.concatenate([self._older, left[np.isin(left["kind"], OLDER)]])[-MAX_OLDER:]
+            self._older = in_order_of_time([self._older, some_of(left, IS_OLDER[left["kind"]])])[-MAX_OLDER:]
 
     def _note_incidents(self, records: Records) -> None:
-        is_one = np.isin(records["kind"], INCIDENTS)
-        is_one &= ~np.isin(records["kind"], PAUSES) | (records["a"] >= MIN_PAUSE_US)
+        is_one = IS_INCIDENT[records["kind"]]
         if not is_one.any():
             return
-        found = list(as_dicts(records[is_one][-MAX_INCIDENTS:], self._readers[0].names()))
+        is_one &= ~IS_PAUSE[records["kind"]] | (records["a"] >= MIN_PAUSE_US)
+        found = list(as_dicts(some_of(records, is_one)[-MAX_INCIDENTS:], self._readers[0].names()))
         self.incidents.extend(found)
         self.num_incidents += len(found)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...runtime.trace import EventKind, Records
+from ...runtime.trace import EventKind, Records, some_of
 from .trace_view import TraceView
 
 WINDOW_S = 5.0
@@ -156,7 +156,7 @@ def _shares(view: TraceView, begin_ns: int, window_s: float) -> tuple[dict[str, 
     batches = _since(view.of(EventKind.STAGE_BATCH), begin_ns)
     busy, blocked = {}, {}
     for source in np.unique(batches["source"]).tolist():
-        of_stage = batches[batches["source"] == source]
+        of_stage = some_of(batches, batches["source"] == source)
         busy[view.names[source]] = _sum_s(of_stage["c"]) / window_s
         blocked[view.names[source]] = min(1.0, _sum_s(of_stage["d"]) / window_s)
     return busy, blocked

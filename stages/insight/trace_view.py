@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...runtime.trace import EventKind, Records
+from ...runtime.trace import EventKind, Records, some_of
 
 # The names of stages that derivations know by what they do; those of the engine's own pipeline.
 SCHEDULE, SAMPLE = "schedule", "sample"
@@ -46,7 +46,7 @@ class TraceView:
     def of(self, kind: EventKind) -> Records:
         """The records of one kind."""
         if kind not in self._by_kind:
-            self._by_kind[kind] = self.records[self.records["kind"] == kind]
+            self._by_kind[kind] = some_of(self.records, self.records["kind"] == kind)
         return self._by_kind[kind]
 
     def of_request(self, kind: EventKind, sequence_id: int) -> Records:
@@ -89,14 +89,14 @@ class TraceView:
         others = {*np.unique(self.of(EventKind.REQUEST_STAGE)["source"]).tolist()}
         others |= {source for source, name in enumerate(self.names) if name == SCHEDULE}
         sources = [source for source in np.unique(batches["source"]).tolist() if source not in others]
-        return [self._batches(batches[batches["source"] == source]) for source in sources]
+        return [self._batches(some_of(batches, batches["source"] == source)) for source in sources]
 
     @cached_property
     def schedule_batches(self) -> Batches | None:
         """Of the stage that plans."""
         batches = self.of(EventKind.STAGE_BATCH)
         planned = self.of(EventKind.STEP_PLANNED)
-        of_schedule = batches[batches["source"] == planned["source"][0]] if len(planned) else planned
+        of_schedule = some_of(batches, batches["source"] == planned["source"][0]) if len(planned) else planned
         return self._batches(of_schedule) if len(of_schedule) else None
 
     @cached_property
@@ -134,8 +134,8 @@ class TraceView:
     def _rows(self) -> tuple[Records, np.ndarray]:
         """ROW records by sequence, then by time; and the sequence of each."""
         is_row = (self.records["kind"] >= EventKind.ROW_EXTEND) & (self.records["kind"] <= EventKind.ROW_LEAVE)
-        rows = self.records[is_row]
-        rows = rows[np.argsort(rows["a"], kind="stable")]
+        rows = some_of(self.records, is_row)
+        rows = some_of(rows, np.argsort(rows["a"], kind="stable"))
         return rows, rows["a"]
 
     def _batches(self, records: Records) -> Batches:

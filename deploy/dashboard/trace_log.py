@@ -22,6 +22,7 @@ MAX_STEPS, MAX_INCIDENTS = 600, 200  # kept
 MAX_FOLLOWED = 4_096  # sequences whose progress is known
 WINDOW_NS = 6_000_000_000  # of records that are kept for whoever thinks about them
 MAX_OLDER = 4_096  # records kept for longer, of the kinds that say how things have been since
+FEW = 16  # steps that are compared with one by one
 MIN_PAUSE_US = 50_000  # shorter ones are daily life
 
 Ends = NDArray[np.int64]  # [n, END_COLUMNS]: step, end in ns, us it took, whether it is void, and what `_Open` has
@@ -105,8 +106,12 @@ class StepFold:
         """The steps that ended in these records."""
         of_steps = some_of(records, IS_OF_STEPS[records["kind"]])
         is_plain = IS_PLAIN[of_steps["kind"]]
-        known = [*self._open, *np.unique(of_steps["step"][~is_plain]).tolist()]
-        is_plain &= ~np.isin(of_steps["step"], known)
+        known = {*self._open, *of_steps["step"][~is_plain].tolist()}
+        if len(known) <= FEW:
+            for step in known:
+                is_plain &= of_steps["step"] != step
+        else:
+            is_plain &= ~np.isin(of_steps["step"], [*known])
         plain, others = some_of(of_steps, is_plain), some_of(of_steps, ~is_plain)
         ends = np.concatenate([self._take_plain(plain), self._take_singly(others)])
         if not len(ends):
@@ -177,7 +182,7 @@ class StepFold:
             num_free_blocks=free,
             is_void=is_void,
         )
-        return [StepRow(*row) for row in np.stack(columns, axis=1).tolist()]
+        return list(map(StepRow._make, np.stack(columns, axis=1).tolist()))
 
     def _follow(self, sequence_ids: Iterable[int]) -> None:
         self._followed.update((sequence_id, _Progress()) for sequence_id in sequence_ids)

@@ -76,7 +76,7 @@ class LateScript(ScriptedModel):
         )
         ends = Ends((EOS,), max_model_len)
         self.work = ScriptWork(self, memory, self._cache, self._host, max_model_len, num_slots, size)
-        self.line = StepLine(streams, memory, self.work, graphs, ends, Outcomes(num_slots, ends))
+        self.line = StepLine(streams, memory, self.work, graphs, ends, ScriptedOutcomes(num_slots, ends, self.is_fault))
         if not is_eager:
             self.line.capture(env.now)
 
@@ -116,6 +116,19 @@ class LateScript(ScriptedModel):
             self._params[started.slot] = started.params
             self._has_extras[started.slot] = started.params.logprobs is not None
         return replace(tokens, logprobs=self._logprobs(tokens.slots, tokens.token_ids))
+
+
+class ScriptedOutcomes(Outcomes):
+    """Books of a host that may fail to take note of a step: the fault point `device.settle`."""
+
+    def __init__(self, num_slots: int, ends: Ends, is_fault: Callable[[str], bool]) -> None:
+        super().__init__(num_slots, ends)
+        self._is_fault = is_fault
+
+    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+        if self._is_fault("device.settle"):
+            raise ArithmeticError(f"the host could not make out what step {grant.step} came to")
+        return super().settle(grant, told, scores)
 
 
 class ScriptWork:

@@ -23,8 +23,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...runtime.inorder import InOrder
+from ...runtime.inorder import InOrder, Turn
 from ...runtime.streams import Event, Stream, Streams
+from ..device import StepFell
 from ..messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
 from .diff import Ends, write
 from .graphs import Batch, Captured, CaptureReport, Graphs
@@ -87,7 +88,7 @@ class Step:
 
     __slots__ = (
         *("_line", "batch", "began", "captured", "copied", "done", "grant", "has_swaps", "kind", "result", "swapped"),
-        *("is_scored", "logits", "scores", "tokens"),
+        *("is_scored", "logits", "scores", "tokens", "turn"),
     )
 
     def __init__(
@@ -103,6 +104,7 @@ class Step:
         self.is_scored = False
         self.has_swaps = False
         self.logits: Any = None  # of an attended step between its halves
+        self.turn: Turn[Step] | None = None  # to be settled; None: its tokens are known without
         self.tokens: StepTokens | None = None  # once it is settled
 
     def wait(self) -> StepTokens:
@@ -130,6 +132,7 @@ class StepLine:
         ]
         self._num_submitted = 0
         self._unsettled: InOrder[Step] = InOrder(_wait, self._settle)  # submitted whole
+        self._lost_generation = -1  # the books lack a step of it
         self.gaps = IdleGaps()  # the telling thread's
 
     def warm(self, batches: Sequence[Batch], kinds: Sequence[int]) -> None:
@@ -190,13 +193,16 @@ class StepLine:
         if step.is_scored and step.scores is not None:
             self._results.copy(step.scores.array, self._memory.scores)
         self._results.record(step.copied)
-        self._unsettled.append(step)
+        step.turn = self._unsettled.append(step)
         return step
 
     def attend(self, grant: StepGrant) -> Step:
         """As `forward`, of a step that the caller computes: returns when all before it are settled, and its copies and
-        news are where it will look for them."""
+        news are where it will look for them. Raises `StepFell` if one of them could not be settled: the books that the
+        host would choose by lack its tokens, until a later generation starts those sequences anew."""
         self._unsettled.do_all()
+        if grant.generation <= self._lost_generation:
+            raise StepFell(f"step {grant.step} is computed behind one that was not settled")
         step = self._begin(grant)
         self._compute.launch(self._work.take_news)
         self._compute.record(step.done)
@@ -218,7 +224,7 @@ class StepLine:
     def _begin(self, grant: StepGrant) -> Step:
         step = self._ring[self._num_submitted % len(self._ring)]
         self._num_submitted += 1
-        step.grant, step.has_swaps, step.tokens, step.logits = grant, False, None, None
+        step.grant, step.has_swaps, step.turn, step.tokens, step.logits = grant, False, None, None, None
         self._compute.record(step.began)
         if grant.copies:
             self._copy(grant, step)
@@ -285,7 +291,8 @@ class StepLine:
         """See `Step.wait`."""
         assert step.grant is not None
         _wait(step)
-        self._unsettled.do_until(lambda: step.tokens is not None)
+        if step.turn is not None:
+            self._unsettled.do_through(step.turn)
         assert step.tokens is not None, f"step {step.grant.step} was never submitted whole"
         self.gaps.note(step, self._before(step), step.tokens)
         return step.tokens
@@ -293,8 +300,14 @@ class StepLine:
     # -- on either
 
     def _settle(self, step: Step) -> None:
+        """What it raises, `finish` of that step raises. The steps behind it are settled all the same: they fall with
+        it, and the books begin anew with the next `Started` of each slot."""
         assert step.grant is not None
-        step.tokens = self.outcomes.settle(step.grant, *_told(step, step.grant.num_sampled))
+        try:
+            step.tokens = self.outcomes.settle(step.grant, *_told(step, step.grant.num_sampled))
+        except BaseException:
+            self._lost_generation = max(self._lost_generation, step.grant.generation)
+            raise
 
 
 def _told(step: Step, num_rows: int) -> tuple[Ints, Ints | None]:

@@ -12,12 +12,12 @@ from millrace.runtime.inorder import InOrder
 def test_all_that_is_to_be_done_is_done_once_and_in_order() -> None:
     done: list[int] = []
     items: InOrder[int] = InOrder(lambda item: None, done.append)
-    for item in range(5):
-        items.append(item)
-    items.do_until(lambda: len(done) == 2)
+    turns = [items.append(item) for item in range(5)]
+    items.do_through(turns[1])
     assert done == [0, 1]
     items.do_all()
     items.do_all()
+    items.do_through(turns[0])
     assert done == [0, 1, 2, 3, 4]
 
 
@@ -42,18 +42,38 @@ def test_an_item_that_another_thread_did_while_this_one_waited_is_not_done_again
     assert done == [1] and not slow.is_alive()
 
 
-def test_what_could_not_be_done_is_still_to_be_done() -> None:
-    done: list[int] = []
+def test_what_could_not_be_done_is_told_to_who_asks_for_it_and_holds_nobody_up() -> None:
+    tried: list[int] = []
 
     def do(item: int) -> None:
-        if not done:
-            done.append(0)
+        tried.append(item)
+        if item == 7:
             raise ValueError(item)
-        done.append(item)
 
     items: InOrder[int] = InOrder(lambda item: None, do)
-    items.append(7)
+    first, broken, last = (items.append(item) for item in (6, 7, 8))
+    items.do_through(first)
+    items.do_through(last)
     with pytest.raises(ValueError, match="7"):
-        items.do_all()
+        items.do_through(broken)
+    assert tried == [6, 7, 8]
+    items.append(9)
     items.do_all()
-    assert done == [0, 7]
+    assert tried == [6, 7, 8, 9]
+
+
+def test_what_can_not_be_waited_for_is_still_to_be_done() -> None:
+    done: list[int] = []
+    troubles = [OSError("the device is gone")]
+
+    def wait(item: int) -> None:
+        if troubles:
+            raise troubles.pop()
+
+    items: InOrder[int] = InOrder(wait, done.append)
+    turn = items.append(7)
+    with pytest.raises(OSError, match="gone"):
+        items.do_through(turn)
+    assert done == []
+    items.do_through(turn)
+    assert done == [7]

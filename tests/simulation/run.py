@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import product
 
-from tests.simulation.world import FAULTS, Setup, draw_setup, on_streams, run_seed
+from tests.simulation.world import FAULTS, SETTLE_FAULT, Setup, draw_setup, on_streams, run_seed
 
 Change = Callable[[Setup], Setup]
 
@@ -89,7 +89,7 @@ def run_many(seeds: range, changes: Sequence[Change], max_failures: int) -> int:
     print(f"{num_steps} steps, {num_callbacks} callbacks")
     print(f"outcomes: {dict(sorted(outcomes.items()))}")
     print(f"states: {dict(sorted(states.items()))}")
-    print(f"faults: {dict((name, fired[name]) for name in FAULTS)}")
+    print(f"faults: {dict((name, fired[name]) for name in (*FAULTS, SETTLE_FAULT))}")
     return 1 if failures else 0
 
 

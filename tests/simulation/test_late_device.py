@@ -18,7 +18,7 @@ from tests.simulation.background import (
     run_late_seeds,
 )
 from tests.simulation.device_bugs import DEVICE_BUGS
-from tests.simulation.world import on_streams, run_seed
+from tests.simulation.world import SETTLE_FAULT, on_streams, run_seed
 
 pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
@@ -50,7 +50,7 @@ def test_every_seed_keeps_the_invariants_with_1_2_and_4_steps_in_flight(totals: 
 
 def test_what_makes_a_late_device_hard_happens_in_those_runs(totals: Totals) -> None:
     missing = [name for name in SOMETIMES if totals.states[name] < max(1, NUM_LATE_SEEDS // 50)]
-    faults = ("device.forward", "device.sample", "device.out_of_memory", "device.copy", "device.nan_row")
+    faults = ("device.forward", "device.sample", "device.out_of_memory", "device.copy", "device.nan_row", SETTLE_FAULT)
     struck = [name for name in faults if totals.faults_fired[name]]
     missing += [name for name in faults if name not in struck] if FULL else ["any fault"] * (len(struck) < 3)
     assert not missing, f"{missing} in {dict(totals.states)}, {dict(totals.faults_fired)}"

@@ -44,6 +44,7 @@ OTHER_FAULTS = (
 )
 CLOCK_FAULT = "env.wall_clock_jump"  # the wall clock is read once or twice a run, so it jumps for certain or not
 COPY_FAULT = "device.copy"  # blocks are copied in few runs
+SETTLE_FAULT = "device.settle"  # of a late device alone
 FAULTS = (*STAGE_FAULTS, *OTHER_FAULTS, CLOCK_FAULT, COPY_FAULT)
 QUIET_S = 200.0  # virtual, after the last client: everything that can settle has
 
@@ -155,7 +156,8 @@ def draw_setup(seed: int) -> Setup:
 def on_streams(setup: Setup, steps_in_flight: int) -> Setup:
     """The same run on a device that is late, with so many steps in flight. What that device can not do is left out."""
     config = replace(setup.config, steps_in_flight=steps_in_flight, speculation="off")
-    return replace(setup, config=config, period=None, is_late=True)
+    faults = setup.faults | ({SETTLE_FAULT: 0.05} if Random(f"settle/{setup.seed}").random() < 0.1 else {})
+    return replace(setup, config=config, period=None, faults=faults, is_late=True)
 
 
 def _draw_faults(dice: Random) -> dict[str, float]:

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from millrace.kernels.step_state import MAX_STOPS
-from millrace.stages.messages import BlockCopy, Direction, FinishReason, StepGrant
+from millrace.stages.device import StepFell
+from millrace.stages.messages import BlockCopy, Direction, FinishReason, StepGrant, StepTokens
 from millrace.stages.stepping.diff import Ends, diff_size
 from millrace.stages.stepping.graphs import Graphs
 from millrace.stages.stepping.outcomes import Outcomes
@@ -78,9 +80,7 @@ def pinned(*shape: int) -> Pinned:
     return Pinned(memory, memory)
 
 
-def submitted(*grants: StepGrant) -> list[tuple[str, ...]]:
-    """What is submitted for the last of these steps. Its events are named began, done, copied and swapped."""
-    device: Any = Recorded()
+def line_on(device: Any, outcomes: Outcomes) -> StepLine:
     size = diff_size(SLOTS, 50, 50)
     memory = Memory(
         np.zeros(size, np.int32),
@@ -88,7 +88,13 @@ def submitted(*grants: StepGrant) -> list[tuple[str, ...]]:
         [pinned(size) for _ in range(2)],
         [pinned(2, SLOTS) for _ in range(3)],
     )
-    line = StepLine(device, memory, device, Graphs(SLOTS, 64, is_eager=True), ENDS, Outcomes(SLOTS, ENDS))
+    return StepLine(device, memory, device, Graphs(SLOTS, 64, is_eager=True), ENDS, outcomes)
+
+
+def submitted(*grants: StepGrant) -> list[tuple[str, ...]]:
+    """What is submitted for the last of these steps. Its events are named began, done, copied and swapped."""
+    device: Any = Recorded()
+    line = line_on(device, Outcomes(SLOTS, ENDS))
     for one in grants:
         device.log.clear()
         step: Any = line.forward(one)
@@ -156,6 +162,43 @@ def test_a_step_of_copies_alone_launches_nothing_but_its_news() -> None:
     log = submitted(FIRST, replace(grant([]), step=1, copies=(OUT,)))
     assert of(log, "compute").count(("launch",)) == 1
     assert of(log, "results")[-1] == ("record", "copied")
+
+
+# -- steps that can not be settled
+
+
+class Forgetful(Outcomes):
+    """The books of a host that fails to take note of one step."""
+
+    def settle(self, grant: StepGrant, told: Any, scores: Any = None) -> StepTokens:
+        if grant.step == 1:
+            raise ArithmeticError("lost count")
+        return super().settle(grant, told, scores)
+
+
+def test_a_step_that_can_not_be_settled_is_told_to_who_waits_for_it_and_to_nobody_else() -> None:
+    line = line_on(Recorded(), Forgetful(SLOTS, ENDS))
+    grants = [FIRST, SECOND, replace(SECOND, step=2, starts=ints(4))]
+    first, lost, behind = (line.sample(one, line.forward(one)) for one in grants)
+    assert first.wait().step == 0
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="lost count"):
+            lost.wait()
+    assert behind.wait().step == 2
+    again = replace(FIRST, step=3, generation=1)
+    assert line.sample(again, line.forward(again)).wait().places.tolist() == [0]
+
+
+def test_nothing_is_computed_by_books_that_lack_a_step_until_its_sequences_start_anew() -> None:
+    line = line_on(Recorded(), Forgetful(SLOTS, ENDS))
+    for one in (FIRST, SECOND):
+        step = line.sample(one, line.forward(one))
+    with pytest.raises(StepFell, match="step 2 is computed behind one that was not settled"):
+        line.attend(replace(SECOND, step=2, starts=ints(4)))
+    with pytest.raises(ArithmeticError, match="lost count"):
+        step.wait()
+    again = line.attend(replace(FIRST, step=3, generation=1))
+    assert again.grant is not None and again.grant.step == 3
 
 
 # -- outcomes

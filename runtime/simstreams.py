@@ -44,6 +44,7 @@ class SimStreams:
         self._weights: list[float] = []  # by stream: how likely it comes next
         self._error: BaseException | None = None
         self.lock = threading.RLock()  # one thread at a time uses the device
+        self._used: dict[int, str] = {}  # by thread: the stream it uses
 
     def stream(self, name: str) -> SimStream:
         stream = SimStream(name, self)
@@ -53,6 +54,12 @@ class SimStreams:
 
     def event(self) -> SimEvent:
         return SimEvent(self)
+
+    @property
+    def used(self) -> str | None:
+        """The name of the stream that the calling thread uses. None: it has used none, so that what it asks of the
+        device past the streams, which is done at once here, would be in order with nothing on a real one."""
+        return self._used.get(threading.get_ident())
 
     def wait(self) -> None:
         self.run_until(lambda: not any(stream.waiting for stream in self._streams))
@@ -141,7 +148,9 @@ class SimStream:
         self._captured: list[Callable[[], object]] | None = None
 
     def use(self) -> None:
-        """What is not submitted here is done at once: its caller has waited for what must be done before."""
+        """What is not submitted here is done at once: its caller has waited for what must be done before. `used` tells
+        of it."""
+        self._device._used[threading.get_ident()] = self.name
 
     def launch(self, run: Callable[[], object]) -> None:
         if self._captured is not None:

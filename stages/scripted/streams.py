@@ -63,7 +63,7 @@ class LateScript(ScriptedModel):
         self._dice = env.random("attended")
         self._attended_share = self._dice.choice(ATTENDED)
         is_eager = dice.random() < 0.3
-        streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
+        self.streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
         graphs = Graphs(num_slots, max_step_tokens, is_eager=is_eager)
         size = max(max_step_tokens, *(batch.num_tokens for batch in graphs.batches), 0)
         room = dice.choice(DIFF_ROOM)
@@ -76,12 +76,15 @@ class LateScript(ScriptedModel):
         )
         ends = Ends((EOS,), max_model_len)
         self.work = ScriptWork(self, memory, self._cache, self._host, max_model_len, num_slots, size)
-        self.line = StepLine(streams, memory, self.work, graphs, ends, ScriptedOutcomes(num_slots, ends, self.is_fault))
+        self.line = StepLine(
+            self.streams, memory, self.work, graphs, ends, ScriptedOutcomes(num_slots, ends, self.is_fault)
+        )
         if not is_eager:
             self.line.capture(env.now)
 
     def forward(self, grant: StepGrant) -> Any:
         """Submits the first half. The step is on its way when a fault strikes: what fails must not be told before."""
+        self._check_stream(grant)
         is_attended = len(grant.slots) > 0 and self._dice.random() < self._attended_share
         step = self._attend(grant) if is_attended else self.line.forward(grant)
         for copy in grant.copies:
@@ -95,11 +98,17 @@ class LateScript(ScriptedModel):
 
     def sample(self, grant: StepGrant, logits: Any) -> Any:
         """Submits the second half."""
+        self._check_stream(grant)
         if logits.logits is None:
             return self.line.sample(grant, logits)
         self.work.sample(logits.logits, 0)
         told = self.work.told[:, : grant.num_sampled].copy()
         return self.line.attended(logits, self.line.outcomes.settle(grant, told))
+
+    def _check_stream(self, grant: StepGrant) -> None:
+        """A real model fills tables and computes attended steps past the streams: by the one that its thread uses."""
+        if self.streams.used != "compute":
+            self.violations.append(f"step {grant.step} comes from a thread that uses stream {self.streams.used}")
 
     def _attend(self, grant: StepGrant) -> Step:
         """Computes the first half, at once: whatever is still under way then shows."""

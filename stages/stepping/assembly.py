@@ -65,4 +65,4 @@ def assemble(
     else:
         captured = line.capture(clock)
     model = LateModel(line, work, runner, sampler, choosing)
-    return Late(model, partial(LateDevice, line, line.enter), captured)
+    return Late(model, partial(LateDevice, line), captured)

@@ -21,11 +21,12 @@ class LateDevice(Device):
     """As `Device`, for phases that return before the device is done: `sample` resolves when the step is over, and so
     does what a step has failed by. Until then its blocks are not to be used again.
 
-    The model is `line.forward`, the sampler `line.sample`.
+    The model is `line.forward`, the sampler `line.sample`. Its thread enters the line first: what phases ask of the
+    device by themselves is in order with the steps.
     """
 
-    def __init__(self, line: StepLine, enter: Callable[[], object] | None = None) -> None:
-        super().__init__(enter)
+    def __init__(self, line: StepLine) -> None:
+        super().__init__(line.enter)
         self.line = line
         self._teller: Worker | None = None
 

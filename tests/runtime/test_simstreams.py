@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from random import Random
 
 import numpy as np
@@ -164,3 +165,14 @@ def test_the_device_has_a_clock_of_its_own() -> None:
     stream.record(second)
     device.wait()
     assert second.us_since(first) == 6.0 and first.us_since(second) == -6.0
+
+
+def test_each_thread_is_told_of_the_stream_that_it_uses() -> None:
+    device, found = SimStreams(Random(0)), []
+    first, second = device.stream("first"), device.stream("second")
+    first.use()
+    second.use()
+    other = threading.Thread(target=lambda: found.append(device.used))
+    other.start()
+    other.join(10)
+    assert (device.used, found) == ("second", [None])

@@ -97,6 +97,16 @@ def swap_out_not_behind_its_writers() -> AbstractContextManager[None]:
     return _deaf("swaps")
 
 
+def line_not_entered() -> AbstractContextManager[None]:
+    """The device's thread does not take the stream that steps run on."""
+    return changed(StepLine, "enter", lambda enter: lambda self: None)
+
+
+def stream_not_used() -> AbstractContextManager[None]:
+    """A thread that takes a stream goes on with the one it had."""
+    return changed(SimStream, "use", lambda use: lambda self: None)
+
+
 def finished_row_written_again() -> AbstractContextManager[None]:
     """A row whose sequence has finished on the device goes on as if it had not."""
 
@@ -138,6 +148,8 @@ DEVICE_BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
         diff_buffer_taken_too_soon,
         swap_in_not_waited_for,
         swap_out_not_behind_its_writers,
+        line_not_entered,
+        stream_not_used,
         finished_row_written_again,
     )
 }

@@ -98,6 +98,28 @@ def test_choices_of_one_prompt_share_its_blocks_and_part_when_they_differ(checkp
     assert again.answers == ran.answers, "the noise depends on seed and position alone"
 
 
+def test_all_that_a_step_asks_of_the_device_is_asked_by_a_thread_that_uses_the_stream_of_steps(
+    checkpoint: Path,
+) -> None:
+    streams, seen = late(), []
+
+    def watch(engine: Engine) -> None:
+        model: Any = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
+        for owner, name in ((model.sampler, "start"), (model.runner, "compute"), (model._work, "note")):
+            setattr(owner, name, noting(name, getattr(owner, name)))
+
+    def noting(name: str, run: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            seen.append((name, streams.used))
+            return run(*args)
+
+        return noted
+
+    asks = [([5, 6, 7], greedy(3)), ([8, 9], greedy(3, allowed_token_ids=(20, 21)))]
+    asyncio.run(run(checkpoint, asks, streams, watch))
+    assert set(seen) == {("start", "compute"), ("compute", "compute"), ("note", "compute")}
+
+
 def test_the_sizes_that_were_captured_and_the_time_it_took_are_told(checkpoint: Path) -> None:
     asks = [([5, 6, 7], greedy(3))]
     with captured_logs() as logs:

@@ -32,6 +32,7 @@ class StepQueue:
 
     def __init__(self, worker: Worker, num_phases: int, first_step: int = 0) -> None:
         self._worker = worker
+        self.first_step = first_step
         self._num_phases = num_phases
         self._next = (first_step, 0)
         self._early: dict[tuple[int, int], _Job] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from ..runtime.env import Env, Worker
 from ..runtime.histogram import Histogram
@@ -58,6 +58,8 @@ class Device:
     Each step that was submitted to one phase must be submitted to all: the thread waits for it.
     """
 
+    is_late: ClassVar[bool] = False  # whether it runs beside its thread, and is done with a step later than that is
+
     def __init__(self, enter: Callable[[], object] | None = None) -> None:
         """`enter` is what the thread calls first."""
         self._enter = enter
@@ -74,6 +76,12 @@ class Device:
         self._void_generation = -1
         self._logits: Any = None  # of the step that is between its phases
         self._error: BaseException | None = None
+
+    @property
+    def first_step(self) -> int:
+        """Of those that were submitted; there has been one."""
+        assert self._queue is not None, "no step was submitted yet"
+        return self._queue.first_step
 
     @property
     def idle_gaps_us(self) -> Histogram | None:

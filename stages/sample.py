@@ -21,11 +21,16 @@ from .progress import PromptWatch
 from .step_pace import StepPace
 
 STEP_DONE = int(EventKind.STEP_DONE)
+MOST_IN_FLIGHT = 64  # steps; engines have at most a few
 
 
 class Sample(Stage[StepLogits, StepTokens]):
     """Every `StepLogits` becomes exactly one `StepDone` or `StepVoid` on `feedback`, in order, whatever fails: the step
     loop's credits depend on it. It is sent when the device is done with the step, so blocks may be reused then.
+
+    On a late device a step is submitted when it arrives, whatever is in flight, so that the device need not hear from
+    here between two steps; each waits for its end in a task of its own, and for its turn to be answered. A device that
+    computes by its own thread gains nothing by that, and steps come in batches, one at a time: that takes less time.
 
     A step that is done also becomes a `StepTokens` on `out`, unless that would say nothing. After a void, steps of the
     same or an older generation are void too.
@@ -39,70 +44,109 @@ class Sample(Stage[StepLogits, StepTokens]):
         self.device = device
         self._watch = PromptWatch()
         self._pace = StepPace()
-        self._in_hand: Sequence[StepLogits] = ()
+        self._in_hand: dict[int, StepLogits] = {}  # by step: arrived and not answered
         self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not answered
-        self._last_answered = -1  # step
+        self._turns: dict[int, asyncio.Future[None]] = {}  # by step: waits until those before it are answered
+        self._next: int | None = None  # step to be answered; None: none has arrived
+        self._last_told = -1  # step
         self._void_generation = -1
         self._context: Context | None = None
-        self._began_s = 0.0  # when the device could begin with the step in hand
+        self._began_s = 0.0  # when the device could begin with the step that is answered next
+
+    @property
+    def concurrency(self) -> int | None:
+        """As many steps as may ever be in flight, on a late device."""
+        return MOST_IN_FLIGHT if self.device.is_late else None
 
     async def setup(self, context: Context) -> None:
         self._context = context
         self.device.join(context, SAMPLE)
 
     async def handle(self, batch: Sequence[StepLogits], out: Outlet[StepTokens]) -> None:
-        assert self._context is not None
-        self._began_s = max(self._began_s, self._context.env.now())
-        self._in_hand = batch
         for item in batch:
+            self._take(item)
             self.sampler.prepare(item.grant.started)
-            self._watch.take_note(item.grant)
             self._submit(item.grant, self.sampler.sample)
         for item in batch:
             await self._answer(item.grant, out)
-            await out.flush()
 
     async def recover(self, batch: Sequence[StepLogits], error: BaseException, out: Outlet[StepTokens]) -> None:
         """The steps that were not answered are void; the device thread must not wait for them."""
-        left = [item.grant for item in batch if item.grant.step > self._last_answered]
-        for grant in left:
-            if grant.step not in self._results:
-                self._submit(grant, partial(fail, error))
-        for grant in left:
-            await self._answer(grant, out, crash=error)
+        for item in batch:
+            step = item.grant.step
+            if step > self._last_told:
+                self._take(item)
+                if step not in self._results:
+                    self._submit(item.grant, partial(fail, error))
+                await self._answer(item.grant, out, crash=error)
+            elif step == self._next:
+                await out.flush()
+                self._pass_turn(step)
 
     @property
     def expected_s(self) -> float:
-        return sum(self._pace.expect_s(item.grant.num_computed) for item in self._in_hand)
+        return sum(self._pace.expect_s(item.grant.num_computed) for item in self._in_hand.values())
 
     @property
     def waits_for(self) -> str | None:
         """Execute, while the forward pass is what takes the time."""
-        waiting = (item for item in self._in_hand if item.grant.step > self._last_answered)
-        first = next(waiting, None)
-        return "execute" if first is not None and not first.logits.done() else None
+        if not self._in_hand:
+            return None
+        return "execute" if not self._in_hand[min(self._in_hand)].logits.done() else None
+
+    def _take(self, item: StepLogits) -> None:
+        assert self._context is not None
+        if self._next is None:
+            self._next = self.device.first_step
+        if not self._in_hand:
+            self._began_s = max(self._began_s, self._context.env.now())
+        self._in_hand[item.grant.step] = item
 
     def _submit(self, grant: StepGrant, sample: Callable[[StepGrant, Any], StepTokens]) -> None:
         self._results[grant.step] = self.device.sample(grant, sample)
 
     async def _answer(self, grant: StepGrant, out: Outlet[StepTokens], crash: BaseException | None = None) -> None:
-        """Waits for the device and tells what became of the step; with a `crash` it is void in any case."""
+        """Waits for the device and for the step's turn, and tells what became of it; with a `crash` it is void in any
+        case."""
+        await self._turn(grant.step)
         tokens, error = None, crash
         try:
             tokens = await self._results[grant.step]
         except Exception as failure:  # whatever the device raised: it belongs to this step, not to this stage
             error = crash or failure
-        del self._results[grant.step]
-        self._last_answered = grant.step
+        self._watch.take_note(grant)
+        if tokens is None or error is not None or grant.generation <= self._void_generation:
+            self._tell_void(grant, error, out)
+        else:
+            self._tell_done(grant, tokens, out)
+        await out.flush()
+        self._pass_turn(grant.step)
+
+    async def _turn(self, step: int) -> None:
+        """Returns when all steps before this one are answered."""
+        if step != self._next:
+            self._turns[step] = asyncio.get_running_loop().create_future()
+            await self._turns[step]
+
+    def _pass_turn(self, step: int) -> None:
+        del self._in_hand[step], self._results[step]
+        self._next = step + 1
+        turn = self._turns.pop(step + 1, None)
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+
+    def _tell_void(self, grant: StepGrant, error: BaseException | None, out: Outlet[StepTokens]) -> None:
         has_fallen = grant.generation <= self._void_generation
-        if tokens is None or error is not None or has_fallen:
-            self._void_generation = max(self._void_generation, grant.generation)
-            out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
-            self._trace_void(grant, error)
-            return
+        self._void_generation = max(self._void_generation, grant.generation)
+        out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
+        self._last_told = grant.step
+        self._trace_void(grant, error)
+
+    def _tell_done(self, grant: StepGrant, tokens: StepTokens, out: Outlet[StepTokens]) -> None:
         began_s, step_s = self._began_s, self._step_s()
         done = _done(grant, tokens, int(step_s * 1e6))
         out.send(done, port="feedback")  # first: the next step waits for it
+        self._last_told = grant.step
         progress = self._watch.done(grant)
         if tokens.started or progress:
             tokens = replace(tokens, began_s=began_s, progress=progress)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from ...runtime.env import Worker, WorkerClosed
 from ...runtime.histogram import Histogram
@@ -24,6 +24,8 @@ class LateDevice(Device):
     The model is `line.forward`, the sampler `line.sample`. Its thread enters the line first: what phases ask of the
     device by themselves is in order with the steps.
     """
+
+    is_late: ClassVar[bool] = True
 
     def __init__(self, line: StepLine) -> None:
         super().__init__(line.enter)

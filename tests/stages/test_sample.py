@@ -63,9 +63,9 @@ class Scripted:
         return result
 
 
-def make(model: Scripted, env: Env, capacity: int = 2) -> Pipeline:
+def make(model: Scripted, env: Env, capacity: int = 2, device: Device | None = None) -> Pipeline:
     """execute -> sample, both ends open."""
-    device = Device()
+    device = device or Device()
     pipeline = Pipeline()
     pipeline.add(Execute(model, device))
     pipeline.add(Sample(model, device))
@@ -187,6 +187,12 @@ async def test_an_older_generation_behind_a_void_is_void_too(env):
 # -- crashes of the stages themselves
 
 
+class LateInName(Device):
+    """Steps come to the sample stage one by one, as those of a late device do."""
+
+    is_late = True
+
+
 FAULTS = {
     "execute.crash.before": 0.25,
     "execute.crash.after": 0.25,
@@ -203,7 +209,11 @@ async def test_every_step_is_answered_once_in_order_and_when_the_device_is_done_
     """A schedule in small: two steps in flight, a higher generation after a void, credits by the answers."""
     model = Scripted()
     generation, voided, sent, answered, num_done = 0, -1, 0, 0, 0
-    async with make(model, env) as pipeline, aclosing(aiter(pipeline.channel("sample.feedback"))) as feedback:
+    device = LateInName() if env.seed % 2 else Device()
+    async with (
+        make(model, env, device=device) as pipeline,
+        aclosing(aiter(pipeline.channel("sample.feedback"))) as feedback,
+    ):
         while answered < 12:
             while sent < 12 and sent - answered < 2:
                 await pipeline.channel("execute.in").send(decode(0, step=sent, generation=generation))
@@ -241,15 +251,14 @@ def test_the_faults_of_that_walk_are_all_met():
 
 @sim_test(seeds=10)
 async def test_a_crash_while_the_device_works_voids_the_step_after_it_has_worked(env):
-    """The error comes from inside handle, between two answers, with both steps on the device."""
+    """The error comes from inside handle, before its answer, with several steps on the device."""
     model = Scripted()
     async with make(model, env) as pipeline:
         sample = pipeline.stages["sample"]
-        answer, has_crashed = sample._answer, []
+        answer = sample._answer
 
         async def crash_once(grant, out, crash=None):
-            if crash is None and not has_crashed:
-                has_crashed.append(grant.step)
+            if crash is None and grant.step == 0:
                 raise ZeroDivisionError("a bug in the stage")
             await answer(grant, out, crash)
 
@@ -259,6 +268,68 @@ async def test_a_crash_while_the_device_works_voids_the_step_after_it_has_worked
         feedback = await receive(pipeline, "sample.feedback", 4)
         assert told(feedback) == ["void 0 (ZeroDivisionError)", "void 1", "void 2", "done 3"]
         assert pipeline.health.is_ready
+
+
+@sim_test(seeds=10)
+async def test_a_crash_behind_a_steps_answer_does_not_answer_it_again(env):
+    device = LateInName() if env.seed % 2 else Device()
+    async with make(Scripted(), env, 3, device) as pipeline:
+        sample = pipeline.stages["sample"]
+        note, has_crashed = sample._note_done, []
+
+        def crash_once(grant, done, step_s):
+            if not has_crashed:
+                has_crashed.append(grant.step)
+                raise ZeroDivisionError("a bug in the stage")
+            note(grant, done, step_s)
+
+        sample._note_done = crash_once
+        for each in steps(0, 0, 0):
+            await pipeline.channel("execute.in").send(each)
+        feedback = await receive(pipeline, "sample.feedback", 3)
+        assert [item.step for item in feedback] == [0, 1, 2] and told(feedback[:1]) == ["done 0"]
+        assert pipeline.health.is_ready and not pipeline.channel("sample.feedback").recv_all()
+        if device.is_late:
+            assert told(feedback) == ["done 0", "done 1", "done 2"], "the others were none of its business"
+
+
+# -- steps in flight
+
+
+class Untold(Device):
+    """Samples each step, and tells of none before `tell`."""
+
+    is_late = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
+
+    def sample(self, grant: StepGrant, sample: Any) -> asyncio.Future[Any]:
+        told = asyncio.get_running_loop().create_future()
+        self._told[grant.step] = super().sample(grant, sample), told
+        return told
+
+    def tell(self, step: int) -> None:
+        submitted, told = self._told[step]
+        told.set_result(submitted.result())
+
+
+@sim_test(seeds=12)
+async def test_a_step_goes_to_the_device_when_it_arrives_and_is_answered_in_its_turn(env):
+    model, device = Scripted(), Untold()
+    async with make(model, env, 4, device) as pipeline:
+        feedback = pipeline.channel("sample.feedback")
+        for each in steps(0, 0, 0, 0):
+            await pipeline.channel("execute.in").send(each)
+            await env.sleep(1.0)
+            assert f"sample {each.step}" in model.ran, "it waits for the one before to be told"
+        for step in (3, 1, 2):
+            device.tell(step)
+        await env.sleep(1.0)
+        assert not feedback.recv_all()
+        device.tell(0)
+        assert told(await receive(pipeline, "sample.feedback", 4)) == [f"done {step}" for step in range(4)]
 
 
 # -- time

@@ -27,6 +27,7 @@ from .config import EngineConfig
 from .errors import ConfigError
 from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
 from .measuring import (
+    KEPT_LOGIT_BYTES,
     SORTED_BYTES,
     check_room_for_weights,
     device_sampler_bytes,
@@ -267,7 +268,7 @@ def _sizing_on_gpu(
             + (late_bytes(config, length) if is_late else 0),
             activations=activations,
             graphs=graphs_bytes(config, shape, activations) if is_late else 0,
-            logits=config.max_num_seqs * shape.vocab_size * GPU_LOGIT_BYTES,
+            logits=config.max_num_seqs * shape.vocab_size * (GPU_LOGIT_BYTES + is_late * KEPT_LOGIT_BYTES),
             other=max(0, total - free - loaded),
             sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
         )

@@ -32,6 +32,7 @@ from .script import Hashes, Script, hash_rows
 from .text import EOS
 
 NUM_DIFFS = (1, 2, 3)  # pinned buffers to send diffs from, drawn
+OTHER_KINDS = (0.0, 0.0, 0.2)  # of steps, drawn: sampled in a way that no graph has
 ATTENDED = (0.0, 0.0, 0.0, 0.2)  # of steps, drawn: the host computes them, see `submission.py`
 DIFF_ROOM = (0, 8, 100)  # known tokens and new blocks in one of them, drawn; more of either go in several parts
 
@@ -41,7 +42,8 @@ class LateScript(ScriptedModel):
 
     For scripts without written answers or periods, and requests without drafts, pooling or scores of their prompts. At
     most `num_steps` are in flight, of `max_step_tokens` at most. What is late, and whether there are graphs, is drawn
-    from the env's stream "streams"; which steps the host computes, from "attended".
+    from the env's stream "streams"; which steps the host computes from "attended", and which are sampled without a
+    graph from "kinds".
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class LateScript(ScriptedModel):
         dice = env.random("streams")
         self._dice = env.random("attended")
         self._attended_share = self._dice.choice(ATTENDED)
+        self._kind_dice = env.random("kinds")
+        self._other_share = self._kind_dice.choice(OTHER_KINDS)
         is_eager = dice.random() < 0.3
         self.streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
         graphs = Graphs(num_slots, max_step_tokens, is_eager=is_eager)
@@ -86,7 +90,8 @@ class LateScript(ScriptedModel):
         """Submits the first half. The step is on its way when a fault strikes: what fails must not be told before."""
         self._check_stream(grant)
         is_attended = len(grant.slots) > 0 and self._dice.random() < self._attended_share
-        step = self._attend(grant) if is_attended else self.line.forward(grant)
+        kind = int(self._kind_dice.random() < self._other_share)
+        step = self._attend(grant) if is_attended else self.line.forward(grant, kind)
         for copy in grant.copies:
             if self.is_fault("device.copy"):
                 raise MemoryError(f"the scripted device stopped behind copies {copy.direction.name}")

@@ -28,7 +28,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The graphs of a size. One of `samples` is replayed behind `forward`."""
+    """The graphs of a size. Behind `forward` one of `samples` is replayed; a kind without one is launched."""
 
     forward: Graph
     samples: Mapping[int, Graph]  # by kind
@@ -64,7 +64,8 @@ class Graphs:
     """The graphs of one device. Until `capture`, and without sizes, every step runs eagerly.
 
     Steps of one token a row are padded to a number of rows; others to a number of tokens, with room for all rows. Of
-    `kinds` of sampling each has a graph; steps of other kinds run eagerly.
+    `kinds` of sampling each has a graph; what another kind does behind the forward pass is launched. So is all of a
+    step that no size holds.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Graphs:
         self._decode, self._mixed = ([], []) if is_eager else batches_of(max_num_seqs, max_num_tokens)
         self.kinds = tuple(kinds)
         self._captured: dict[Batch, Captured] = {}
-        self.num_replayed = 0
+        self.num_replayed = 0  # forward passes, as is the other
         self.num_eager = 0
 
     @property
@@ -103,10 +104,10 @@ class Graphs:
             self._captured[batch] = Captured(whole, samples)
         return CaptureReport(tuple(self.batches), clock() - began, num_bytes)
 
-    def choose(self, num_rows: int, num_tokens: int, is_decode: bool, kind: int = 0) -> tuple[Batch, Captured | None]:
+    def choose(self, num_rows: int, num_tokens: int, is_decode: bool) -> tuple[Batch, Captured | None]:
         """The size that a step is padded to, and its graphs; the step's own size, and None, where there are none."""
         for batch in self._decode if is_decode else self._mixed:
-            if batch.num_tokens >= num_tokens and batch in self._captured and kind in self.kinds:
+            if batch.num_tokens >= num_tokens and batch in self._captured:
                 self.num_replayed += 1
                 return batch, self._captured[batch]
         self.num_eager += 1

@@ -46,7 +46,7 @@ class Work(Protocol):
         """From the diff and the tables to the inputs of the step."""
 
     def forward(self, batch: Batch) -> None:
-        """From those to the logits."""
+        """From those to the logits, which are left where `sample` of any step finds them."""
 
     def sample(self, batch: Batch, kind: int) -> None:
         """From those to tokens, as rows of this kind ask: into the tables, and into the step's result."""
@@ -171,7 +171,7 @@ class StepLine:
             self._compute.launch(self._work.take_news)
             return step
         is_decode = bool((grant.num_tokens == 1).all())
-        step.batch, step.captured = self.graphs.choose(len(grant.slots), grant.num_computed, is_decode, kind)
+        step.batch, step.captured = self.graphs.choose(len(grant.slots), grant.num_computed, is_decode)
         if step.captured is not None:
             self._compute.replay(step.captured.forward)
         else:
@@ -183,8 +183,9 @@ class StepLine:
         assert step.grant is grant, f"step {grant.step} is sampled with another's logits"
         if len(grant.slots):
             self._compute.wait(self._before(step).copied)  # the device has one result, and that reads it
-            if step.captured is not None:
-                self._compute.replay(step.captured.samples[step.kind])
+            graph = None if step.captured is None else step.captured.samples.get(step.kind)
+            if graph is not None:
+                self._compute.replay(graph)
             else:
                 self._launch_sample(step.batch, step.kind)
         self._compute.record(step.done)

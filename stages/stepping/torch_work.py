@@ -56,7 +56,8 @@ class TorchWork:
         self.slots: SlotState = step_state.make_slots(make, num_slots, max_model_len, cache.block_size)
         width = self.slots.tables.shape[1]
         self._buffers: StepBuffers = step_state.make_buffers(make, num_slots, max_step_tokens, width)
-        self._logits: Tensor | None = None  # of the step, or of the graph, that is between its halves
+        self._num_slots = num_slots
+        self._logits: Tensor | None = None  # [S, V] of the step between its halves; made by the first forward pass
 
     @torch.inference_mode()
     def take_news(self) -> None:
@@ -79,13 +80,22 @@ class TorchWork:
             logits_rows=buffers.logits_rows,
             num_decode=batch.num_rows if batch.is_decode else 0,  # a graph serves any mix of lengths
         )
-        self._logits = self._decoder.forward(inputs, self._cache)
+        self._keep(self._decoder.forward(inputs, self._cache))
+
+    @torch.inference_mode()
+    def _keep(self, logits: Tensor) -> None:
+        """Puts logits [L, V] where every graph and every launch finds them: a step may be half one, half the other.
+        Costs them once more read and written, 156 MB for 256 rows of 151,936 in half precision, and memory for a step's
+        logits once, where a graph's own would have to be kept for each size."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self._num_slots, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)
 
     @torch.inference_mode()
     def sample(self, batch: Batch, kind: int) -> None:
         assert self._logits is not None
         sampled_slots = self._buffers.sampled_slots[: batch.num_rows]
-        chosen = self._choose(self._logits, self.slots, sampled_slots, kind)
+        chosen = self._choose(self._logits[: batch.num_rows], self.slots, sampled_slots, kind)
         self._kernels.settle(self._memory.result[:, : batch.num_rows], chosen, sampled_slots, self.slots)
 
     @torch.inference_mode()

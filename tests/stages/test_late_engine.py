@@ -98,6 +98,23 @@ def test_choices_of_one_prompt_share_its_blocks_and_part_when_they_differ(checkp
     assert again.answers == ran.answers, "the noise depends on seed and position alone"
 
 
+def test_what_only_a_row_asks_for_its_token_leaves_the_forward_pass_of_all_in_its_graph(checkpoint: Path) -> None:
+    found: list[Any] = []
+
+    def find(engine: Engine) -> None:
+        found.append(engine.pipeline.stages["execute"].runner)  # type: ignore[attr-defined]
+
+    asks = [(prompt, greedy(9)) for prompt in prompts(5, 20)] + [([5, 6, 7], greedy(9, logprobs=4))]
+    right, ran = both(checkpoint, asks, late(), prepare=find)
+    graphs = found[-1].line.graphs
+    assert ran.answers == right.answers and ran.num_attended == 0
+    assert graphs.num_eager == 0 and graphs.num_replayed > 8
+    ours, theirs = (each.outputs[5].outputs[0].logprobs for each in (ran, right))
+    assert ours is not None and theirs is not None
+    assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-5)
+    assert [[top[0] for top in each.top] for each in ours] == [[top[0] for top in each.top] for each in theirs]
+
+
 def test_all_that_a_step_asks_of_the_device_is_asked_by_a_thread_that_uses_the_stream_of_steps(
     checkpoint: Path,
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -203,21 +204,30 @@ class Told:
         self.place = Place(torch.device("cpu"), 0, self.rows.append, self.wrong.append)
 
 
+GREEDY, DRAWN = (gates.Ask("a", kind) for kind in gates.KINDS[:2])
+
+
+def said(*answers: list[int], num_preempted: int = 0, logprob: float = 0.0) -> tuple[list[gates.Answer], int]:
+    return [gates.Answer(ids, [(logprob, 1, [])]) for ids in answers], num_preempted
+
+
 def test_a_setting_that_changes_an_answer_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     depths = ({"steps_in_flight": 1}, {"steps_in_flight": 2}, {"steps_in_flight": 4})
     gate = gates.Gate("depth", {"dtype": "float32"}, depths)
-    monkeypatch.setattr(gates, "answers", lambda options, *_: [[7], [options["steps_in_flight"] // 4]])
-    gates.pass_gate(told.place, gate, {}, ["a", "b"], 1)
-    assert told.wrong == ["depth: answer 1 with {'steps_in_flight': 4} is not the one with {'steps_in_flight': 1}"]
+    monkeypatch.setattr(gates, "answers", lambda options, *_: said([7], [options["steps_in_flight"] // 4]))
+    gates.pass_gate(told.place, gate, {}, [GREEDY, GREEDY], 1)
+    assert told.wrong == [
+        "depth: greedy answer 1 with {'steps_in_flight': 4} is not the one with {'steps_in_flight': 1}"
+    ]
     assert [row["tokens"] for row in told.rows] == [2, 2, 2]
 
 
 def test_a_setting_that_no_engine_has_is_told_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
-    monkeypatch.setattr(gates, "answers", lambda *_: [[7]])
+    monkeypatch.setattr(gates, "answers", lambda *_: said([7]))
     gate = gates.Gate("speed", {}, ({"is_faster": True}, {"steps_in_flight": 2}))
-    gates.pass_gate(told.place, gate, {}, ["a"], 1)
+    gates.pass_gate(told.place, gate, {}, [GREEDY], 1)
     assert told.rows[0] == {"gate": "speed", "is_faster": True, "skipped": "the engine has no setting is_faster yet"}
     assert told.rows[1]["tokens"] == 1 and not told.wrong
 
@@ -225,15 +235,55 @@ def test_a_setting_that_no_engine_has_is_told_and_not_tried(monkeypatch: pytest.
 def test_settings_that_an_engine_refuses_are_complained_of_and_the_others_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(options: dict[str, Any], *_: Any) -> list[list[int]]:
+    def refuse(options: dict[str, Any], *_: Any) -> tuple[list[gates.Answer], int]:
         if options["block_size"] == 3:
             raise ConfigError("three")
-        return [[7]]
+        return said([7])
 
     told = Told()
     monkeypatch.setattr(gates, "answers", refuse)
-    gates.pass_gate(told.place, gates.Gate("size", {}, ({"block_size": 3}, {"block_size": 4})), {}, ["a"], 1)
+    gates.pass_gate(told.place, gates.Gate("size", {}, ({"block_size": 3}, {"block_size": 4})), {}, [GREEDY], 1)
     assert told.wrong == ["size: the engine refuses {'block_size': 3}: three"] and told.rows[0]["block_size"] == 4
+
+
+def test_answers_that_are_drawn_by_another_noise_may_differ_and_by_the_same_may_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variants = ({"attention_backend": "triton", "seed": 0}, {"attention_backend": "triton", "seed": 1})
+    gate = gates.Gate("noise", {}, (*variants, {"attention_backend": "torch", "seed": 2}))
+    monkeypatch.setattr(gates, "missing_settings", lambda settings: iter(()))
+    monkeypatch.setattr(gates, "answers", lambda options, *_: said([7], [options["seed"]]))
+    told = Told()
+    gates.pass_gate(told.place, gate, {}, [GREEDY, DRAWN], 1)
+    assert told.wrong == [f"noise: drawn answer 1 with {variants[1]} is not the one with {variants[0]}"]
+
+
+def test_a_bit_of_a_log_probability_counts_where_equal_bits_are_promised_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gates, "answers", lambda options, *_: said([7], logprob=1e-9 * options["steps_in_flight"]))
+    variants = ({"steps_in_flight": 1}, {"steps_in_flight": 2})
+    for has_equal_bits in (False, True):
+        told = Told()
+        gates.pass_gate(told.place, gates.Gate("bits", {}, variants, has_equal_bits), {}, [GREEDY], 1)
+        assert bool(told.wrong) == has_equal_bits
+
+
+def test_a_gate_that_was_to_take_blocks_away_and_took_none_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "answers", lambda options, *_: said([7], num_preempted=options["num_cpu_blocks"]))
+    told = Told()
+    gates.pass_gate(told.place, gates.Gate("tight", {}, (gates.RECOMPUTE, gates.SWAP)), {}, [GREEDY], 1)
+    assert told.wrong == [f"tight: nobody lost its blocks with {gates.RECOMPUTE}, so that was not tried"]
+
+
+def test_bits_that_depend_on_the_company_are_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shift, num_wrong in ((0.0, 0), (1e-9, 2)):
+        found = lambda llm, asks, n, shift=shift: said(*([7] for _ in asks), logprob=shift * len(asks))[0]  # noqa: E731
+        monkeypatch.setattr(gates, "generate", found)
+        monkeypatch.setattr(gates, "engine_of", lambda settings: nullcontext())
+        told = Told()
+        gates.compare_company(told.place, gates.GATES[1], {}, ["a"], 3, 1)
+        assert len(told.wrong) == num_wrong and told.rows[0]["company"] == 3
 
 
 # ---- the sanitizer --------------------------------------------------------------------------------------------------
@@ -247,5 +297,20 @@ def test_what_the_sanitizer_finds_is_complained_of(tmp_path: Path, monkeypatch: 
         tool.write_text(f'#!/bin/sh\necho "Invalid read $1 $2"\nexit {status}\n')
         tool.chmod(0o755)
         sanitizer.run(told.place)
-    assert told.rows == [{"tool": "memcheck", "status": 0}, {"tool": "memcheck", "status": 86}]
-    assert told.wrong == ["memcheck: exit status 86: Invalid read --tool memcheck\n"]
+    assert told.rows == [{"tool": check, "status": status} for status in (0, 86) for check in ("memcheck", "racecheck")]
+    assert told.wrong == [
+        f"{check}: exit status 86: Invalid read --tool {check}\n" for check in ("memcheck", "racecheck")
+    ]
+
+
+def test_a_check_of_the_sanitizer_that_takes_too_long_is_stopped_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / sanitizer.TOOL
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(sanitizer, "CHECK_LIMIT_S", 0.01)
+    told = Told()
+    sanitizer.run(told.place)
+    assert [row["stopped_after_s"] for row in told.rows] == [0.01, 0.01] and not told.wrong

@@ -22,8 +22,13 @@ PARTS = (
     Part("steps-8b", "steps:run_large", 170, "the same of Llama-3.1-8B"),
     Part("workload", "workload:run", 80, "256 requests, prompts and answers of 100 to 1024 tokens, through the engine"),
     Part("transformers", "transformers_batching:run", 140, "the same requests through transformers' batching"),
-    Part("gates", "gates:run", 110, "the same greedy text with graphs and without, at any depth, by either backend"),
-    Part("sanitizer", "sanitizer:run", 80, "the kernels on tiny shapes under compute-sanitizer"),
+    Part(
+        "gates",
+        "gates:run",
+        110,
+        "the same answers with graphs and without, at any depth, preempted or not, in any company",
+    ),
+    Part("sanitizer", "sanitizer:run", 80, "the kernels on tiny shapes under compute-sanitizer: memcheck, racecheck"),
 )
 LIMIT_S = 900  # of all parts together
 PART_LIMIT_S = 240

@@ -1,4 +1,8 @@
-"""The checks of the kernels, on tiny shapes, under NVIDIA's compute-sanitizer, which looks at each access to memory."""
+"""The checks of the kernels, on tiny shapes, under NVIDIA's compute-sanitizer, which looks at each access to memory.
+
+One looks at where each access goes, the other at accesses to shared memory that nothing orders. Either is stopped when
+it has had its share of the part's time, and that is told.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from .place import Place
 
 TOOL = "compute-sanitizer"
 PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
-CHECKS = ("memcheck",)  # racecheck and initcheck take a multiple of its time
+CHECKS = ("memcheck", "racecheck")
+CHECK_LIMIT_S = 38.0
 FOUND_STATUS = 86  # that the tool is told to end with where it found something
 
 
@@ -24,7 +29,10 @@ def run(place: Place) -> None:
         place.tell({"skipped": f"{TOOL} is not installed"})
         return
     for check in CHECKS:
-        place.tell({"tool": check, "status": sanitize(place, tool, check)})
+        try:
+            place.tell({"tool": check, "status": sanitize(place, tool, check)})
+        except subprocess.TimeoutExpired:
+            place.tell({"tool": check, "stopped_after_s": CHECK_LIMIT_S})
 
 
 def sanitize(place: Place, tool: str, check: str) -> int:
@@ -35,7 +43,9 @@ def sanitize(place: Place, tool: str, check: str) -> int:
         command += ["--out", str(Path(folder) / "lines.jsonl")] + ["--dry"] * place.is_dry
         # Without torch's own pools each tensor is an allocation, so that an access beside one is seen.
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=False, timeout=CHECK_LIMIT_S
+        )
     if done.returncode:
         tail = (done.stdout + done.stderr)[-2000:]
         place.complain(f"{check}: exit status {done.returncode}: {tail}")

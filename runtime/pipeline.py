@@ -88,6 +88,7 @@ class Pipeline(Graph):
         self.on_crash: list[OnCrash] = []  # called when a stage has crashed, before anything is mended
         self.lane_reader: str | None = None  # the stage that reads the control lane
         self.entry_capacity = OPEN_END_CAPACITY  # requests that have come in and were not looked at
+        self.bells: BellTower | None = None  # wakes stages; None: the env's usual one, see `_bells`
         self.watch: Watch | None = None  # there once it has started
         self.stacks_elsewhere: list[dict[str, Any]] = []  # told last of tasks and threads in another process
         self._owns_env = True
@@ -150,7 +151,7 @@ class Pipeline(Graph):
         self._health = Health("loading")
         self.loop = asyncio.get_running_loop()
         self._make_channels()
-        bells = BellTower(STAGES_AT_ONCE) if self.env.is_live else OwnTurns()
+        bells = self._bells()
         for name, stage in self.stages.items():
             self.runners[name] = self._make_runner(name, stage, bells)
         if self.exit is not None:
@@ -279,6 +280,12 @@ class Pipeline(Graph):
             raise NotServing(self._health) from None
 
     # -- inside
+
+    def _bells(self) -> BellTower:
+        """Several stages in a turn of the loop; in simulation, which draws the order of turns, one."""
+        if self.bells is not None:
+            return self.bells
+        return BellTower(STAGES_AT_ONCE) if self.env.is_live else OwnTurns()
 
     def _make_channels(self) -> None:
         for edge in self.edges:

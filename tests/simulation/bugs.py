@@ -96,6 +96,19 @@ def missed_wake_up() -> AbstractContextManager[None]:
     return changed(Channel, "_wait_for_room", change)
 
 
+def bells_beyond_a_turn_forgotten() -> AbstractContextManager[None]:
+    """Of stages that are rung for together, those beyond what is woken in one turn of the loop sleep on."""
+
+    def change(wake_some: Any) -> Any:
+        def forgetful(self: BellTower) -> None:
+            wake_some(self)
+            self._rung.clear()
+
+        return forgetful
+
+    return changed(BellTower, "_wake_some", change)
+
+
 def duplicate_terminal_event() -> AbstractContextManager[None]:
     """A choice that has ended says so again whenever its client looks."""
 
@@ -489,6 +502,7 @@ BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
         lost_free_on_abort,
         double_free,
         missed_wake_up,
+        bells_beyond_a_turn_forgotten,
         duplicate_terminal_event,
         early_reuse,
         sleeping_client,

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.runtime.bells import BellTower
 from millrace.runtime.log import captured_logs
 from millrace.runtime.pipeline import Busy, NotServing
 from millrace.runtime.simloop import SimEnv, SimResult, run
@@ -86,6 +87,7 @@ class Setup:
     cut_probability: float  # when schedule takes work: that three in ten of the live requests are cancelled at once
     ends: str  # "all": when every client is served; "drain" or "stop": in the middle
     ends_at_s: float
+    woken_at_once: int | None = None  # stages, in one turn of the loop, as in a process; None: each in its own turn
     is_late: bool = False  # the device runs on streams, behind the host
 
 
@@ -150,6 +152,7 @@ def draw_setup(seed: int) -> Setup:
         cut_probability=dice.choice([0.0, 0.0, 0.02, 0.2]),
         ends=dice.choice(["all"] * 8 + ["drain", "stop"]),
         ends_at_s=duration_s * dice.random(),
+        woken_at_once=Random(f"bells/{seed}").choice([None, None, None, 1, 2, 8]),
     )
 
 
@@ -333,6 +336,8 @@ class World:
         edges[:] = [replace(e, capacity=next(capacities)) if e.when_full == "wait" else e for e in edges]
         parts.pipeline.entry_capacity = next(capacities)
         parts.schedule.max_waiting = self.setup.max_waiting
+        if self.setup.woken_at_once is not None:
+            parts.pipeline.bells = BellTower(self.setup.woken_at_once)
         cache = parts.allocate.allocator.cache
         if cache is not None:
             cache.min_tokens_to_wait_for = cache.min_tokens_to_fork = 1

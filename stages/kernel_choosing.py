@@ -28,6 +28,8 @@ from .sampling_table import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, 
 PLAIN, TRUNCATED, EDITED = 0, 1, 2  # kinds of sampling, as a step line knows them; each does all that those before do
 KINDS = (PLAIN, TRUNCATED, EDITED)
 SCORED = 4  # and with log-probabilities: SCORED * (1 + k) more, where k of the likeliest are wanted
+# Kernels are compiled for a number of candidates, rounded up to a power of two: one just above each, and the most.
+COMPILED_TOPS = (0, 1, 2, 3, 5, 9, 17, MAX_LOGPROBS)
 
 # what a step tells of a scored row, [S, SCORE_WIDTH] i32; floats by their bits
 LOGPROB, RANK, TOP_IDS, TOP_LOGPROBS = 0, 1, 2, 2 + MAX_LOGPROBS
@@ -98,6 +100,21 @@ class KernelChoosing(Choosing):
         if has_any(rows.needs, LOGPROBS):
             scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, least)
         return Choice(np.maximum(found, 0), found < 0, scored)
+
+    @property
+    def scored_kinds(self) -> tuple[int, ...]:
+        """Kinds that between them launch every kernel of scores. Those of raw logits are the same for all."""
+        kinds = (PLAIN,) if self.logprobs_mode == "raw_logprobs" else KINDS
+        return tuple(kind + SCORED * (1 + k) for kind in kinds for k in COMPILED_TOPS)
+
+    def warm_masks(self, dtype: torch.dtype) -> None:
+        """Launches what only rows with a grammar need, so that it is made at the start. Logits are of `dtype`."""
+        table = self.table
+        logits = self._zeros((1, table.vocab_size), dtype)
+        slots = self._zeros((1,), torch.int64)
+        masks = self._zeros((1, -(-table.vocab_size // 32)), torch.int32)
+        tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
+        self._kernels.edit(logits, self._rows, slots, slots, *tables, masks, slots)
 
     def kind(self, slots: Indices) -> int | None:
         """How `choose_on_device` is to choose for rows of these slots; None: the host must see their logits."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from ...model.cache import KVCache
 from ...model.decoder import Decoder
 from ...runtime.streams import Streams
@@ -58,11 +60,13 @@ def assemble(
     runner.read_tables(work.slots.tables)
     line = StepLine(streams, memory, work, graphs, ends, sampler)
     streams.wait()  # what the weights and the cache were made by ran on another stream
+    decode, mixed = batches_of(num_slots, config.num_step_tokens)
     captured = None
     if config.enforce_eager:
-        decode, mixed = batches_of(num_slots, config.num_step_tokens)
-        line.warm([*decode[:1], *mixed[:1]], KINDS)
+        line.warm([*mixed, *decode], KINDS)
     else:
         captured = line.capture(clock)
+    line.warm(decode[:1], choosing.scored_kinds)
+    choosing.warm_masks(torch.float32 if device.type == "cpu" else runner.decoder.dtype)
     model = LateModel(line, work, runner, sampler, choosing)
     return Late(model, partial(LateDevice, line), captured)

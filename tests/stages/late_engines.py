@@ -67,6 +67,8 @@ async def run(
             if engine.host_tier is not None:
                 engine.host_tier.rates = None  # swap whenever there is room
             prepare(engine)
+            model = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
+            num_before = model.num_attended if isinstance(model, LateModel) else 0
             counted = _count_copies(engine) if streams is not None else []
             requests = [
                 Request(f"r{i}", (Prompt(token_ids=as_token_ids(prompt)),), params)
@@ -79,11 +81,10 @@ async def run(
             ]
             ran.info = engine.info
             ran.num_preemptions = engine.scheduler.num_preemptions
-            model = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
             device = engine.pipeline.stages["execute"].device  # type: ignore[attr-defined]
             assert isinstance(model, LateModel) == isinstance(device, LateDevice) == (streams is not None)
             if isinstance(model, LateModel):
-                ran.num_attended, ran.num_steps = model.num_attended, model.line._num_submitted
+                ran.num_attended, ran.num_steps = model.num_attended - num_before, model.line._num_submitted
                 ran.num_copied = len(counted)
                 ran.num_gaps = device.idle_gaps_us.num_observed
             return ran

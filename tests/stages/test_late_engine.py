@@ -18,7 +18,12 @@ from millrace.runtime.log import captured_logs
 from millrace.runtime.stage import Stage
 from millrace.stages.engine import Engine
 from millrace.stages.errors import ConfigError
+from millrace.stages.kernel_choosing import EDITED, KINDS, PLAIN, SCORED, TRUNCATED, KernelChoosing
+from millrace.stages.messages import StepGrant
 from millrace.stages.params import SamplingParams
+from millrace.stages.stepping.graphs import Batch, batches_of
+from millrace.stages.stepping.submission import StepLine
+from millrace.stages.stepping.torch_work import TorchWork
 from tests.model.checkpoints import make_checkpoint
 from tests.stages.late_engines import SMALL, both, greedy, late, prompts, run
 
@@ -135,6 +140,55 @@ def test_all_that_a_step_asks_of_the_device_is_asked_by_a_thread_that_uses_the_s
     asks = [([5, 6, 7], greedy(3)), ([8, 9], greedy(3, allowed_token_ids=(20, 21)))]
     asyncio.run(run(checkpoint, asks, streams, watch))
     assert set(seen) == {("start", "compute"), ("compute", "compute"), ("note", "compute")}
+
+
+def test_when_it_is_ready_a_real_step_has_run_in_every_graph_and_in_every_way_to_choose(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    kinds: set[int] = set()
+    begin = StepLine.forward
+
+    def noting(line: StepLine, grant: StepGrant, kind: int = 0, **more: Any) -> Any:
+        kinds.add(kind)
+        return begin(line, grant, kind, **more)
+
+    def find(engine: Engine) -> None:
+        found.append(engine.pipeline.stages["execute"].runner)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(StepLine, "forward", noting)
+    asyncio.run(run(checkpoint, [], late(), find, max_num_batched_tokens=200))
+    (model,) = found
+    num_replays = {batch: each.forward.num_replays for batch, each in model.line.graphs._captured.items()}
+    assert len(num_replays) == 6 and min(num_replays.values()) > 1, (
+        f"once without rows, behind the capture: {num_replays}"
+    )
+    assert kinds >= {PLAIN, TRUNCATED, EDITED} and max(kinds) >= SCORED and model.num_attended > 0
+
+
+@pytest.mark.parametrize(("mode", "num_kinds"), [("raw_logprobs", 1), ("processed_logprobs", 3)])
+def test_an_engine_without_graphs_has_run_every_size_and_every_kernel_of_scores_before_it_is_ready(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mode: str, num_kinds: int
+) -> None:
+    sizes: set[Batch] = set()
+    kinds: set[int] = set()
+    monkeypatch.setattr(TorchWork, "forward", noted(sizes, TorchWork.forward))
+    monkeypatch.setattr(KernelChoosing, "choose_on_device", noted(kinds, KernelChoosing.choose_on_device))
+    asyncio.run(run(checkpoint, [], late(), enforce_eager=True, max_num_batched_tokens=200, logprobs_mode=mode))
+    decode, mixed = batches_of(8, 200)
+    assert sizes >= {*decode, *mixed} and kinds >= {*KINDS}
+    assert {kind // SCORED - 1 for kind in kinds if kind >= SCORED} == {0, 1, 2, 3, 5, 9, 17, 20}
+    assert len({kind % SCORED for kind in kinds if kind >= SCORED}) == num_kinds
+
+
+def noted(seen: set[Any], run: Any) -> Any:
+    """`run`, whose last argument is put into `seen`."""
+
+    def noting(*args: Any) -> Any:
+        seen.add(args[-1])
+        return run(*args)
+
+    return noting
 
 
 def test_the_sizes_that_were_captured_and_the_time_it_took_are_told(checkpoint: Path) -> None:

@@ -109,6 +109,7 @@ class Sizing:
         cache += f"{max_model_len} tokens at once"
         how = "computed" if is_host else "measured"
         swap = f"{self.host_blocks} blocks of sequences that are swapped out" if self.host_blocks else "not used"
+        swap_bytes = pool_bytes(self.host_blocks, self.bytes_per_block, is_pinned=not is_host)
         rows = [
             MemoryRow("weights", needs.weights, f"the model's tensors{_kept_as(config.quantization)}, measured"),
             MemoryRow("state", needs.state, f"tables for {config.max_num_seqs} sequences of {max_model_len} tokens"),
@@ -116,7 +117,7 @@ class Sizing:
             MemoryRow("logits", needs.logits, f"{config.max_num_seqs} rows, and choosing tokens from them"),
             MemoryRow("graphs", needs.graphs, "CUDA graphs, estimated" if needs.graphs else "not used"),
             MemoryRow("kv_cache", blocks * self.bytes_per_block, cache),
-            MemoryRow("swap", self.host_blocks * self.bytes_per_block, swap, "device" if is_host else "host"),
+            MemoryRow("swap", swap_bytes, swap, "device" if is_host else "host"),
         ]
         if not is_host:
             rows.append(MemoryRow("other", needs.other, "driver, kernels' code, other processes"))
@@ -201,7 +202,8 @@ def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> N
 
 
 def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, device: str) -> int:
-    """Blocks of the pool for swapped sequences, 0 for none, and no more than all slots could ever use.
+    """Blocks of the pool for swapped sequences, 0 for none, and no more than all slots could ever use. For a `cuda`
+    device the pool is pinned, see `pool_bytes`; of a size that is ours to choose, no more is taken than fits even so.
 
     Raises `ConfigError` if more memory was asked for than the machine has.
     """
@@ -213,11 +215,21 @@ def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: i
         wanted = int(config.swap_space * 2**30) // bytes_per_block
         blocks, source = min(most, wanted), f"swap_space = {config.swap_space:g} GiB"
     else:
-        return int(min(most, min(SWAP_GIB[device] * 2**30, free * SWAP_SHARE) // bytes_per_block))
-    if blocks * bytes_per_block > free:
-        needs = f"{source} needs {human(blocks * bytes_per_block)} of host memory"
+        room = int(min(SWAP_GIB[device] * 2**30, free * SWAP_SHARE))
+        if device == "cuda":
+            room = 1 << (room.bit_length() - 1) if room else 0
+        return min(most, room // bytes_per_block)
+    taken = pool_bytes(blocks, bytes_per_block, is_pinned=device == "cuda")
+    if taken > free:
+        needs = f"{source} needs {human(taken)} of host memory"
         raise ConfigError(f"{needs}, and {human(free)} are free: lower it")
     return blocks
+
+
+def pool_bytes(num_blocks: int, bytes_per_block: int, *, is_pinned: bool) -> int:
+    """What a pool on the host takes. Torch gives out pinned memory by powers of two, so up to twice what is asked."""
+    num_bytes = num_blocks * bytes_per_block
+    return 1 << (num_bytes - 1).bit_length() if is_pinned and num_bytes else num_bytes
 
 
 def free_host_bytes() -> int:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millrace.stages import sizing
 from millrace.stages.allocator import Allocator
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.host import HostTier
 from millrace.stages.messages import Direction, Rates, StepPlan
 from millrace.stages.params import SamplingParams
-from millrace.stages.sizing import num_host_blocks
+from millrace.stages.sizing import SWAP_GIB, num_host_blocks, pool_bytes
 from tests.stages.plans import plan
 
 pytest_plugins = ["millrace.stages.pytest_plugin"]
@@ -112,6 +114,21 @@ def test_the_pool_on_the_host_is_no_larger_than_all_slots_could_use():
     assert num_host_blocks(config, 1024, max_model_len=64, device="cpu") == 8
     assert num_host_blocks(EngineConfig(swap_space=0), 1024, max_model_len=64, device="cpu") == 0
     assert num_host_blocks(EngineConfig(num_cpu_blocks=5), 1024, max_model_len=64, device="cpu") == 5
+
+
+def test_a_pinned_pool_is_counted_by_the_power_of_two_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meminfo").write_text(f"MemTotal: 64 kB\nMemAvailable: {40 * 2**10} kB\n")
+    monkeypatch.setattr(sizing, "MEMINFO", tmp_path / "meminfo")
+    assert [pool_bytes(count, 1000, is_pinned=True) for count in (0, 1, 32, 33)] == [0, 1024, 32_768, 65_536]
+    assert pool_bytes(33, 1000, is_pinned=False) == 33_000
+    blocks = {device: num_host_blocks(EngineConfig(), 2**20, max_model_len=2048, device=device) for device in SWAP_GIB}
+    assert blocks == {"cpu": 5, "cuda": 4}, "an eighth of 40 MiB"
+    config = EngineConfig(num_cpu_blocks=33)
+    assert num_host_blocks(config, 2**20, max_model_len=2048, device="cpu") == 33
+    with pytest.raises(ConfigError, match="num_cpu_blocks = 33 needs 64 MiB of host memory, and 40 MiB are free"):
+        num_host_blocks(config, 2**20, max_model_len=2048, device="cuda")
 
 
 def test_more_swap_space_than_the_machine_has_is_refused_with_what_is_free():

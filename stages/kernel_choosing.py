@@ -117,7 +117,8 @@ class KernelChoosing(Choosing):
         self._kernels.edit(logits, self._rows, slots, slots, *tables, masks, slots)
 
     def kind(self, slots: Indices) -> int | None:
-        """How `choose_on_device` is to choose for rows of these slots; None: the host must see their logits."""
+        """How `choose_on_device` is to choose for rows of these slots; None: the host must see the logits of some, and
+        then of all, as a step is chosen for in one piece."""
         needs = self.table.needs[slots]
         if has_any(needs, GRAMMAR | THINKING | POOLED):
             return None

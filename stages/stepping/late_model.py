@@ -4,6 +4,9 @@ Most steps are submitted and no more: their input comes from the device, and so 
 *attended*, see `submission.py`: those with a row whose choice needs the host (a grammar, a thinking budget, allowed
 tokens, bad words, a user's processor), with drafts, with a pooled sequence, or with a prompt that is scored. They run
 as on any device, by runner and sampler, and between them and the others nothing differs but the time.
+
+NOTE: one such row takes the whole step along: every row beside it is computed without a graph, behind all earlier steps
+and before any later one, as with one step in flight. What overlaps then is the making of masks alone.
 """
 
 from __future__ import annotations
@@ -64,6 +67,8 @@ class LateModel:
         return self.line.attended(step, tokens)
 
     def _kind(self, grant: StepGrant) -> int | None:
+        """How the device chooses all of the step's tokens; None: the step is attended, whole, for the sake of the rows
+        that need it."""
         if grant.drafts is not None or self.runner.wants_more(grant):
             return None
         return self._choosing.kind(grant.slots[grant.is_sampled])

@@ -1,4 +1,8 @@
-"""What a loaded model needs of a CPU's memory, and of the host's beside a GPU, computed: the input of `sizing.py`."""
+"""What a loaded model needs of memory, computed: the input of `sizing.py`.
+
+On a CPU that is all of it but the weights. On a GPU it is what no trial shows: the tables of runner and sampler, what a
+device keeps that is not waited for, and a guess at its graphs; weights and the largest step are measured there.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from .measuring import (
     sizing_on_cpu,
     slot_bytes,
 )
-from .memory import Machine
+from .memory import Machine, MemoryTable
 from .phases import Phases
 from .pooler import Pooler
 from .runner import ModelRunner
@@ -64,42 +64,24 @@ def load_on_torch(
     """Loads the checkpoint in `root`. Raises as `load_model` does. `streams` stand for the device's own."""
     device = choose_device(config, threads)
     kernels = backend.load(_backend_name(config, device))
-    check_kv_dtype(config, device, kernels.name)
-    if config.deterministic and kernels.name != "triton":
-        raise ConfigError(
-            f"deterministic: attention_backend = {kernels.name} may sum in another order in another batch; triton, on "
-            "a GPU, does not"
-        )
+    _check_backend(config, device, kernels.name)
     streams = _streams(config, streams, device, kernels.name)
     with phases("weights"):
-        dtype = torch_dtype(config, shape.dtype)
-        name = str(dtype).removeprefix("torch.")
-        check_room_for_weights(shape, name, lambda _: dtype.itemsize, str(device), _free_bytes(device))
-        weights = load_weights(
-            root, shape, device, dtype, load_format=config.load_format, is_batch_invariant=config.deterministic
-        )
-        make_decoder = partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic)
-        decoder = make_decoder(max_positions=max_model_len)
+        make_decoder = _load_weights(config, root, shape, device, kernels)
     with phases("cache"):
-        bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, dtype))
-        host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, device.type)
         is_late = streams is not None
-        memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_late=is_late).plan(max_model_len)
-        if memory.max_model_len < max_model_len:  # auto
-            max_model_len = memory.max_model_len
-            decoder = make_decoder(max_positions=max_model_len)
-        runner = make_runner(
-            config, shape, decoder, memory.num_blocks, max_model_len, host_blocks, is_block_major=is_late or None
-        )
+        runner, memory, host_blocks = _make_room(config, shape, make_decoder, max_model_len, is_late=is_late)
+        max_model_len = memory.max_model_len
     with phases("rates"):
         rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
+    dtype = _name_of(torch_dtype(config, shape.dtype))
     return Computing(
         runner=runner,
         backend=kernels.name,
         device=str(device),
-        dtype=name,
+        dtype=dtype,
         quantization=None,
-        kv_cache_dtype=name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         max_model_len=max_model_len,
         memory=memory,
         num_host_blocks=host_blocks,
@@ -109,6 +91,47 @@ def load_on_torch(
         choosing=_choosing(kernels.name, is_late=is_late),
         assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
     )
+
+
+def _check_backend(config: EngineConfig, device: torch.device, kernels: backend.BackendName) -> None:
+    """Raises `ConfigError` for what these kernels can not do."""
+    check_kv_dtype(config, device, kernels)
+    if config.deterministic and kernels != "triton":
+        raise ConfigError(
+            f"deterministic: attention_backend = {kernels} may sum in another order in another batch; triton, on "
+            "a GPU, does not"
+        )
+
+
+def _load_weights(
+    config: EngineConfig, root: Path, shape: ModelConfig, device: torch.device, kernels: backend.Backend
+) -> Callable[..., Decoder]:
+    """What makes decoders with the checkpoint's weights, which are loaded."""
+    dtype = torch_dtype(config, shape.dtype)
+    check_room_for_weights(shape, _name_of(dtype), lambda _: dtype.itemsize, str(device), _free_bytes(device))
+    weights = load_weights(
+        root, shape, device, dtype, load_format=config.load_format, is_batch_invariant=config.deterministic
+    )
+    return partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic)
+
+
+def _make_room(
+    config: EngineConfig, shape: ModelConfig, make_decoder: Callable[..., Decoder], max_model_len: int, *, is_late: bool
+) -> tuple[ModelRunner, MemoryTable, int]:
+    """A runner with the cache that there is memory for, what that comes to, and the number of blocks on the host. The
+    table's `max_model_len` is shorter where it was left to us and more does not fit."""
+    decoder = make_decoder(max_positions=max_model_len)
+    bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
+    host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
+    memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_late=is_late).plan(max_model_len)
+    if memory.max_model_len < max_model_len:
+        decoder = make_decoder(max_positions=memory.max_model_len)
+    sizes = (memory.num_blocks, memory.max_model_len, host_blocks)
+    return make_runner(config, shape, decoder, *sizes, is_block_major=is_late or None), memory, host_blocks
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _streams(

@@ -144,7 +144,8 @@ class CoreStages:
         """Records from now on, which is before the pipeline starts. The caller closes the recorder when it has stopped.
         Raises `ConfigError` for a file that can not be made."""
         engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
-        recorder = Recorder(path, engine, with_token_ids=config.record_token_ids)
+        lookup = (config.prompt_lookup_min, config.prompt_lookup_max) if engine.most_drafts else None
+        recorder = Recorder(path, engine, with_token_ids=config.record_token_ids, lookup=lookup)
         try:
             recorder.open(env)
         except OSError as error:

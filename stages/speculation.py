@@ -20,7 +20,7 @@ import numpy as np
 
 from .config import EngineConfig
 from .lineup import Lineup
-from .messages import Drafts, Guess, Indices
+from .messages import Drafts, Guess, Indices, TokenRequest
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .sequences import Sequence
@@ -42,7 +42,7 @@ def num_speculative_tokens(config: EngineConfig, info: ModelInfo) -> int:
     return config.num_speculative_tokens if is_on else 0
 
 
-def may_draft(sequence: Sequence) -> bool:
+def may_draft(sequence: Sequence | TokenRequest) -> bool:
     """Whether the choice of each of its tokens depends on logits, seed and position alone, so that several may be
     chosen at once. Log-probabilities may be asked for."""
     params = sequence.params

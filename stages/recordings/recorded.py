@@ -28,6 +28,7 @@ from .recording import (
     read_guess,
 )
 from .recording import read_void as _read_void
+from .repeats import Repeats, read_repeats
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_ITEMS = 65_536  # of a list in a line
@@ -56,6 +57,7 @@ class ScheduleCall:
     lane: Sequence[tuple[int, str]]  # (sequence, cause), in order
     plans: Sequence[Fields]
     failed: Sequence[int]  # sequences given up
+    repeats: Sequence[tuple[int, Repeats]] = ()  # of sequences that ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +107,7 @@ class Recording:
             given = Given("header", header)
             self.began_s = given.number("began_s", -1e12)
             self.began_wall_s = given.number("began_wall_s")
+            self.tells_repeats = header.get("repeats") is not None
         except Wrong as error:
             raise RecordingError(f"{path}:1: {error}") from None
 
@@ -150,7 +153,8 @@ class Recording:
         taken = [self._taken(item, unchanged) for item in _objects(told, "in")]
         plans = [NO_DRAFTS | {"accepted": []} | unchanged.put_back("plan", plan) for plan in _objects(told, "plans")]
         failed = Given("schedule", {"failed": [], **told}).wholes("failed", 2**53)
-        return ScheduleCall(number, time_s, taken, _lane(told), plans, failed)
+        repeats = [read_repeats(each, self.engine) for each in _objects(told, "repeats")]
+        return ScheduleCall(number, time_s, taken, _lane(told), plans, failed, repeats)
 
     def _taken(
         self, item: dict[str, Any], unchanged: Unchanged

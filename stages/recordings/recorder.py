@@ -32,6 +32,7 @@ from .recording import (
     report_fields,
     void_fields,
 )
+from .repeats import Answers
 from .veil import Veil
 
 FLUSH_S = 0.1  # between two writes
@@ -48,14 +49,25 @@ class Recorder:
     raises: what can not be written any more ends the recording, which says so, and the engine goes on.
 
     An existing file is left alone: the recording then goes to the first of `path`.1, `path`.2, ... that is free.
+
+    With a `lookup`, the least and the most last tokens that drafts are found by, it tells how answers repeat what was
+    said.
     """
 
-    def __init__(self, path: Path, engine: RecordedEngine, *, with_token_ids: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        engine: RecordedEngine,
+        *,
+        with_token_ids: bool = False,
+        lookup: tuple[int, int] | None = None,
+    ) -> None:
         self.path = path
         self.is_open = False
         self.num_calls = 0  # recorded
         self._engine = engine
         self._with_token_ids = with_token_ids
+        self._lookup = lookup
         self._encoder: _Encoder | None = None
         self._calls: list[tuple[Any, ...]] = []  # not handed to the thread yet
         self._waiting_bytes = 0  # estimated, of those and of what the thread has
@@ -73,13 +85,15 @@ class Recorder:
         self._env, self._worker = env, env.worker("recorder")
         self.path, self._file = _create(self.path)
         veil = None if self._with_token_ids else Veil(env.secret("recorder.veil", 32))
-        self._encoder = _Encoder(env.now(), veil, has_cache=self._engine.enable_prefix_caching)
+        answers = None if self._lookup is None else Answers(*self._lookup)
+        self._encoder = _Encoder(env.now(), veil, has_cache=self._engine.enable_prefix_caching, answers=answers)
         header = {
             "millrace_recording": VERSION,
             "began_wall_s": env.wall_time(),
             "began_s": env.now(),
             "tokens": "hidden" if veil is not None else "plain",
             "engine": self._engine.to_fields(),
+            "repeats": None if self._lookup is None else dict(zip(("least", "most"), self._lookup, strict=True)),
         }
         self._file.write(orjson.dumps(header) + b"\n")
         self._file.flush()
@@ -181,9 +195,10 @@ def _dumps(line: Fields) -> bytes:
 class _Encoder:
     """From calls to lines. Belongs to the thread."""
 
-    def __init__(self, began_s: float, veil: Veil | None, *, has_cache: bool) -> None:
+    def __init__(self, began_s: float, veil: Veil | None, *, has_cache: bool, answers: Answers | None = None) -> None:
         self._began_s = began_s
         self._veil = veil
+        self._answers = answers
         self._has_cache = has_cache
         self._unchanged = Unchanged()
 
@@ -201,15 +216,17 @@ class _Encoder:
         self, batch: Sequence[Any], causes: Mapping[int, str], plans: Sequence[StepPlan], failed: Sequence[int]
     ) -> Fields:
         taken = [self._taken(message) for message in batch]
+        over = [sequence_id for sequence_id, cause in causes.items() if cause not in ("park", "unpark")]
+        over += failed
         if self._veil is not None:
-            over = [sequence_id for sequence_id, cause in causes.items() if cause not in ("park", "unpark")]
-            for sequence_id in (*over, *failed):
+            for sequence_id in over:
                 self._veil.end(sequence_id)
         made = {
             "in": taken,
             "lane": [[sequence_id, cause] for sequence_id, cause in causes.items()],
             "plans": [self._unchanged.leave_out("plan", plan_fields(plan)) for plan in plans],
             "failed": list(failed),
+            "repeats": [] if self._answers is None else self._answers.take(batch, over),
         }
         return {name: value for name, value in made.items() if value}
 

@@ -1,8 +1,10 @@
 """What a recording is: JSON lines that say what schedule and allocate were told, in order, and what they decided.
 
-    {"millrace_recording": 2, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...}}
+    {"millrace_recording": 2, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...},
+     "repeats": {"least": 2, "most": 6}}
     {"t": 1.25, "schedule": {"in": [{"add": {...}}, {"done": {...}}, {"report": 7}, {"guess": {...}}],
-                             "lane": [[3, "cancel"]], "plans": [{...}], "failed": []}}
+                             "lane": [[3, "cancel"]], "plans": [{...}], "failed": [],
+                             "repeats": [{"sequence_id": 3, "counts": [...], "found": [...], "right": [...]}]}}
     {"t": 1.25, "allocate": {"rates": [[copy_s, compute_s]], "answers": [{"report": {...}, "grant": {...}}]}}
     {"t": 1.25, "reset_prefix_cache": 12}
     {"t": 9.00, "end": "closed"}
@@ -12,7 +14,9 @@ on the engine's clock, on which that was `began_s`. A message is an object with 
 as in the message of its kind before is left out (`Unchanged`). Positions and places are written less the step's number,
 so that rows which go on decoding do not change. Prompts and answers are there as numbers that show what is alike and
 not what it says (`veil.py`), unless ids were asked for. Of guesses and drafts only is told how many tokens they are:
-nothing that is decided depends on more.
+nothing that is decided depends on more. Where the engine may draft, each sequence that ends is told with how it repeats
+what was said (`repeats.py`; not at all: it does nowhere), found by so many last tokens as the first line says: nothing
+was decided by it, and a simulation drafts by it.
 
 This file knows the format, both ways, and no file: `recorder.py` writes one, `recorded.py` reads one. Nothing read here
 is trusted.

@@ -18,6 +18,7 @@ import orjson
 from ..messages import Ints, StepDone, TokenRequest
 from .recorded import Recording, RecordingError, ScheduleCall
 from .recording import Given, Wrong, shown
+from .repeats import Repeats
 
 MAX_TOKENS = 2**24  # of a prompt or an answer in a trace
 HASH_BLOCK = 512  # tokens that a hash id of Mooncake's stands for
@@ -36,6 +37,7 @@ class TraceRequest:
     leaves_s: float | None = None  # after its arrival, its client is gone
     priority: int = 0
     cache_salt: str = ""
+    repeats: Repeats | None = None  # how the answer repeats what was said; None: nowhere, or it is not known
 
     def tokens(self, number: int) -> Ints:
         """[P] ids that are the same as another's as far as the trace says so; `number` is the request's own."""
@@ -55,6 +57,7 @@ class Trace:
 
     requests: Sequence[TraceRequest]
     tells_prefixes: bool  # whether it is known what prompts have in common
+    tells_repeats: bool = False  # whether it is known how answers repeat what was said
 
     def scaled(self, *, times: float = 1.0, lengths: float = 1.0, most: int | None = None) -> Trace:
         """The first `most` of it, with arrivals `times` as far apart and prompts and answers `lengths` as long."""
@@ -86,6 +89,7 @@ def from_recording(recording: Recording) -> Trace:
     num_answered: dict[int, int] = {}
     over: set[int] = set()
     left_s: dict[int, float] = {}
+    repeats: dict[int, Repeats] = {}
     for call in recording:
         if not isinstance(call, ScheduleCall):
             continue
@@ -95,6 +99,7 @@ def from_recording(recording: Recording) -> Trace:
             elif isinstance(message, StepDone):
                 num_answered.update(zip(message.sequence_ids.tolist(), (message.places + 1).tolist(), strict=True))
                 over.update(message.sequence_ids[message.is_finished].tolist())
+        repeats.update(call.repeats)
         for sequence_id, cause in call.lane:
             if cause == "finish":
                 over.add(sequence_id)
@@ -115,12 +120,13 @@ def from_recording(recording: Recording) -> Trace:
                 leaves_s=None if leaves_s is None else leaves_s + recording.began_s - request.arrival_s,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                repeats=repeats.get(sequence_id),
             )
         )
     if not requests:
         raise RecordingError(f"{recording.path}: nobody asked anything in it")
     requests.sort(key=lambda request: request.arrival_s)
-    return Trace(requests, recording.engine.enable_prefix_caching)
+    return Trace(requests, recording.engine.enable_prefix_caching, recording.tells_repeats)
 
 
 def _read_csv(path: Path) -> Iterator[TraceRequest]:

@@ -104,3 +104,13 @@ def _look_after_each_call(parts: ScriptedPipeline, look: Callable[[ScriptedPipel
         look(parts)
 
     log.schedule, log.allocate = schedule, allocate  # type: ignore[method-assign]
+
+
+def spoil(told: Any, dice: Random) -> None:
+    """Changes one value of a line that was read, wherever."""
+    while True:
+        key = dice.choice(list(told) if isinstance(told, dict) else range(len(told)))
+        if not isinstance(told[key], (dict, list)) or not told[key] or dice.random() < 0.2:
+            break
+        told = told[key]
+    told[key] = dice.choice([None, -1, 0, 7, 2**40, 1.5, "x", "", [], {}, [[]], True, [1, 2, 3], {"step": 1}])

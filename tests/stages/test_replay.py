@@ -25,7 +25,7 @@ from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.time_machine import TimeMachine
 from millrace.stages.testing import ScriptedPipeline, scripted_engine, scripted_pipeline
 from tests.counts import FULL
-from tests.stages.recordings import TIGHT, record, requests
+from tests.stages.recordings import TIGHT, record, requests, spoil
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +286,7 @@ def test_a_recording_with_one_wrong_value_is_refused_with_its_line_or_differs(lo
     for _ in range(2000 if FULL else 40):
         number = dice.randrange(1, len(lines))
         told = orjson.loads(lines[number])
-        _spoil(told, dice)
+        spoil(told, dice)
         path.write_bytes(b"\n".join([*lines[:number], orjson.dumps(told), *lines[number + 1 :], b""]))
         try:
             replay = Replay(Recording(path)).run()
@@ -296,13 +296,3 @@ def test_a_recording_with_one_wrong_value_is_refused_with_its_line_or_differs(lo
         else:
             outcomes["same" if replay.difference is None else "differs"] += 1
     assert outcomes["refused"] > 5 and outcomes["differs"] > 5
-
-
-def _spoil(told: Any, dice: Random) -> None:
-    """Changes one value, wherever."""
-    while True:
-        key = dice.choice(list(told) if isinstance(told, dict) else range(len(told)))
-        if not isinstance(told[key], (dict, list)) or not told[key] or dice.random() < 0.2:
-            break
-        told = told[key]
-    told[key] = dice.choice([None, -1, 0, 7, 2**40, 1.5, "x", "", [], {}, [[]], True, [1, 2, 3], {"step": 1}])

@@ -29,6 +29,7 @@ FIT = "fit-from-recording"
 # what the engine calls a setting -> what a recording does, if that is another name
 RENAMED = {"num_gpu_blocks": "num_blocks", "num_cpu_blocks": "num_host_blocks"}
 OF_DOOR = tuple(spec.name for spec in fields(Door))
+OF_DRAFTS = ("speculation", "num_speculative_tokens")
 OF_ENGINE = tuple(
     name for name in EngineConfig.__dataclass_fields__ if RENAMED.get(name, name) in RecordedEngine.__dataclass_fields__
 )
@@ -91,6 +92,8 @@ def simulate(options: argparse.Namespace) -> list[Row]:
         fixed["enable_prefix_caching"] = False
     swept = dict(_sweep(text) for text in options.sweep or ())
     combinations = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+    if not trace.tells_repeats and any(_most_drafts(fitted.engine, {**fixed, **varied}) for varied in combinations):
+        print("the trace does not say how answers repeat what was said: nobody drafts", file=sys.stderr)
     return [Row(varied, run_one(trace, fitted, {**fixed, **varied})) for varied in combinations]
 
 
@@ -153,8 +156,8 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def _known(name: str, text: str) -> str:
-    if name not in (*OF_ENGINE, *OF_DOOR) or "=" not in text:
-        names = ", ".join((*OF_ENGINE, *OF_DOOR))
+    if name not in (*OF_ENGINE, *OF_DRAFTS, *OF_DOOR) or "=" not in text:
+        names = ", ".join((*OF_ENGINE, *OF_DRAFTS, *OF_DOOR))
         raise ConfigError(f"{text}: must be name=value, with one of {names}")
     return name
 
@@ -162,8 +165,9 @@ def _known(name: str, text: str) -> str:
 def _apply(engine: RecordedEngine, settings: Mapping[str, Any]) -> tuple[RecordedEngine, Door, Policy | None]:
     """Checked as an engine's own settings are."""
     of_engine = {RENAMED.get(name, name): value for name, value in settings.items() if name in OF_ENGINE}
-    engine = replace(engine, **of_engine)
+    engine = replace(engine, **of_engine, most_drafts=_most_drafts(engine, settings))
     values = {name: getattr(engine, RENAMED.get(name, name)) for name in OF_ENGINE}
+    values |= {name: settings[name] for name in OF_DRAFTS if name in settings}
     if "scheduler" not in settings:
         values["scheduler"] = "priority"
     config = EngineConfig(**values)
@@ -177,3 +181,11 @@ def _apply(engine: RecordedEngine, settings: Mapping[str, Any]) -> tuple[Recorde
         )
     policy = make_policy(config) if "scheduler" in settings or "priority_ageing_s" in settings else None
     return engine, Door(**{name: settings[name] for name in OF_DOOR if name in settings}), policy
+
+
+def _most_drafts(engine: RecordedEngine, settings: Mapping[str, Any]) -> int:
+    """Drafts of a step with these settings; "auto" is as it was when the cost model was made."""
+    asked, usual = settings.get("speculation", "auto"), engine.most_drafts or EngineConfig().num_speculative_tokens
+    is_on = asked == "ngram" or (asked == "auto" and engine.most_drafts > 0)
+    num_tokens: int = settings.get("num_speculative_tokens", usual)
+    return num_tokens if is_on else 0

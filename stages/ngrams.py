@@ -7,6 +7,7 @@ when that pays (`speculation.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -39,6 +40,13 @@ def continuation(tokens: Ints, least: int, most: int, num_tokens: int) -> tuple[
     start = int(found[-1]) + 1
     places = start + np.arange(num_tokens) % (len(tokens) - start)
     return tokens[places].astype(np.intp), num_matched
+
+
+class Drafter(Protocol):
+    """Guesses of sequences that are served."""
+
+    def guess(self, table: SlotTable, slot: int) -> Guess:
+        """What may come next of the sequence in `slot`, by what is told of it."""
 
 
 @dataclass(slots=True)

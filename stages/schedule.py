@@ -12,7 +12,7 @@ from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
 from .line_trace import LineTrace
 from .messages import Guess, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
-from .ngrams import NgramDrafter
+from .ngrams import Drafter
 from .policy import Policy
 from .scheduler import Limits, Scheduler
 
@@ -44,7 +44,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         limits: Limits,
         max_waiting: int = 512,
         policy: Policy | None = None,
-        drafter: NgramDrafter | None = None,
+        drafter: Drafter | None = None,
         first_step: int = 0,
     ) -> None:
         self.scheduler = Scheduler(limits, policy, first_step)

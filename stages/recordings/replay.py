@@ -23,6 +23,7 @@ from ..allocate import Allocate
 from ..errors import ConfigError
 from ..host import HostTier
 from ..messages import PlanReport, Rates, StepGrant, StepPlan
+from ..ngrams import Drafter
 from ..policy import BUILT_IN, AgeingPriority, Policy
 from ..prefix import PrefixCache
 from ..schedule import Schedule
@@ -62,7 +63,8 @@ class Decision:
 
 class Core:
     """The two stages that decide, as an engine has them, driven call by call. With a `tracer` made of `env` they trace
-    what they do as they would in an engine; else nothing is traced."""
+    what they do as they would in an engine; else nothing is traced. Without a `drafter` there are no guesses but those
+    that schedule is given."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class Core:
         policy: Policy | None = None,
         env: VirtualEnv | None = None,
         tracer: Tracer | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         limits = Limits(
             max_num_seqs=engine.max_num_seqs,
@@ -87,7 +90,7 @@ class Core:
         self.env = env or VirtualEnv()
         self.tracer = tracer or Tracer(self.env, enabled=False)
         self.lane = ControlLane("control")
-        self.schedule = Schedule(limits, engine.max_waiting, policy or built_in_policy(engine))
+        self.schedule = Schedule(limits, engine.max_waiting, policy or built_in_policy(engine), drafter)
         self.allocate = Allocate(*sizes, cache, host)
         self.schedule.call_log = self.allocate.call_log = self._heard = _Heard()
         run_at_once(self.schedule.setup(self.context("schedule")))

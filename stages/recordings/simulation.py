@@ -25,8 +25,9 @@ from ..messages import Indices, Prompt, Request, StepDone, StepPlan, TokenReques
 from ..params import SamplingParams
 from ..policy import Policy
 from .cost_model import CostModel
-from .modelled_device import Flight, ModelledDevice
+from .modelled_device import Flight, ModelledDevice, ModelledDrafter
 from .recording import RecordedEngine
+from .repeats import Repeats
 from .replay import Core
 from .traces import Trace, TraceRequest
 
@@ -72,6 +73,8 @@ class Result:
     num_recomputed_tokens: int = 0
     cache_hit_rate: float = 0.0  # share of prompt tokens that were found
     most_rows: int = 0  # of any step
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of those
 
     def summary(self) -> dict[str, float | int | None]:
         """The figures of a table: rates are per second of the whole, times in milliseconds."""
@@ -97,6 +100,8 @@ class Result:
             "cache_hit_rate": self.cache_hit_rate,
             "device_busy": self.busy_s / seconds,
             "most_rows": self.most_rows,
+            "draft_tokens": self.num_draft_tokens,
+            "accepted_tokens": self.num_accepted_tokens,
             "num_steps": self.num_steps,
         }
 
@@ -128,13 +133,15 @@ class Simulation:
         self, engine: RecordedEngine, model: CostModel, door: Door | None = None, policy: Policy | None = None
     ) -> None:
         door = door or Door()
-        self.core = Core(engine, policy)
+        self._repeats: dict[int, Repeats] = {}  # of the answers to those that have come, by sequence
+        drafter = ModelledDrafter(self._repeats, engine.most_drafts) if engine.most_drafts else None
+        self.core = Core(engine, policy, drafter=drafter)
         self._model = model
         self._intake = Intake(
             RequestLimits(VOCAB_SIZE, engine.max_model_len), door.max_admitted_requests, door.max_waiting_requests
         )
         run_at_once(self._intake.setup(self.core.context("intake")))
-        self._device = ModelledDevice(model, engine.max_num_seqs)
+        self._device = ModelledDevice(model, engine.max_num_seqs, self._repeats)
         self._tokenized: deque[TokenRequest] = deque()  # that schedule does not want yet
         self._reports: list[Any] = []  # that woke nobody
         self._outcomes: list[Outcome] = []
@@ -198,6 +205,8 @@ class Simulation:
         self._outcomes.append(outcome)
         params = SamplingParams(max_tokens=asked.num_answer, ignore_eos=True)
         tokens = asked.tokens(number)
+        if asked.repeats is not None:
+            self._repeats[number] = asked.repeats
         request = Request(
             str(number),
             (Prompt(token_ids=tokens),),
@@ -240,7 +249,10 @@ class Simulation:
         is_first = done.places == 0
         for number in done.sequence_ids[is_first].tolist():
             self._begin(number, now_s)
-        self._gaps.append(now_s - self._last_token_s[done.slots[~is_first]])
+        gaps_s = now_s - self._last_token_s[done.slots]
+        if done.most_tokens > 1:
+            gaps_s[1:][done.slots[1:] == done.slots[:-1]] = 0.0  # a token that comes with others
+        self._gaps.append(gaps_s[~is_first])
         self._last_token_s[done.slots] = now_s
         for row in np.flatnonzero(done.is_finished).tolist():
             self._end(int(done.sequence_ids[row]), int(done.places[row]) + 1, now_s)
@@ -268,6 +280,8 @@ class Simulation:
         result.itl_s = np.concatenate([*self._gaps, np.repeat(even[:, 0], even[:, 1].astype(np.intp))])
         result.num_preemptions = scheduler.num_preemptions
         result.num_recomputed_tokens = scheduler.num_recomputed_tokens
+        result.num_draft_tokens = scheduler.speculation.num_draft_tokens
+        result.num_accepted_tokens = scheduler.speculation.num_accepted_tokens
         if cache is not None and cache.num_queries:
             result.cache_hit_rate = cache.num_hits / cache.num_queries
         return result

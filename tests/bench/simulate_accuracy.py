@@ -2,10 +2,11 @@
 
 A run of a model on this CPU (random weights of a real shape, or with `--shape bundled` the bundled one, whose steps are
 so short that what surrounds them counts as much) is recorded and a cost model fitted to it. The same requests then run
-live with other settings, and are simulated with those. A machine is faster at one time than at another (a shared one by
-tens of per cent), so each live run is held against the prediction of a recording that was made a moment before, and
-what counts of several such pairs is their median. Compared are output tokens per second, the median and the 99th
-percentile of the time to the first token, and the order of the settings by each of them.
+live with other settings, and are simulated with those, as the recording tells of them: drafts, which few sequences at
+once make where steps are native, turn out as right as they would have in it. A machine is faster at one time than at
+another (a shared one by tens of per cent), so each live run is held against the prediction of a recording that was made
+a moment before, and what counts of several such pairs is their median. Compared are output tokens per second, the
+median and the 99th percentile of the time to the first token, and the order of the settings by each of them.
 
 Requests come in a burst, so that with every setting most of them wait, and waiting times follow from how fast steps
 are. Near the rate that a setting can just serve they do not: a few per cent more or less of speed there is a queue that
@@ -37,7 +38,7 @@ from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
 from millrace.stages.recordings.cost_model import Fitted, fit
 from millrace.stages.recordings.recorded import Recording
-from millrace.stages.recordings.traces import Trace, TraceRequest
+from millrace.stages.recordings.traces import Trace, TraceRequest, from_recording
 
 from .shapes import SHAPES, make_checkpoint
 
@@ -132,11 +133,11 @@ def measure(model: str | None, trace: Trace, num_repeats: int, folder: Path) -> 
             path = folder / f"run-{len(fits)}.jsonl"
             recorded = asyncio.run(run_live(model, trace, RECORDED, path))
             live = asyncio.run(run_live(model, trace, settings))
-            fitted = fit(Recording(path))
+            fitted, asked = fit(Recording(path)), from_recording(Recording(path))
             path.unlink()
             fits.append(fitted)
-            selves.append(errors(recorded, predict(trace, fitted, RECORDED)))
-            found.append((live, predict(trace, fitted, settings)))
+            selves.append(errors(recorded, predict(asked, fitted, RECORDED)))
+            found.append((live, predict(asked, fitted, settings)))
             told = {name: f"{value:+.1%}" for name, value in errors(*found[-1]).items()}
             print(settings, {name: round(value, 1) for name, value in live.items()}, told, flush=True)
     rows = []

@@ -1,4 +1,4 @@
-"""How answers repeat what was said: what recordings tell of it."""
+"""How answers repeat what was said: what recordings tell of it, and simulations that draft by it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import numpy as np
 import orjson
 import pytest
 
+from millrace.deploy.cli import main
 from millrace.runtime.simloop import SimEnv, run
 from millrace.stages import Engine, SamplingParams
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Guess, Prompt, Request, StepDone, TokenRequest
 from millrace.stages.ngrams import continuation
-from millrace.stages.recordings.cost_model import CostModel
+from millrace.stages.recordings.cost_model import CostModel, Fitted, fit
 from millrace.stages.recordings.recorded import AllocateCall, Recording, RecordingError, ScheduleCall
+from millrace.stages.recordings.recording import RecordedEngine
 from millrace.stages.recordings.repeats import MOST_RIGHT, Answers, Found, Repeats, repeats_of
 from millrace.stages.recordings.replay import Replay
-from millrace.stages.recordings.simulation import Simulation
-from millrace.stages.recordings.traces import read_trace
+from millrace.stages.recordings.simulation import Result, Simulation
+from millrace.stages.recordings.traces import Trace, TraceRequest, read_trace
 from millrace.stages.testing import Script, ScriptedPipeline, scripted_pipeline
 from tests.counts import count, first_seed
 from tests.stages.recordings import TIGHT, record, spoil
@@ -38,6 +40,22 @@ CONFIG = EngineConfig(
     speculation="ngram",
     prompt_lookup_min=1,
     prompt_lookup_max=2,
+)
+
+ENGINE = RecordedEngine(
+    num_blocks=64,
+    num_host_blocks=0,
+    block_size=16,
+    max_model_len=256,
+    max_num_seqs=2,
+    max_num_batched_tokens=64,
+    steps_in_flight=1,
+    enable_chunked_prefill=True,
+    enable_prefix_caching=False,
+    max_waiting=512,
+    scheduler="priority",
+    priority_ageing_s=None,
+    most_drafts=7,
 )
 
 
@@ -307,3 +325,102 @@ def test_with_one_wrong_value_repeats_are_refused_or_simulated(crowded: Path, tm
             assert {outcome.how for outcome in result.outcomes} == {"finished"}
             outcomes["simulated"] += 1
     assert min(outcomes.values()) > 5
+
+
+# -- simulations that draft
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
+def test_a_simulation_by_a_run_without_drafts_takes_the_steps_that_a_run_with_drafts_took(
+    crowded: Path, tmp_path: Path, max_num_seqs: int, steps_in_flight: int
+):
+    settings = {"max_num_seqs": max_num_seqs, "steps_in_flight": steps_in_flight}
+    live = serve(tmp_path / "run.jsonl", replace(CONFIG, **settings)).schedule.scheduler.speculation  # type: ignore[arg-type]
+    calls = list(Recording(tmp_path / "run.jsonl"))
+    steps = [grant for call in calls if isinstance(call, AllocateCall) for grant in call.grants if grant is not None]
+    fitted, trace = fit(Recording(crowded)), read_trace(crowded)
+    result = Simulation(replace(fitted.engine, **settings), fitted.model).run(trace)  # type: ignore[arg-type]
+    assert live.num_accepted_tokens > 20
+    assert result.num_steps == len(steps)
+    assert result.num_draft_tokens == live.num_draft_tokens
+    assert result.num_accepted_tokens == live.num_accepted_tokens
+    assert result.duration_s == pytest.approx(calls[-1].time_s, rel=0.01)
+    assert len(result.itl_s) == sum(outcome.num_tokens - 1 for outcome in result.outcomes)
+
+
+@pytest.mark.slow
+def test_drafts_are_simulated_where_memory_runs_out(crowded: Path):
+    sizes = {"max_num_seqs": 2, "max_model_len": 128, "num_blocks": 9}
+    trace, engine = read_trace(crowded), Recording(crowded).engine
+    tight, roomy = (
+        Simulation(replace(engine, **changed), CostModel(step_s=1.0)).run(trace)
+        for changed in (sizes, {**sizes, "num_blocks": 64})
+    )
+    assert tight.num_preemptions > 5 > roomy.num_preemptions == 0
+    assert [outcome.num_tokens for outcome in tight.outcomes] == [asked.num_answer for asked in trace.requests]
+    assert tight.num_accepted_tokens > 100
+
+
+def repeating(num_answer: int) -> TraceRequest:
+    """Its answer goes on as it began, from its first token on."""
+    return TraceRequest(0.0, 4, num_answer, repeats=Repeats([num_answer], [Found.SURE], [num_answer]))
+
+
+def simulate(*requests: TraceRequest) -> Result:
+    """Of a step that takes 1 s, and 0.1 s more for each row."""
+    return Simulation(ENGINE, CostModel(step_s=1.0, decode_row_s=0.1)).run(Trace(requests, False, True))
+
+
+def test_drafts_that_are_right_come_with_their_step_and_count_as_rows_of_it():
+    """A prompt; then 4 drafts and one token; then 7 and one; then what is left."""
+    result = simulate(repeating(17))
+    assert result.itl_s.tolist() == pytest.approx([1.5, 0, 0, 0, 0, 1.8, 0, 0, 0, 0, 0, 0, 0, 1.3, 0, 0])
+    assert (result.num_steps, result.num_draft_tokens, result.num_accepted_tokens) == (4, 13, 13)
+    assert result.outcomes[0].num_tokens == 17
+
+
+def test_drafts_that_are_wrong_cost_their_rows_and_bring_nothing():
+    wrong = TraceRequest(0.0, 4, 3, repeats=Repeats([3], [Found.SURE], [0]))
+    result = simulate(wrong)
+    assert result.itl_s.tolist() == pytest.approx([1.2, 1.1])  # one draft, as two tokens are left; none, as one is
+    assert (result.num_draft_tokens, result.num_accepted_tokens) == (1, 0)
+
+
+# -- the command
+
+
+def figures(*arguments: str, capsys: pytest.CaptureFixture[str], path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Of `millrace simulate`: the runs, and what it said besides."""
+    assert main(["simulate", *arguments, "--save-result", str(path)]) == 0
+    return orjson.loads(path.read_bytes()), capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_sweeps_drafts(crowded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    asked = ["--trace", str(crowded), "--cost-model", "fit-from-recording", "--set", "max_num_seqs=1"]
+    path = tmp_path / "result.json"
+    rows, said = figures(*asked, "--sweep", "speculation=auto,off,ngram", capsys=capsys, path=path)
+    assert [row["draft_tokens"] > 0 for row in rows] == [True, False, True] and "nobody drafts" not in said
+    assert rows[0]["num_steps"] == rows[2]["num_steps"] < rows[1]["num_steps"]
+    rows, _ = figures(*asked, "--sweep", "num_speculative_tokens=1,15", capsys=capsys, path=path)
+    assert rows[0]["num_steps"] > rows[1]["num_steps"]
+    assert main(["simulate", *asked, "--set", "num_speculative_tokens=65"]) == 3
+    assert "num_speculative_tokens = 65: must be at most 64" in capsys.readouterr().err
+    assert main(["simulate", *asked, "--set", "speculation=often"]) == 3
+    assert "speculation" in capsys.readouterr().err
+
+
+def test_the_command_says_that_nobody_drafts_where_a_trace_tells_no_repeats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    csv, model, path = tmp_path / "azure.csv", tmp_path / "model.json", tmp_path / "result.json"
+    csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,37,44\n")
+    Fitted(CostModel(step_s=1.0), ENGINE).save(model)
+    told = "the trace does not say how answers repeat what was said: nobody drafts\n"
+    asked = ["--trace", str(csv), "--cost-model", str(model)]
+    rows, said = figures(*asked, capsys=capsys, path=path)
+    assert said.count(told) == 1 and rows[0]["draft_tokens"] == 0
+    _, said = figures(*asked, "--set", "speculation=off", capsys=capsys, path=path)
+    assert told not in said

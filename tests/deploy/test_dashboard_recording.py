@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -114,10 +115,10 @@ def test_its_figures_are_those_of_the_time_machine(page: Any, recording: Path):
         assert figure(page, "num_preemptions") == len(moment.preemptions)
         assert figure(page, "num_running") == sum(each.state == "running" for each in moment.memory.sequences)
         show(page, "requests")
-        ids = {each.request_id for each in moment.memory.sequences}
-        until(page, f"document.querySelectorAll('tr[data-request]').length === {len(ids)}")
-        rows = page.locator("tr[data-request]").evaluate_all("rows => rows.map((row) => row.dataset.request)")
-        assert set(rows) == ids
+        ids = sorted({each.request_id for each in moment.memory.sequences})
+        rows = "[...document.querySelectorAll('tr[data-request]')].map((row) => row.dataset.request)"
+        shown = f"JSON.stringify([...new Set({rows})].sort())"  # what was there before may be drawn first
+        until(page, f"{shown} === JSON.stringify({json.dumps(ids)})")
         show(page, "pipeline")
         page.locator("[data-figure='position.last_granted']").wait_for()
         assert figure(page, "position.last_granted") == moment.memory.last_granted

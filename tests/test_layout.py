@@ -26,6 +26,7 @@ STAGE_FILES_WITH_TORCH = {
     "kv_dtype",
     "kernel_choosing",
     "torch_work",
+    "assembly",
     "cuda_streams",
     "encoder_loading",
     "encoder_runner",

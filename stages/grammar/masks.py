@@ -8,12 +8,13 @@ numpy; refuses to know tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ...runtime.env import Env
 from ...runtime.log import get_logger
+from ...runtime.side_thread import Pending
 from ..messages import Bools, Indices, Ints, Started
 from .grammars import Grammars
 from .structured import StructuredOutputs
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 NUM_THREADS = 2  # that a step's masks are made on, for batches of more than a few
-
-T = TypeVar("T", covariant=True)
 
 log = get_logger("millrace.stages")
 
@@ -34,12 +33,6 @@ class Allowed(NamedTuple):
     masks: Ints  # [n, W] a bit for each token, the lowest of a word first; EOS where the answer may end
     is_over: Bools  # [n] it can only end here
     has_failed: Bools  # [n] it can not go on, and is not complete
-
-
-class Pending(Protocol[T]):
-    """A job under way on another thread."""
-
-    def result(self) -> T: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -97,9 +97,10 @@ class Compiler:
         self.eos_ids = [i for i in vocabulary.eos_ids if i < vocabulary.vocab_size] or [vocabulary.vocab_size]
         num_bits = max(vocabulary.vocab_size, max(self.eos_ids) + 1)
         self.num_words = -(-num_bits // 32)
-        self.eos_words = np.zeros(self.num_words, np.uint32)  # the bits of all ends
-        for token_id in self.eos_ids:
-            self.eos_words[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self.is_end = np.zeros(32 * self.num_words, np.bool_)
+        self.is_end[self.eos_ids] = True
+        words = np.packbits(self.is_end.reshape(-1, 32), axis=1, bitorder="little").view("<i4")[:, 0]
+        self.ends = [(int(word), words[word]) for word in np.flatnonzero(words)]  # words with ends, and their bits
         self._tokenizer = _make_tokenizer(vocabulary, num_bits, self.eos_ids)
 
     def compile(self, grammar: str) -> LLMatcher:

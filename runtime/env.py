@@ -16,11 +16,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
 from .cpus import lower_priority
+from .side_thread import LiveSideThread, SideThread, name_of
 from .streams import Streams
 
 T = TypeVar("T")
@@ -56,15 +56,6 @@ class Worker(ABC):
     async def aclose(self) -> None:
         """Cancels the jobs that have not begun, waits for those that have, and ends the threads. The loop is never
         blocked. May be called again, also while a first call is under way."""
-
-
-class SideThread(ABC):
-    """One thread that takes jobs from any thread, in the order of `submit`, for callers that have no event loop: a
-    device thread leaves work to it and fetches the result later."""
-
-    @abstractmethod
-    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
-        """Queues `fn(*args)`; `result()` of what comes back waits for it, and raises what it raised."""
 
 
 class Env(ABC):
@@ -157,7 +148,7 @@ class LiveEnv(Env):
         self._streams: dict[str, random.Random] = {}
         self._handover = _Handover()
         self._workers: dict[_ThreadWorker, None] = {}
-        self._side_threads: list[_LiveSideThread] = []
+        self._side_threads: list[LiveSideThread] = []
         self._pool: Worker | None = None
         self._first: str | None = None  # the worker whose threads go first
 
@@ -182,7 +173,7 @@ class LiveEnv(Env):
         return worker
 
     def side_thread(self, name: str) -> SideThread:
-        thread = _LiveSideThread(name)
+        thread = LiveSideThread(name)
         self._side_threads.append(thread)
         return thread
 
@@ -343,22 +334,6 @@ class _ThreadWorker(Worker):
         self._handover.put(ended, None, None)
 
 
-class _LiveSideThread(SideThread):
-    """A side thread that is one."""
-
-    def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"millrace-{name}")
-        self.is_used = False
-
-    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
-        self.is_used = True
-        return self._executor.submit(fn, *args)
-
-    def close(self) -> None:
-        """Drops the jobs that have not begun and waits for the one that has."""
-        self._executor.shutdown(cancel_futures=True)
-
-
 def run_job(job: Job) -> tuple[Any, BaseException | None]:
     """Runs the job that has begun: its result or its error. What a future refuses to carry is wrapped, and so is what
     would read as the cancellation of whoever waits."""
@@ -372,8 +347,3 @@ def run_job(job: Job) -> tuple[Any, BaseException | None]:
         return None, wrapped
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: the thread lives on, the awaiter decides
         return None, error
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    """What errors call a job."""
-    return getattr(fn, "__qualname__", None) or repr(fn)

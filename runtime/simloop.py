@@ -31,7 +31,8 @@ from typing import Any, Generic, NoReturn, TypeVar, TypeVarTuple
 
 from anyio._backends._asyncio import CancelScope
 
-from .env import POOL_THREADS, Env, Job, SideThread, Worker, WorkerClosed, name_of, run_job, seeded_stream
+from .env import POOL_THREADS, Env, Job, Worker, WorkerClosed, run_job, seeded_stream
+from .side_thread import SideThread, name_of
 from .simpolicy import POLICIES, SimTask, policy_of
 
 __all__ = [

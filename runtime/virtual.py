@@ -9,7 +9,8 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
-from .env import Env, SideThread, Worker, seeded_stream
+from .env import Env, Worker, seeded_stream
+from .side_thread import SideThread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

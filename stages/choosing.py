@@ -22,8 +22,8 @@ from .messages import Bools, Indices, Ints, Started, TopLogprobs
 from .processors import LogitsProcessor
 from .sampling_table import EDITS, LOGPROBS, RANDOM, SamplingTable
 
-Choose = Callable[[Array, Bools, Drawing | None], tuple[Longs, Bools]]  # `maths.choose`, or what does as it does
-AllowOnly = Callable[[Array, Longs, Ints], None]  # `maths.allow_only`, or what does as it does
+# tokens of [n, V] logits, and which rows are broken: what `maths.choose` does with what grammars allow
+Choose = Callable[[Array, Bools, Drawing | None, Allowed | None], tuple[Longs, Bools]]
 
 NO_ROWS: Longs = np.zeros(0, np.int64)
 
@@ -54,19 +54,14 @@ class Choosing:
     """Chooses by numpy, or by torch wherever its tensors are."""
 
     def __init__(
-        self,
-        table: SamplingTable,
-        last_tokens: Array,
-        mode: LogprobsMode,
-        choose: Choose = maths.choose,
-        allow_only: AllowOnly = maths.allow_only,
+        self, table: SamplingTable, last_tokens: Array, mode: LogprobsMode, choose: Choose | None = None
     ) -> None:
         """`last_tokens` [S] is of the kind that logits are, and where they are."""
         self.table = table
         self.logprobs_mode: LogprobsMode = mode
         self.processor: LogitsProcessor | None = None
         self._arrays = arrays_of(last_tokens)
-        self._choose, self._allow_only = choose, allow_only
+        self._choose = choose or choose_among
         self._is_processed = np.zeros(len(last_tokens), np.bool_)
 
     def use(self, processor: LogitsProcessor) -> None:
@@ -80,24 +75,25 @@ class Choosing:
             if self._is_processed[started.slot]:
                 self.table.needs[started.slot] |= EDITS
 
-    def choose(self, rows: Rows, logits: Array, guided: Longs, allowed: Allowed | None) -> Choice:
-        """Tokens for n rows of `logits` [n, V], which may be changed. `guided` are those with a grammar, and `allowed`
-        is what it allows them, None if there are none."""
+    def choose(self, rows: Rows, logits: Array, allowed: Allowed | None) -> Choice:
+        """Tokens for n rows of `logits` [n, V], which may be changed. `allowed` is what grammars allow; None: none of
+        the rows has one."""
         asked = rows.that_need(LOGPROBS)
         is_raw = self.logprobs_mode == "raw_logprobs"
         scored = self._arrays.take(logits, asked) if len(asked) and is_raw else None  # a copy
         if has_any(rows.needs, EDITS):
             logits = self._arrays.floats(logits)
             self._edit(rows.slots, logits)
-        if allowed is not None:
-            self._allow_only(logits, guided, allowed.masks)
         if len(asked) and not is_raw:
+            if allowed is not None:
+                maths.allow_only(logits, allowed.rows, allowed.taken)
+                allowed = None
             scored = self._processed(logits, asked, rows)
         if not len(rows.slots):
             return Choice(NO_ROWS, np.zeros(0, np.bool_))
         is_random = rows.needs & RANDOM != 0
         drawing = self._drawing(rows.slots, rows.places) if np.count_nonzero(is_random) else None
-        return Choice(*self._choose(logits, is_random, drawing), scored)
+        return Choice(*self._choose(logits, is_random, drawing, allowed), scored)
 
     def note(self, slots: Indices, token_ids: Longs) -> None:
         """Each of `slots` got a token. Called where any of the rows had edits."""
@@ -210,6 +206,15 @@ class Choosing:
             drawing = self._drawing(at[cut], self.table.num_generated[at[cut]])  # its randomness is not looked at
             arrays.put(found, cut, maths.truncated(arrays.take(found, cut), drawing))
         return found
+
+
+def choose_among(
+    logits: Array, is_random: Bools, drawing: Drawing | None, allowed: Allowed | None
+) -> tuple[Longs, Bools]:
+    """`maths.choose`, among what is allowed."""
+    if allowed is not None:
+        maths.allow_only(logits, allowed.rows, allowed.taken)
+    return maths.choose(logits, is_random, drawing)
 
 
 def has_any(needs: NDArray[np.uint8], bit: int) -> bool:

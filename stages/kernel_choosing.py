@@ -85,13 +85,13 @@ class KernelChoosing(Choosing):
             self._bias[slot, :num_biased] = self._upload(table.bias[slot, :num_biased])
         self._end_ids[slot, : len(ends)] = self._upload(ends)
 
-    def choose(self, rows: Rows, logits: Tensor, guided: Longs, allowed: Allowed | None) -> Choice:
+    def choose(self, rows: Rows, logits: Tensor, allowed: Allowed | None) -> Choice:
         if not len(rows.slots):
             return Choice(NO_ROWS, np.zeros(0, np.bool_))
         slots, positions = self._upload(np.stack([rows.slots, self.table.num_prompt[rows.slots] + rows.places]))
         edited = logits
         if has_any(rows.needs, EDITS) or allowed is not None:
-            edited = self._edited(rows, slots, positions, logits, guided, allowed)
+            edited = self._edited(rows, slots, positions, logits, allowed)
         least = None
         if np.count_nonzero(self.table.is_truncated[rows.slots] & (rows.needs & RANDOM != 0)):
             least = self._kernels.thresholds(edited, self._rows, slots)
@@ -189,23 +189,15 @@ class KernelChoosing(Choosing):
 
     # -- parts
 
-    def _edited(
-        self,
-        rows: Rows,
-        slots: Tensor,
-        positions: Tensor,
-        logits: Tensor,
-        guided: Longs,
-        allowed: Allowed | None,
-    ) -> Tensor:
+    def _edited(self, rows: Rows, slots: Tensor, positions: Tensor, logits: Tensor, allowed: Allowed | None) -> Tensor:
         """Logits in f32, new, with all that was asked for. The mask comes with the other edits, but behind a user's
         processor where a row has one."""
         is_processed = self.processor is not None and bool(self._is_processed[rows.slots].any())
         masks = mask_rows = None
         if allowed is not None and not is_processed:
-            masks = self._upload(allowed.masks)
+            masks = self._upload(allowed.taken)
             mask_of = np.full(len(rows.slots), -1, np.int64)
-            mask_of[guided] = np.arange(len(guided))
+            mask_of[allowed.rows] = np.arange(len(allowed.rows))
             mask_rows = self._upload(mask_of)
         tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
         edited = self._kernels.edit(logits, self._rows, slots, positions, *tables, masks, mask_rows)
@@ -214,7 +206,7 @@ class KernelChoosing(Choosing):
         if is_processed:
             self._process(rows.slots, edited)
             if allowed is not None:
-                maths.allow_only(edited, guided, allowed.masks)
+                maths.allow_only(edited, allowed.rows, allowed.taken)
         return edited
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from .arrays import Array
 from .choosing import Choosing
 from .computing import Computing
 from .config import EngineConfig
+from .grammar.masks import Allowed
 from .logits import Bools, Drawing, Longs
 from .measuring import check_room_for_weights, sizing_on_cpu
 from .phases import Phases
@@ -103,7 +104,7 @@ def load_natively(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        choosing=partial(Choosing, choose=partial(_choose, model), allow_only=model.hide),
+        choosing=partial(Choosing, choose=partial(_choose, model)),
         enter=partial(os.sched_setaffinity, 0, threads.pinned[:1]) if threads.pinned else None,
     )
 
@@ -112,20 +113,18 @@ def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
     log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
 
 
-def _choose(model: NativeModel, logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Longs, Bools]:
-    """`logits.choose`, by the library."""
+def _choose(
+    model: NativeModel, logits: Array, is_random: Bools, drawing: Drawing | None, allowed: Allowed | None
+) -> tuple[Longs, Bools]:
+    """`choose_among`, by the library."""
     numbers = np.ascontiguousarray(logits, np.float32)
-    if drawing is None:
-        return model.choose(numbers, is_random)
-    return model.choose(
-        numbers,
-        is_random,
-        temperature=drawing.temperature,
-        top_k=drawing.top_k,
-        top_p=drawing.top_p,
-        min_p=drawing.min_p,
-        u=drawing.u,
-    )
+    asked: dict[str, Any] = {}
+    if drawing is not None:
+        names = ("temperature", "top_k", "top_p", "min_p", "u")
+        asked = {name: getattr(drawing, name) for name in names}
+    if allowed is not None:
+        asked |= {"masks": allowed.masks, "mask_rows": allowed.mask_of_each(len(numbers))}
+    return model.choose(numbers, is_random, **asked)
 
 
 def _fill(model: NativeModel, root: Path, shape: ModelConfig, load_format: str) -> None:

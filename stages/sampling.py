@@ -15,7 +15,7 @@ from . import logits as maths
 from .arrays import Array, arrays_of
 from .choosing import NO_ROWS, Choosing, MakeChoosing, Rows, has_any
 from .config import LogprobsMode
-from .grammar.masks import Allowed, GrammarMasks
+from .grammar.masks import GrammarMasks
 from .logits import Longs
 from .messages import (
     Bools,
@@ -152,12 +152,16 @@ class Sampler:
             places = places + runs.offsets
         rows = Rows(slots, places, needs)
         guided = rows.that_need(GRAMMAR)
-        allowed = self._allowed(slots[guided]) if len(guided) else None
-        choice = self.choosing.choose(rows, logits, guided, allowed)
+        allowed, over = None, NO_ROWS
+        if len(guided):
+            assert self.masks is not None, "a sequence has a grammar, and this sampler was made without masks"
+            allowed = self.masks.read(guided, slots)
+        choice = self.choosing.choose(rows, logits, allowed)
         token_ids, is_broken = choice.token_ids, choice.is_broken
+        if self.masks is not None and allowed is not None:
+            over = self.masks.over(allowed, token_ids, is_broken)
         if has_any(needs, THINKING):
             table.steer(slots, np.flatnonzero(needs & THINKING), token_ids)
-        over = NO_ROWS if allowed is None else guided[allowed.is_over]
         token_ids[over], is_broken[over] = table.eos_token_id, False
         if has_any(needs, EDITS):
             self.choosing.note(slots, token_ids)
@@ -204,14 +208,6 @@ class Sampler:
             return {}
         assert self.pooler is not None, "a pooled sequence, and no pooler"
         return self.pooler.take(slots)
-
-    def _allowed(self, slots: Indices) -> Allowed:
-        """What the grammars of `slots` allow. To end is not allowed where `ignore_eos` asks for more."""
-        assert self.masks is not None, "a sequence has a grammar, and this sampler was made without masks"
-        allowed = self.masks.read(slots)
-        goes_on = np.flatnonzero(self.table.ignores_eos[slots])
-        self.masks.forbid_end(allowed, goes_on)
-        return allowed
 
 
 def _rows_of_tokens(tokens: StepTokens, rows: Indices) -> StepTokens:

@@ -43,18 +43,9 @@ class Choices(Structure):
         ("logits", c_void_p),
         *((name, c_int64) for name in ("num_rows", "vocab_size")),
         *((name, c_void_p) for name in ("is_random", "temperature", "top_k", "top_p", "min_p", "u")),
-        *((name, c_void_p) for name in ("token_ids", "is_broken")),
-    ]
-
-
-class Masks(Structure):
-    """`Masks` of source/sampling.h."""
-
-    _fields_ = [
-        ("logits", c_void_p),
-        *((name, c_int64) for name in ("num_rows", "vocab_size")),
-        *((name, c_void_p) for name in ("rows", "words")),
+        ("masks", c_void_p),
         ("num_words", c_int64),
+        *((name, c_void_p) for name in ("mask_rows", "token_ids", "is_broken")),
     ]
 
 
@@ -109,8 +100,6 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_norm.restype = None
     library.millrace_head.argtypes = [model, c_void_p, c_int64, c_void_p]
     library.millrace_head.restype = c_int32
-    library.millrace_hide.argtypes = [model, POINTER(Masks)]
-    library.millrace_hide.restype = None
     library.millrace_choose.argtypes = [model, POINTER(Choices)]
     library.millrace_choose.restype = c_int32
     if not library.millrace_is_supported():

@@ -309,22 +309,6 @@ class NativeModel:
         self._check(self._library.millrace_head(self._model, hidden.ctypes.data, len(hidden), out.ctypes.data))
         return out
 
-    def hide(self, logits: Floats, rows: Longs, masks: NDArray[np.int32]) -> None:
-        """In each of `rows` [n] of `logits` [L, V], none of them twice, the tokens whose bits are 0 in `masks` [n, W]
-        become -inf. W holds at least V bits, the lowest of each word first."""
-        vocab_size, num_words = logits.shape[1], masks.shape[1]
-        assert len(masks) == len(rows) and 32 * num_words >= vocab_size, f"{masks.shape} masks of {vocab_size} tokens"
-        assert not len(rows) or 0 <= rows.min() <= rows.max() < len(logits), f"rows {rows} of {len(logits)}"
-        told = library.Masks(
-            logits=_pointer(logits, np.float32),
-            num_rows=len(rows),
-            vocab_size=vocab_size,
-            rows=_pointer(rows, np.int64),
-            words=_pointer(masks, np.int32),
-            num_words=num_words,
-        )
-        self._library.millrace_hide(self._model, ctypes.byref(told))
-
     def choose(
         self,
         logits: Floats,  # [L, V]
@@ -335,14 +319,21 @@ class NativeModel:
         top_p: Doubles = NO_NUMBERS,  # [L] 1 is off
         min_p: Doubles = NO_NUMBERS,  # [L] 0 is off
         u: Doubles = NO_NUMBERS,  # [L] the randomness, in [0, 1)
+        masks: NDArray[np.int32] | None = None,  # [M, W] of at least V bits, the lowest of a word first; 0 is hidden
+        mask_rows: Longs = NO_IDS,  # [L] which of the masks is whose; below 0, none
     ) -> tuple[Longs, Bools]:
         """(token ids, rows that hold no number), [L] each: by inverse CDF in the order of the vocabulary, from what
-        top_k, then top_p, then min_p keep; tokens that tie with the last one kept are kept.
+        masks allow, then top_k, then top_p, then min_p keep; tokens that tie with the last one kept are kept. Of rows
+        with a mask the logits are changed.
 
         A row is broken if it has no finite maximum or a NaN; its token is 0. A row's token depends on that row only.
         """
         count = len(logits)
         assert all(len(column) == count for column in (temperature, top_k, top_p, min_p, u)) or not is_random.any()
+        num_masks, num_words = (0, 0) if masks is None else masks.shape
+        if masks is not None and count:
+            assert 32 * num_words >= logits.shape[1], f"{masks.shape} masks of {logits.shape[1]} tokens"
+            assert len(mask_rows) == count and mask_rows.max() < num_masks, f"rows {mask_rows} of {num_masks} masks"
         token_ids, is_broken = np.empty(count, np.int64), np.empty(count, np.bool_)
         choices = library.Choices(
             logits=_pointer(logits, np.float32),
@@ -354,6 +345,9 @@ class NativeModel:
             top_p=_pointer(top_p, np.float64),
             min_p=_pointer(min_p, np.float64),
             u=_pointer(u, np.float64),
+            masks=None if masks is None else _pointer(masks, np.int32),
+            num_words=num_words,
+            mask_rows=_pointer(mask_rows, np.int64),
             token_ids=token_ids.ctypes.data,
             is_broken=is_broken.ctypes.data,
         )

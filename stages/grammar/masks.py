@@ -8,12 +8,14 @@ numpy; refuses to know tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...runtime.env import Env
 from ...runtime.log import get_logger
+from ...runtime.side_thread import Pending
 from ..messages import Bools, Indices, Ints, Started
 from .grammars import Grammars
 from .structured import StructuredOutputs
@@ -21,25 +23,32 @@ from .structured import StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-NUM_THREADS = 2  # that a step's masks are made on, for batches of more than a few
+NUM_THREADS = 2  # that a step's masks are made on, where there are many
+MANY = 64  # masks; fewer are made sooner than other threads are woken: 4 us each where a schema is plain
 
-T = TypeVar("T", covariant=True)
+Longs = NDArray[np.int64]
 
 log = get_logger("millrace.stages")
 
 
 class Allowed(NamedTuple):
-    """What n rows may say next."""
+    """What n rows of a step may say next."""
 
-    masks: Ints  # [n, W] a bit for each token, the lowest of a word first; EOS where the answer may end
-    is_over: Bools  # [n] it can only end here
-    has_failed: Bools  # [n] it can not go on, and is not complete
+    rows: Indices  # [n] rising
+    masks: Ints  # [S, W] a bit for each token, the lowest of a word first; EOS where the answer may end
+    mask_rows: Indices  # [n] which of the masks is whose
 
+    @property
+    def taken(self) -> Ints:
+        """[n, W] a mask for each row."""
+        taken: Ints = self.masks[self.mask_rows]
+        return taken
 
-class Pending(Protocol[T]):
-    """A job under way on another thread."""
-
-    def result(self) -> T: ...
+    def mask_of_each(self, num_rows: int) -> Longs:
+        """[num_rows] the mask of each row of the step; -1 where anything is allowed."""
+        mask_of = np.full(num_rows, -1, np.int64)
+        mask_of[self.rows] = self.mask_rows
+        return mask_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +57,7 @@ class Answer:
 
     structured: StructuredOutputs
     matcher: LLMatcher
+    goes_on: bool  # `ignore_eos`: it ends only where nothing else is left, so its masks have no EOS
     mask: Ints  # [W] what may come first, or next after a preemption
 
 
@@ -66,6 +76,7 @@ class GrammarMasks:
         self._beginning: dict[int, Pending[Answer | None]] = {}  # by slot
         self._answers: list[Answer | None] = [None] * num_slots
         self._masks = np.zeros((num_slots, 0), np.int32)  # [S, W], once a grammar has come
+        self._has_failed = np.zeros(num_slots, np.bool_)  # [S] it can not go on, and its mask is empty
         self._step: Pending[None] | None = None
         self._now_ns = env.now_ns
         self.waited_us = 0  # by the last `read`, for masks that were not ready
@@ -78,20 +89,26 @@ class GrammarMasks:
         else:
             self._beginning.pop(started.slot, None)
 
-    def read(self, slots: Indices) -> Allowed:
-        """For `slots` [n], whose sequences have a grammar and go on."""
+    def read(self, rows: Indices, slots: Indices) -> Allowed:
+        """For those `rows` of a step's `slots` whose sequences have a grammar and go on. Holds until `advance`."""
         began_ns = self._now_ns()
-        self._settle(slots)
+        guided = slots[rows]
+        self._settle(guided)
         self.waited_us = (self._now_ns() - began_ns) // 1000
-        masks = self._masks[slots]
-        bits = masks.view(np.uint32)
-        is_open: Bools = np.any(bits & ~self.grammars.compiler.eos_words, axis=1)
-        may_end: Bools = np.any(bits, axis=1)
-        return Allowed(masks, ~is_open & may_end, ~is_open & ~may_end)
+        return Allowed(rows, self._masks, guided)
 
-    def forbid_end(self, allowed: Allowed, rows: Indices) -> None:
-        """None of these rows may end."""
-        allowed.masks[rows] &= ~self.grammars.compiler.eos_words.view(np.int32)
+    def over(self, allowed: Allowed, token_ids: Longs, is_broken: Bools) -> Indices:
+        """Which rows can only end here, given what was chosen for all of the step: an end, or nothing."""
+        chosen = token_ids[allowed.rows]
+        some = np.flatnonzero(self.grammars.compiler.is_end[chosen] | is_broken[allowed.rows])
+        if not len(some):
+            return some
+        slots: Indices = allowed.mask_rows[some]
+        masks: Ints = self._masks[slots]
+        for word, bits in self.grammars.compiler.ends:
+            masks[:, word] &= ~bits
+        is_over: Bools = ~np.any(masks, axis=1) & ~self._has_failed[slots]
+        return allowed.rows[some[is_over]]
 
     def advance(self, slots: Indices, token_ids: Indices) -> None:
         """`slots[i]` got `token_ids[i]`: the next masks are made from now on. Each of them was read before."""
@@ -124,6 +141,7 @@ class GrammarMasks:
         if self._masks.shape[1] != num_words:
             self._masks = np.zeros((len(self._answers), num_words), np.int32)
         self._masks[slot] = 0 if answer is None else answer.mask
+        self._has_failed[slot] = answer is None or answer.matcher.is_error()
 
     # -- on the side threads
 
@@ -143,9 +161,33 @@ class GrammarMasks:
         if matcher.try_consume_tokens(generated) != len(generated):
             self._note_failure(structured, matcher)
             return None
-        return Answer(structured, matcher, compiler.mask(matcher))
+        mask, goes_on = compiler.mask(matcher), started.params.ignore_eos
+        if goes_on:
+            for word, bits in compiler.ends:
+                mask[word] &= ~bits
+        return Answer(structured, matcher, goes_on, mask)
 
     def _advance(self, rows: list[tuple[Answer, int, int]]) -> None:
+        if len(rows) < MANY:
+            self._make_masks(rows)
+        else:
+            self._make_many_masks(rows)
+        going_on = [slot for answer, slot, _ in rows if answer.goes_on]
+        if going_on:
+            for word, bits in self.grammars.compiler.ends:
+                self._masks[going_on, word] &= ~bits
+        for answer, slot, _ in rows:
+            if answer.matcher.is_error():
+                self._masks[slot], self._has_failed[slot] = 0, True
+                self._note_failure(answer.structured, answer.matcher)
+
+    def _make_masks(self, rows: list[tuple[Answer, int, int]]) -> None:
+        start, row_bytes = self._masks.ctypes.data, self._masks.strides[0]
+        for answer, slot, token in rows:
+            if answer.matcher.consume_token(token):
+                answer.matcher.unsafe_compute_mask_ptr(start + slot * row_bytes, row_bytes)
+
+    def _make_many_masks(self, rows: list[tuple[Answer, int, int]]) -> None:
         if self._executor is None:
             from llguidance import LLExecutor
 
@@ -153,12 +195,8 @@ class GrammarMasks:
         self._executor.consume_token_par([(answer.matcher, token) for answer, _, token in rows])
         well = [(answer.matcher, slot) for answer, slot, _ in rows if not answer.matcher.is_error()]
         if well:
-            row_bytes = self._masks.shape[1] * 4
+            row_bytes = self._masks.strides[0]
             self._executor.unsafe_compute_mask_ptr(well, self._masks.ctypes.data, row_bytes, len(self._masks))
-        for answer, slot, _ in rows:
-            if answer.matcher.is_error():
-                self._masks[slot] = 0
-                self._note_failure(answer.structured, answer.matcher)
 
     def _note_failure(self, structured: StructuredOutputs, matcher: LLMatcher) -> None:
         """It came to a limit, most likely of what all answers of this grammar have found out together."""

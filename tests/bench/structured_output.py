@@ -6,8 +6,8 @@
 ten times shorter; all get a token each step. With a form, all 16 have the same JSON schema,
 or each its own. Each pair of runs is one free and one with a form, side by side in time, and its ratio tells the whole
 difference: masks, other threads at work, and that JSON of random tokens is dearer to detokenize than the model's own
-text. `device_percent` tells the masks' part alone: what the device thread spends on reading masks, waiting for them
-included, on applying them and on handing tokens over, as a share of the step.
+text. `device_percent` tells the device thread's part alone: what it spends on reading masks, waiting for them included,
+on handing tokens over, and more than without on choosing tokens, as a share of the step.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ class Bench:
         self.engine = engine
         self.batch = batch
         self.num_tokens = num_tokens
-        self.spent_s = 0.0  # by the device thread, on masks
+        self.spent_s = 0.0  # by the device thread, on masks and choices
         sampler = engine._require_parts().loaded.sampler
         masks = sampler.masks
-        masks.read, masks.advance = self._timed(masks.read), self._timed(masks.advance)
+        for name in ("read", "over", "advance"):
+            setattr(masks, name, self._timed(getattr(masks, name)))
         choosing: Any = sampler.choosing
-        choosing._allow_only = self._timed(choosing._allow_only)
+        choosing._choose = self._timed(choosing._choose)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -94,12 +95,12 @@ class Bench:
         ratios, plain, guided, shares = [], [], [], []
         for pair in range(pairs):
             order = (free, with_form) if pair % 2 else (with_form, free)
-            took = {}
+            took, spent = {}, {}
             for which in order:
                 self.spent_s = 0.0
                 took[id(which)] = await self.step_ms(which, temperature)
-                if which is with_form:
-                    shares.append(self.spent_s * 1e3 / self.num_tokens / took[id(which)])
+                spent[id(which)] = self.spent_s * 1e3 / self.num_tokens
+            shares.append((spent[id(with_form)] - spent[id(free)]) / took[id(with_form)])
             plain.append(took[id(free)])
             guided.append(took[id(with_form)])
             ratios.append(took[id(with_form)] / took[id(free)] - 1)

@@ -1,5 +1,10 @@
 """Schemathesis over the OpenAPI document of a scripted server: every phase and every check.
 
+In CI (`conforms`) each operation gets 200 cases and more: the bounds of all its fields, one by one, and random ones.
+Where the bounds are many by themselves (412 to 1,061 for ten operations) random ones fill up, two at least; all others
+get 200. An operation that deletes takes the ids that others were given, each once, and ends with the last.
+MILLRACE_FULL=1 draws 200 for all, and follows links too. What a check asks beside its case is not counted.
+
 No check is switched off. Four things are said to it that the document alone can not say: bodies are made acceptable
 where only a compiler or the model can judge them (`tamed.py`), pairs of fields that no schema describes are kept apart
 (`relations.py`), five operations may answer what `EXPECTED` lists, and 413 is a refusal as good as any.
@@ -12,13 +17,16 @@ Runs the server with keys, so that refusals for want of one are among what is ch
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.counts import FULL, first_seed
 from tests.deploy.running import ROOT, RunningServer
 from tests.security.oracle import ADMIN_KEY, KEY
 from tests.security.watch import warm_up
@@ -52,6 +60,16 @@ checks.positive_data_acceptance.expected-statuses = ["101", "426", "401"]
 include-operation-id = ["cancelResponse", "getResponse", "listInputItems"]
 checks.positive_data_acceptance.expected-statuses = ["200", "400", "401", "404"]
 """
+# How many random cases fill up to 200 where the bounds of an operation's fields are many by themselves. A random chat
+# takes a third of a second to draw.
+RANDOM_CASES = {
+    2: (
+        *("createChatCompletion", "renderChatCompletion", "createCompletion", "renderCompletion", "createMessage"),
+        *("countMessageTokens", "createResponse", "generate", "inferenceGenerate", "tokenize"),
+    ),
+    60: ("createEmbeddings",),
+    90: ("rerank", "rerankV1", "rerankV2", "score", "scoreV1"),
+}
 AUTHORIZATION = f"""
 [auth.openapi.key]
 bearer = "{KEY}"
@@ -62,33 +80,62 @@ bearer = "{ADMIN_KEY}"
 [auth.openapi.adminKeyHeader]
 api_key = "{ADMIN_KEY}"
 {EXPECTED}"""
+CASES = 200
+PHASES = "examples,coverage,fuzzing,stateful" if FULL else "coverage,fuzzing"  # a case costs 5 ms, 15 ms or 70 ms
+OF_ITSELF = r"^/(admin|dashboard|docs|health|load|metrics|openapi|server_info|static|stream|version)|^/v1/(models|st)"
+FEW = """
+[[operations]]
+include-operation-id = {names}
+generation.max-examples = {cases}
+"""
 
 
-def run(cases: int, *more: str, **pipes: Any) -> subprocess.CompletedProcess[str]:
-    """Schemathesis, with so many cases an operation and `more` arguments. Raises AssertionError if the server did what
-    no request may cause (O8)."""
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run."""
+
+    status: int
+    output: str | None  # None if it was not piped
+    num_requests: dict[str, int]  # by operation, as "GET /health"
+
+
+def run(cases: int, *more: str, fills_up: bool = False, **pipes: Any) -> Outcome:
+    """Schemathesis, with so many random cases an operation, or what `RANDOM_CASES` says to fill up. Takes its options.
+    Raises AssertionError if the server did what no request may cause (O8)."""
     key = {"Authorization": f"Bearer {KEY}"}
     with RunningServer(**OPTIONS, audit=True) as server, tempfile.TemporaryDirectory() as folder:
         warm_up(server, key, fully=True)
         config = Path(folder) / "schemathesis.toml"
-        config.write_text(f'hooks = "tests.generators.hooks"\n{AUTHORIZATION}')
+        few = [FEW.format(names=json.dumps(names), cases=count) for count, names in RANDOM_CASES.items() if fills_up]
+        config.write_text(f'hooks = "tests.generators.hooks"\n{AUTHORIZATION}{"".join(few)}')
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
         document = Path(folder) / "openapi.json"  # which needs a key itself
         document.write_bytes(server.get("/openapi.json", key).body)
         command += [str(document), "--url", server.url, "--checks", "all", "--max-examples", str(cases)]
         command += ["--phases", "examples,coverage,fuzzing,stateful", "--no-color", "--request-timeout", "60"]
         folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        environment = os.environ | {"MILLRACE_TEST_CONTEXT": str(CONTEXT), "PYTHONPATH": folders}
-        done = subprocess.run([*command, *more], cwd=folder, env=environment, text=True, check=False, **pipes)
+        counts = Path(folder) / "counts.json"
+        told = {"MILLRACE_TEST_CONTEXT": str(CONTEXT), "MILLRACE_TEST_COUNTS": str(counts), "PYTHONPATH": folders}
+        done = subprocess.run([*command, *more], cwd=folder, env=os.environ | told, text=True, check=False, **pipes)
         assert server.ask("audit") == {"seen": [], "num_restarts": 0, "is_ready": True}
-        return done
+        return Outcome(done.returncode, done.stdout, json.loads(counts.read_text()) if counts.exists() else {})
+
+
+def conforms(which: str, *, num_operations: int) -> None:
+    """Raises AssertionError unless all is well with what `OF_ITSELF` names ("include") or with all else ("exclude")."""
+    options = (f"--{which}-path-regex", OF_ITSELF, "--phases", PHASES, "--seed", str(first_seed()))
+    done = run(CASES, *options, fills_up=not FULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.status == 0, (done.output or "")[-20_000:]
+    counts = done.num_requests
+    assert len(counts) == num_operations, counts
+    assert min(count for name, count in counts.items() if not name.startswith("DELETE")) >= CASES, counts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=200, help="for each operation")
     options, more = parser.parse_known_args()
-    return run(options.cases, *more).returncode
+    return run(options.cases, *more).status
 
 
 if __name__ == "__main__":

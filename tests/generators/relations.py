@@ -66,6 +66,12 @@ def _most_tokens(value: Any) -> int:
     return sum(map(_most_tokens, value)) if isinstance(value, list) else 0
 
 
+def number(body: Body, name: str) -> int | None:
+    """None too if it is none: where a field has no meaning it may hold anything."""
+    given = body.get(name)
+    return given if isinstance(given, int) else None
+
+
 def max_tokens(body: Body) -> int | None:
     newer, older = body.get("max_completion_tokens", body.get("max_output_tokens")), body.get("max_tokens")
     given = older if newer is None else newer
@@ -80,8 +86,12 @@ def fits(body: Body, context: int) -> bool:
     return longest + asked <= context
 
 
+def has_few_choices(body: Body, _context: int) -> bool:
+    return max(1, len(prompts(body))) * max(number(body, "n") or 1, number(body, "best_of") or 1) <= MAX_SEQUENCES
+
+
 def is_wide_enough(body: Body, _context: int) -> bool:
-    n, best_of = body.get("n") or 1, body.get("best_of")
+    n, best_of = number(body, "n") or 1, number(body, "best_of")
     may_rank = body.get("use_beam_search") or ("prompt" in body and not body.get("stream"))
     return best_of is None or best_of == n or bool(best_of > n and may_rank)
 
@@ -89,12 +99,12 @@ def is_wide_enough(body: Body, _context: int) -> bool:
 def is_short_enough(body: Body, context: int) -> bool:
     """Of a chat that names no longest answer, the rest of the context is that."""
     longest = max_tokens(body)
-    return (body.get("min_tokens") or 0) <= (context - num_chat_tokens(body) if longest is None else longest)
+    return (number(body, "min_tokens") or 0) <= (context - num_chat_tokens(body) if longest is None else longest)
 
 
 def streams_what_it_can(body: Body, _context: int) -> bool:
     """Where the fields that disagree may be in different objects."""
-    is_echoed = body.get("echo") and body.get("logprobs") is not None and (body.get("n") or 1) > 1
+    is_echoed = body.get("echo") and body.get("logprobs") is not None and (number(body, "n") or 1) > 1
     asks = body.get("use_beam_search") or body.get("prompt_logprobs") is not None or is_echoed
     return bool(body.get("stream") or not body.get("return_progress")) and not (body.get("stream") and asks)
 
@@ -118,8 +128,8 @@ def has_more_than_thoughts(body: Body, _context: int) -> bool:
 
 def thinks_less_than_it_may(body: Body, _context: int) -> bool:
     thinking = body.get("thinking") if isinstance(body.get("thinking"), Mapping) else {}
-    budget = thinking.get("budget_tokens")
-    return budget is None or "max_tokens" not in body or budget < body["max_tokens"]
+    budget, most = number(thinking, "budget_tokens"), number(body, "max_tokens")
+    return budget is None or most is None or budget < most
 
 
 def has_short_numbers(value: Any, _context: int = 0) -> bool:
@@ -139,7 +149,7 @@ RELATIONS = (
     Relation(
         "at most 512 choices in all",
         "n",
-        lambda body, _: max(1, len(prompts(body))) * max(body.get("n") or 1, body.get("best_of") or 1) <= MAX_SEQUENCES,
+        has_few_choices,
         {"prompt": ["a"] * 5, "n": 128, "max_tokens": 1},
     ),
     Relation("best_of is n, or at least n in a search", "best_of", is_wide_enough, PROMPT | {"n": 3, "best_of": 2}),

@@ -29,12 +29,13 @@ def model() -> NativeModel:
 def choose(logits: Array, is_random: bool = True, **asked: Any) -> tuple[Array, Array]:
     """Each row asks for the same, unless an array says otherwise."""
     count = len(logits)
+    masked = {name: asked.pop(name) for name in ("masks", "mask_rows") if name in asked}
     defaults: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "u": 0.0}
     columns = {
         name: np.broadcast_to(value, count).astype(np.int64 if name == "top_k" else np.float64)
         for name, value in (defaults | asked).items()
     }
-    return model().choose(logits.astype(np.float32), np.full(count, is_random), **columns)
+    return model().choose(logits.astype(np.float32), np.full(count, is_random), **columns, **masked)
 
 
 def kept(row: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
@@ -134,29 +135,48 @@ def test_drawn_tokens_are_spread_as_their_probabilities() -> None:
     assert np.abs(counts / 1000 - np.exp(logits[0]) / np.exp(logits[0]).sum()).max() < 0.002
 
 
+WAYS: tuple[dict[str, Any], ...] = (
+    {"is_random": False},
+    {"u": 0.3},
+    {"u": 0.999, "temperature": 0.5, "top_p": 0.9},
+    {"u": 0.7, "top_k": 40},  # more than some masks allow
+    {"u": 0.1, "top_k": 3, "top_p": 0.6, "min_p": 0.01},
+)
+
+
+def masks_of(size: int, draw: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """All tokens but few, few tokens, all of some blocks and none of others, half of them, and none; bits past the
+    last token are set, and say nothing."""
+    bits = draw.random((5, size)) < np.array([0.99, 0.01, 1.0, 0.5, 0.0])[:, None]
+    bits[1, size // 2], bits[2] = True, np.arange(size) // 128 % 3 == 0
+    padded = np.ones((5, (size // 32 + 2) * 32), np.bool_)
+    padded[:, :size] = bits
+    return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("size", (5, 31, 32, 33, 1_000, 49_152))
-def test_tokens_without_a_bit_are_hidden_in_the_rows_asked_for_and_nothing_else_is_touched(size: int) -> None:
-    """NaN and infinities among them; the mask has more bits than there are tokens, and the others count for nothing."""
+def test_tokens_without_a_bit_are_not_chosen_and_do_not_count(size: int, way: dict[str, Any]) -> None:
+    """As if numpy had hidden them before: NaN and infinities among them, and rows without a mask."""
     draw = np.random.default_rng(size)
-    logits = draw.standard_normal((7, size)).astype(np.float32)
-    logits[0, 0], logits[2, size - 1], logits[5, size // 2] = np.nan, np.inf, -np.inf
-    masks = draw.integers(-(2**31), 2**31, (3, size // 32 + 2), np.int32)
-    asked = np.array([5, 0, 2])
-    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=size, bitorder="little")
+    logits = (draw.standard_normal((12, size)) * 3).astype(np.float32)
+    logits[:5, :: max(1, size // 7)] = np.array([np.nan, np.inf, -np.inf, 1e30, 5.0], np.float32)[:, None]
+    masks = masks_of(size, draw)
+    mask_rows = np.array([4, 3, 2, 1, 0, -1, 0, 1, -1, 2, 3, 4])
     expected = logits.copy()
-    expected[asked] = np.where(bits == 1, logits[asked], -np.inf)
-    model().hide(logits, asked, masks)
-    assert logits.tobytes() == expected.tobytes()
+    guided = np.flatnonzero(mask_rows >= 0)
+    allow_only(expected, guided, masks[mask_rows[guided]])
+    token_ids, is_broken = choose(expected.copy(), **way)
+    found_ids, found_broken = choose(logits.copy(), **way, masks=masks, mask_rows=mask_rows)
+    assert found_ids.tolist() == token_ids.tolist() and found_broken.tolist() == is_broken.tolist()
+    assert is_broken[[0, 11]].all() and not is_broken[5:9].any()
+    kept = np.isfinite(expected[np.arange(12), found_ids])
+    assert kept[~found_broken].all()
 
 
-def test_what_masks_hide_natively_is_what_numpy_hides() -> None:
-    logits, masks = rows(1_000), np.random.default_rng(1).integers(-(2**31), 2**31, (NUM_ROWS, 32), np.int32)
-    by_numpy = logits.copy()
-    allow_only(by_numpy, np.arange(NUM_ROWS), masks)
-    model().hide(logits, np.arange(NUM_ROWS), masks)
-    assert logits.tobytes() == by_numpy.tobytes()
-
-
-def test_masks_of_too_few_bits_are_refused() -> None:
+def test_masks_of_too_few_bits_are_refused_and_rows_of_masks_that_are_not_there() -> None:
+    one = np.zeros(1, np.int64)
     with pytest.raises(AssertionError, match="masks of 1000 tokens"):
-        model().hide(rows(1_000), np.array([0]), np.zeros((1, 31), np.int32))
+        choose(rows(1_000)[:1], masks=np.zeros((1, 31), np.int32), mask_rows=one)
+    with pytest.raises(AssertionError, match="of 1 masks"):
+        choose(rows(1_000)[:1], masks=np.zeros((1, 32), np.int32), mask_rows=one + 1)

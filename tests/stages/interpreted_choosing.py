@@ -98,8 +98,8 @@ def test_what_a_grammar_forbids_is_not_chosen(has_processor: bool) -> None:
             sampler.choosing.start(started(slot))
         slots = np.array([2, 0, 1])
         rows = Rows(slots, np.zeros(3, np.intp), sampler.table.needs[slots])
-        allowed = Allowed(masks, np.zeros(2, np.bool_), np.zeros(2, np.bool_))
-        choice = sampler.choosing.choose(rows, test_sampling.noise(3, 100), np.array([0, 2]), allowed)
+        allowed = Allowed(np.array([0, 2]), masks, np.arange(2))
+        choice = sampler.choosing.choose(rows, test_sampling.noise(3, 100), allowed)
         found.append(choice.token_ids.tolist())
     assert found[0] == found[1]
     for mask, token_id in zip(masks, (found[0][0], found[0][2]), strict=True):

@@ -131,11 +131,6 @@ EXPORT int32_t millrace_head(Model* model, const float* hidden, int64_t count, f
     }
 }
 
-EXPORT void millrace_hide(Model* model, const Masks* masks) {
-    std::lock_guard<std::mutex> lock(model->is_running);
-    if (masks->num_rows > 0) hide(*model->pool, *masks);
-}
-
 EXPORT int32_t millrace_choose(Model* model, const Choices* choices) {
     try {
         std::lock_guard<std::mutex> lock(model->is_running);

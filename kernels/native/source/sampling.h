@@ -10,29 +10,20 @@ namespace millrace {
 
 // L rows of V logits. Arrays of a row's numbers are [L]; those of drawing are not read where is_random is 0.
 struct Choices {  // as `Choices` of library.py
-    const float* logits;
+    float* logits;            // where there are masks, what they do not allow is lost
     int64_t num_rows, vocab_size;
     const uint8_t* is_random;
     const double* temperature;  // above 0
     const int64_t* top_k;       // 0 is off
     const double *top_p, *min_p;  // 1 and 0 are off
     const double* u;            // the randomness, in [0, 1)
+    const uint32_t* masks;      // [M, num_words] bit t says whether token t may be chosen; null: all may, everywhere
+    int64_t num_words;          // enough for V bits
+    const int64_t* mask_rows;   // which of the masks is whose; below 0, none
     int64_t* token_ids;         // the choices
     uint8_t* is_broken;         // rows without a finite maximum, or with a NaN; their token is 0
 };
 
 void choose(Pool& pool, const Choices& choices);
-
-// What some rows of V logits may choose: bit t of a row's words says whether token t may be chosen.
-struct Masks {  // as `Masks` of library.py
-    float* logits;
-    int64_t num_rows, vocab_size;
-    const int64_t* rows;      // [n] of logits, none of them twice
-    const uint32_t* words;    // [n, num_words]
-    int64_t num_words;        // enough for V bits
-};
-
-// Sets the logits of all other tokens to -inf.
-void hide(Pool& pool, const Masks& masks);
 
 }  // namespace millrace

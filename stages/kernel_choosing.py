@@ -52,7 +52,7 @@ class KernelChoosing(Choosing):
         self._kernels = kernels
         num_slots, num_ends = len(last_tokens), len(table.eos) + MAX_STOP_TOKEN_IDS
         self._device = last_tokens.device
-        self._rows = self._zeros((num_slots, sampling_rows.WIDTH), torch.int32)
+        self._rows = self._upload(np.tile(sampling_rows.pack(), (num_slots, 1)))  # that of nobody asks for nothing
         self._counts = self._zeros((num_slots, table.vocab_size), torch.int16)
         self._biased_ids = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.int32)
         self._bias = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.float32)

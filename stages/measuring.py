@@ -27,7 +27,6 @@ from .stepping.graphs import batches_of
 CPU_LOGIT_BYTES = 4 + 4 + 9
 SORTED_BYTES = 40 * WHOLE_SIZE  # on the host, where rows are sorted whole
 GRAPH_LOGIT_BYTES = 2 + 4  # in half precision, and edited in float32
-KEPT_LOGIT_BYTES = 2  # of a step on a device that is not waited for, between its halves
 COLUMN_BYTES = 128  # of a slot: the sampler's columns of one number each
 
 

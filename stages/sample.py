@@ -45,6 +45,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._watch = PromptWatch()
         self._pace = StepPace()
         self._in_hand: dict[int, StepLogits] = {}  # by step: arrived and not answered
+        self._batch: Sequence[StepLogits] = ()  # the last that came, whose time is expected as a whole
         self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not answered
         self._turns: dict[int, asyncio.Future[None]] = {}  # by step: waits until those before it are answered
         self._next: int | None = None  # step to be answered; None: none has arrived
@@ -63,6 +64,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         self.device.join(context, SAMPLE)
 
     async def handle(self, batch: Sequence[StepLogits], out: Outlet[StepTokens]) -> None:
+        self._batch = batch
         for item in batch:
             self._take(item)
             self.sampler.prepare(item.grant.started)
@@ -85,7 +87,8 @@ class Sample(Stage[StepLogits, StepTokens]):
 
     @property
     def expected_s(self) -> float:
-        return sum(self._pace.expect_s(item.grant.num_computed) for item in self._in_hand.values())
+        items = {item.grant.step: item for item in self._batch} | self._in_hand
+        return sum(self._pace.expect_s(item.grant.num_computed) for item in items.values())
 
     @property
     def waits_for(self) -> str | None:
@@ -140,6 +143,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._void_generation = max(self._void_generation, grant.generation)
         out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
         self._last_told = grant.step
+        self._step_s()  # its time is no other step's
         self._trace_void(grant, error)
 
     def _tell_done(self, grant: StepGrant, tokens: StepTokens, out: Outlet[StepTokens]) -> None:

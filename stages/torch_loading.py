@@ -27,7 +27,6 @@ from .config import EngineConfig
 from .errors import ConfigError
 from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
 from .measuring import (
-    KEPT_LOGIT_BYTES,
     SORTED_BYTES,
     check_room_for_weights,
     device_sampler_bytes,
@@ -49,7 +48,7 @@ from .trials import largest_grant, measure_rates
 if TYPE_CHECKING:
     from .stepping.assembly import Late
 
-GPU_LOGIT_BYTES = 14  # in half precision, and up to three copies in float32
+LOGIT_COPIES_BYTES = 12  # of a logit while tokens are chosen: up to three copies in float32
 
 
 def load_on_torch(
@@ -291,7 +290,7 @@ def _sizing_on_gpu(
             + (late_bytes(config, length) if is_late else 0),
             activations=activations,
             graphs=graphs_bytes(config, shape, activations) if is_late else 0,
-            logits=config.max_num_seqs * shape.vocab_size * (GPU_LOGIT_BYTES + is_late * KEPT_LOGIT_BYTES),
+            logits=config.max_num_seqs * shape.vocab_size * _logit_bytes(decoder.dtype, is_late),
             other=max(0, total - free - loaded),
             sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
         )
@@ -306,3 +305,8 @@ def _sizing_on_gpu(
     return Sizing(
         config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
     )
+
+
+def _logit_bytes(dtype: torch.dtype, is_late: bool) -> int:
+    """Of one logit: as the model gives it, once more where a step is kept between its halves, and copies."""
+    return dtype.itemsize * (2 if is_late else 1) + LOGIT_COPIES_BYTES

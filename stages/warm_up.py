@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
+from ..runtime.log import get_logger
 from ..runtime.pipeline import Pipeline
 from .embedding import Pairs, pooled_request
-from .errors import Overloaded
+from .errors import Overloaded, TimedOut
 from .limits import MAX_PROMPTS, as_token_ids
 from .messages import Prompt, Request
 from .outputs import ModelInfo
 from .params import MAX_N, SamplingParams
 from .pooling import PoolingParams
 from .stepping.graphs import Batch
+
+log = get_logger("millrace.stages")
 
 WARM_UP_PROMPT_TOKENS = 16
 WARM_UP_TOKENS = 4
@@ -48,8 +52,8 @@ async def _warm_up_steps(pipeline: Pipeline, info: ModelInfo, batches: tuple[Bat
 async def _call(pipeline: Pipeline, request: Request) -> None:
     try:
         await pipeline.call(request)
-    except Overloaded:  # it is set to take fewer at once than its largest steps have rows: then those will not come
-        return
+    except (Overloaded, TimedOut) as error:  # it is set to take fewer at once, or to let them wait for less
+        log.info("warm_up.left_out", request_id=request.request_id, reason=str(error))
 
 
 def _decoding(info: ModelInfo, batch: Batch) -> Iterator[Request]:
@@ -71,11 +75,14 @@ def _mixed(info: ModelInfo, batch: Batch) -> Iterator[Request]:
 
 
 def _ways(info: ModelInfo) -> Iterator[tuple[str, SamplingParams]]:
-    """What the sampler may be asked for; the last makes the host look at the logits."""
-    yield "truncated", SamplingParams(max_tokens=_num_tokens(info), top_p=0.9, seed=0, ignore_eos=True)
+    """What the sampler may be asked for; the last three make the host look at the logits."""
+    drawn = SamplingParams(max_tokens=_num_tokens(info), top_p=0.9, seed=0, ignore_eos=True)
+    yield "truncated", drawn
     yield "edited", _greedy(WARM_UP_TOKENS, info, repetition_penalty=1.1)
     yield "scored", _greedy(WARM_UP_TOKENS, info, logprobs=1)
     yield "attended", _greedy(WARM_UP_TOKENS, info, allowed_token_ids=(0, 1))
+    yield "attended-truncated", replace(drawn, allowed_token_ids=(0, 1))
+    yield "attended-scored", _greedy(WARM_UP_TOKENS, info, allowed_token_ids=(0, 1), logprobs=1)
 
 
 def _greedy(num_tokens: int, info: ModelInfo, **more: object) -> SamplingParams:

@@ -68,7 +68,9 @@ async def run(
                 engine.host_tier.rates = None  # swap whenever there is room
             prepare(engine)
             model = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
-            num_before = model.num_attended if isinstance(model, LateModel) else 0
+            device = engine.pipeline.stages["execute"].device  # type: ignore[attr-defined]
+            assert isinstance(model, LateModel) == isinstance(device, LateDevice) == (streams is not None)
+            before = _counts(engine, model, device)  # of the requests that warmed it up
             counted = _count_copies(engine) if streams is not None else []
             requests = [
                 Request(f"r{i}", (Prompt(token_ids=as_token_ids(prompt)),), params)
@@ -80,16 +82,20 @@ async def run(
                 for output in ran.outputs
             ]
             ran.info = engine.info
-            ran.num_preemptions = engine.scheduler.num_preemptions
-            device = engine.pipeline.stages["execute"].device  # type: ignore[attr-defined]
-            assert isinstance(model, LateModel) == isinstance(device, LateDevice) == (streams is not None)
-            if isinstance(model, LateModel):
-                ran.num_attended, ran.num_steps = model.num_attended - num_before, model.line._num_submitted
-                ran.num_copied = len(counted)
-                ran.num_gaps = device.idle_gaps_us.num_observed
+            counts = [now - then for now, then in zip(_counts(engine, model, device), before, strict=True)]
+            ran.num_preemptions, ran.num_attended, ran.num_steps, ran.num_gaps = counts
+            ran.num_copied = len(counted)
             return ran
     finally:
         await env.aclose()
+
+
+def _counts(engine: Engine, model: Any, device: Any) -> tuple[int, int, int, int]:
+    """Preemptions, attended steps, steps and gaps so far; the last three of a late device only."""
+    num_preemptions = engine.scheduler.num_preemptions
+    if not isinstance(model, LateModel):
+        return num_preemptions, 0, 0, 0
+    return num_preemptions, model.num_attended, model.line._num_submitted, device.idle_gaps_us.num_observed
 
 
 def _count_copies(engine: Engine) -> list[int]:

@@ -124,7 +124,7 @@ def test_a_users_processor_sees_the_tokens_it_asked_for_in_order(checkpoint: Pat
     asks = among_plain(greedy(20, extra_args={"never_twice": True}), greedy(20, extra_args={"never_twice": True}))
     right = asyncio.run(run(checkpoint, asks, None, logits_processor=NeverTwice()))
     ran = asyncio.run(run(checkpoint, asks, late(3), logits_processor=NeverTwice()))
-    assert ran.answers == right.answers and 0 < ran.num_attended < ran.num_steps
+    assert ran.answers == right.answers and ran.num_attended > 0
     for ids in (ran.answers[0][0][0], ran.answers[2][0][0]):
         assert all(this != that for this, that in zip(ids, ids[1:], strict=False))
 

@@ -6,6 +6,7 @@ bits, log-probabilities of equal bits, alone and among others.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -151,7 +152,8 @@ def run(place: Place) -> None:
         for gate in DRY_GATES if place.is_dry else GATES:
             pass_gate(place, gate, options, asks_of(prompts), 4 if place.is_dry else NUM_TOKENS)
             if gate.has_equal_bits:
-                settings = options | gate.common | {"enable_prefix_caching": False}
+                company = {"enable_prefix_caching": False, "max_num_seqs": num_others + 1}
+                settings = options | gate.common | company
                 compare_company(place, gate, settings, prompts, num_others, 3 if place.is_dry else NUM_TOKENS)
 
 
@@ -172,14 +174,15 @@ def pass_gate(place: Place, gate: Gate, options: dict[str, Any], asks: Sequence[
             place.tell({"gate": gate.name, **variant, "skipped": f"the engine has no setting {', '.join(missing)} yet"})
             continue
         try:
-            found, num_preempted = answers(options | settings, asks, num_tokens)
+            found, lost = answers(options | settings, asks, num_tokens)
         except ConfigError as error:
             place.complain(f"{gate.name}: the engine refuses {settings}: {error}")
             continue
         num_told = sum(len(answer.token_ids) for answer in found)
-        place.tell({"gate": gate.name, **variant, "tokens": num_told, "preemptions": num_preempted})
-        if "num_cpu_blocks" in variant and not num_preempted:
-            place.complain(f"{gate.name}: nobody lost its blocks with {variant}, so that was not tried")
+        place.tell({"gate": gate.name, **variant, "tokens": num_told, "lost_blocks": dict(lost)})
+        way = "swap" if variant.get("num_cpu_blocks") else "recompute"
+        if "num_cpu_blocks" in variant and not lost[way]:
+            place.complain(f"{gate.name}: nobody had its blocks back by {way} with {variant}, so that was not tried")
         if first is None:
             first = variant, found
         has_other_noise = first[0].get("attention_backend") != variant.get("attention_backend")
@@ -225,14 +228,18 @@ def missing_settings(settings: dict[str, Any]) -> Iterator[str]:
     return (name for name in settings if name not in known)
 
 
-def answers(options: dict[str, Any], asks: Sequence[Ask], num_tokens: int) -> tuple[list[Answer], int]:
-    """From an engine of its own, and how often a sequence lost its blocks there. Those move to the host wherever there
-    is room for them, whatever that costs."""
+def answers(options: dict[str, Any], asks: Sequence[Ask], num_tokens: int) -> tuple[list[Answer], Counter[str]]:
+    """From an engine of its own, and how often a sequence lost its blocks there, by how it has them back. They move to
+    the host wherever there is room for them, whatever that costs."""
     with engine_of(options) as llm:
         host = llm.engine.host_tier
         if host is not None:
             host.rates = None
-        return generate(llm, asks, num_tokens), llm.engine.scheduler.num_preemptions
+        before, lost = Counter(llm.engine.scheduler.preemptions), Counter[str]()  # before: while it warmed up
+        found = generate(llm, asks, num_tokens)
+        for (how, _), count in (Counter(llm.engine.scheduler.preemptions) - before).items():
+            lost[how] += count
+        return found, lost
 
 
 def engine_of(options: dict[str, Any]) -> Any:

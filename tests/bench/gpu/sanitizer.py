@@ -1,17 +1,20 @@
 """The checks of the kernels, on tiny shapes, under NVIDIA's compute-sanitizer, which looks at each access to memory.
 
 One looks at where each access goes, the other at accesses to shared memory that nothing orders. Either is stopped when
-it has had its share of the part's time, and that is told.
+it has had its share of the part's time, and is complained of then.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from .place import Place
 
@@ -33,6 +36,7 @@ def run(place: Place) -> None:
             place.tell({"tool": check, "status": sanitize(place, tool, check)})
         except subprocess.TimeoutExpired:
             place.tell({"tool": check, "stopped_after_s": CHECK_LIMIT_S})
+            place.complain(f"{check} was stopped after {CHECK_LIMIT_S:g} s, and has shown nothing")
 
 
 def sanitize(place: Place, tool: str, check: str) -> int:
@@ -43,10 +47,19 @@ def sanitize(place: Place, tool: str, check: str) -> int:
         command += ["--out", str(Path(folder) / "lines.jsonl")] + ["--dry"] * place.is_dry
         # Without torch's own pools each tensor is an allocation, so that an access beside one is seen.
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, check=False, timeout=CHECK_LIMIT_S
-        )
-    if done.returncode:
-        tail = (done.stdout + done.stderr)[-2000:]
-        place.complain(f"{check}: exit status {done.returncode}: {tail}")
-    return done.returncode
+        status, said = _run(command, environment)
+    if status:
+        place.complain(f"{check}: exit status {status}: {said[-2000:]}")
+    return status
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Exit status and output. Whoever it has started ends with it, also where it takes too long."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            said, _ = process.communicate(timeout=CHECK_LIMIT_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said

@@ -14,7 +14,23 @@ from millrace.runtime.simloop import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
+from millrace.stages.recordings.recording import RecordedEngine
 from millrace.stages.testing import Script, ScriptedPipeline, scripted_pipeline
+
+ENGINE = RecordedEngine(  # to simulate
+    num_blocks=64,
+    num_host_blocks=0,
+    block_size=4,
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=8,
+    steps_in_flight=1,
+    enable_chunked_prefill=True,
+    enable_prefix_caching=False,
+    max_waiting=512,
+    scheduler="priority",
+    priority_ageing_s=None,
+)
 
 TIGHT = EngineConfig(
     max_model_len=96,

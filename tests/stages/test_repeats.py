@@ -21,14 +21,13 @@ from millrace.stages.messages import Guess, Prompt, Request, StepDone, TokenRequ
 from millrace.stages.ngrams import continuation
 from millrace.stages.recordings.cost_model import CostModel, Fitted, fit
 from millrace.stages.recordings.recorded import AllocateCall, Recording, RecordingError, ScheduleCall
-from millrace.stages.recordings.recording import RecordedEngine
 from millrace.stages.recordings.repeats import MOST_RIGHT, Answers, Found, Repeats, repeats_of
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.simulation import Result, Simulation
 from millrace.stages.recordings.traces import Trace, TraceRequest, read_trace
 from millrace.stages.testing import Script, ScriptedPipeline, scripted_pipeline
 from tests.counts import count, first_seed
-from tests.stages.recordings import TIGHT, record, spoil
+from tests.stages.recordings import ENGINE, TIGHT, record, spoil
 
 CONFIG = EngineConfig(
     max_model_len=256,
@@ -42,21 +41,7 @@ CONFIG = EngineConfig(
     prompt_lookup_max=2,
 )
 
-ENGINE = RecordedEngine(
-    num_blocks=64,
-    num_host_blocks=0,
-    block_size=16,
-    max_model_len=256,
-    max_num_seqs=2,
-    max_num_batched_tokens=64,
-    steps_in_flight=1,
-    enable_chunked_prefill=True,
-    enable_prefix_caching=False,
-    max_waiting=512,
-    scheduler="priority",
-    priority_ageing_s=None,
-    most_drafts=7,
-)
+DRAFTING = replace(ENGINE, block_size=16, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=64, most_drafts=7)
 
 
 def told_at(repeats: Repeats | None, place: int) -> tuple[Found, int]:
@@ -370,7 +355,7 @@ def repeating(num_answer: int) -> TraceRequest:
 
 def simulate(*requests: TraceRequest) -> Result:
     """Of a step that takes 1 s, and 0.1 s more for each row."""
-    return Simulation(ENGINE, CostModel(step_s=1.0, decode_row_s=0.1)).run(Trace(requests, False, True))
+    return Simulation(DRAFTING, CostModel(step_s=1.0, decode_row_s=0.1)).run(Trace(requests, False, True))
 
 
 def test_drafts_that_are_right_come_with_their_step_and_count_as_rows_of_it():
@@ -417,7 +402,7 @@ def test_the_command_says_that_nobody_drafts_where_a_trace_tells_no_repeats(
 ):
     csv, model, path = tmp_path / "azure.csv", tmp_path / "model.json", tmp_path / "result.json"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,37,44\n")
-    Fitted(CostModel(step_s=1.0), ENGINE).save(model)
+    Fitted(CostModel(step_s=1.0), DRAFTING).save(model)
     told = "the trace does not say how answers repeat what was said: nobody drafts\n"
     asked = ["--trace", str(csv), "--cost-model", str(model)]
     rows, said = figures(*asked, capsys=capsys, path=path)

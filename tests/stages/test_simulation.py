@@ -15,25 +15,10 @@ import pytest
 from millrace.deploy.cli import main
 from millrace.stages.recordings.cost_model import CostModel, Fitted, StepContents, fit, fit_steps
 from millrace.stages.recordings.recorded import Recording, RecordingError
-from millrace.stages.recordings.recording import RecordedEngine
 from millrace.stages.recordings.simulation import Door, Result, Simulation
 from millrace.stages.recordings.traces import Trace, TraceRequest, read_trace
-from tests.stages.recordings import TIGHT, record
+from tests.stages.recordings import ENGINE, TIGHT, record
 
-ENGINE = RecordedEngine(
-    num_blocks=64,
-    num_host_blocks=0,
-    block_size=4,
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=8,
-    steps_in_flight=1,
-    enable_chunked_prefill=True,
-    enable_prefix_caching=False,
-    max_waiting=512,
-    scheduler="priority",
-    priority_ageing_s=None,
-)
 ONE_A_SECOND = CostModel(step_s=1.0)
 
 

@@ -44,6 +44,7 @@ class EventStream:
         self._ping_interval_s = ping_interval_s
         self._pinging: asyncio.Task[None] | None = None
         self._num_sent = 0
+        self._transport: asyncio.Transport | None = None  # that events in chunks may go to, past aiohttp's writer
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -58,6 +59,8 @@ class EventStream:
         if self._request.version >= HttpVersion11:
             self._response.enable_chunked_encoding()
         await self._response.prepare(self._request)
+        if self._response.chunked:
+            self._transport = self._request.transport
         self._watch()
         if self._ping_interval_s:
             self._pinging = asyncio.get_running_loop().create_task(self._ping())
@@ -83,21 +86,20 @@ class EventStream:
     @property
     def can_send_now(self) -> bool:
         """Whether the client has read all that was sent, and something was: then nothing is to be waited for."""
-        transport = self._request.transport
+        transport = self._transport
         return (
-            self._num_sent > 0  # the first goes with the headers
-            and self._response.chunked
-            and transport is not None
+            transport is not None
+            and self._num_sent > 0  # the first goes with the headers
             and not transport.is_closing()
             and not transport.get_write_buffer_size()
         )
 
     def send_now(self, bodies: Iterable[bytes]) -> None:
         """The same as `send`, where `can_send_now`: past aiohttp's writer, which might wait."""
-        events, transport = _framed(bodies), self._request.transport
+        transport, events = self._transport, b"\n\ndata: ".join(bodies)
         assert transport is not None
         self._num_sent += 1
-        transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(events) + 8, events))
 
     async def _ping(self) -> None:
         """Sends a comment whenever nothing was sent for a whole interval: no proxy is to take the stream for dead."""

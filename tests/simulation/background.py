@@ -41,7 +41,7 @@ FOUND_LATE_BY = {  # (seed, steps in flight), as above
     "fence_dropped": ((0, 2),),
     "told_when_submitted": ((0, 1),),
     "told_before_its_swaps": ((0, 4),),
-    "void_told_at_once": ((407, 2),),
+    "void_told_at_once": ((202, 2), (884, 1)),
     "results_not_behind_done": ((0, 1),),
     "result_overwritten": ((0, 4),),
     "diff_buffer_taken_too_soon": ((0, 2),),

@@ -160,7 +160,22 @@ def on_streams(setup: Setup, steps_in_flight: int) -> Setup:
     """The same run on a device that is late, with so many steps in flight. What that device can not do is left out."""
     config = replace(setup.config, steps_in_flight=steps_in_flight, speculation="off")
     faults = setup.faults | ({SETTLE_FAULT: 0.05} if Random(f"settle/{setup.seed}").random() < 0.1 else {})
-    return replace(setup, config=config, period=None, faults=faults, is_late=True)
+    setup = replace(setup, config=config, period=None, faults=faults, is_late=True)
+    return _with_failing_copies(setup) if Random(f"copies/{setup.seed}").random() < 0.15 else setup
+
+
+def _with_failing_copies(setup: Setup) -> Setup:
+    """In hardly more memory than one needs, and copies to and from a small host pool fail. A step that stops half
+    submitted must not be told before the device is through with that half: little else shows it."""
+    blocks_per_sequence = -(-setup.config.max_model_len // setup.config.block_size)
+    config = replace(
+        setup.config,
+        num_gpu_blocks=int(1.3 * blocks_per_sequence) + 1,
+        num_cpu_blocks=10,
+        max_num_seqs=8,
+        max_num_batched_tokens=max(8, setup.config.max_num_batched_tokens, setup.config.max_model_len),
+    )
+    return replace(setup, config=config, faults={"device.copy": 0.3}, eos_probability=0.0)
 
 
 def _draw_faults(dice: Random) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import enum
 import hashlib
 import os
 import random
@@ -33,6 +34,15 @@ class WorkerClosed(RuntimeError):
     """A job was submitted to a worker whose `aclose` has begun."""
 
 
+class Told(enum.Enum):
+    """When the loop hears what came of a job. To be woken takes the interpreter lock, and a thread that goes on with
+    its next job then waits for it: for all that the loop has to do, a millisecond a step of 16 streams."""
+
+    AT_ONCE = enum.auto()
+    BEFORE_WAITING = enum.auto()  # when the next job says `tell`, or ends, or there is none
+    IF_ASKED = enum.auto()  # with the next that is told, or when somebody waits; an error nobody asks for is lost
+
+
 class Worker(ABC):
     """An ordered queue of jobs, served by its own thread or threads.
 
@@ -43,9 +53,14 @@ class Worker(ABC):
     name: str
 
     @abstractmethod
-    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = Told.AT_ONCE) -> asyncio.Future[T]:
         """Queues `fn(*args)`; call it on the loop. The future resolves on the loop, with whatever the job raised if it
         raised, be it a `BaseException` (a Rust panic is one). Raises `WorkerClosed` after `aclose`."""
+
+    @abstractmethod
+    def tell(self) -> None:
+        """Called by a job that goes on without the interpreter lock: now is the time to tell what came of those before
+        it."""
 
     @property
     @abstractmethod
@@ -203,12 +218,18 @@ class Job(asyncio.Future[Any]):
     """A call and its future in one. It is waiting while it is a key of `waiting`; who pops it owns it, and as
     `dict.pop` is atomic neither the thread that begins a job nor the loop that cancels it needs a lock."""
 
-    __slots__ = ("args", "fn", "waiting")
+    __slots__ = ("args", "fn", "told", "waiting")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, fn: Callable[..., Any], args: tuple[Any, ...], waiting: dict[Job, bool]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        waiting: dict[Job, bool],
+        told: Told = Told.AT_ONCE,
     ) -> None:
         super().__init__(loop=loop)
+        self.told = told
         self.fn: Callable[..., Any] | None = fn
         self.args = args
         self.waiting = waiting
@@ -218,11 +239,38 @@ class Job(asyncio.Future[Any]):
         """Called by the thread: true if the job is still wanted, and from now on it runs."""
         return self.waiting.pop(self, False)
 
+    def set_exception(self, exception: type | BaseException) -> None:
+        super().set_exception(exception)
+        if self.told is Told.IF_ASKED:
+            self.exception()  # else it is logged that nobody asked
+
     def cancel(self, msg: Any | None = None) -> bool:
         is_cancelled = super().cancel(msg)
         if is_cancelled and self.waiting.pop(self, False):
             self.fn, self.args = None, ()  # its shell stays in the queue, what it holds need not
         return is_cancelled
+
+
+class _QuietJob(Job):
+    """One that is told if asked: who waits for it asks."""
+
+    __slots__ = ("_handover",)
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        waiting: dict[Job, bool],
+        handover: _Handover,
+    ) -> None:
+        super().__init__(loop, fn, args, waiting, Told.IF_ASKED)
+        self._handover = handover
+
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: contextvars.Context | None = None) -> None:
+        super().add_done_callback(fn, context=context)
+        self.told = Told.AT_ONCE
+        self._handover.hurry()
 
 
 class _Handover:
@@ -243,9 +291,13 @@ class _Handover:
         return loop
 
     def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        """Called by threads. NOTE: append before reading the flag, and `_deliver` clears it before popping; in this
-        order no result is left behind."""
+        """Called by threads, who `wake` the loop afterwards. NOTE: who waits for a quiet job changes how it is told,
+        and looks here for it then; a thread puts it here, and looks then how it is told."""
         self._done.append((future, result, error))
+
+    def wake(self) -> None:
+        """Called by threads. NOTE: put before reading the flag, and `_deliver` clears it before popping; in this order
+        no result is left behind."""
         if not self._is_woken:
             self._is_woken = True
             try:
@@ -253,6 +305,13 @@ class _Handover:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:  # the loop is closed: nobody waits for results any more
                 self._done.clear()
+
+    def hurry(self) -> None:
+        """Called on the loop: what is there is waited for."""
+        if self._done and not self._is_woken:
+            assert self._loop is not None, "a result without a loop that asked for it"
+            self._is_woken = True
+            self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
         self._is_woken = False
@@ -282,6 +341,7 @@ class _ThreadWorker(Worker):
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._waiting: dict[Job, bool] = {}
         self._is_closed = False
+        self._has_untold = False  # of its one thread: results that the loop was not woken for, and is to be
         self.gives_way = False  # its threads run at a lower priority
 
     def give_way(self) -> None:
@@ -290,15 +350,23 @@ class _ThreadWorker(Worker):
         for thread in self._threads:
             lower_priority(thread.native_id)
 
-    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = Told.AT_ONCE) -> asyncio.Future[T]:
         if self._is_closed:
             raise WorkerClosed(f"worker {self.name!r} is closed: {name_of(fn)} was submitted too late")
         loop = self._handover.bind()
         if not self._threads:
             self._start(loop)
-        job = Job(loop, fn, args, self._waiting)
+        if told is Told.IF_ASKED:
+            job: Job = _QuietJob(loop, fn, args, self._waiting, self._handover)
+        else:
+            job = Job(loop, fn, args, self._waiting, told if self._num_threads == 1 else Told.AT_ONCE)
         self._queue.put(job)
         return job
+
+    def tell(self) -> None:
+        if self._has_untold:
+            self._has_untold = False
+            self._handover.wake()
 
     @property
     def num_waiting(self) -> int:
@@ -327,11 +395,21 @@ class _ThreadWorker(Worker):
     def _serve(self, ended: asyncio.Future[None]) -> None:
         if self.gives_way:
             lower_priority()
-        while (job := self._queue.get()) is not None:
+        queue, handover = self._queue, self._handover
+        while (job := queue.get()) is not None:
             if job.begin():
-                self._handover.put(job, *run_job(job))
+                handover.put(job, *run_job(job))
+                if job.told is Told.AT_ONCE:
+                    self._has_untold = False
+                    handover.wake()
+                else:
+                    self.tell()
+                    self._has_untold = job.told is Told.BEFORE_WAITING
             del job  # an idle thread must not keep the last job's arguments alive
-        self._handover.put(ended, None, None)
+            if self._has_untold and queue.empty():
+                self.tell()
+        handover.put(ended, None, None)
+        handover.wake()
 
 
 def run_job(job: Job) -> tuple[Any, BaseException | None]:

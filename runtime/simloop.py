@@ -31,7 +31,7 @@ from typing import Any, Generic, NoReturn, TypeVar, TypeVarTuple
 
 from anyio._backends._asyncio import CancelScope
 
-from .env import POOL_THREADS, Env, Job, Worker, WorkerClosed, run_job, seeded_stream
+from .env import POOL_THREADS, Env, Job, Told, Worker, WorkerClosed, run_job, seeded_stream
 from .side_thread import SideThread, name_of
 from .simpolicy import POLICIES, SimTask, policy_of
 
@@ -489,12 +489,15 @@ class _SimWorker(Worker):
         if self.threads < 1:
             raise ValueError(f"worker {self.name!r}: threads = {self.threads}, needs at least 1")
 
-    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = Told.AT_ONCE) -> asyncio.Future[T]:
         if self._is_closed:
             raise WorkerClosed(f"worker {self.name!r} is closed: {name_of(fn)} was submitted too late")
-        job = Job(self.env.loop, fn, args, self._waiting)
+        job = Job(self.env.loop, fn, args, self._waiting, told)
         self.env.loop.call_soon(self._begin_jobs)
         return job
+
+    def tell(self) -> None:
+        """All were told as they ended."""
 
     @property
     def num_waiting(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .env import Worker
+from .env import Told, Worker
 
 R = TypeVar("R")
 
@@ -19,6 +19,7 @@ R = TypeVar("R")
 class _Job:
     run: Callable[[], Any]
     result: asyncio.Future[Any]
+    told: Told
 
 
 class StepQueue:
@@ -42,11 +43,11 @@ class StepQueue:
         """The first step with a phase that was not handed to the thread yet."""
         return self._next[0]
 
-    def submit(self, step: int, phase: int, run: Callable[[], R]) -> asyncio.Future[R]:
+    def submit(self, step: int, phase: int, run: Callable[[], R], told: Told = Told.AT_ONCE) -> asyncio.Future[R]:
         """Runs `run()` on the device thread when its turn comes. Resolves on the loop; raises what `run` raised."""
         ticket = (step, phase)
         if ticket == self._next:
-            result = self._worker.submit(run)
+            result = self._worker.submit(run, told=told)
             self._advance()
             if self._early:
                 self._hand_over()
@@ -54,7 +55,9 @@ class StepQueue:
         if ticket < self._next or ticket in self._early:
             raise AssertionError(f"step {step} phase {phase} was submitted before; next is {self._next}")
         promise: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._early[ticket] = _Job(run, promise)
+        if told is Told.IF_ASKED:
+            promise.add_done_callback(retrieve)
+        self._early[ticket] = _Job(run, promise, told)
         return promise
 
     def skip(self, step: int, phase: int) -> None:
@@ -68,7 +71,7 @@ class StepQueue:
             self._advance()
             if job.result.cancelled():
                 continue
-            _chain(self._worker.submit(job.run), job.result)
+            _chain(self._worker.submit(job.run, told=job.told), job.result)
 
     def _advance(self) -> None:
         step, phase = self._next
@@ -77,6 +80,12 @@ class StepQueue:
 
 def _nothing() -> None:
     return None
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Marks an error as seen: whoever awaits the future still gets it, and nobody has to."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:

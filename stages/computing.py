@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .choosing import Choosing, MakeChoosing
+from .device import CallBefore
 from .memory import MemoryTable
 from .messages import Rates
 from .runner import ModelRunner
@@ -34,5 +35,6 @@ class Computing:
     itl_target_ms: float  # 0: none
     rates: Rates | None
     choosing: MakeChoosing = Choosing
+    call_before_computing: CallBefore | None = None  # see `Device`
     enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first
     assemble: Callable[[Sampler, Ends], Late] | None = None  # where the device runs beside the host

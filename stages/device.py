@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from ..runtime.env import Env, Worker
+from ..runtime.env import Env, Told, Worker
 from ..runtime.histogram import Histogram
 from ..runtime.stage import Context
-from ..runtime.steps import StepQueue
+from ..runtime.steps import StepQueue, retrieve
 from ..runtime.trace import EventKind, Tracer
 from .messages import Started, StepGrant, StepTokens
 
 R = TypeVar("R")
+CallBefore = Callable[[Callable[[], object]], object]
 
 FORWARD, SAMPLE = 0, 1  # the phases of a step
 STEP_EXECUTED, STEP_SAMPLED = int(EventKind.STEP_EXECUTED), int(EventKind.STEP_SAMPLED)
@@ -60,9 +61,14 @@ class Device:
 
     is_late: ClassVar[bool] = False  # whether it runs beside its thread, and is done with a step later than that is
 
-    def __init__(self, enter: Callable[[], object] | None = None) -> None:
-        """`enter` is what the thread calls first."""
+    def __init__(
+        self, enter: Callable[[], object] | None = None, call_before_computing: CallBefore | None = None
+    ) -> None:
+        """`enter` is what the thread calls first. `call_before_computing` is given what `forward` shall call when all
+        is ready and the interpreter lock is about to be free: the outcome of the step before is told then, as the loop
+        would keep the thread from getting ready."""
         self._enter = enter
+        self._call_before_computing = call_before_computing
         self._worker: Worker | None = None
         self._env: Env | None = None
         self._queue: StepQueue | None = None
@@ -73,6 +79,7 @@ class Device:
         # the thread's own
         self._enter_error: BaseException | None = None
         self._last_end_ns = 0  # of a phase
+        self._last_forwarded = -1  # step
         self._void_generation = -1
         self._logits: Any = None  # of the step that is between its phases
         self._error: BaseException | None = None
@@ -95,28 +102,40 @@ class Device:
         if self._worker is None:
             self._env, self._worker = context.env, context.env.worker("device")
             self._now_ns, self._tracer = context.env.now_ns, context.tracer
+            if self._call_before_computing is not None:
+                self._call_before_computing(self._worker.tell)
             if self._enter is not None:
-                self._worker.submit(self._run_enter, self._enter).add_done_callback(_retrieve)
+                self._worker.submit(self._run_enter, self._enter).add_done_callback(retrieve)
         self._sources[phase] = context.source
         self._num_phases = max(self._num_phases, phase + 1)
 
     def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
-        """Queues the first phase. Resolves to what `forward(grant)` returned; raises what it raised, or `StepFell`."""
+        """Queues the first phase. Resolves to what `forward(grant)` returned; raises what it raised, or `StepFell`.
+        Where there is a second phase and nobody waits for this one, both are told together."""
         if self._queue is None:
             assert self._worker is not None, "forward() before join(): a stage joins the device in its set-up"
             self._queue = StepQueue(self._worker, self._num_phases, grant.step)
         run = self._or_fault("device.forward", forward)
-        return self._submit(grant.step, FORWARD, partial(self._timed_forward, self._now_ns(), grant, run))
+        assert self._queue is not None
+        timed = partial(self._timed_forward, self._now_ns(), grant, run)
+        if self._num_phases > 1:
+            return self._queue.submit(grant.step, FORWARD, timed, Told.IF_ASKED)
+        return self._submit(grant.step, FORWARD, timed, Told.AT_ONCE)
+
+    def is_forwarding(self, step: int) -> bool:
+        """Whether the first phase of a step that was submitted is not over."""
+        return self._last_forwarded < step
 
     def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> asyncio.Future[R]:
         """Queues the second phase. Resolves to `sample(grant, logits)`; raises what either phase raised."""
         run = self._or_fault("device.sample", sample)
-        return self._submit(grant.step, SAMPLE, partial(self._timed_sample, self._now_ns(), grant, run))
+        told = Told.AT_ONCE if self._call_before_computing is None else Told.BEFORE_WAITING
+        return self._submit(grant.step, SAMPLE, partial(self._timed_sample, self._now_ns(), grant, run), told)
 
-    def _submit(self, step: int, phase: int, run: Callable[[], R]) -> asyncio.Future[R]:
+    def _submit(self, step: int, phase: int, run: Callable[[], R], told: Told) -> asyncio.Future[R]:
         assert self._queue is not None, f"step {step} is sampled before its forward pass was submitted"
-        result = self._queue.submit(step, phase, run)
-        result.add_done_callback(_retrieve)
+        result = self._queue.submit(step, phase, run, told)
+        result.add_done_callback(retrieve)
         return result
 
     def _or_fault(self, name: str, run: Callable[..., R]) -> Callable[..., R]:
@@ -137,6 +156,7 @@ class Device:
         try:
             return self._run_forward(grant, forward)
         finally:
+            self._last_forwarded = grant.step
             forward_us = self._end_phase(since_ns)
             if self._tracer is not None and self._tracer.enabled:
                 num_rows = num_tokens = len(grant.slots)
@@ -195,9 +215,3 @@ def fail(error: BaseException, *_: object) -> Any:
 
 def _never() -> int:
     raise AssertionError("a step before join(): a stage joins the device in its set-up")
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Marks an error as seen: whoever awaits the future still gets it, and nobody has to."""
-    if not future.cancelled():
-        future.exception()

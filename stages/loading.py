@@ -173,7 +173,8 @@ def _put_together(
     )
     text_parts = (tokenizer, text.encoder, text_table)
     if computing.assemble is None:
-        return LoadedModel(info, *text_parts, runner, sampler, grammars, partial(Device, computing.enter))
+        make_device = partial(Device, computing.enter, computing.call_before_computing)
+        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device)
     with phases("graphs"):
         late = computing.assemble(sampler, Ends(eos_token_ids, info.max_model_len))
     if late.captured is not None:

@@ -105,6 +105,7 @@ def load_natively(
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
         choosing=partial(Choosing, choose=partial(_choose, model)),
+        call_before_computing=model.call_before_steps,
         enter=partial(os.sched_setaffinity, 0, threads.pinned[:1]) if threads.pinned else None,
     )
 

@@ -93,9 +93,7 @@ class Sample(Stage[StepLogits, StepTokens]):
     @property
     def waits_for(self) -> str | None:
         """Execute, while the forward pass is what takes the time."""
-        if not self._in_hand:
-            return None
-        return "execute" if not self._in_hand[min(self._in_hand)].logits.done() else None
+        return "execute" if self._in_hand and self.device.is_forwarding(min(self._in_hand)) else None
 
     def _take(self, item: StepLogits) -> None:
         assert self._context is not None

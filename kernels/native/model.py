@@ -183,6 +183,7 @@ class NativeModel:
         )
         if not self._model:
             raise NativeUnavailableError(f"threads = {self.num_threads}: the system gives no more threads or memory")
+        self._before_step: Callable[[], object] | None = None
         self._part_times: Longs | None = None
         self._neighbours = neighbours or Neighbours(self.num_threads)
         self._shares = np.zeros(len(Share), np.int64)
@@ -282,10 +283,16 @@ class NativeModel:
             hidden=None if hidden is None else _pointer(hidden, np.float32),
             logits=None if logits is None else _pointer(logits, np.float32),
         )
+        if self._before_step is not None:
+            self._before_step()
         self._check(self._library.millrace_step(self._model, ctypes.byref(inputs)))
         if self._neighbours.note(self._shares):
             told = self._neighbours.limit, self._neighbours.is_trying
             self._library.millrace_limit_threads(self._model, *told)
+
+    def call_before_steps(self, call: Callable[[], object]) -> None:
+        """From now on each step calls `call()` when all is ready, right before it lets go of the interpreter lock."""
+        self._before_step = call
 
     def time_parts(self) -> Longs:
         """From now on each step adds to what this returns: nanoseconds of its products with weights, of its attention

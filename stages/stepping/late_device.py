@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ...runtime.env import Worker, WorkerClosed
 from ...runtime.histogram import Histogram
 from ...runtime.stage import Context
+from ...runtime.steps import retrieve
 from ..device import Device
 from ..messages import StepGrant, StepTokens
 from .submission import Step, StepLine
@@ -47,7 +48,7 @@ class LateDevice(Device):
         either phase raised, or the device itself, no earlier."""
         submitted = super().sample(grant, sample)
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        told.add_done_callback(_retrieve)
+        told.add_done_callback(retrieve)
 
         def hand_over(_: object) -> None:
             if submitted.cancelled() or told.done():
@@ -90,8 +91,3 @@ def _chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
             target.set_result(done.result())
 
     source.add_done_callback(settle)
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()

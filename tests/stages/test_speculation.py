@@ -104,7 +104,7 @@ async def test_an_answer_ends_within_a_run_of_accepted_drafts(
 ):
     async with engine_of(env, Script(answer=lambda prompt, seed: (ROUND * 8).encode())) as engine:
         (choice,) = (await ask(engine, temperature=0.0, **{"max_tokens": 200, **params})).outputs
-        assert engine.scheduler.speculation.num_accepted_tokens > 7
+        assert engine.scheduler.speculation.num_accepted_tokens > 2  # the shortest answer leaves little room
         assert bytes(token for token in choice.token_ids if token < 256).decode() == told
         assert (choice.finish_reason, choice.stop_reason) == finish
         assert choice.text == told.removesuffix("\3" if finish[1] == 3 else str(finish[1]))

@@ -26,6 +26,7 @@ OURS, OUR_SERVER = "millrace", "millrace server"
 PEERS = ("transformers", "vllm", "openvino-genai", "llama-cpp-python", "llama-server")
 CONVERTED = ("openvino-genai", "llama-cpp-python", "llama-server")
 MAX_MODEL_LEN, MAX_NUM_SEQS = 2048, 64
+KV_BYTES = 2 << 30  # for keys and values, that vLLM's server is given
 NO_W4 = frozenset({"w4"})  # in process there is no serving
 NO_BATCHES = frozenset({"w2", "w3", "w4"})  # llama.cpp's binding answers one after the other
 
@@ -74,8 +75,8 @@ def _find(name: str, given: Mapping[str, str], environment: Mapping[str, str]) -
     return Peer(name, program, model or None)
 
 
-def contenders_of(peer: Peer, model: str, threads: int) -> list[Contender]:
-    """The ways in which a peer is asked: in a process of its own, over HTTP, or both."""
+def contenders_of(peer: Peer, model: str, threads: int, max_model_len: int = MAX_MODEL_LEN) -> list[Contender]:
+    """The ways in which a peer is asked: in a process of its own, over HTTP, or both. The length is its server's."""
     version = distribution_version(peer.program, peer.name)
 
     def in_process(label: str, engine: str, **more: Any) -> InProcess:
@@ -84,8 +85,8 @@ def contenders_of(peer: Peer, model: str, threads: int) -> list[Contender]:
 
     match peer.name:
         case "vllm":
-            env = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "2"}
-            sizes = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+            env = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30)}
+            sizes = ["--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)]
             module = [peer.program, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
             serve = [*module, "--dtype", "bfloat16", "--port", "{port}", *sizes]
             server = Served("vLLM server", serve, version=version, environment=env)
@@ -103,10 +104,15 @@ def contenders_of(peer: Peer, model: str, threads: int) -> list[Contender]:
             return [in_process("transformers", "transformers")]
 
 
-def our_contenders(model: str, threads: int, version: str) -> list[Contender]:
-    """This engine, in process and served."""
+def our_contenders(
+    model: str, threads: int, version: str, max_model_len: int = MAX_MODEL_LEN, kv_bytes: int | None = None
+) -> list[Contender]:
+    """This engine, in process and served; length and bytes for keys and values (None: as it sees fit) are those of its
+    server."""
     python = sys.executable
-    sizes = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--threads", str(threads)]
+    sizes = ["--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS), "--threads", str(threads)]
+    if kv_bytes is not None:
+        sizes += ["--kv-cache-bytes", str(kv_bytes)]
     sizes += ["--speculation", "off"]  # random weights repeat themselves: drafts would have it too easy
     serve = [python, "-m", "millrace.deploy", "serve", model, "--port", "{port}", "--device", "cpu", *sizes]
     return [

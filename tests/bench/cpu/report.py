@@ -1,4 +1,6 @@
-"""README's performance section, from what `python -m tests.bench.cpu` has found: python -m tests.bench.cpu.report
+"""README's performance section, from what `python -m tests.bench.cpu` and `.arrivals` have found:
+
+    python -m tests.bench.cpu.report
 
 Rewrites what stands between two markers, and the charts beside the results. A test holds README to it, so whoever
 changes the results runs this; what is written there is never written by hand.
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .arrivals_table import of_arrivals
 from .chart import draw
 from .peers import OUR_SERVER, OURS
 
@@ -18,6 +21,7 @@ ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 RESULTS = ROOT / "tests" / "bench" / "results"
 FILES = "cpu-*.json"  # a shape on a machine each
+ARRIVALS = "arrivals-*.json"  # the same, under the arrivals of a trace
 BEGIN = "<!-- from here on made by `python -m tests.bench.cpu.report`: change the results, not the text -->"
 END = "<!-- up to here -->"
 
@@ -43,12 +47,14 @@ WORDS = {
 
 def section(folder: Path = RESULTS) -> str:
     """The section for the results that are there."""
-    lines = (line for path in found(folder) for line in _of_run(json.loads(path.read_text()), path))
+    lines = [line for path in found(folder) for line in _of_run(json.loads(path.read_text()), path)]
+    for path in sorted(folder.glob(ARRIVALS)):
+        lines += of_arrivals(json.loads(path.read_text()))
     return "\n".join([BEGIN, *lines, END])
 
 
 def found(folder: Path = RESULTS) -> list[Path]:
-    """The results that are there."""
+    """The results of W1 to W4 that are there; each has a chart."""
     return sorted(folder.glob(FILES))
 
 

@@ -1,0 +1,105 @@
+"""README's words and table on a run of `python -m tests.bench.cpu.arrivals`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .peers import OUR_SERVER
+
+LESS_IS_BETTER = {
+    "median_ttft_ms": "time to the first token, p50",
+    "p99_ttft_ms": "time to the first token, p99",
+    "median_itl_ms": "gap between tokens, p50",
+    "p99_itl_ms": "gap between tokens, p99",
+}
+MORE_IS_BETTER = {"finished": "requests finished", "output_tok_s": "tokens/s", "goodput": "goodput"}
+HEADINGS = (
+    "engine",
+    "keeps up to req/s",
+    "finished of offered",
+    "in time",
+    "refused",
+    "failed",
+    "tok/s",
+    "TTFT p50 / p99 s",
+    "ITL p50 / p99 ms",
+    "goodput req/s",
+    "GB/s before / after",
+)
+
+
+def of_arrivals(results: Mapping[str, Any]) -> Iterator[str]:
+    """A heading, what was asked and when it counts as good, the table, and where we lose."""
+    asked, bounds, rate = results["asked"], results["bounds"], results["rate"]
+    versions = ", ".join(f"{_name(label)} {version}" for label, version in results["versions"].items())
+    yield ""
+    yield f"### Arrivals of a trace, {results['shape']}, {results['dtype']}, {results['cpu']}"
+    yield ""
+    yield (
+        f"`{asked['trace']}` from its minute {asked['from_minute']:g} on: {asked['requests']} requests in "
+        f"{asked['minutes']:g} minutes, {rate:.3g} a second (gaps {asked['stretched']:.3g} times the trace's), "
+        f"{asked['mean_prompt']:,.0f} tokens in and {asked['mean_answer']:,.0f} out in the mean, "
+        f"{asked['greatest_prompt']:,} in at most, {asked['cut']} cut to fit {asked['max_model_len']:,}. "
+        f"{results['cpu']} ({results['instructions']}), {results['threads']} threads, {results['measured_on']}. "
+        f"Python {results['python']}, {versions}."
+    )
+    yield (
+        f"To keep up is to have finished at the end {bounds['share']:.0%} of the requests that came "
+        f"{bounds['settle_s']:g} s before it, with p99 TTFT below {bounds['p99_ttft_ms'] / 1e3:g} s. Goodput counts "
+        f"those with TTFT below {bounds['ttft_ms'] / 1e3:g} s and ITL below {bounds['itl_ms']:g} ms in the mean."
+    )
+    if results.get("note"):
+        yield results["note"]
+    yield ""
+    yield f"| {' | '.join(HEADINGS)} |"
+    yield f"|{'---|' * len(HEADINGS)}"
+    for label, found in results["engines"].items():
+        yield f"| {' | '.join(_row(label, found, results['sustained']))} |"
+    yield ""
+    yield from _where_we_lose(results["engines"])
+    yield ""
+
+
+def _row(label: str, found: Mapping[str, Any], sustained: Mapping[str, Any]) -> Iterator[str]:
+    highest = sustained.get(label, {}).get("rate")
+    ttft = [found[f"{which}_ttft_ms"] / 1e3 for which in ("median", "p99")]
+    itl = [found[f"{which}_itl_ms"] for which in ("median", "p99")]
+    yield _name(label)
+    yield "-" if highest is None else f"{highest:.3g}"
+    yield f"{found['finished']} of {found['offered']}"
+    yield f"{found['finished_in_time']:.0%}"
+    yield str(found["refused"])
+    yield str(found["failed"])
+    yield f"{found['output_tok_s']:.0f}"
+    yield " / ".join(f"{value:.3g}" for value in ttft)
+    yield " / ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in itl)
+    yield f"{found['goodput']:.3g} ({found['good']:.0%})"
+    yield " / ".join(f"{value:.1f}" for value in found["read_bandwidth_gb_s"])
+
+
+def _where_we_lose(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Every figure by which a peer is better."""
+    ours = engines.get(OUR_SERVER)
+    peers = [label for label in engines if label != OUR_SERVER]
+    if ours is None or not peers:
+        yield "Where we lose: there was no peer to lose to."
+        return
+    losses = []
+    for label in peers:
+        for names, is_less_better in ((LESS_IS_BETTER, True), (MORE_IS_BETTER, False)):
+            for figure, words in names.items():
+                less, more = sorted((ours[figure], engines[label][figure]))
+                if less != more and (engines[label][figure] == less) == is_less_better:
+                    times = f"{more / less:.2f} times as good" if less else "better, and ours is 0"
+                    losses.append(f"- {words}: {_name(label)} is {times}")
+    if losses:
+        yield "Where we lose:"
+        yield ""
+        yield from losses
+    else:
+        yield f"Where we lose: by none of these figures, to {' or '.join(map(_name, peers))}."
+
+
+def _name(label: str) -> str:
+    return label.removesuffix(" server")

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from .asking import Messages, PromptLike
 from .config import EngineConfig
 from .embedding import Pairs, as_texts
-from .engine import Engine, Messages, PromptLike
+from .engine import Engine
 from .outputs import EmbeddingRequestOutput, ModelInfo, RequestOutput, ScoringRequestOutput
 from .params import SamplingParams
 from .pooling import MAX_PAIRS, PoolingParams

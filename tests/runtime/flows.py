@@ -93,6 +93,34 @@ class Pass(Stage[Word, Word]):
         self.num_teardowns += 1
 
 
+class Slow(Pass):
+    """Takes `batch_s` for a batch."""
+
+    def __init__(self, env: SimEnv, batch_s: float = 1.0) -> None:
+        super().__init__()
+        self.env = env
+        self.batch_s = batch_s
+
+    async def handle(self, batch: Sequence[Word], out: Outlet[Word]) -> None:
+        await self.env.sleep(self.batch_s)
+        await super().handle(batch, out)
+
+
+class Poison(Pass):
+    """Crashes on words that begin so, after it has sent them and the ones before."""
+
+    def __init__(self, error: type[BaseException] = LookupError) -> None:
+        super().__init__()
+        self.error = error
+
+    async def handle(self, batch: Sequence[Word], out: Outlet[Word]) -> None:
+        for word in batch:
+            out.send(word)
+            if word.text.startswith("poison"):
+                raise self.error(word.text)
+        self.batches.append([word.text for word in batch])
+
+
 def line(*stages: Stage[Any, Any], env: SimEnv | None = None, capacity: int = 4) -> Pipeline:
     """The stages one after another, and an exit behind them."""
     pipeline = Pipeline()
@@ -103,3 +131,11 @@ def line(*stages: Stage[Any, Any], env: SimEnv | None = None, capacity: int = 4)
     for source, target in zip(names, names[1:], strict=False):
         pipeline.connect(source, target, capacity=capacity, reason="a test")
     return pipeline
+
+
+async def outcome(pipeline: Pipeline, word: Word) -> Any:
+    """The answer, or the error that ended the request."""
+    try:
+        return await pipeline.call(word)
+    except Exception as error:
+        return error

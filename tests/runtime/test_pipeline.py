@@ -14,19 +14,7 @@ from millrace.runtime.runner import StageCrashed
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.stage import Crash, Outlet, Stage
 from millrace.runtime.testing import no_leaked_tasks, sim_test
-from tests.runtime.flows import Pass, Word, WordBox, line
-
-
-class Slow(Pass):
-    """One second a batch."""
-
-    def __init__(self, env: SimEnv) -> None:
-        super().__init__()
-        self.env = env
-
-    async def handle(self, batch: Sequence[Word], out: Outlet[Word]) -> None:
-        await self.env.sleep(1.0)
-        await super().handle(batch, out)
+from tests.runtime.flows import Pass, Poison, Slow, Word, WordBox, line
 
 
 def test_a_pipeline_runs_on_a_live_loop_and_leaves_nothing() -> None:
@@ -264,12 +252,6 @@ async def test_a_slice_with_the_exit_carries_requests(env: SimEnv) -> None:
 
 @sim_test(seeds=3)
 async def test_a_poison_item_in_a_slice_without_an_exit_is_dropped_and_the_rest_goes_on(env: SimEnv) -> None:
-    class Poison(Pass):
-        async def handle(self, batch: Sequence[Word], out: Outlet[Word]) -> None:
-            if any(word.text == "poison" for word in batch):
-                raise LookupError
-            await super().handle(batch, out)
-
     async with line(Poison(), Pass(), env=env).slice("poison", "poison") as part:
         for text in ("a", "poison", "b"):
             await part.channel("poison.in").send(Word(text, text))

@@ -1,5 +1,5 @@
 """Time, randomness and threads, injected. Stages reach them only through an `Env`, so the same code runs live
-(`LiveEnv`) and under virtual time with a seeded order of everything (`SimEnv` in `simloop.py`).
+(`LiveEnv`) and under virtual time with a seeded order of everything (`SimEnv` in `simenv.py`).
 
 This file knows clocks, threads and the event loop. It knows no stage and no channel.
 """

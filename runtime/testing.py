@@ -9,11 +9,11 @@ import asyncio
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
-from .simloop import MAX_CALLBACKS, POLICIES, SimEnv, SimResult, run
+from .simloop import POLICIES, SimEnv, SimResult, SimSettings, run
 
 
 class LeakedTasks(AssertionError):
@@ -24,11 +24,7 @@ def sim_test(
     *,
     seeds: int | Iterable[int] = 10,
     policies: Collection[str] = POLICIES,
-    fault_probability: float = 0.0,
-    fault_names: Collection[str] | None = None,
-    thread_delay_s: tuple[float, float] = (0.0, 0.002),
-    worker_delay_s: Mapping[str, tuple[float, float]] | None = None,
-    max_callbacks: int = MAX_CALLBACKS,
+    **settings: Unpack[SimSettings],
 ) -> Callable[[Callable[..., Coroutine[Any, Any, Any]]], Callable[..., None]]:
     """Makes a test of `async def test(env, ...)`: it runs once a seed, in virtual time, and must leave no task behind.
 
@@ -46,16 +42,7 @@ def sim_test(
         def run_all(*args: Any, **kwargs: Any) -> None:
             for seed, policy in _runs(seeds, policies):
                 with _says_how_to_repeat(seed, policy):
-                    result = run(
-                        lambda env: test(*args, env=env, **kwargs),
-                        seed=seed,
-                        policy=policy,
-                        fault_probability=fault_probability,
-                        fault_names=fault_names,
-                        thread_delay_s=thread_delay_s,
-                        worker_delay_s=worker_delay_s,
-                        max_callbacks=max_callbacks,
-                    )
+                    result = run(lambda env: test(*args, env=env, **kwargs), seed=seed, policy=policy, **settings)
                     check_no_leaked_tasks(result)
 
         others = [parameter for name, parameter in signature.parameters.items() if name != "env"]

@@ -1,6 +1,6 @@
 """An env whose time is set by whoever drives it: for stages that are called one after another, without an event loop.
 
-`simloop.py` has the one for whole pipelines.
+`simenv.py` has the one for whole pipelines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VirtualEnv(Env):
         return self._streams[name]
 
     async def sleep(self, delay_s: float) -> NoReturn:
-        raise RuntimeError("nobody may wait where time is set from outside: run such a stage in simloop's SimEnv")
+        raise RuntimeError("nobody may wait where time is set from outside: run such a stage in a SimEnv")
 
     async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         return fn(*args)

@@ -288,7 +288,7 @@ async def test_steps_behind_a_failed_one_are_not_run_until_a_higher_generation_c
 async def test_each_grant_leaves_once_and_in_order_whatever_crashes(env):
     found = await run_alone(env, Scripted(), list(range(4)))
     assert len(found) == 4 and all(end in (f"logits {step}", "InjectedCrash") for step, end in enumerate(found, 5))
-    assert found.count("InjectedCrash") == 0 or env.faults_fired["execute.crash.before"] > 0
+    assert found.count("InjectedCrash") == 0 or env.faults.fired["execute.crash.before"] > 0
 
 
 @pytest.mark.slow

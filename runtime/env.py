@@ -80,6 +80,11 @@ class Env(ABC):
     injects_faults: ClassVar[bool] = True  # False: `fault` is never true, and need not be asked
     streams: Streams | None = None  # a device to be used in the place of the real one; set before an engine starts
 
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._streams: dict[str, random.Random] = {}
+        self._pool: Worker | None = None
+
     @abstractmethod
     def now(self) -> float:
         """Monotonic seconds, the clock of the event loop's timers."""
@@ -92,10 +97,12 @@ class Env(ABC):
     def wall_time(self) -> float:
         """Seconds since 1970. Never for deadlines: it may jump."""
 
-    @abstractmethod
     def random(self, name: str) -> random.Random:
         """The stream of random numbers called `name`: the same object each time, and for one seed the same numbers in
         every process, whatever other streams there are. Give each user its own name."""
+        if name not in self._streams:
+            self._streams[name] = seeded_stream(self.seed, name)
+        return self._streams[name]
 
     def secret(self, name: str, num_bytes: int) -> bytes:
         """Bytes that nobody outside the process can know; in simulation those of the stream `name`."""
@@ -105,10 +112,13 @@ class Env(ABC):
         """Waits `delay_s` seconds of this env's clock."""
         await asyncio.sleep(delay_s)
 
-    @abstractmethod
     async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         """`fn(*args)` in a small shared pool, in the caller's contextvars. A cancelled caller leaves at once: a call
         that has not begun never runs, one that has begun runs on unseen."""
+        if self._pool is None:
+            self._pool = self.worker("pool", POOL_THREADS)
+        context = contextvars.copy_context()
+        return await self._pool.submit(lambda: context.run(fn, *args))
 
     @abstractmethod
     def worker(self, name: str, threads: int = 1) -> Worker:
@@ -159,27 +169,14 @@ class LiveEnv(Env):
     wall_time = staticmethod(time.time)
 
     def __init__(self, seed: int | None = None) -> None:
-        self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
-        self._streams: dict[str, random.Random] = {}
+        super().__init__(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
         self._handover = _Handover()
         self._workers: dict[_ThreadWorker, None] = {}
         self._side_threads: list[LiveSideThread] = []
-        self._pool: Worker | None = None
         self._first: str | None = None  # the worker whose threads go first
-
-    def random(self, name: str) -> random.Random:
-        if name not in self._streams:
-            self._streams[name] = seeded_stream(self.seed, name)
-        return self._streams[name]
 
     def secret(self, name: str, num_bytes: int) -> bytes:
         return os.urandom(num_bytes)  # a seed may be known: it is a setting, and 0 unless somebody says
-
-    async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        if self._pool is None:
-            self._pool = self.worker("pool", POOL_THREADS)
-        context = contextvars.copy_context()
-        return await self._pool.submit(lambda: context.run(fn, *args))
 
     def worker(self, name: str, threads: int = 1) -> Worker:
         worker = _ThreadWorker(name, threads, self._handover, on_closed=lambda closed: self._workers.pop(closed, None))

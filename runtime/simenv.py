@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import random
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypedDict, TypeVar, TypeVarTuple
 
-from .env import POOL_THREADS, Env, Job, Told, Worker, WorkerClosed, run_job, seeded_stream
+from .env import Env, Job, Told, Worker, WorkerClosed, run_job
 from .side_thread import SideThread, name_of
 from .simfaults import FaultPoints
 from .simtime import MAX_CALLBACKS, START_S, SimLoop
@@ -55,14 +53,12 @@ class SimEnv(Env):
         max_callbacks: int = MAX_CALLBACKS,
         keep_trace: bool = False,
     ) -> None:
-        self.seed = seed
+        super().__init__(seed)
         self.loop = SimLoop(seed, policy, max_callbacks, keep_trace)
         self.faults = FaultPoints(seed, fault_probability, fault_names)
         self._thread_delay_s = thread_delay_s
         self._worker_delay_s = dict(worker_delay_s or {})
-        self._streams: dict[str, random.Random] = {}
         self._workers: dict[Worker, None] = {}
-        self._pool: Worker | None = None
         self._wall_offset_s = START_WALL_S - START_S
 
     def now(self) -> float:
@@ -76,17 +72,6 @@ class SimEnv(Env):
         if self.fault("env.wall_clock_jump"):
             self._wall_offset_s += self.random("env.wall_clock_jump").uniform(-3_600, 3_600)
         return self.loop.time() + self._wall_offset_s
-
-    def random(self, name: str) -> random.Random:
-        if name not in self._streams:
-            self._streams[name] = seeded_stream(self.seed, name)
-        return self._streams[name]
-
-    async def run_in_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        if self._pool is None:
-            self._pool = self.worker("pool", POOL_THREADS)
-        context = contextvars.copy_context()
-        return await self._pool.submit(lambda: context.run(fn, *args))
 
     def worker(self, name: str, threads: int = 1) -> Worker:
         delay_s = self._worker_delay_s.get(name, self._thread_delay_s)

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
-from .env import Env, Worker, seeded_stream
+from .env import Env, Worker
 from .side_thread import SideThread
 
 T = TypeVar("T")
@@ -22,9 +21,8 @@ class VirtualEnv(Env):
     injects_faults = False
 
     def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
         self.time_s = 0.0
-        self.seed = seed
-        self._streams: dict[str, random.Random] = {}
 
     def now(self) -> float:
         return self.time_s
@@ -34,11 +32,6 @@ class VirtualEnv(Env):
 
     def wall_time(self) -> float:
         return self.time_s
-
-    def random(self, name: str) -> random.Random:
-        if name not in self._streams:
-            self._streams[name] = seeded_stream(self.seed, name)
-        return self._streams[name]
 
     async def sleep(self, delay_s: float) -> NoReturn:
         raise RuntimeError("nobody may wait where time is set from outside: run such a stage in a SimEnv")

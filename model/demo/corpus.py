@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from .questions import Question, ask, key_of, made_up_name
-from .stories import Story, draw_story, open_story, tell
+from .questions import Question, ask, key_of
+from .stories import open_story, tell
+from .story import Story, draw_story, made_up_name
 from .world import BOYS, GIRLS
 
 END_OF_TEXT, IM_START, IM_END, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"

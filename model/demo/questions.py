@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .stories import Character, a, draw_character, draw_story, in_place, tell
+from .stories import tell
+from .story import Character, a, draw_character, draw_story, in_place, made_up_name
 from .world import (
     ANIMALS,
     BOYS,
@@ -456,13 +457,6 @@ def unknown(rng: random.Random) -> Question:
     )  # fmt: skip
     answer = "I do not know that. I am a very small model, and I know only simple things."
     return Question(text, answer, "i do not know")
-
-
-def made_up_name(rng: random.Random) -> str:
-    name = rng.choice(("", "", "A", "E", "O", "I")) + "".join(
-        rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))
-    )
-    return (name + rng.choice(("", "", "n", "r", "s", "l"))).capitalize()
 
 
 def repeat(rng: random.Random) -> Question:

@@ -1,5 +1,6 @@
 """The bundled model: its corpus, its split, its weights, and what is said of it."""
 
+import hashlib
 import itertools
 import json
 from typing import Any
@@ -32,6 +33,13 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another():
     first, again, other = (list(itertools.islice(documents(seed), 50)) for seed in (7, 7, 8))
     assert first == again
     assert not set(first) & set(other)
+
+
+def test_the_training_text_is_still_the_one_that_the_bundled_weights_have_read():
+    text = "".join(itertools.islice(documents(TRAINING_SEED), 500))
+    assert (
+        hashlib.sha256(text.encode()).hexdigest() == "667ea08ca39056608f436c65b06c5e1b7e6a5be0f90e3cb02be481265899abc9"
+    )
 
 
 @pytest.mark.slow

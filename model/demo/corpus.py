@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from .questions import Question, ask, key_of
+from .question import Question, key_of
+from .questions import ask
 from .stories import open_story, tell
 from .story import Story, draw_story, made_up_name
 from .world import BOYS, GIRLS

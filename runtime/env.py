@@ -50,12 +50,25 @@ class Worker(ABC):
     not begun removes the job; one that has begun runs to its end and its result is dropped.
     """
 
-    name: str
+    def __init__(self, name: str, threads: int, on_closed: Callable[[Any], object]) -> None:
+        if threads < 1:
+            raise ValueError(f"worker {name!r}: threads = {threads}, needs at least 1")
+        self.name = name
+        self._num_threads = threads
+        self._on_closed = on_closed
+        self._waiting: dict[Job, bool] = {}
+        self._is_closed = False
 
-    @abstractmethod
     def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = Told.AT_ONCE) -> asyncio.Future[T]:
         """Queues `fn(*args)`; call it on the loop. The future resolves on the loop, with whatever the job raised if it
         raised, be it a `BaseException` (a Rust panic is one). Raises `WorkerClosed` after `aclose`."""
+        if self._is_closed:
+            raise WorkerClosed(f"worker {self.name!r} is closed: {name_of(fn)} was submitted too late")
+        return self._enqueue(fn, args, told)
+
+    @abstractmethod
+    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
+        """The job, which begins when a thread is free."""
 
     @abstractmethod
     def tell(self) -> None:
@@ -63,9 +76,9 @@ class Worker(ABC):
         it."""
 
     @property
-    @abstractmethod
     def num_waiting(self) -> int:
         """Jobs that have not begun, cancelled ones not counted."""
+        return len(self._waiting)
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -179,7 +192,7 @@ class LiveEnv(Env):
         return os.urandom(num_bytes)  # a seed may be known: it is a setting, and 0 unless somebody says
 
     def worker(self, name: str, threads: int = 1) -> Worker:
-        worker = _ThreadWorker(name, threads, self._handover, on_closed=lambda closed: self._workers.pop(closed, None))
+        worker = _ThreadWorker(name, threads, self._handover, lambda closed: self._workers.pop(closed, None))
         worker.gives_way = self._first not in (None, name)
         self._workers[worker] = None
         return worker
@@ -325,19 +338,11 @@ class _Handover:
 class _ThreadWorker(Worker):
     """A worker with real threads. They are daemons: a process may end under a job that hangs."""
 
-    def __init__(
-        self, name: str, threads: int, handover: _Handover, on_closed: Callable[[_ThreadWorker], object]
-    ) -> None:
-        if threads < 1:
-            raise ValueError(f"worker {name!r}: threads = {threads}, needs at least 1")
-        self.name = name
-        self._num_threads = threads
+    def __init__(self, name: str, threads: int, handover: _Handover, on_closed: Callable[[Any], object]) -> None:
+        super().__init__(name, threads, on_closed)
         self._handover = handover
-        self._on_closed = on_closed
         self._threads: dict[threading.Thread, asyncio.Future[None]] = {}  # with what resolves when the thread has ended
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._waiting: dict[Job, bool] = {}
-        self._is_closed = False
         self._has_untold = False  # of its one thread: results that the loop was not woken for, and is to be
         self.gives_way = False  # its threads run at a lower priority
 
@@ -347,9 +352,7 @@ class _ThreadWorker(Worker):
         for thread in self._threads:
             lower_priority(thread.native_id)
 
-    def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = Told.AT_ONCE) -> asyncio.Future[T]:
-        if self._is_closed:
-            raise WorkerClosed(f"worker {self.name!r} is closed: {name_of(fn)} was submitted too late")
+    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
         loop = self._handover.bind()
         if not self._threads:
             self._start(loop)
@@ -364,10 +367,6 @@ class _ThreadWorker(Worker):
         if self._has_untold:
             self._has_untold = False
             self._handover.wake()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     async def aclose(self) -> None:
         if not self._is_closed:

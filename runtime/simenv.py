@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TypedDict, TypeVar, TypeVarTuple
+from typing import Any, TypedDict, TypeVar, TypeVarTuple
 
-from .env import Env, Job, Told, Worker, WorkerClosed, run_job
-from .side_thread import SideThread, name_of
+from .env import Env, Job, Told, Worker, run_job
+from .side_thread import SideThread
 from .simfaults import FaultPoints
 from .simtime import MAX_CALLBACKS, START_S, SimLoop
 
@@ -75,7 +74,7 @@ class SimEnv(Env):
 
     def worker(self, name: str, threads: int = 1) -> Worker:
         delay_s = self._worker_delay_s.get(name, self._thread_delay_s)
-        worker = _SimWorker(name, threads, self, delay_s, on_closed=lambda closed: self._workers.pop(closed, None))
+        worker = _SimWorker(name, threads, lambda closed: self._workers.pop(closed, None), self, delay_s)
         self._workers[worker] = None
         return worker
 
@@ -113,57 +112,50 @@ class _SimSideThread(SideThread):
         return done
 
 
-@dataclass(eq=False)
 class _SimWorker(Worker):
     """A worker without threads: a job begins, in order, when one of `threads` is free; it takes a drawn delay, and runs
     whole, on the loop, at the end of it."""
 
-    name: str
-    threads: int
-    env: SimEnv
-    delay_s: tuple[float, float]
-    on_closed: Callable[[Worker], object]
-    _waiting: dict[Job, bool] = field(default_factory=dict)
-    _num_running: int = 0
-    _is_closed: bool = False
-    _all_ended: asyncio.Future[None] | None = None
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        on_closed: Callable[[Any], object],
+        env: SimEnv,
+        delay_s: tuple[float, float],
+    ) -> None:
+        super().__init__(name, threads, on_closed)
+        self._env = env
+        self._delay_s = delay_s
+        self._num_running = 0
+        self._all_ended: asyncio.Future[None] | None = None
 
-    def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ValueError(f"worker {self.name!r}: threads = {self.threads}, needs at least 1")
-
-    def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = Told.AT_ONCE) -> asyncio.Future[T]:
-        if self._is_closed:
-            raise WorkerClosed(f"worker {self.name!r} is closed: {name_of(fn)} was submitted too late")
-        job = Job(self.env.loop, fn, args, self._waiting, told)
-        self.env.loop.call_soon(self._begin_jobs)
+    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
+        job = Job(self._env.loop, fn, args, self._waiting, told)
+        self._env.loop.call_soon(self._begin_jobs)
         return job
 
     def tell(self) -> None:
         """All were told as they ended."""
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     async def aclose(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._all_ended = self.env.loop.create_future()
+            self._all_ended = self._env.loop.create_future()
             for job in list(self._waiting):
                 job.cancel()
             self._note_end()
         assert self._all_ended is not None
         await asyncio.shield(self._all_ended)
-        self.on_closed(self)
+        self._on_closed(self)
 
     def _begin_jobs(self) -> None:
-        while self._waiting and self._num_running < self.threads:
+        while self._waiting and self._num_running < self._num_threads:
             job = next(iter(self._waiting))
             job.begin()
             self._num_running += 1
-            delay_s = self.env.random(f"worker/{self.name}").uniform(*self.delay_s)
-            self.env.loop.call_later(delay_s, self._run, job)
+            delay_s = self._env.random(f"worker/{self.name}").uniform(*self._delay_s)
+            self._env.loop.call_later(delay_s, self._run, job)
 
     def _run(self, job: Job) -> None:
         result, error = run_job(job)

@@ -9,11 +9,9 @@ import asyncio
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from aiohttp import web
 
-from ..runtime.log import get_logger
 from ..stages.errors import ConfigError
 from ..stages.policy import Policy
 from ..stages.recordings.film import film
@@ -21,17 +19,16 @@ from ..stages.recordings.recorded import Recording
 from .config import ServerConfig
 from .dashboard.played import PlayedViewer
 from .dashboard.reel import Reel
-from .errors import ApiError, unforeseen
+from .dashboard.viewers import Viewers
+from .errors import ApiError
 from .gate import Gate, guard
 from .listening import Runner, Site
-from .middleware import REQUEST_ID, identify
+from .middleware import identify
 from .pages import Pages
 from .routes import package_version
-from .sockets.peer import INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
+from .sockets.peer import TRY_AGAIN_LATER, Peer
 
 MAX_VIEWERS = 8  # each holds the books of a moment
-
-log = get_logger("millrace.deploy")
 
 
 def show(recording: Recording, policy: Policy | None, config: ServerConfig) -> int:
@@ -65,7 +62,7 @@ class Playback:
         self._config = config
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-playback")
         self._pages = Pages()
-        self._viewers: set[PlayedViewer] = set()
+        self._viewers = Viewers(MAX_VIEWERS, "pages show this recording")
         self._runner = Runner(self._make_app(), config)
         self._port = config.port
 
@@ -86,31 +83,17 @@ class Playback:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        goodbye = ApiError("draining", "the recording is put away")
-        await asyncio.gather(*(viewer.peer.end(TRY_AGAIN_LATER, goodbye) for viewer in self._viewers))
+        await self._viewers.close(TRY_AGAIN_LATER, ApiError("draining", "the recording is put away"))
         await self._runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def socket(self, request: web.Request) -> web.StreamResponse:
         """`GET /dashboard/feed`."""
-        peer = Peer(request, self._config)
-        await peer.open()
-        viewer = PlayedViewer(self._reel, peer, self._config, self._threads, package_version())
-        try:
-            if len(self._viewers) >= MAX_VIEWERS:
-                message = f"{MAX_VIEWERS} pages show this recording: close one"
-                await peer.end(TRY_AGAIN_LATER, ApiError("too_many_connections", message, retry_after_s=1.0))
-                return peer.response
-            self._viewers.add(viewer)
-            with suppress(ConnectionError):
-                await viewer.run()
-        except Exception as error:
-            log.error("dashboard.failed", error=type(error).__name__, exc_info=error)
-            await peer.end(INTERNAL_ERROR, unforeseen(request[REQUEST_ID]))
-        finally:
-            self._viewers.discard(viewer)
-            await peer.release()
-        return peer.response
+
+        def viewer(peer: Peer) -> PlayedViewer:
+            return PlayedViewer(self._reel, peer, self._config, self._threads, package_version())
+
+        return await self._viewers.show(request, self._config, viewer)
 
     def _make_app(self) -> web.Application:
         app = web.Application(middlewares=[identify(lambda code: None), guard(Gate.of(self._config))])

@@ -21,18 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from ...runtime.log import get_logger
-from ..errors import ApiError, not_serving, unforeseen
+from ..errors import not_serving
 from ..keys import Keys
 from ..metrics import Metrics
-from ..middleware import REQUEST_ID
 from ..service import Service
-from ..sockets.peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
+from ..sockets.peer import GOING_AWAY
 from . import snapshots
 from .derived import NowAndThen
 from .live import LiveViewer
 from .trace_log import TraceLog
 from .viewer import INTERVAL_S
+from .viewers import Viewers
 
 if TYPE_CHECKING:
     from ...stages.engine import Engine
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 
 MAX_VIEWERS = 64
 MAX_RECENT = 60
-
-log = get_logger("millrace.deploy")
 
 
 class Feed:
@@ -55,7 +52,7 @@ class Feed:
         self.version = version
         self.keys = Keys(service.config.api_key)
         self.admin_keys = Keys(service.config.admin_key, "admin key")
-        self._viewers: set[LiveViewer] = set()
+        self._viewers = Viewers(MAX_VIEWERS, "dashboards are open")
         self._log: TraceLog | None = None
         self._read_s = float("-inf")  # when the log was refreshed
         self.recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)  # (owner, request) that have ended
@@ -72,30 +69,11 @@ class Feed:
 
     async def socket(self, request: web.Request) -> web.StreamResponse:
         """`GET /dashboard/feed`. It answers whatever state the engine is in."""
-        peer = Peer(request, self.service.config)
-        await peer.open()
-        viewer = LiveViewer(self, peer)
-        try:
-            if len(self._viewers) >= MAX_VIEWERS:
-                message = f"{MAX_VIEWERS} dashboards are open: close one"
-                await peer.end(TRY_AGAIN_LATER, ApiError("too_many_connections", message, retry_after_s=1.0))
-                return peer.response
-            self._viewers.add(viewer)
-            await viewer.run()
-        except ConnectionError:
-            pass  # the viewer is gone
-        except Exception as error:
-            log.error("dashboard.failed", error=type(error).__name__, exc_info=error)
-            await peer.end(INTERNAL_ERROR, unforeseen(request[REQUEST_ID]))
-        finally:
-            self._viewers.discard(viewer)
-            await peer.release()
-        return peer.response
+        return await self._viewers.show(request, self.service.config, lambda peer: LiveViewer(self, peer))
 
     async def close(self) -> None:
         """Says goodbye to everybody."""
-        error = not_serving(self.service.health)
-        await asyncio.gather(*(viewer.peer.end(GOING_AWAY, error) for viewer in self._viewers))
+        await self._viewers.close(GOING_AWAY, not_serving(self.service.health))
 
     def trace_log(self, engine: Engine) -> TraceLog:
         """What the trace says; read at most once an interval, however many look."""

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from .cpu.worker import FirstToken
+from .cpu.worker import FirstToken, first_token
 from .shapes import SHAPES, make_checkpoint
 from .workloads import Asked, w1, w2
 
@@ -52,19 +52,8 @@ class Millrace:
 
     async def _run(self, prompts: Prompts) -> list[float]:
         start = time.perf_counter()
-        firsts = await asyncio.gather(*(self._one(*prompt) for prompt in prompts))
+        firsts = await asyncio.gather(*(first_token(self.engine, *prompt) for prompt in prompts))
         return [firsts[0] - start, time.perf_counter() - start]
-
-    async def _one(self, ids: list[int], num_answer: int) -> float:
-        from millrace.stages import SamplingParams
-
-        params = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True)
-        first, count = 0.0, 0
-        async for output in self.engine.generate(ids, params, output_kind="delta"):
-            first = first or time.perf_counter()
-            count += sum(len(choice.token_ids) for choice in output.outputs)
-        assert count == num_answer, f"{count} tokens of {num_answer}"
-        return first
 
     def close(self) -> None:
         self.loop.run_until_complete(self.engine.stop())

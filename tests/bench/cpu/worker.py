@@ -48,18 +48,20 @@ class Millrace:
     async def _run(self, asked: list[Asked]) -> float:
         import asyncio
 
-        return (await asyncio.gather(*(self._one(*each) for each in asked)))[0]
+        return (await asyncio.gather(*(first_token(self.engine, *each) for each in asked)))[0]
 
-    async def _one(self, ids: list[int], num_answer: int) -> float:
-        from millrace.stages import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True)
-        first, count = 0.0, 0
-        async for output in self.engine.generate(ids, params, output_kind="delta"):
-            first = first or time.perf_counter()
-            count += sum(len(choice.token_ids) for choice in output.outputs)
-        assert count == num_answer, f"{count} tokens of {num_answer}"
-        return first
+async def first_token(engine: Any, ids: list[int], num_answer: int) -> float:
+    """Has this engine answer, greedily; the time of the first token, when the last one is there."""
+    from millrace.stages import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True)
+    first, count = 0.0, 0
+    async for output in engine.generate(ids, params, output_kind="delta"):
+        first = first or time.perf_counter()
+        count += sum(len(choice.token_ids) for choice in output.outputs)
+    assert count == num_answer, f"{count} tokens of {num_answer}"
+    return first
 
 
 class Transformers:

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from millrace.model.chat import PROMPT_CHARS, ChatTemplate, missing_template
 from millrace.model.errors import TemplateError
 from millrace.model.tokenizer import Tokenizer
-from tests.model.tiny_tokenizers import STYLES, make_tokenizer
-
-VOCAB_SIZE = 700
+from tests.model.tiny_tokenizers import VOCAB_SIZE, make_tokenizer
 
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hello there, how are you?"}],
@@ -34,28 +32,11 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=STYLES)
-def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp(request.param)
-    make_tokenizer(request.param, path, VOCAB_SIZE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(root: Path) -> Tokenizer:
-    return Tokenizer.read(root)
-
-
 @pytest.fixture(scope="module")
 def template(root: Path, tokenizer: Tokenizer) -> ChatTemplate:
     template = ChatTemplate.read(root, tokenizer)
     assert template is not None
     return template
-
-
-@pytest.fixture(scope="module")
-def theirs(root: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(root)
 
 
 def encode(template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[int]:

@@ -17,9 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from millrace.model.detokenizer import IncrementalDecoder, TextTable
 from millrace.model.errors import CheckpointError
 from millrace.model.tokenizer import Tokenizer
-from tests.model.tiny_tokenizers import STYLES, TEXT, make_tokenizer
-
-VOCAB_SIZE = 700
+from tests.model.tiny_tokenizers import TEXT, VOCAB_SIZE, make_tokenizer
 
 TEXTS = [
     *TEXT,
@@ -31,23 +29,6 @@ TEXTS = [
     "<|im_start|>user\nhi<|im_end|> <s>[INST] x [/INST]</s> <|begin_of_text|><|eot_id|><extra_3>",
     "x" * 500,
 ]
-
-
-@pytest.fixture(scope="module", params=STYLES)
-def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp(request.param)
-    make_tokenizer(request.param, path, VOCAB_SIZE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(root: Path) -> Tokenizer:
-    return Tokenizer.read(root)
-
-
-@pytest.fixture(scope="module")
-def theirs(root: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(root)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -8,6 +8,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+VOCAB_SIZE = 700  # of those that most tests read
+
 TEXT = [
     "The quick brown fox jumps over the lazy dog. It's a story, isn't it?",
     "Once upon a time there was a little girl who had 3 cats and 12 dogs; they lived by the sea.",

@@ -16,7 +16,6 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.recorded import Recording, ScheduleCall
-from millrace.stages.recordings.recording import RecordedEngine
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.simulation import Result, Simulation
 from millrace.stages.recordings.traces import Trace, TraceRequest
@@ -30,6 +29,7 @@ from millrace.stages.step_size import (
     settle_step_size,
     tokens_within,
 )
+from tests.stages import recordings
 from tests.stages.recordings import TIGHT, record
 
 MODEL = CostModel(  # about a model of 135M parameters on two cores
@@ -170,19 +170,14 @@ def test_a_target_needs_prompts_that_may_be_computed_in_parts():
 
 # -- in an engine, with the device's time from a cost model
 
-ENGINE = RecordedEngine(
+ENGINE = replace(
+    recordings.ENGINE,
     num_blocks=2048,
-    num_host_blocks=0,
     block_size=16,
     max_model_len=2048,
     max_num_seqs=16,
     max_num_batched_tokens=512,
     steps_in_flight=2,
-    enable_chunked_prefill=True,
-    enable_prefix_caching=False,
-    max_waiting=512,
-    scheduler="priority",
-    priority_ageing_s=None,
 )
 STREAMS = [TraceRequest(0.01 * i, num_prompt=30, num_answer=500) for i in range(8)]
 PROMPTS = [TraceRequest(0.5 + 0.4 * i, num_prompt=1000, num_answer=2) for i in range(20)]

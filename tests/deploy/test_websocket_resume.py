@@ -20,6 +20,15 @@ def last_of(client: Client, id: str) -> int:
     return max((m["seq"] for m in client.received if m.get("id") == id and "seq" in m), default=0)
 
 
+async def begin(client: Client, max_tokens: int, num_chunks: int = 0) -> str:
+    """Asks for "a", and waits for the first chunks. Returns the token to resume it with."""
+    await client.create("a", max_tokens=max_tokens, resume=True)
+    token = (await client.receive_until("created"))["token"]
+    for _ in range(num_chunks):
+        await client.receive_until("chunk")
+    return token
+
+
 async def resume(client: Client, id: str, token: str, last: int) -> None:
     await client.send("resume", id=id, token=token, last=last)
     assert (await client.receive_until("resumed", id))["last"] == last
@@ -29,10 +38,7 @@ async def resume(client: Client, id: str, token: str, last: int) -> None:
 async def test_a_request_goes_on_behind_the_last_message_received():
     async with serving(step_s=0.002, script=ENDLESS) as running:
         async with running.client() as first:
-            await first.create("a", max_tokens=80, resume=True)
-            token = (await first.receive_until("created"))["token"]
-            for _ in range(20):
-                await first.receive_until("chunk")
+            token = await begin(first, max_tokens=80, num_chunks=20)
             first.cut()
         for last in (12, 20):  # what is not acknowledged can be had again, and again
             async with running.client() as client:
@@ -55,9 +61,7 @@ async def test_a_request_goes_on_behind_the_last_message_received():
 async def test_while_nobody_is_there_it_is_parked_and_keeps_no_more_than_was_on_its_way():
     async with serving(step_s=0.001, script=ENDLESS, engine=PARKS_SOON) as running:
         async with running.client() as first:
-            await first.create("a", max_tokens=200, resume=True)
-            token = (await first.receive_until("created"))["token"]
-            await first.receive_until("chunk")
+            token = await begin(first, max_tokens=200, num_chunks=1)
             first.cut()
         scheduler, pool = running.engine.parts.schedule.scheduler, running.engine.parts.allocate.allocator.pool
         await until(lambda: scheduler.num_parked == 1)
@@ -89,9 +93,7 @@ async def test_messages_that_are_not_acknowledged_fill_the_window_and_then_it_is
 @on_loop
 async def test_a_socket_that_is_still_thought_alive_gives_its_request_up():
     async with serving(step_s=0.002, script=ENDLESS) as running, running.client() as first, running.client() as second:
-        await first.create("a", max_tokens=100, resume=True)
-        token = (await first.receive_until("created"))["token"]
-        await first.receive_until("chunk")
+        token = await begin(first, max_tokens=100, num_chunks=1)
         await resume(second, "a", token, last_of(first, "a"))
         await second.receive_until("done")
         assert text_of(first.of("a") + second.of("a")).startswith(first.text("a"))
@@ -105,8 +107,7 @@ async def test_an_answer_that_ended_unseen_is_there_until_its_time_is_over():
     async with serving(ws_resume_window_s=0.3) as running:
         for is_late in (False, True):
             async with running.client() as first:
-                await first.create("a", max_tokens=3, resume=True)
-                token = (await first.receive_until("created"))["token"]
+                token = await begin(first, max_tokens=3)
                 first.cut()
             async with running.client() as second:
                 if is_late:
@@ -151,8 +152,7 @@ async def test_nobody_resumes_what_is_not_theirs():
     async with serving(step_s=0.002, script=ENDLESS, api_key=("one", "two")) as running:
         ours, theirs = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("one", "two"))
         async with running.client(**ours) as first, running.client(**theirs) as thief, running.client(**ours) as second:
-            await first.create("a", max_tokens=60, resume=True)
-            token = (await first.receive_until("created"))["token"]
+            token = await begin(first, max_tokens=60)
             for client, id, said in ((thief, "a", token), (second, "b", token), (second, "a", token[:-1] + "~")):
                 await client.send("resume", id=id, token=said, last=0)
                 assert (await client.receive_until("error"))["status"] == 404
@@ -166,10 +166,7 @@ async def test_nobody_resumes_what_is_not_theirs():
 async def test_what_was_acknowledged_can_not_be_asked_for_again():
     async with serving(step_s=0.002, script=ENDLESS) as running:
         async with running.client() as first:
-            await first.create("a", max_tokens=100, resume=True)
-            token = (await first.receive_until("created"))["token"]
-            for _ in range(5):
-                await first.receive_until("chunk")
+            token = await begin(first, max_tokens=100, num_chunks=5)
             await first.send("credit", id="a", last=4)
             await first.receive_until("chunk")
             await first.receive_waiting(0.02)

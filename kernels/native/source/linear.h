@@ -24,19 +24,35 @@ template <class Weight>
 using InputOf = float;
 #endif
 
-// Puts numbers [begin, begin + count) of a row, `begin` even, among `rows` that lie side by side.
+// Of a row, what lies together is always four bytes, a pair of bf16 or a number of float32.
+template <class T>
+constexpr int64_t TOGETHER = 4 / sizeof(T);
+
+// Puts numbers [begin, begin + count) of a row, both even, among `rows` that lie side by side.
 template <class T>
 void put_among(const float* numbers, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
-    int64_t i = 0;
-    if (std::is_same<T, bf16>::value) {
-        for (; i + W <= count; i += W) {
-            bf16 narrowed[W];
-            store(narrowed, load(numbers + i));
-            for (int pair = 0; pair < W; pair += 2)
-                std::memcpy(to + place_in_pairs<T>(begin + i + pair, rows, row), narrowed + pair, 4);
-        }
+    T narrowed[64];
+    to += begin * rows + row * TOGETHER<T>;
+    for (int64_t done = 0; done < count; done += 64) {
+        int64_t some = std::min<int64_t>(64, count - done);
+        narrow_all(numbers + done, some, narrowed);
+        for (int64_t i = 0; i < some; i += TOGETHER<T>, to += rows * TOGETHER<T>) std::memcpy(to, narrowed + i, 4);
     }
-    for (; i < count; i++) narrow(numbers[i], to + place_in_pairs<T>(begin + i, rows, row));
+}
+
+// Puts numbers [begin, begin + 16) of all `rows`, which lie PANEL apart, side by side.
+template <class T>
+void put_side_by_side(const float* numbers, int64_t begin, int rows, T* to) {
+    alignas(64) T narrowed[GEMM_ROWS][16];
+    for (int r = 0; r < rows; r++) narrow_all(numbers + r * PANEL, 16, narrowed[r]);
+    to += begin * rows;
+    for (int64_t i = 0; i < 16; i += 4 * TOGETHER<T>, to += 4 * rows * TOGETHER<T>) {
+        int r = 0;
+        for (; r + 4 <= rows; r += 4) turn_4x4(narrowed[r] + i, 16, to + r * TOGETHER<T>, rows * TOGETHER<T>);
+        for (; r < rows; r++)
+            for (int64_t u = 0; u < 4; u++)
+                std::memcpy(to + (u * rows + r) * TOGETHER<T>, narrowed[r] + i + u * TOGETHER<T>, 4);
+    }
 }
 
 // Rows of numbers as products read them: in tiles of up to GEMM_ROWS rows, as equal as may be, each with the numbers of
@@ -183,10 +199,12 @@ struct Rows {  // rows of float32, one after the other
     void take(const float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
         float* out = data + first_row * stride + panel * PANEL;
         for (int r = 0; r < rows; r++, tile += PANEL, out += stride) {
-            if (into == Into::ADD)
-                for (int c = 0; c < columns; c++) out[c] += tile[c];
-            else
-                std::memcpy(out, tile, columns * 4);
+            int64_t c = 0;
+            for (; c + W <= columns; c += W) {
+                F numbers = load(tile + c);
+                store(out + c, into == Into::ADD ? add(load(out + c), numbers) : numbers);
+            }
+            for (; c < columns; c++) out[c] = into == Into::ADD ? out[c] + tile[c] : tile[c];
         }
     }
 };
@@ -205,6 +223,7 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         }
         int64_t begin = panel * PANEL / 2, count = std::min(PANEL / 2, rows_out.size - begin);
         T* out = rows_out.data + first_row * rows_out.size;  // the same tiles of rows as the input's
+        if (count == PANEL / 2) return put_side_by_side(tile, begin, rows, out);
         for (int r = 0; r < rows; r++) put_among(tile + r * PANEL, begin, count, rows, r, out);
     }
 };

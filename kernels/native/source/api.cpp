@@ -47,6 +47,7 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
             define(layer.down, hidden, shape->intermediate_size, shape->linears);
         }
         define(model->head, shape->vocab_size, hidden, shape->head);
+        set_order(*model);
         model->pool = std::make_unique<Pool>(num_threads, std::vector<int>(cpus, cpus + num_cpus));
         return model.release();
     } catch (const std::exception&) {

@@ -66,6 +66,7 @@ struct Linear {
     int64_t n = 0, k = 0;
     Type type = FLOAT32;
     int64_t group_size = 0;   // of k; the last group may be smaller
+    const Linear* next = nullptr;  // what is multiplied after it, and after a step's last one the first
     Memory weight;
     Memory scales;            // bf16 [n / 32][groups][32]; none where numbers are what they are
     std::vector<float> bias;  // [n rounded up to 32] in the order of the columns; empty: none
@@ -119,6 +120,9 @@ enum Kind : int32_t {
     EMBEDDING, HEAD, FINAL_NORM, INPUT_NORM, POST_NORM, Q_NORM, K_NORM,
     Q, K, V, O, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS
 };
+
+// Tells each linear which one is multiplied after it.
+void set_order(Model& model);
 
 // Puts the tensor `data` [rows, columns] of `type` in its place. False if a number is not finite in the model's dtype.
 bool set_tensor(Model& model, int64_t layer, Kind kind, const void* data, Type type);

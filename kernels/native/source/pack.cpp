@@ -38,6 +38,14 @@ int64_t Model::weights_bytes() const {
     return total;
 }
 
+void set_order(Model& model) {
+    Linear* before = &model.head;
+    for (Layer& layer : model.layers)
+        for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+            before->next = linear, before = linear;
+    before->next = model.shape.has_head ? &model.head : model.head.next;
+}
+
 namespace {
 
 float half_to_float(uint16_t bits) {

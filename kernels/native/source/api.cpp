@@ -33,9 +33,11 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
         model->shape = *shape;
         model->worth_a_thread = std::max<int64_t>(1, worth_a_thread);
         int64_t hidden = shape->hidden_size, inner = round_up(shape->intermediate_size, 16);
+        int64_t num_bytes = 0;
         auto define = [&](Linear& linear, int64_t n, int64_t k, int32_t type) {
             linear.n = n, linear.k = k, linear.type = Type(type);
             linear.group_size = type == INT4 ? shape->group_size : k;
+            linear.offset = num_bytes, num_bytes += round_up(linear.weight_bytes(), 64);
         };
         model->layers.resize(shape->num_layers);
         for (int64_t i = 0; i < shape->num_layers; i++) {
@@ -46,7 +48,9 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
             define(layer.gate_up, 2 * inner, hidden, shape->linears);
             define(layer.down, hidden, shape->intermediate_size, shape->linears);
         }
+        model->weights = Memory(num_bytes);
         define(model->head, shape->vocab_size, hidden, shape->head);
+        set_order(*model);
         model->pool = std::make_unique<Pool>(num_threads, std::vector<int>(cpus, cpus + num_cpus));
         return model.release();
     } catch (const std::exception&) {

@@ -24,19 +24,35 @@ template <class Weight>
 using InputOf = float;
 #endif
 
-// Puts numbers [begin, begin + count) of a row, `begin` even, among `rows` that lie side by side.
+// Of a row, what lies together is always four bytes, a pair of bf16 or a number of float32.
+template <class T>
+constexpr int64_t TOGETHER = 4 / sizeof(T);
+
+// Puts numbers [begin, begin + count) of a row, both even, among `rows` that lie side by side.
 template <class T>
 void put_among(const float* numbers, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
-    int64_t i = 0;
-    if (std::is_same<T, bf16>::value) {
-        for (; i + W <= count; i += W) {
-            bf16 narrowed[W];
-            store(narrowed, load(numbers + i));
-            for (int pair = 0; pair < W; pair += 2)
-                std::memcpy(to + place_in_pairs<T>(begin + i + pair, rows, row), narrowed + pair, 4);
-        }
+    T narrowed[64];
+    to += begin * rows + row * TOGETHER<T>;
+    for (int64_t done = 0; done < count; done += 64) {
+        int64_t some = std::min<int64_t>(64, count - done);
+        narrow_all(numbers + done, some, narrowed);
+        for (int64_t i = 0; i < some; i += TOGETHER<T>, to += rows * TOGETHER<T>) std::memcpy(to, narrowed + i, 4);
     }
-    for (; i < count; i++) narrow(numbers[i], to + place_in_pairs<T>(begin + i, rows, row));
+}
+
+// Puts numbers [begin, begin + 16) of all `rows`, which lie PANEL apart, side by side.
+template <class T>
+void put_side_by_side(const float* numbers, int64_t begin, int rows, T* to) {
+    alignas(64) T narrowed[GEMM_ROWS][16];
+    for (int r = 0; r < rows; r++) narrow_all(numbers + r * PANEL, 16, narrowed[r]);
+    to += begin * rows;
+    for (int64_t i = 0; i < 16; i += 4 * TOGETHER<T>, to += 4 * rows * TOGETHER<T>) {
+        int r = 0;
+        for (; r + 4 <= rows; r += 4) turn_4x4(narrowed[r] + i, 16, to + r * TOGETHER<T>, rows * TOGETHER<T>);
+        for (; r < rows; r++)
+            for (int64_t u = 0; u < 4; u++)
+                std::memcpy(to + (u * rows + r) * TOGETHER<T>, narrowed[r] + i + u * TOGETHER<T>, 4);
+    }
 }
 
 // Rows of numbers as products read them: in tiles of up to GEMM_ROWS rows, as equal as may be, each with the numbers of
@@ -64,7 +80,8 @@ enum class Into { STORE, ADD };  // out = product, out += product
 
 // Panels side by side that few rows are multiplied with at a time: as many sums as a core needs to be busy, as each waits
 // for the one before it.
-constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int MOST_PANELS = 4;
+constexpr int panels_for(int rows) { return rows == 1 ? MOST_PANELS : rows <= 3 ? 2 : 1; }
 
 // A panel's numbers and scales, and how far the next ones are.
 template <class Stored>
@@ -75,10 +92,11 @@ struct Panels {
     int64_t scales_apart, group_pairs;
 };
 
-// What is to be fetched while a tile is computed, so that memory is busy meanwhile: of each panel `share` bytes a pair.
+// What is to be fetched while a tile is computed, so that memory is busy meanwhile: for each panel of the tile `share`
+// bytes from a place, whole lines of the cache, with each of the first `pairs` pairs.
 struct Ahead {
-    const char* next;
-    int64_t apart, share;
+    const char* places[MOST_PANELS];
+    int64_t share, pairs;
 };
 
 // Sums of R rows by P panels of 32 columns over some pairs of k. x of a tile of `TiledRows`, out [P][R][32].
@@ -86,16 +104,15 @@ template <int R, int P, class Input, class Stored>
 void sum_tile(const Input* x, const Stored* panel, int64_t apart, int64_t num_pairs, float* out, const Ahead& ahead) {
     constexpr int V = GEMM_VECTORS, C = P * V;  // vectors of a panel, and of all
     constexpr bool is_dot = sizeof(Input) == 2;
-    const char* next = ahead.next;
-    int64_t share = ahead.share, next_apart = ahead.apart;
+    int64_t share = ahead.share, fetching_pairs = ahead.pairs;
     for (int64_t lane = 0; lane < PANEL; lane += V * W) {
         F sums[R][C];
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int c = 0; c < C; c++) sums[r][c] = zero();
         for (int64_t pair = 0; pair < num_pairs; pair++) {
-            if (lane == 0 && share) {
+            if (lane == 0 && pair < fetching_pairs) {
                 UNROLL for (int p = 0; p < P; p++) {
-                    const char* line = next + p * next_apart + pair * share;
+                    const char* line = ahead.places[p] + pair * share;
                     _mm_prefetch(line, _MM_HINT_T1);
                     if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
                     if (share > 128) {
@@ -147,7 +164,8 @@ void multiply_tile(const Input* x, const Panels<Stored>& panels, int64_t num_pai
     for (int64_t begin = 0; begin < num_pairs; begin += group, scales += PANEL) {
         int64_t count = std::min(group, num_pairs - begin);
         sum_tile<R, P>(x + 2 * begin * R, numbers + begin * pair_size, apart, count, sums, ahead);
-        ahead.next += count * ahead.share;
+        for (const char*& place : ahead.places) place += count * ahead.share;
+        ahead.pairs -= count;
         for (int p = 0; p < P; p++) {
             for (int64_t lane = 0; lane < PANEL; lane += W) {
                 F scale = load(scales + p * panels.scales_apart + lane);
@@ -183,10 +201,12 @@ struct Rows {  // rows of float32, one after the other
     void take(const float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
         float* out = data + first_row * stride + panel * PANEL;
         for (int r = 0; r < rows; r++, tile += PANEL, out += stride) {
-            if (into == Into::ADD)
-                for (int c = 0; c < columns; c++) out[c] += tile[c];
-            else
-                std::memcpy(out, tile, columns * 4);
+            int64_t c = 0;
+            for (; c + W <= columns; c += W) {
+                F numbers = load(tile + c);
+                store(out + c, into == Into::ADD ? add(load(out + c), numbers) : numbers);
+            }
+            for (; c < columns; c++) out[c] = into == Into::ADD ? out[c] + tile[c] : tile[c];
         }
     }
 };
@@ -205,11 +225,14 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         }
         int64_t begin = panel * PANEL / 2, count = std::min(PANEL / 2, rows_out.size - begin);
         T* out = rows_out.data + first_row * rows_out.size;  // the same tiles of rows as the input's
+        if (count == PANEL / 2) return put_side_by_side(tile, begin, rows, out);
         for (int r = 0; r < rows; r++) put_among(tile + r * PANEL, begin, count, rows, r, out);
     }
 };
 
-constexpr int64_t CACHED = 384 << 10;  // bytes of panels that stay in the second-level cache for all rows
+// Bytes of panels that stay in the second-level cache for all rows, while as many are fetched. With 16 and 32 rows up to
+// 5 % faster than 384 KiB.
+constexpr int64_t CACHED = 192 << 10;
 
 // Memory of this thread for panels that are widened.
 inline char* widened_memory(int64_t num_bytes) {
@@ -235,10 +258,14 @@ class Product {
   public:
     Product(const Linear& linear, const TiledRows<Input>& x, const Out& out, int thread, int num_threads)
         : linear_(linear), x_(x), out_(out), num_tiles_(x.num_tiles()),
-          held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Weight))))),
-          share_(num_tiles_ > 16 ? 0 : linear.panel_bytes() / (linear.k / 2) / num_tiles_) {
+          held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Weight))))) {
         if (num_tiles_ == 1) held_ = panels_for(int(x.num_rows));
         share(linear.num_panels(), thread, num_threads, &first_, &last_);
+        int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_);
+        share_ = 64 * ceil_div(num_lines, linear.k / 2), fetching_pairs_ = ceil_div(64 * num_lines, share_);
+        int64_t first, last;
+        share(linear.next->num_panels(), thread, num_threads, &first, &last);
+        after_ = linear.next->weight.as<char>() + first * linear.next->panel_bytes();
     }
 
     template <class Stored>
@@ -290,17 +317,24 @@ class Product {
         return {numbers, size, linear_.scales.as<bf16>() + panel * scales, scales, linear_.group_size / 2};
     }
 
-    // Its share of the panels that are multiplied after those that are held.
+    // A tile's share of what this thread multiplies after the panels that are held: more of them, or as many bytes of
+    // the next linear.
     Ahead ahead_of(int64_t panel, int64_t part) const {
+        Ahead ahead{{}, share_, fetching_pairs_};
         int64_t next = panel + held_, size = linear_.panel_bytes();
-        if (next >= last_) return {nullptr, 0, 0};
-        return {linear_.weight.as<char>() + next * size + part * (linear_.k / 2) * share_, size, share_};
+        for (const char*& place : ahead.places) {
+            place = next < last_ ? linear_.weight.as<char>() + next * size : after_ + (next - last_) * size;
+            place += part * fetching_pairs_ * share_, next++;
+        }
+        return ahead;
     }
 
     const Linear& linear_;
     const TiledRows<Input>& x_;
     const Out& out_;
-    int64_t num_tiles_, held_, share_, first_, last_;
+    int64_t num_tiles_, held_, first_, last_;
+    int64_t share_, fetching_pairs_;  // of each tile, as in `Ahead`
+    const char* after_;               // this thread's first panel of the next linear
 };
 
 template <class Weight, class Out>

@@ -40,13 +40,19 @@ class Memory {
   public:
     Memory() = default;
     explicit Memory(int64_t num_bytes);
-    Memory(Memory&& other) noexcept : data_(other.data_), num_bytes_(other.num_bytes_) { other.data_ = nullptr; }
+    // A part of other memory, which has to outlive it.
+    Memory(const Memory& whole, int64_t offset, int64_t num_bytes)
+        : data_(whole.as<char>() + offset), num_bytes_(num_bytes), is_part_(true) {}
+    Memory(Memory&& other) noexcept { *this = std::move(other); }
     Memory& operator=(Memory&& other) noexcept {
         std::swap(data_, other.data_);
         std::swap(num_bytes_, other.num_bytes_);
+        std::swap(is_part_, other.is_part_);
         return *this;
     }
-    ~Memory() { std::free(data_); }
+    ~Memory() {
+        if (!is_part_) std::free(data_);
+    }
 
     template <class T>
     T* as() const {
@@ -57,6 +63,7 @@ class Memory {
   private:
     void* data_ = nullptr;
     int64_t num_bytes_ = 0;
+    bool is_part_ = false;
 };
 
 // A weight [n, k] in panels of 32 of its n rows, which are columns of the product: [n / 32][k / 2][32][2] in bf16,
@@ -66,13 +73,16 @@ struct Linear {
     int64_t n = 0, k = 0;
     Type type = FLOAT32;
     int64_t group_size = 0;   // of k; the last group may be smaller
-    Memory weight;
+    const Linear* next = nullptr;  // what is multiplied after it, and after a step's last one the first
+    int64_t offset = 0;       // of a layer's weight in the memory of all
+    Memory weight;            // none until a tensor is set
     Memory scales;            // bf16 [n / 32][groups][32]; none where numbers are what they are
     std::vector<float> bias;  // [n rounded up to 32] in the order of the columns; empty: none
 
     int64_t num_panels() const { return ceil_div(n, PANEL); }
     bool is_quantized() const { return type == INT8 || type == INT4; }
     int64_t num_groups() const { return is_quantized() ? ceil_div(k, group_size) : 0; }
+    int64_t weight_bytes() const { return num_panels() * panel_bytes(); }
     int64_t panel_bytes() const {
         int64_t numbers = k * PANEL;
         return type == INT4 ? numbers / 2 : type == INT8 ? numbers : type == BFLOAT16 ? numbers * 2 : numbers * 4;
@@ -93,6 +103,7 @@ struct Model {
     std::vector<Layer> layers;
     std::vector<float> final_norm;
     Linear head;
+    Memory weights;           // of all layers' linears, one after the other, so that large pages hold them whole
     Memory embedding;         // [V, hidden], none where it is the head
     int64_t num_positions = 0;    // P
     std::vector<float> cos, sin;  // [P, rotary_dim / 2]
@@ -119,6 +130,9 @@ enum Kind : int32_t {
     EMBEDDING, HEAD, FINAL_NORM, INPUT_NORM, POST_NORM, Q_NORM, K_NORM,
     Q, K, V, O, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS
 };
+
+// Tells each linear which one is multiplied after it.
+void set_order(Model& model);
 
 // Puts the tensor `data` [rows, columns] of `type` in its place. False if a number is not finite in the model's dtype.
 bool set_tensor(Model& model, int64_t layer, Kind kind, const void* data, Type type);

@@ -16,11 +16,11 @@ namespace millrace {
 
 Memory::Memory(int64_t num_bytes) : num_bytes_(num_bytes) {
     const int64_t large = 2 << 20;
-    int64_t alignment = num_bytes >= large ? large : 4096;
-    data_ = std::aligned_alloc(alignment, round_up(num_bytes ? num_bytes : 1, alignment));
+    int64_t alignment = num_bytes >= large ? large : 4096, whole_pages = round_up(num_bytes ? num_bytes : 1, alignment);
+    data_ = std::aligned_alloc(alignment, whole_pages);
     if (!data_) throw std::bad_alloc();
 #ifdef __linux__
-    if (num_bytes >= large) madvise(data_, num_bytes, MADV_HUGEPAGE);
+    if (num_bytes >= large) madvise(data_, whole_pages, MADV_HUGEPAGE);
 #endif
     std::memset(data_, 0, num_bytes);
 }
@@ -36,6 +36,14 @@ int64_t Model::weights_bytes() const {
         total += 4 * int64_t(layer.q_norm.size() + layer.k_norm.size());
     }
     return total;
+}
+
+void set_order(Model& model) {
+    Linear* before = &model.head;
+    for (Layer& layer : model.layers)
+        for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+            before->next = linear, before = linear;
+    before->next = model.shape.has_head ? &model.head : model.head.next;
 }
 
 namespace {
@@ -168,7 +176,8 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, Type type) {
 bool set_matrix(Model& model, const Matrix& matrix, const void* data, Type type) {
     Linear& linear = *matrix.linear;
     if (!linear.weight.num_bytes()) {
-        linear.weight = Memory(linear.num_panels() * linear.panel_bytes());
+        int64_t num_bytes = linear.weight_bytes();
+        linear.weight = &linear == &model.head ? Memory(num_bytes) : Memory(model.weights, linear.offset, num_bytes);
         if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
     }
     switch (linear.type) {

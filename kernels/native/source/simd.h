@@ -205,6 +205,15 @@ inline int64_t place_in_pairs(int64_t index, int64_t width, int64_t lane) {
     return index * width + lane;
 }
 
+// Four rows of four times 4 bytes, `apart` from each other, as four columns, `to_apart` from each other.
+template <class T>
+inline void turn_4x4(const T* rows, int64_t apart, T* to, int64_t to_apart) {
+    __m128 a[4];
+    UNROLL for (int i = 0; i < 4; i++) a[i] = _mm_loadu_ps(reinterpret_cast<const float*>(rows + i * apart));
+    _MM_TRANSPOSE4_PS(a[0], a[1], a[2], a[3]);
+    UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float*>(to + i * to_apart), a[i]);
+}
+
 // Two bf16 numbers that lie side by side.
 inline uint32_t pair_at(const bf16* p) {
     uint32_t both;

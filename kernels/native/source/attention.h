@@ -307,9 +307,9 @@ class ItemAttention {
                 continue;
             }
             const float* from = q + token(r) * stride + (item_.head * group_ + (item_.first_row + r) % group_) * dim;
-            float scaled[MAX_HEAD_DIM];
-            for (int64_t d = 0; d < dim; d++) scaled[d] = from[d] * scale;
-            narrow_all(scaled, dim, to);
+            int64_t d = 0;
+            for (; d + W <= dim; d += W) store(to + d, mul(load(from + d), splat(scale)));
+            for (; d < dim; d++) narrow(from[d] * scale, to + d);
         }
     }
 
@@ -378,7 +378,7 @@ class ItemAttention {
         int64_t dim = layout_.head_dim;
         for (int r = 0; r < item_.num_rows; r++) {
             float *total = scratch_->total + r * width_, factor = 1.0f / scratch_->sum[r];
-            for (int64_t d = 0; d < dim; d++) total[d] *= factor;
+            for (int64_t d = 0; d < width_; d += W) store(total + d, mul(load(total + d), splat(factor)));
             out.put(token(r), (item_.head * group_ + (item_.first_row + r) % group_) * dim, dim, total);
         }
     }

@@ -270,7 +270,13 @@ class Step {
         if (!norm.empty()) norm_row(head, norm.data(), shape_.head_dim, shape_.rms_norm_eps, head);
         int64_t half = shape_.rotary_dim / 2;
         const float *cos = model_.cos.data() + position * half, *sin = model_.sin.data() + position * half;
-        for (int64_t i = 0; i < half; i++) {
+        int64_t i = 0;
+        for (; i + W <= half; i += W) {
+            F a = load(head + i), b = load(head + i + half), c = load(cos + i), s = load(sin + i);
+            store(head + i, sub(mul(a, c), mul(b, s)));
+            store(head + i + half, add(mul(b, c), mul(a, s)));
+        }
+        for (; i < half; i++) {
             float a = head[i], b = head[i + half];
             head[i] = a * cos[i] - b * sin[i];
             head[i + half] = b * cos[i] + a * sin[i];

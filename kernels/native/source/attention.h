@@ -23,6 +23,7 @@ namespace millrace {
 
 constexpr int64_t TILE = 16;    // keys
 constexpr int64_t CHUNK = 256;  // keys
+constexpr int64_t AHEAD = 32;   // tiles
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // the largest score where no key is seen
 constexpr int MAX_ROWS = GEMM_ROWS;  // queries (tokens x heads of a group) that share the reading of keys
 constexpr int64_t MAX_HEAD_DIM = 1024;
@@ -88,11 +89,24 @@ template <class T>
 using Factor = float;
 #endif
 
-// Queries of one sequence and kv head that are seen together, and the chunks their keys are in.
+// Queries of one sequence and kv head that are seen together, and the keys [first_key, last_key) that some of them see.
 struct Item {
     int32_t sequence, head, first_row, num_rows;  // rows: tokens x heads of the group
-    int64_t first_chunk, last_chunk;
+    int64_t first_key, last_key;
     int64_t partial;  // where its partial results begin, if they are kept apart
+
+    int64_t first_chunk() const { return first_key / CHUNK; }
+    int64_t last_chunk() const { return ceil_div(last_key, CHUNK); }
+    int64_t num_chunks() const { return last_chunk() - first_chunk(); }
+
+    struct Span {  // of a chunk: keys [first, last) that some row sees, in tiles [first_tile, last_tile)
+        int64_t first, last, first_tile, last_tile;
+        int64_t num_tiles() const { return last_tile - first_tile; }
+    };
+    Span span_of(int64_t chunk) const {
+        int64_t first = std::max(first_key - chunk * CHUNK, int64_t(0)), last = std::min(last_key - chunk * CHUNK, CHUNK);
+        return {first, last, first / TILE, ceil_div(last, TILE)};
+    }
 };
 
 struct Sequences {  // of a step
@@ -111,12 +125,15 @@ struct Scratch {
     bf16 key_scales[CHUNK], value_scales[CHUNK];
 };
 
-// Tiles that are read next, and are fetched while others are computed with, so that memory is busy meanwhile. Nobody needs
-// that where many rows share what was read.
+// Tiles of a layer in the order in which a thread reads them, from the one it reads next. While it computes with a tile it
+// fetches the one that is AHEAD of it, so that memory is busy all the time. Nobody needs that where many rows share what
+// was read.
 template <class T>
-struct Upcoming {
-    const T* tiles[CHUNK / TILE];
-    int64_t count = 0;
+struct Reads {
+    const T* layer;
+    const int64_t* tiles;  // where they begin in the layer; with AHEAD more after the last that is read
+
+    const T* ahead(int64_t tile) const { return layer + tiles[AHEAD + tile]; }
 };
 constexpr bool is_fetched_ahead(int rows) { return rows <= 6; }
 
@@ -124,9 +141,9 @@ inline void fetch(const void* from, int64_t num_bytes) {
     for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T1);
 }
 
-// Scores [R][CHUNK] of the keys in tiles [first, last), for queries [R][dim]; the tiles of `values` are read next.
+// Scores [R][CHUNK] of the keys in tiles [first, last), for queries [R][dim].
 template <int R, class T>
-void score_tiles(const Factor<T>* queries, const T* const* tiles, const T* const* values, int64_t first, int64_t last,
+void score_tiles(const Factor<T>* queries, const T* const* tiles, const Reads<T>& reads, int64_t first, int64_t last,
                  int64_t dim, float* scores) {
     constexpr bool is_dot = sizeof(Factor<T>) == 2;
     constexpr int K = R <= (is_dot ? 4 : 2) ? 4 : R <= 6 ? 2 : 1;  // vectors of keys side by side
@@ -138,7 +155,8 @@ void score_tiles(const Factor<T>* queries, const T* const* tiles, const T* const
         int64_t lane[C];
         F sums[R][C];
         UNROLL for (int c = 0; c < C; c++) {
-            at[c] = tiles[(vector + c) / PER_TILE], next[c] = values[(vector + c) / PER_TILE];
+            at[c] = tiles[(vector + c) / PER_TILE];
+            if (is_fetched_ahead(R)) next[c] = reads.ahead((vector + c) / PER_TILE - first);
             lane[c] = (vector + c) % PER_TILE * W;
             UNROLL for (int r = 0; r < R; r++) sums[r][c] = zero();
         }
@@ -178,11 +196,11 @@ void score_tiles(const Factor<T>* queries, const T* const* tiles, const T* const
 // Weighted sums [R][width] of the values of keys [first, last) of a chunk, with weights [R][CHUNK], which are 0 for the
 // other keys of the tiles.
 template <int R, class T>
-void sum_values(const Factor<T>* weights, const T* const* tiles, const Upcoming<T>& upcoming, int64_t first, int64_t last,
+void sum_values(const Factor<T>* weights, const T* const* tiles, const Reads<T>& reads, int64_t first, int64_t last,
                 int64_t width, float* sums) {
     constexpr bool is_dot = sizeof(Factor<T>) == 2;
     constexpr int D = W == 16 && R <= 4 ? 4 : 2;  // vectors of values side by side
-    int64_t first_tile = first / TILE, end_tile = ceil_div(last, TILE), num_tiles = end_tile - first_tile;
+    int64_t first_tile = first / TILE, end_tile = ceil_div(last, TILE), tile_bytes = TILE * width * int64_t(sizeof(T));
     auto run = [&](int64_t dim, auto count) {
         constexpr int C = decltype(count)::value;
         F total[R][C];
@@ -217,14 +235,14 @@ void sum_values(const Factor<T>* weights, const T* const* tiles, const Upcoming<
         for (int64_t tile = first_tile; tile < end_tile; tile++) {
             int64_t begin = std::max(first - tile * TILE, int64_t(0)) / 2;
             int64_t end = ceil_div(std::min(last - tile * TILE, TILE), 2);
-            int64_t ahead = 0, end_ahead = 0;  // upcoming tiles that are fetched beside this one
+            const char* next = nullptr;
+            int64_t share = 0;  // bytes of the tile ahead that are fetched beside each pair
             if (is_fetched_ahead(R) && dim == 0) {
-                ahead = (tile - first_tile) * upcoming.count / num_tiles;
-                end_ahead = (tile - first_tile + 1) * upcoming.count / num_tiles;
+                next = reinterpret_cast<const char*>(reads.ahead(end_tile - first_tile + tile - first_tile));
+                share = round_up(ceil_div(tile_bytes, end - begin), 64);
             }
-            for (int64_t pair = begin; pair < end; pair++) {
-                for (int64_t i = ahead; i < end_ahead; i++)
-                    fetch(upcoming.tiles[i] + 2 * width * pair, 2 * width * sizeof(T));
+            for (int64_t pair = begin; pair < end; pair++, next += share) {
+                fetch(next, share);
                 add_pair(tiles[tile], pair, tile * TILE + 2 * pair);
             }
         }
@@ -289,45 +307,49 @@ class ItemAttention {
                 continue;
             }
             const float* from = q + token(r) * stride + (item_.head * group_ + (item_.first_row + r) % group_) * dim;
-            float scaled[MAX_HEAD_DIM];
-            for (int64_t d = 0; d < dim; d++) scaled[d] = from[d] * scale;
-            narrow_all(scaled, dim, to);
+            int64_t d = 0;
+            for (; d + W <= dim; d += W) store(to + d, mul(load(from + d), splat(scale)));
+            for (; d < dim; d++) narrow(from[d] * scale, to + d);
         }
     }
 
-    // The keys of a chunk, for who fetches them before they are scored.
-    Upcoming<T> keys_of(int64_t chunk) const {
-        Upcoming<T> upcoming;
-        if (!layout_.is_tiled() || !is_fetched_ahead(num_rows_)) return upcoming;
-        Span span = span_of(chunk);
-        each_tile(chunk * CHUNK, span.first_tile, span.end_tile, [&](int64_t, int64_t block, int64_t offset) {
-            upcoming.tiles[upcoming.count++] = layout_.keys(layer_, block, item_.head) + offset * width_;
-        });
-        return upcoming;
+    // Adds the tiles of a chunk's keys and of its values to those that are read. Small blocks hold no tiles, and any will do.
+    void list_reads(int64_t chunk, std::vector<int64_t>* tiles) const {
+        Span span = item_.span_of(chunk);
+        if (!is_fetched_ahead(num_rows_)) return;
+        if (!layout_.is_tiled()) return tiles->resize(tiles->size() + 2 * span.num_tiles());
+        auto list = [&](int64_t keys_or_values) {
+            each_tile(chunk * CHUNK, span, [&](int64_t, int64_t block, int64_t offset) {
+                tiles->push_back(keys_or_values + layout_.keys(int64_t(0), block, item_.head) + offset * width_);
+            });
+        };
+        list(0);
+        list(layout_.values(int64_t(0), 0, 0));
     }
 
     // Largest score, sum of weights and weighted sum of values of one chunk for each row.
-    void see_chunk(int64_t chunk, const Upcoming<T>& upcoming, float* largest, float* sum, float* values) {
+    void see_chunk(int64_t chunk, Reads<T>* reads, float* largest, float* sum, float* values) {
         int64_t base = chunk * CHUNK;
-        Span span = span_of(chunk);
+        Span span = item_.span_of(chunk);
         Tiles keys, vals;
         find_tiles(base, span, &keys, &vals);
         with_rows(num_rows_, [&](auto rows) {
-            score_tiles<decltype(rows)::value, T>(scratch_->queries, keys.numbers, vals.numbers, span.first_tile,
-                                                  span.end_tile, layout_.head_dim, scratch_->scores);
+            score_tiles<decltype(rows)::value, T>(scratch_->queries, keys.numbers, *reads, span.first_tile,
+                                                  span.last_tile, layout_.head_dim, scratch_->scores);
         });
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(keys, scratch_->scores, span);
         for (int r = 0; r < num_rows_; r++) {
             int64_t at = position(std::min<int>(r, item_.num_rows - 1));
             int64_t low = first_seen(at, window_) - base, high = std::min(at + 1 - base, span.last);
-            soften(scratch_->scores + r * CHUNK, span.first_tile * TILE, span.end_tile * TILE, low, high,
+            soften(scratch_->scores + r * CHUNK, span.first_tile * TILE, span.last_tile * TILE, low, high,
                    scratch_->weights + r * CHUNK, largest + r, sum + r);
         }
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(vals, scratch_->weights, span);
         with_rows(num_rows_, [&](auto rows) {
-            sum_values<decltype(rows)::value, T>(scratch_->weights, vals.numbers, upcoming, span.first, span.last, width_,
+            sum_values<decltype(rows)::value, T>(scratch_->weights, vals.numbers, *reads, span.first, span.last, width_,
                                                  values);
         });
+        if (is_fetched_ahead(num_rows_)) reads->tiles += 2 * span.num_tiles();
     }
 
     // Adds a chunk's results to those of the chunks before it.
@@ -356,26 +378,17 @@ class ItemAttention {
         int64_t dim = layout_.head_dim;
         for (int r = 0; r < item_.num_rows; r++) {
             float *total = scratch_->total + r * width_, factor = 1.0f / scratch_->sum[r];
-            for (int64_t d = 0; d < dim; d++) total[d] *= factor;
+            for (int64_t d = 0; d < width_; d += W) store(total + d, mul(load(total + d), splat(factor)));
             out.put(token(r), (item_.head * group_ + (item_.first_row + r) % group_) * dim, dim, total);
         }
     }
 
   private:
+    using Span = Item::Span;
     struct Tiles {  // of a chunk
         const T* numbers[CHUNK / TILE];
         const bf16* scales[CHUNK / TILE];  // [16] each, in int8
     };
-    struct Span {  // of a chunk: keys [first, last) that some row sees, in tiles [first_tile, end_tile)
-        int64_t first, last, first_tile, end_tile;
-    };
-
-    Span span_of(int64_t chunk) const {
-        int64_t first = std::max(first_seen(position(0), window_) - chunk * CHUNK, int64_t(0));
-        int64_t last = std::min(position(item_.num_rows - 1) + 1 - chunk * CHUNK, CHUNK);
-        return {first, last, first / TILE, ceil_div(last, TILE)};
-    }
-
     int64_t token(int r) const { return first_token_ + (item_.first_row + r) / group_; }
     int64_t position(int r) const { return start_ + (item_.first_row + r) / group_; }
 
@@ -414,7 +427,7 @@ class ItemAttention {
     // Multiplies the scores, or weights, of the keys in a chunk's tiles by their scales. What lies past the last key may
     // become anything.
     void scale(const Tiles& tiles, float* numbers, const Span& span) {
-        for (int64_t tile = span.first_tile; tile < span.end_tile; tile++) {
+        for (int64_t tile = span.first_tile; tile < span.last_tile; tile++) {
             for (int64_t lane = 0; lane < TILE; lane += W) {
                 F scales = load(tiles.scales[tile] + lane);
                 for (int r = 0; r < num_rows_; r++) {
@@ -425,12 +438,12 @@ class ItemAttention {
         }
     }
 
-    // Calls `use(tile, block, offset)` for tiles [first, end) of whole tiles in blocks, after key `base`.
+    // Calls `use(tile, block, offset)` for the tiles of a chunk that begins with key `base`, of whole tiles in blocks.
     template <class Use>
-    void each_tile(int64_t base, int64_t first, int64_t end, const Use& use) const {
-        const int32_t* block = table_ + (base + first * TILE) / layout_.block_size;
-        int64_t offset = (base + first * TILE) % layout_.block_size;
-        for (int64_t tile = first; tile < end; tile++) {
+    void each_tile(int64_t base, const Span& span, const Use& use) const {
+        const int32_t* block = table_ + (base + span.first_tile * TILE) / layout_.block_size;
+        int64_t offset = (base + span.first_tile * TILE) % layout_.block_size;
+        for (int64_t tile = span.first_tile; tile < span.last_tile; tile++) {
             use(tile, int64_t(*block), offset);
             offset += TILE;
             if (offset == layout_.block_size) offset = 0, block++;
@@ -439,7 +452,7 @@ class ItemAttention {
 
     void find_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
         if (!layout_.is_tiled()) return gather_tiles(base, span, keys, values);
-        each_tile(base, span.first_tile, span.end_tile, [&](int64_t tile, int64_t block, int64_t offset) {
+        each_tile(base, span, [&](int64_t tile, int64_t block, int64_t offset) {
             auto find = [&](const T* head, Tiles* tiles) {
                 tiles->numbers[tile] = head + offset * width_;
                 tiles->scales[tile] = layout_.scales(head) + offset;
@@ -452,7 +465,7 @@ class ItemAttention {
     // Puts tiles together from blocks that are smaller.
     void gather_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
         int64_t block_size = layout_.block_size, tile_size = TILE * width_;
-        for (int64_t tile = span.first_tile; tile < span.end_tile; tile++) {
+        for (int64_t tile = span.first_tile; tile < span.last_tile; tile++) {
             T *key_tile = scratch_->keys + tile * tile_size, *value_tile = scratch_->values + tile * tile_size;
             bf16 *key_scales = scratch_->key_scales + tile * TILE, *value_scales = scratch_->value_scales + tile * TILE;
             for (int64_t i = 0; i < std::min(TILE, span.last - tile * TILE); i++) {

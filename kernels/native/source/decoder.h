@@ -11,49 +11,85 @@
 
 namespace millrace {
 
-// Which items of attention each thread computes, for the layers with one window.
+// What of attention each thread computes, for the layers with one window.
 struct Plan {
     int64_t window = 0;
     std::vector<Item> items;
-    std::vector<int64_t> first_item;                      // [threads + 1] while items stay whole
-    bool is_split = false;                                // whether chunks are spread over threads instead
-    std::vector<std::pair<int32_t, int64_t>> chunks;      // (item, chunk) of a split plan
-    int64_t partial_size = 0;                             // floats a chunk leaves behind for MAX_ROWS rows
+    bool is_split = false;                            // whether the chunks of an item may be seen by several threads
+    std::vector<std::pair<int32_t, int64_t>> chunks;  // (item, chunk) in the order they are seen
+    std::vector<int64_t> first_chunk;                 // [threads + 1] of `chunks`
+    std::vector<std::vector<int64_t>> reads;          // [threads] of `Reads`
+    int64_t partial_size = 0;                         // floats a chunk of a split plan leaves behind, for MAX_ROWS rows
+
+    // What a chunk costs, in tiles: those that it has, and what its beginning and its end take.
+    int64_t cost(size_t i) const { return items[chunks[i].first].span_of(chunks[i].second).num_tiles() + 1; }
+
+    // Chunks from `i` that one thread sees.
+    size_t end_of_share(size_t i) const {
+        size_t end = i + 1;
+        while (!is_split && end < chunks.size() && chunks[end].first == chunks[i].first) end++;
+        return end;
+    }
 };
+
+constexpr int64_t PARTIALS = 1 << 20;  // bytes of what chunks leave behind that cost less than another order saves
+
+// Few sequences with long contexts are split, and so are few chunks of decoding rows: all heads then see a chunk before
+// the next one, in the order in which it lies in memory.
+inline void list_chunks(Plan* plan, int num_threads) {
+    int64_t total = 0, largest = 0, most_rows = 0;
+    for (const Item& item : plan->items) {
+        total += item.num_chunks(), largest = std::max(largest, item.num_chunks());
+        most_rows = std::max<int64_t>(most_rows, item.num_rows);
+    }
+    bool is_little = is_fetched_ahead(int(most_rows)) && total * plan->partial_size * 4 <= PARTIALS;
+    plan->is_split = num_threads > 1 && largest > 1 && (is_little || largest * num_threads * 2 > total);
+    for (size_t first = 0, end; first < plan->items.size(); first = end) {
+        auto is_same = [&](size_t i) { return plan->items[i].sequence == plan->items[first].sequence; };
+        for (end = first + 1; plan->is_split && end < plan->items.size() && is_same(end);) end++;
+        int64_t first_chunk = plan->items[first].first_chunk(), last_chunk = plan->items[end - 1].last_chunk();
+        for (int64_t chunk = first_chunk; chunk < last_chunk; chunk++)
+            for (size_t i = first; i < end; i++)
+                if (chunk >= plan->items[i].first_chunk() && chunk < plan->items[i].last_chunk())
+                    plan->chunks.emplace_back(int32_t(i), chunk);
+    }
+}
 
 inline Plan make_plan(const Model& model, const StepInputs& inputs, int64_t window, int num_threads) {
     Plan plan;
     plan.window = window;
-    int64_t group = model.shape.num_heads / model.shape.num_kv_heads, total = 0, largest = 0, num_chunks = 0;
+    plan.partial_size = MAX_ROWS * (round_up(model.shape.head_dim, 16) + 2);
+    int64_t group = model.shape.num_heads / model.shape.num_kv_heads, num_chunks = 0;
     for (int32_t s = 0; s < inputs.num_sequences; s++) {
         int64_t count = inputs.query_starts[s + 1] - inputs.query_starts[s], start = inputs.lengths[s] - count;
         if (count <= 0) continue;
         for (int32_t head = 0; head < model.shape.num_kv_heads; head++) {
             for (int64_t row = 0; row < count * group; row += MAX_ROWS) {
                 int64_t rows = std::min<int64_t>(MAX_ROWS, count * group - row);
-                int64_t first = first_seen(start + row / group, window) / CHUNK;
-                int64_t last = (start + (row + rows - 1) / group) / CHUNK + 1;
+                int64_t first = first_seen(start + row / group, window), last = start + (row + rows - 1) / group + 1;
                 plan.items.push_back({s, head, int32_t(row), int32_t(rows), first, last, num_chunks});
-                total += last - first, largest = std::max(largest, last - first), num_chunks += last - first;
+                num_chunks += plan.items.back().num_chunks();
             }
         }
     }
-    plan.is_split = num_threads > 1 && largest > 1 && largest * num_threads * 2 > total;
-    if (plan.is_split) {
-        for (size_t i = 0; i < plan.items.size(); i++)
-            for (int64_t chunk = plan.items[i].first_chunk; chunk < plan.items[i].last_chunk; chunk++)
-                plan.chunks.emplace_back(int32_t(i), chunk);
-        plan.partial_size = MAX_ROWS * (round_up(model.shape.head_dim, 16) + 2);
-        return plan;
+    list_chunks(&plan, num_threads);
+    int64_t total = 0, seen = 0;
+    for (size_t i = 0; i < plan.chunks.size(); i++) total += plan.cost(i);
+    for (size_t i = 0, end; i < plan.chunks.size(); i = end) {
+        int64_t cost = 0;
+        end = plan.end_of_share(i);
+        for (size_t chunk = i; chunk < end; chunk++) cost += plan.cost(chunk);
+        int64_t thread = (2 * seen + cost) * num_threads / (2 * total);  // in whose share its middle is
+        while (int64_t(plan.first_chunk.size()) <= thread) plan.first_chunk.push_back(int64_t(i));
+        seen += cost;
     }
-    int64_t seen = 0;
-    plan.first_item.assign(num_threads + 1, int64_t(plan.items.size()));
-    for (size_t i = plan.items.size(); i-- > 0;) {
-        seen += plan.items[i].last_chunk - plan.items[i].first_chunk;
-        int64_t thread = (total - seen) * num_threads / total;  // whose share this item begins in
-        for (int64_t t = thread; t >= 0 && plan.first_item[t] > int64_t(i); t--) plan.first_item[t] = int64_t(i);
+    plan.first_chunk.resize(num_threads + 1, int64_t(plan.chunks.size()));
+    plan.reads.resize(num_threads);
+    for (int thread = 0; thread < num_threads; thread++) {  // memory is taken here, where a lack of it can be told
+        int64_t most = AHEAD;
+        for (int64_t i = plan.first_chunk[thread]; i < plan.first_chunk[thread + 1]; i++) most += 2 * plan.cost(i);
+        plan.reads[thread].reserve(most);
     }
-    plan.first_item[0] = 0;
     return plan;
 }
 
@@ -126,7 +162,7 @@ class Step {
                 plans_[layer.window] = make_plan(model, inputs, layer.window, num_threads);
         int64_t num_floats = 0;
         for (auto& [window, plan] : plans_)
-            num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
+            if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
         ensure(&model.partials, num_floats * 4);
     }
 
@@ -138,6 +174,7 @@ class Step {
     }
 
     void run(int thread) {
+        for (auto& [window, plan] : plans_) list_reads(&plan, thread);
         embed(thread);
         wait(thread, REST);
         for (size_t i = 0; i < model_.layers.size(); i++) run_layer(int(i), thread);
@@ -233,7 +270,13 @@ class Step {
         if (!norm.empty()) norm_row(head, norm.data(), shape_.head_dim, shape_.rms_norm_eps, head);
         int64_t half = shape_.rotary_dim / 2;
         const float *cos = model_.cos.data() + position * half, *sin = model_.sin.data() + position * half;
-        for (int64_t i = 0; i < half; i++) {
+        int64_t i = 0;
+        for (; i + W <= half; i += W) {
+            F a = load(head + i), b = load(head + i + half), c = load(cos + i), s = load(sin + i);
+            store(head + i, sub(mul(a, c), mul(b, s)));
+            store(head + i + half, add(mul(b, c), mul(a, s)));
+        }
+        for (; i < half; i++) {
             float a = head[i], b = head[i + half];
             head[i] = a * cos[i] - b * sin[i];
             head[i + half] = b * cos[i] + a * sin[i];
@@ -241,58 +284,55 @@ class Step {
     }
 
     void attend(const Plan& plan, const Cached* cache, int thread) {
-        if (plan.is_split) return attend_in_chunks(plan, cache, thread);
-        for (int64_t i = plan.first_item[thread]; i < plan.first_item[thread + 1]; i++) {
-            const Item& item = plan.items[i];
-            ItemAttention<Cached> attention = begin(plan, item, cache, thread);
-            Scratch<Cached>* scratch = scratch_of(thread);
-            for (int64_t chunk = item.first_chunk; chunk < item.last_chunk; chunk++) {
-                bool is_last = chunk + 1 == item.last_chunk, is_end = is_last && i + 1 == plan.first_item[thread + 1];
-                Upcoming<Cached> upcoming;
-                if (!is_last)
-                    upcoming = attention.keys_of(chunk + 1);
-                else if (!is_end)
-                    upcoming = look(plan, plan.items[i + 1], cache, thread).keys_of(plan.items[i + 1].first_chunk);
-                attention.see_chunk(chunk, upcoming, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
-                attention.put_together(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk,
-                                       chunk == item.first_chunk);
+        Reads<Cached> reads{cache, plan.reads[thread].data()};
+        Scratch<Cached>* scratch = scratch_of(thread);
+        for (int64_t i = plan.first_chunk[thread]; i < plan.first_chunk[thread + 1]; i++) {
+            const Item& item = plan.items[plan.chunks[i].first];
+            int64_t chunk = plan.chunks[i].second;
+            ItemAttention<Cached> attention = look(plan, item, cache, thread);
+            if (plan.is_split || chunk == item.first_chunk())
+                attention.take_queries(at_.qkv, at_.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
+            if (plan.is_split) {
+                float* partial = partial_of(plan, item, chunk);
+                attention.see_chunk(chunk, &reads, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
+                continue;
             }
-            attention.finish(at_.attended);
+            attention.see_chunk(chunk, &reads, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
+            attention.put_together(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk,
+                                   chunk == item.first_chunk());
+            if (chunk + 1 == item.last_chunk()) attention.finish(at_.attended);
         }
+        if (plan.is_split) put_chunks_together(plan, cache, thread);
     }
 
-    // Few sequences with long contexts: each thread sees its share of all chunks, then chunks are put together.
-    void attend_in_chunks(const Plan& plan, const Cached* cache, int thread) {
+    void put_chunks_together(const Plan& plan, const Cached* cache, int thread) {
         int64_t first, last;
-        share(int64_t(plan.chunks.size()), thread, num_threads_, &first, &last);
-        for (int64_t i = first; i < last; i++) {
-            const Item& item = plan.items[plan.chunks[i].first];
-            float* partial = model_.partials.as<float>() + i * plan.partial_size;
-            Upcoming<Cached> upcoming;
-            if (i + 1 < last)
-                upcoming = look(plan, plan.items[plan.chunks[i + 1].first], cache, thread)
-                               .keys_of(plan.chunks[i + 1].second);
-            begin(plan, item, cache, thread)
-                .see_chunk(plan.chunks[i].second, upcoming, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
-        }
         wait(thread, ATTENTION);
         share(int64_t(plan.items.size()), thread, num_threads_, &first, &last);
         for (int64_t i = first; i < last; i++) {
             const Item& item = plan.items[i];
-            ItemAttention<Cached> attention = begin(plan, item, cache, thread);
-            for (int64_t chunk = item.first_chunk; chunk < item.last_chunk; chunk++) {
-                const float* partial = model_.partials.as<float>() +
-                                       (item.partial + chunk - item.first_chunk) * plan.partial_size;
-                attention.put_together(partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS, chunk == item.first_chunk);
+            ItemAttention<Cached> attention = look(plan, item, cache, thread);
+            for (int64_t chunk = item.first_chunk(); chunk < item.last_chunk(); chunk++) {
+                const float* partial = partial_of(plan, item, chunk);
+                attention.put_together(partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS,
+                                       chunk == item.first_chunk());
             }
             attention.finish(at_.attended);
         }
     }
 
-    ItemAttention<Cached> begin(const Plan& plan, const Item& item, const Cached* cache, int thread) {
-        ItemAttention<Cached> attention = look(plan, item, cache, thread);
-        attention.take_queries(at_.qkv, at_.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
-        return attention;
+    // What a chunk of a split plan leaves behind: largest scores, sums of weights, and sums of values.
+    float* partial_of(const Plan& plan, const Item& item, int64_t chunk) const {
+        return model_.partials.as<float>() + (item.partial + chunk - item.first_chunk()) * plan.partial_size;
+    }
+
+    void list_reads(Plan* plan, int thread) {
+        std::vector<int64_t>* tiles = &plan->reads[thread];
+        for (int64_t i = plan->first_chunk[thread]; i < plan->first_chunk[thread + 1]; i++) {
+            auto [item, chunk] = plan->chunks[i];
+            look(*plan, plan->items[item], nullptr, thread).list_reads(chunk, tiles);
+        }
+        tiles->resize(tiles->size() + AHEAD);
     }
 
     // An item before it has its queries.

@@ -126,7 +126,7 @@ class _SimWorker(Worker):
     ) -> None:
         super().__init__(name, threads, on_closed)
         self._env = env
-        self._delay_s = delay_s
+        self.delay_s = delay_s  # [least, most] of a job; may be changed in the middle of a run
         self._num_running = 0
         self._all_ended: asyncio.Future[None] | None = None
 
@@ -154,7 +154,7 @@ class _SimWorker(Worker):
             job = next(iter(self._waiting))
             job.begin()
             self._num_running += 1
-            delay_s = self._env.random(f"worker/{self.name}").uniform(*self._delay_s)
+            delay_s = self._env.random(f"worker/{self.name}").uniform(*self.delay_s)
             self._env.loop.call_later(delay_s, self._run, job)
 
     def _run(self, job: Job) -> None:

@@ -71,7 +71,7 @@ class StepQueue:
             self._advance()
             if job.result.cancelled():
                 continue
-            _chain(self._worker.submit(job.run, told=job.told), job.result)
+            chain(self._worker.submit(job.run, told=job.told), job.result)
 
     def _advance(self) -> None:
         step, phase = self._next
@@ -88,7 +88,7 @@ def retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def _chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
+def chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
     """Gives `target` the outcome of `source`. A target nobody waits for any more keeps nothing."""
 
     def settle(done: asyncio.Future[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ...runtime.env import Worker, WorkerClosed
 from ...runtime.histogram import Histogram
 from ...runtime.stage import Context
-from ...runtime.steps import retrieve
+from ...runtime.steps import chain, retrieve
 from ..device import Device
 from ..messages import StepGrant, StepTokens
 from .submission import Step, StepLine
@@ -56,7 +56,7 @@ class LateDevice(Device):
                 return
             assert self._teller is not None
             try:
-                _chain(self._teller.submit(self._finish, grant, submitted), told)
+                chain(self._teller.submit(self._finish, grant, submitted), told)
             except WorkerClosed:  # everything ends: nobody waits any more
                 told.cancel()
 
@@ -77,17 +77,3 @@ class LateDevice(Device):
         except BaseException:
             self._note_void(grant)
             raise
-
-
-def _chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
-    def settle(done: asyncio.Future[Any]) -> None:
-        if target.done():
-            return
-        if done.cancelled():
-            target.cancel()
-        elif (error := done.exception()) is not None:
-            target.set_exception(error)
-        else:
-            target.set_result(done.result())
-
-    source.add_done_callback(settle)

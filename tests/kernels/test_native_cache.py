@@ -1,0 +1,60 @@
+"""Where the layers of the native cache lie: spread over the large pages of the system, and no bit changes by it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from millrace.kernels.native import build, machine
+from millrace.kernels.native import model as native
+from millrace.kernels.native.model import LARGE_PAGE, spread_layers
+from tests.kernels.native_oracle import Checkpoint, Run
+
+NEEDS_LIBRARY = pytest.mark.skipif(
+    not machine.instruction_sets() or build.find_compiler() is None, reason="no AVX2, or no C++ compiler"
+)
+
+
+@pytest.mark.parametrize("num_blocks", [8192, 16384, 5825, 1000])
+@pytest.mark.parametrize(
+    ("num_layers", "block_bytes"), [(30, 12288), (28, 65536), (2, 4096), (64, 9 * 1024), (36, 16 * 26 * 2)]
+)
+def test_no_step_needs_a_new_page_for_more_than_a_few_layers(num_blocks: int, num_layers: int, block_bytes: int):
+    apart = spread_layers(num_blocks, block_bytes, num_layers)
+    assert num_blocks <= apart <= num_blocks + LARGE_PAGE // block_bytes
+    if num_blocks * block_bytes < LARGE_PAGE:
+        assert apart == num_blocks
+        return
+    places = np.sort(np.arange(num_layers) * apart * block_bytes % LARGE_PAGE)
+    step_bytes = LARGE_PAGE // num_layers  # as much of each layer is used in a step
+    most = max(int(np.sum((places - place) % LARGE_PAGE < step_bytes)) for place in places)
+    assert most <= 4
+
+
+def test_layers_of_blocks_as_large_as_a_page_are_left_where_they_are():
+    assert spread_layers(100, LARGE_PAGE, 30) == 100
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("block_size", [16, 4])
+def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: int, monkeypatch: pytest.MonkeyPatch):
+    def answers() -> tuple[Run, list[np.ndarray]]:  # type: ignore[type-arg]
+        run = Run(checkpoint.load("bfloat16", num_threads=2, worth_a_thread=1), block_size=block_size, num_blocks=64)
+        first = run.whole(list(range(1, 40)), chunks=[7, 20])
+        table = np.array(run._tables[0], np.int64)
+        host = run.cache.make_host_blocks(len(table))
+        run.cache.copy_out(table, host, np.arange(len(table)))
+        run.cache.data[:, table] = 0
+        moved = np.array([run._free.pop() for _ in table], np.int64)
+        run.cache.copy_in(host, np.arange(len(table)), moved)
+        run._tables[0] = moved.tolist()
+        run.step({0: [3, 5], 1: [1, 2, 3]})
+        return run, [first, np.array(run.logits[0]), np.array(run.logits[1])]
+
+    checkpoint = Checkpoint.random()
+    usual, expected = answers()
+    assert usual.cache.blocks_apart == 64
+    monkeypatch.setattr(native, "LARGE_PAGE", 1 << 14)
+    spread, found = answers()
+    assert spread.cache.blocks_apart > 64 and len(spread.cache.data[0]) == 64
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))

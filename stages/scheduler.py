@@ -355,7 +355,8 @@ class Scheduler:
         starts = self.slots.num_computed[slots]
         num_context = int(starts[:num_decode].sum()) + num_decode
         prompts = zip(num_wanted[num_decode:].tolist(), starts[num_decode:].tolist(), strict=True)
-        return size.choose(num_decode, num_context, (Wish(*prompt) for prompt in prompts))
+        in_line = (Wish(self._num_to_compute(sequence), 0) for sequence in self.waiting)
+        return size.choose(num_decode, num_context, [Wish(*prompt) for prompt in prompts], in_line)
 
     # -- letting in
 

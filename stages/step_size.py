@@ -1,14 +1,15 @@
 """How many tokens the next step may hold, where prompts are computed beside answers. Plain code behind schedule.
 
 While a step runs, every answer in it waits: a step's time is the gap between two tokens. So decoding rows come first,
-and prompts get what is left of the target.
+and prompts get what is left of the target. Large steps compute prompts faster, as more of their time is the prompts':
+so the target is stretched where many wait, who have no token at all yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from math import sqrt
 
 from .config import EngineConfig
@@ -19,6 +20,9 @@ NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # of a step, at most
 FIRST_TOKENS = 64  # of prompts, while nothing is known
 LEAST_TOKENS = 16  # of prompts, in any step that has room for one: they make progress whatever the target
 LEAST_SHARE = 1.0  # of the time of the decoding rows, for prompts, whatever the target
+PATIENCE_S = 0.5  # that prompts may be to compute, all of them, before the target is stretched, in proportion
+MOST_STRETCH = 3.0  # times the target
+MOST_LOOKED_AT = 100  # prompts, of those that wait
 
 
 def settle_step_size(config: EngineConfig, *, is_native: bool) -> EngineConfig:
@@ -39,12 +43,18 @@ class Wish:
     num_tokens: int
     start: int  # tokens before them
 
+    def seconds(self, costs: Costs) -> float:
+        """What all of it takes."""
+        num_pairs = self.num_tokens * (self.start + self.num_tokens / 2)
+        return costs.prefill_token_s * self.num_tokens + costs.prefill_pair_s * num_pairs
+
 
 class StepSize:
     """Chooses a step's tokens by a target for its time, which it learns to foresee.
 
     Prompts never starve: where the target leaves them less, they get as much time as the decoding rows take, and at
-    least `LEAST_TOKENS`.
+    least `LEAST_TOKENS`. When it would take longer than `PATIENCE_S` to compute all that is known of, a step may take
+    as many times its target, up to `MOST_STRETCH`.
     """
 
     def __init__(self, target_s: float, most: int) -> None:
@@ -57,19 +67,31 @@ class StepSize:
         """A step took so long."""
         self._costs.note(contents, seconds)
 
-    def choose(self, num_decode: int, num_context: int, wishes: Iterable[Wish]) -> int:
+    def choose(self, num_decode: int, num_context: int, wishes: Sequence[Wish], in_line: Iterable[Wish] = ()) -> int:
         """Tokens of a step with so many decoding rows, which attend to `num_context` tokens, and of these prompts as
-        much as there is time for, in order; what they leave of it is for others, of which nothing is known."""
-        self.last = min(self.most, num_decode + max(LEAST_TOKENS, self._prompt_tokens(num_decode, num_context, wishes)))
+        much as there is time for, in order; what they leave of it is for others, perhaps some of those in line."""
+        num_prompt = self._prompt_tokens(num_decode, num_context, wishes, in_line)
+        self.last = min(self.most, num_decode + max(LEAST_TOKENS, num_prompt))
         return self.last
 
-    def _prompt_tokens(self, num_decode: int, num_context: int, wishes: Iterable[Wish]) -> int:
+    def _prompt_tokens(self, num_decode: int, num_context: int, wishes: Sequence[Wish], in_line: Iterable[Wish]) -> int:
         if not self._costs.is_known:
             return FIRST_TOKENS
         costs, slowness = self._costs.read()
         decoding_s = costs.decoding_s(num_decode, num_context)
-        left_s = max(self.target_s / slowness - decoding_s, LEAST_SHARE * decoding_s)
+        target_s = self.target_s * stretch(costs, chain(wishes, in_line))
+        left_s = max(target_s / slowness - decoding_s, LEAST_SHARE * decoding_s)
         return tokens_within(left_s, costs, wishes, self.most)
+
+
+def stretch(costs: Costs, wishes: Iterable[Wish]) -> float:
+    """How many times its target a step may take while there are these prompts to compute."""
+    to_compute_s = 0.0
+    for wish in islice(wishes, MOST_LOOKED_AT):
+        to_compute_s += wish.seconds(costs)
+        if to_compute_s >= MOST_STRETCH * PATIENCE_S:
+            return MOST_STRETCH
+    return max(1.0, to_compute_s / PATIENCE_S)
 
 
 def tokens_within(left_s: float, costs: Costs, wishes: Iterable[Wish], most: int) -> int:
@@ -77,9 +99,9 @@ def tokens_within(left_s: float, costs: Costs, wishes: Iterable[Wish], most: int
     token_s, pair_s = costs.prefill_token_s, costs.prefill_pair_s
     total = 0
     for wish in chain(wishes, (Wish(most, 0),)):
-        each_s = token_s + pair_s * wish.start  # and pair_s / 2 more for each token before it in the step
-        wanted_s = wish.num_tokens * (each_s + pair_s * wish.num_tokens / 2)
+        wanted_s = wish.seconds(costs)
         if wanted_s > left_s:
+            each_s = token_s + pair_s * wish.start  # and pair_s / 2 more for each token before it in the step
             return min(most, total + int(2 * left_s / (each_s + sqrt(each_s**2 + 2 * pair_s * left_s))))
         left_s -= wanted_s
         total += wish.num_tokens

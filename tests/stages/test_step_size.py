@@ -23,10 +23,14 @@ from millrace.stages.step_costs import Costs, StepContents, StepCosts
 from millrace.stages.step_size import (
     FIRST_TOKENS,
     LEAST_TOKENS,
+    MOST_LOOKED_AT,
+    MOST_STRETCH,
+    PATIENCE_S,
     TARGET_MS,
     StepSize,
     Wish,
     settle_step_size,
+    stretch,
     tokens_within,
 )
 from tests.stages import recordings
@@ -141,6 +145,29 @@ def test_prompts_go_on_whatever_the_target():
     assert slow.choose(1, 10, [Wish(1000, 0)]) == 1 + LEAST_TOKENS
 
 
+def test_the_target_is_stretched_by_how_long_the_prompts_that_wait_take_beyond_half_a_second():
+    costs = Costs(prefill_token_s=1e-3, prefill_pair_s=1e-6)
+    assert stretch(costs, []) == stretch(costs, [Wish(300, 0)]) == 1  # 0.345 s
+    assert stretch(costs, [Wish(500, 250)]) == pytest.approx(0.75 / PATIENCE_S)  # a third for what it attends to
+    assert stretch(costs, [Wish(500, 0), Wish(100, 0)]) == pytest.approx(0.73 / PATIENCE_S)
+    assert stretch(costs, [Wish(1000, 0)] * 9) == MOST_STRETCH
+
+
+def test_a_long_line_is_not_walked_to_its_end_for_a_stretch():
+    for costs in (Costs(prefill_token_s=1e-3), Costs()):  # enough soon; or never, as nothing costs anything
+        line = iter([Wish(1000, 0)] * (MOST_LOOKED_AT + 5))
+        assert stretch(costs, line) == (MOST_STRETCH if costs.prefill_token_s else 1)
+        assert len(list(line)) >= 5
+
+
+def test_prompts_in_line_make_room_for_more_of_the_first():
+    size = StepSize(0.05, 512)
+    for sample in steps(Random(7), 100):
+        size.note(*sample)
+    alone, before_others = (size.choose(16, 3200, [Wish(1000, 300)], [Wish(1500, 0)] * number) for number in (0, 5))
+    assert before_others > 2.5 * alone
+
+
 def test_what_is_left_open_depends_on_what_computes():
     native, torch = (settle_step_size(EngineConfig(), is_native=is_native) for is_native in (True, False))
     assert (native.num_step_tokens, native.itl_target_ms) == (512, TARGET_MS)
@@ -199,6 +226,18 @@ def test_long_prompts_do_not_hold_answers_up_for_longer_than_the_target_and_come
     assert held.duration_s < 1.1 * free.duration_s  # the same work, in smaller parts
     ttft_s = [float(np.mean([each.ttft_s for each in result.outcomes[8:]])) for result in (free, held)]  # type: ignore[misc]
     assert ttft_s[1] < 1.6 * ttft_s[0]
+
+
+def test_a_burst_of_prompts_gets_through_faster_than_the_target_alone_would_let_it(monkeypatch: pytest.MonkeyPatch):
+    burst = [TraceRequest(0.5 + 0.01 * i, num_prompt=1000, num_answer=2) for i in range(8)]  # 2.8 s of computing
+    stretched = simulate(*STREAMS, *burst, target_ms=20.0)
+    monkeypatch.setattr("millrace.stages.step_size.MOST_STRETCH", 1.0)
+    held = simulate(*STREAMS, *burst, target_ms=20.0)
+    ttft_s = [float(np.mean([each.ttft_s for each in result.outcomes[8:]])) for result in (stretched, held)]  # type: ignore[misc]
+    assert ttft_s[0] < 0.9 * ttft_s[1]
+    longest_s = [float(np.percentile(result.itl_s, 99.5)) for result in (stretched, held)]
+    assert longest_s[1] <= 0.022 < longest_s[0] <= 0.062
+    assert stretched.duration_s < held.duration_s
 
 
 def test_a_target_that_answers_alone_do_not_meet_starves_no_prompt():

@@ -3,9 +3,12 @@ else is in its step, how the prompt was cut, where its blocks are, or how many t
 
 from __future__ import annotations
 
+import os
 import random
 import time
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +58,10 @@ def load(name: str, dtype: DType, instruction_set: str | None = None, num_thread
 def tokens(count: int, seed: int = 0) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(SMALL["vocab_size"]) for _ in range(count)]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def error(ours: Any, exact: Any) -> float:
@@ -250,6 +257,17 @@ def test_weights_are_counted_as_they_are_packed() -> None:
     padding = made.shape.hidden_size * (-70 % 32 + made.shape.num_layers * 2 * (-72 % 16))
     norms = 4 * sum(tensor.size for tensor in made.tensors.values() if tensor.ndim == 1)
     assert half == 2 * (matrices + padding) + norms and wide == 4 * (matrices + padding) + norms
+
+
+def test_a_model_takes_the_memory_of_its_weights_with_the_first_of_them() -> None:
+    """Before, whoever loads it compares what it needs with what is free."""
+    made = Checkpoint.random()
+    shape = replace(made.shape, hidden_size=1024, intermediate_size=4096)  # 26 million numbers in the layers
+    tensor, before = np.ones((4096, 1024), np.float32), resident_bytes()
+    model = NativeModel(shape, "bfloat16", made.cos, made.sin, num_threads=1)
+    assert resident_bytes() - before < 10 << 20
+    model.set_tensor("model.layers.1.mlp.up_proj.weight", tensor)
+    assert resident_bytes() - before > 40 << 20
 
 
 def test_the_parts_of_a_step_are_timed_for_who_asks_and_change_no_bit() -> None:

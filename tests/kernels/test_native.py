@@ -282,6 +282,16 @@ def test_the_parts_of_a_step_are_timed_for_who_asks_and_change_no_bit() -> None:
     assert model.time_parts() is times
 
 
+def test_a_step_says_that_it_is_ready_before_it_computes_anything() -> None:
+    model, seen = checkpoint("tied").load("float32", num_threads=1), []
+    run = Run(model, num_blocks=4)
+    model.call_before_steps(lambda: seen.append(np.count_nonzero(run.cache.data[0])))
+    run.step({0: tokens(3)})
+    run.step({0: tokens(2)})
+    one = SMALL["num_kv_heads"] * SMALL["head_dim"] * 2  # numbers of a token
+    assert seen == [0, 3 * one]
+
+
 def test_what_is_not_computed_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(UnsupportedModelError, match="hidden_size = 63.*even"):
         NativeShape(**SMALL | {"hidden_size": 63}).check()

@@ -246,6 +246,13 @@ def test_the_section_has_a_table_of_the_arrivals_and_says_where_we_lose(results:
     assert "W4" not in made and report.found(tmp_path) == []  # no chart is drawn of these
 
 
+def test_who_finished_nothing_was_not_faster(results: dict[str, Any], tmp_path: Path):
+    nothing = summary(offered(0.0, 1.0), [Record(error="429: full")] * 2, BOUNDS)
+    results["engines"]["other server"] = nothing | {"read_bandwidth_gb_s": [35.0, 36.0]}
+    (tmp_path / "arrivals-shape-machine.json").write_text(json.dumps(results))
+    assert "Where we lose: by none of these figures, to other." in report.section(tmp_path)
+
+
 def test_arrivals_without_a_peer_have_nobody_to_lose_to(results: dict[str, Any], tmp_path: Path):
     del results["engines"]["other server"], results["versions"]["other server"]
     (tmp_path / "arrivals-shape-machine.json").write_text(json.dumps(results))

@@ -123,7 +123,9 @@ struct Model {
 
 // Grows memory that holds nothing of worth.
 inline void ensure(Memory* memory, int64_t num_bytes) {
-    if (memory->num_bytes() < num_bytes) *memory = Memory(), *memory = Memory(num_bytes);
+    if (memory->num_bytes() >= num_bytes) return;
+    *memory = Memory();  // a statement of its own: what was there is given back before more is taken
+    *memory = Memory(num_bytes);
 }
 
 // A tensor's place in a model: see `kind` in library.py.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from millrace.deploy.bench.measures import Record
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.testing import sim_test
 from millrace.stages.recordings.traces import Trace, TraceRequest, read_trace
-from tests.bench.cpu import report
+from tests.bench.cpu import arrivals, report
 from tests.bench.cpu.arrivals import UNFINISHED, drive
+from tests.bench.cpu.contenders import Served
+from tests.bench.cpu.peers import OUR_SERVER
 from tests.bench.cpu.sustained import Bounds, Window, highest, summary, window
 
 SECONDS = (0.0, 4.0, 5.0, 10.0, 12.0)
@@ -203,6 +207,73 @@ async def test_who_is_not_finished_when_waiting_is_given_up_has_failed(env: SimE
     assert asyncio.get_running_loop().time() - began_s == pytest.approx(13.0, abs=1e-3)
 
 
+# -- one server after the other
+
+ANSWERS = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.say(json.dumps({"data": [{"id": "model"}]}).encode())
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        pieces = [{"choices": [{"text": "a"}]}] * asked["max_tokens"]
+        pieces += [{"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}}]
+        self.say(b"".join(b"data: " + json.dumps(piece).encode() + b"\\n\\n" for piece in pieces))
+
+    def say(self, body):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+OPTIONS = argparse.Namespace(
+    rate=None,
+    first_rate=40.0,
+    probes=1,
+    probe_s=0.2,
+    search_peers=False,
+    minutes=0.3 / 60,
+    from_minute=0.0,
+    max_model_len=100,
+    drain_s=600.0,
+)
+
+
+def served(label: str, code: str) -> Served:
+    return Served(label, [sys.executable, "-c", code, "{port}"], version="1.0")
+
+
+@pytest.fixture
+def busy() -> Trace:
+    """A request every second, more of them than are asked for."""
+    return Trace([TraceRequest(float(at_s), 5, 3) for at_s in range(30)], False)
+
+
+@pytest.mark.slow
+def test_a_peer_that_does_not_come_up_is_left_out_and_nothing_else_is_lost(
+    busy: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(arrivals, "read_bandwidth_gb_s", lambda: 1.0)  # which reads a GiB ten times a server
+    servers = [served(OUR_SERVER, ANSWERS), served("broken", "raise SystemExit(3)"), served("peer", ANSWERS)]
+    bounds = Bounds(p99_ttft_ms=20_000.0, settle_s=0.0, share=0.0)
+    found = asyncio.run(arrivals.compare(servers, busy, OPTIONS, bounds, tmp_path))
+    assert found["rate"] == 40.0 and list(found["sustained"]) == [OUR_SERVER]
+    assert list(found["engines"]) == list(found["versions"]) == list(found["peak_mib"]) == [OUR_SERVER, "peer"]
+    for figures in found["engines"].values():
+        assert figures["finished"] == figures["offered"] == 12 and 0 < figures["busy_cores"] < 64
+
+
+def test_without_our_own_server_nothing_is_compared(busy: Trace, tmp_path: Path):
+    servers = [served(OUR_SERVER, "raise SystemExit(3)"), served("peer", ANSWERS)]
+    with pytest.raises(RuntimeError, match=f"{OUR_SERVER} did not come up"):
+        asyncio.run(arrivals.compare(servers, busy, OPTIONS, BOUNDS, tmp_path))
+
+
 # -- README
 
 
@@ -244,6 +315,13 @@ def test_the_section_has_a_table_of_the_arrivals_and_says_where_we_lose(results:
     losses = [line for line in made.splitlines() if line.startswith("- ")]
     assert losses == [f"- time to the first token, {which}: other is 1.80 times as good" for which in ("p50", "p99")]
     assert "W4" not in made and report.found(tmp_path) == []  # no chart is drawn of these
+
+
+def test_who_finished_nothing_was_not_faster(results: dict[str, Any], tmp_path: Path):
+    nothing = summary(offered(0.0, 1.0), [Record(error="429: full")] * 2, BOUNDS)
+    results["engines"]["other server"] = nothing | {"read_bandwidth_gb_s": [35.0, 36.0]}
+    (tmp_path / "arrivals-shape-machine.json").write_text(json.dumps(results))
+    assert "Where we lose: by none of these figures, to other." in report.section(tmp_path)
 
 
 def test_arrivals_without_a_peer_have_nobody_to_lose_to(results: dict[str, Any], tmp_path: Path):

@@ -3,9 +3,12 @@ else is in its step, how the prompt was cut, where its blocks are, or how many t
 
 from __future__ import annotations
 
+import os
 import random
 import time
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +58,10 @@ def load(name: str, dtype: DType, instruction_set: str | None = None, num_thread
 def tokens(count: int, seed: int = 0) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(SMALL["vocab_size"]) for _ in range(count)]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def error(ours: Any, exact: Any) -> float:
@@ -252,6 +259,17 @@ def test_weights_are_counted_as_they_are_packed() -> None:
     assert half == 2 * (matrices + padding) + norms and wide == 4 * (matrices + padding) + norms
 
 
+def test_a_model_takes_the_memory_of_its_weights_with_the_first_of_them() -> None:
+    """Before, whoever loads it compares what it needs with what is free."""
+    made = Checkpoint.random()
+    shape = replace(made.shape, hidden_size=1024, intermediate_size=4096)  # 26 million numbers in the layers
+    tensor, before = np.ones((4096, 1024), np.float32), resident_bytes()
+    model = NativeModel(shape, "bfloat16", made.cos, made.sin, num_threads=1)
+    assert resident_bytes() - before < 10 << 20
+    model.set_tensor("model.layers.1.mlp.up_proj.weight", tensor)
+    assert resident_bytes() - before > 40 << 20
+
+
 def test_the_parts_of_a_step_are_timed_for_who_asks_and_change_no_bit() -> None:
     model = checkpoint("tied").load("float32", num_threads=2, worth_a_thread=1)
     before = Run(model).whole(tokens(40))
@@ -262,6 +280,16 @@ def test_the_parts_of_a_step_are_timed_for_who_asks_and_change_no_bit() -> None:
     assert np.array_equal(before, after) and num_steps == 2
     assert min(linears_ns, attention_ns, rest_ns) > 0 and linears_ns + attention_ns + rest_ns < passed_ns
     assert model.time_parts() is times
+
+
+def test_a_step_says_that_it_is_ready_before_it_computes_anything() -> None:
+    model, seen = checkpoint("tied").load("float32", num_threads=1), []
+    run = Run(model, num_blocks=4)
+    model.call_before_steps(lambda: seen.append(np.count_nonzero(run.cache.data[0])))
+    run.step({0: tokens(3)})
+    run.step({0: tokens(2)})
+    one = SMALL["num_kv_heads"] * SMALL["head_dim"] * 2  # numbers of a token
+    assert seen == [0, 3 * one]
 
 
 def test_what_is_not_computed_is_refused_with_what_it_lacks() -> None:

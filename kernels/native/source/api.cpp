@@ -48,7 +48,6 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
             define(layer.gate_up, 2 * inner, hidden, shape->linears);
             define(layer.down, hidden, shape->intermediate_size, shape->linears);
         }
-        model->weights = Memory(num_bytes);
         define(model->head, shape->vocab_size, hidden, shape->head);
         set_order(*model);
         model->pool = std::make_unique<Pool>(num_threads, std::vector<int>(cpus, cpus + num_cpus));

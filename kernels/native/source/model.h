@@ -103,7 +103,8 @@ struct Model {
     std::vector<Layer> layers;
     std::vector<float> final_norm;
     Linear head;
-    Memory weights;           // of all layers' linears, one after the other, so that large pages hold them whole
+    Memory weights;           // of all layers' linears, one after the other, so that large pages hold them whole;
+                              // none until the first of them is set
     Memory embedding;         // [V, hidden], none where it is the head
     int64_t num_positions = 0;    // P
     std::vector<float> cos, sin;  // [P, rotary_dim / 2]
@@ -122,7 +123,9 @@ struct Model {
 
 // Grows memory that holds nothing of worth.
 inline void ensure(Memory* memory, int64_t num_bytes) {
-    if (memory->num_bytes() < num_bytes) *memory = Memory(), *memory = Memory(num_bytes);
+    if (memory->num_bytes() >= num_bytes) return;
+    *memory = Memory();  // a statement of its own: what was there is given back before more is taken
+    *memory = Memory(num_bytes);
 }
 
 // A tensor's place in a model: see `kind` in library.py.

@@ -173,11 +173,20 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, Type type) {
     return is_finite;
 }
 
+// A layer's linear's part of the memory of all, which is taken with the first of them: before, a model that is too large
+// can still be told by what is free.
+Memory memory_of(Model& model, const Linear& linear) {
+    if (!model.weights.num_bytes()) {
+        const Linear& last = model.layers.back().down;
+        model.weights = Memory(last.offset + last.weight_bytes());
+    }
+    return Memory(model.weights, linear.offset, linear.weight_bytes());
+}
+
 bool set_matrix(Model& model, const Matrix& matrix, const void* data, Type type) {
     Linear& linear = *matrix.linear;
     if (!linear.weight.num_bytes()) {
-        int64_t num_bytes = linear.weight_bytes();
-        linear.weight = &linear == &model.head ? Memory(num_bytes) : Memory(model.weights, linear.offset, num_bytes);
+        linear.weight = &linear == &model.head ? Memory(linear.weight_bytes()) : memory_of(model, linear);
         if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
     }
     switch (linear.type) {

@@ -28,6 +28,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -39,6 +40,7 @@ import aiohttp
 from millrace.deploy.bench.load import Ask
 from millrace.deploy.bench.measures import Record
 from millrace.deploy.bench.serve import Client
+from millrace.stages.errors import ConfigError
 from millrace.stages.recordings.recorded import RecordingError
 from millrace.stages.recordings.traces import Trace, read_trace
 
@@ -117,11 +119,12 @@ class Trial:
 
     async def _run(self, offered: Window, drain_s: float) -> dict[str, Any]:
         before = read_bandwidth_gb_s()
-        cpu_s = self.server.cpu_s()
+        cpu_s, began_s = self.server.cpu_s(), time.perf_counter()
         async with _client(self.server) as client:
             records = await drive(client, offered, drain_s)
+        passed_s = time.perf_counter() - began_s
         found = summary(offered, records, self._bounds)
-        found["busy_cores"] = (self.server.cpu_s() - cpu_s) / found["last_answer_s"]
+        found["busy_cores"] = (self.server.cpu_s() - cpu_s) / passed_s
         found["read_bandwidth_gb_s"] = [before, read_bandwidth_gb_s()]
         _say(f"{self.server.label}, {offered.duration_s:g} s: {_shown(found)}")
         return found
@@ -142,30 +145,44 @@ async def _client(server: RunningServer) -> AsyncIterator[Client]:
 async def compare(
     servers: Sequence[Served], trace: Trace, options: argparse.Namespace, bounds: Bounds, logs: Path
 ) -> dict[str, Any]:
-    """Each server in turn, ours first; the others are not there meanwhile."""
+    """Each server in turn, ours first; the others are not there meanwhile. A peer that fails is left out."""
     rate: float | None = options.rate
     found: dict[str, Any] = {"versions": {}, "ready_s": {}, "peak_mib": {}, "sustained": {}, "engines": {}}
     for served in servers:
-        server = await start(served, logs / f"{served.label}.log")
-        assert isinstance(server, RunningServer)
         try:
-            _say(f"{served.label} {served.version}: ready after {server.ready_s:.1f} s")
-            trial = Trial(server, trace, options, bounds)
-            await trial.warm_up()
-            if rate is None or (options.search_peers and served.label != OUR_SERVER):
-                sustained = await trial.sustained(options.first_rate if rate is None else rate)
-                found["sustained"][served.label] = {"rate": sustained, "probes": trial.probes}
-                rate = sustained if rate is None else rate
-            if rate is None:
-                raise SystemExit(f"{served.label} keeps up at none of the rates that were tried: lower --first-rate")
-            found["engines"][served.label] = await trial.measure(rate)
-            found["versions"][served.label] = served.version
-            found["ready_s"][served.label] = round(server.ready_s, 2)
-            found["peak_mib"][served.label] = round(server.peak_mib())
-        finally:
-            await server.stop()
-    assert rate is not None
+            rate, figures = await _turn(served, trace, options, bounds, rate, logs / f"{served.label}.log")
+        except (RuntimeError, OSError, ConfigError) as error:
+            if served.label == OUR_SERVER:
+                raise
+            _say(f"{served.label} is left out: {error}")
+            continue
+        for name, figure in figures.items():
+            found[name][served.label] = figure
     return {"rate": rate} | found
+
+
+async def _turn(
+    served: Served, trace: Trace, options: argparse.Namespace, bounds: Bounds, rate: float | None, log: Path
+) -> tuple[float, dict[str, Any]]:
+    """The rate that was asked of a server, which it has to find where there is none yet, and what came of it."""
+    server = await start(served, log)
+    assert isinstance(server, RunningServer)
+    figures: dict[str, Any] = {"versions": served.version, "ready_s": round(server.ready_s, 2)}
+    try:
+        _say(f"{served.label} {served.version}: ready after {server.ready_s:.1f} s")
+        trial = Trial(server, trace, options, bounds)
+        await trial.warm_up()
+        if rate is None or (options.search_peers and served.label != OUR_SERVER):
+            sustained = await trial.sustained(options.first_rate if rate is None else rate)
+            figures["sustained"] = {"rate": sustained, "probes": trial.probes}
+            rate = sustained if rate is None else rate
+        if rate is None:
+            raise SystemExit(f"{served.label} keeps up at none of the rates that were tried: lower --first-rate")
+        figures["engines"] = await trial.measure(rate)
+        figures["peak_mib"] = round(server.peak_mib())
+    finally:
+        await server.stop()
+    return rate, figures
 
 
 def _say(line: str) -> None:
@@ -241,6 +258,8 @@ def main() -> None:
             chosen += contenders_of(peer, str(model), options.threads, options.max_model_len)
         servers = [each for each in chosen if isinstance(each, Served)]
         servers = [each for each in servers if options.only is None or each.label in options.only]
+        if not servers:
+            parser.error(f"--only {' '.join(options.only)}: no server has that label")
         found = asyncio.run(compare(servers, trace, options, bounds, logs))
     results = {
         "shape": options.shape,

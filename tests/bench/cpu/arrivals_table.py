@@ -87,7 +87,10 @@ def _where_we_lose(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         return
     losses = []
     for label in peers:
-        for names, is_less_better in ((LESS_IS_BETTER, True), (MORE_IS_BETTER, False)):
+        compared = ((LESS_IS_BETTER, True), (MORE_IS_BETTER, False))
+        if not engines[label]["finished"]:
+            compared = compared[1:]  # it has no latencies, which reads 0
+        for names, is_less_better in compared:
             for figure, words in names.items():
                 less, more = sorted((ours[figure], engines[label][figure]))
                 if less != more and (engines[label][figure] == less) == is_less_better:

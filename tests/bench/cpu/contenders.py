@@ -96,8 +96,9 @@ class Running:
         """CPU time of all threads of its processes so far."""
         spent_ns = 0
         for pid in _processes(self._process.pid):
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                spent_ns += int((task / "schedstat").read_text().split()[0])
+            for task in Path("/proc").glob(f"{pid}/task/*"):
+                with suppress(OSError):  # it has just ended
+                    spent_ns += int((task / "schedstat").read_text().split()[0])
         return spent_ns / 1e9
 
     async def stop(self) -> None:

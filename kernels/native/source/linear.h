@@ -219,7 +219,7 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         for (int r = 0; r < rows; r++) {
             for (int v = 0; v < PANEL / 2; v += W) {
                 F gate = load(tile + r * PANEL + v);
-                F silu = div(gate, add(splat(1.0f), exp(sub(zero(), gate))));
+                F silu = div(gate, add(splat(1.0f), exp(min(splat(88.0f), sub(zero(), gate)))));
                 store(tile + r * PANEL + v, mul(silu, load(tile + r * PANEL + PANEL / 2 + v)));
             }
         }

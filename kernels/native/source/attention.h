@@ -338,12 +338,13 @@ class ItemAttention {
                                                   span.last_tile, layout_.head_dim, scratch_->scores);
         });
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(keys, scratch_->scores, span);
-        for (int r = 0; r < num_rows_; r++) {
-            int64_t at = position(std::min<int>(r, item_.num_rows - 1));
-            int64_t low = first_seen(at, window_) - base, high = std::min(at + 1 - base, span.last);
-            soften(scratch_->scores + r * CHUNK, span.first_tile * TILE, span.last_tile * TILE, low, high,
-                   scratch_->weights + r * CHUNK, largest + r, sum + r);
+        int64_t begin = span.first_tile * TILE, end = span.last_tile * TILE;
+        for (int r = 0; r < item_.num_rows; r++) {  // one pass over all rows, then the other: neither waits for a row's end
+            int64_t low = first_seen(position(r), window_) - base, high = std::min(position(r) + 1 - base, span.last);
+            largest[r] = largest_of(scratch_->scores + r * CHUNK, begin, end, low, high);
         }
+        for (int r = 0; r < item_.num_rows; r++)
+            sum[r] = weigh(scratch_->scores + r * CHUNK, begin, end, largest[r], scratch_->weights + r * CHUNK);
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(vals, scratch_->weights, span);
         with_rows(num_rows_, [&](auto rows) {
             sum_values<decltype(rows)::value, T>(scratch_->weights, vals.numbers, *reads, span.first, span.last, width_,
@@ -399,29 +400,33 @@ class ItemAttention {
         return lanes[0];
     }
 
-    // The weights of scores [begin, end) of a row; those outside [low, high) are 0, whatever is there.
-    static void soften(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high, Factor<T>* weights,
-                       float* largest, float* sum) {
+    // The largest of scores [begin, end) of a row; those outside [low, high) become NOTHING, whatever was there.
+    static float largest_of(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high) {
         const F least = splat(NOTHING);
-        F most = least;
-        for (int64_t i = begin; i < end; i += W) {
-            F x = load(scores + i);
-            if (i < low || i + W > high) {
+        auto hide = [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i += W) {
                 F key = add(iota(), splat(float(i)));
-                x = where_ge(key, splat(float(low)), x, least);
-                x = where_ge(key, splat(float(high)), least, x);
-                store(scores + i, x);
+                F x = where_ge(key, splat(float(low)), load(scores + i), least);
+                store(scores + i, where_ge(key, splat(float(high)), least, x));
             }
-            most = max(x, most);
-        }
-        *largest = max_of(most);
-        F top = splat(*largest == NOTHING ? 0.0f : *largest), total = zero();
+        };
+        int64_t first_whole = std::min(std::max(begin, round_up(low, W)), end);
+        hide(begin, first_whole);
+        hide(std::max(first_whole, high / W * W), end);
+        F most = least;
+        for (int64_t i = begin; i < end; i += W) most = max(load(scores + i), most);
+        return max_of(most);
+    }
+
+    // The weights of scores [begin, end) of a row, and their sum.
+    static float weigh(const float* scores, int64_t begin, int64_t end, float largest, Factor<T>* weights) {
+        F top = splat(largest == NOTHING ? 0.0f : largest), total = zero();
         for (int64_t i = begin; i < end; i += W) {
             F weight = exp(sub(load(scores + i), top));
             store(weights + i, weight);
             total = add(total, weight);
         }
-        *sum = sum_of(total);
+        return sum_of(total);
     }
 
     // Multiplies the scores, or weights, of the keys in a chunk's tiles by their scales. What lies past the last key may

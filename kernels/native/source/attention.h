@@ -60,6 +60,29 @@ void to_cached(const float* x, int64_t count, T* to, bf16*) {
 }
 inline void to_cached(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
 
+// Puts a token's key in its place in a tile.
+template <class T>
+void put_key(const T* key, int64_t dim, T* tile, int64_t token) {
+    for (int64_t d = 0; d < dim; d++) tile[d * TILE + token] = key[d];
+}
+inline void put_key(const bf16* key, int64_t dim, bf16* tile, int64_t token) {
+    for (int64_t d = 0; d < dim; d += 2) std::memcpy(tile + d * TILE + 2 * token, key + d, 4);
+}
+
+// And its value, which changes nothing of what lies beside it: another thread may be writing that.
+template <class T>
+void put_value(const T* value, int64_t dim, int64_t width, T* tile, int64_t token) {
+    std::copy(value, value + dim, tile + token * width);
+}
+inline void put_value(const bf16* value, int64_t dim, int64_t width, bf16* tile, int64_t token) {
+    tile += token / 2 * 2 * width;
+    int64_t d = 0;
+#if defined(__AVX512F__)
+    for (; d + W <= dim; d += W) store_in_pairs(tile + 2 * d, value + d, token % 2);
+#endif
+    for (; d < dim; d++) tile[2 * d + token % 2] = value[d];
+}
+
 // Puts a token's key and value, [head_dim] each, at `offset` of a block's keys and values of that head.
 template <class T>
 void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offset, const float* key,
@@ -75,8 +98,8 @@ void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offse
         return;
     }
     keys += offset / TILE * TILE * width, values += offset / TILE * TILE * width, offset %= TILE;
-    for (int64_t d = 0; d < dim; d++) keys[place_in_pairs<T>(d, TILE, offset)] = k[d];
-    for (int64_t d = 0; d < dim; d++) values[place_in_pairs<T>(offset, width, d)] = v[d];
+    put_key(k, dim, keys, offset);
+    put_value(v, dim, width, values, offset);
 }
 
 // What scores and sums of values are computed of: queries and weights in float32, or in bf16 where the cache is and the
@@ -380,7 +403,11 @@ class ItemAttention {
         for (int r = 0; r < item_.num_rows; r++) {
             float *total = scratch_->total + r * width_, factor = 1.0f / scratch_->sum[r];
             for (int64_t d = 0; d < width_; d += W) store(total + d, mul(load(total + d), splat(factor)));
-            out.put(token(r), (item_.head * group_ + (item_.first_row + r) % group_) * dim, dim, total);
+        }
+        for (int r = 0; r < std::min<int64_t>(group_, item_.num_rows); r++) {  // a head's rows are tokens one after the other
+            int64_t begin = (item_.head * group_ + (item_.first_row + r) % group_) * dim;
+            int64_t num_tokens = ceil_div(item_.num_rows - r, group_);
+            out.put_rows(token(r), num_tokens, begin, dim, scratch_->total + r * width_, group_ * width_);
         }
     }
 

@@ -104,6 +104,14 @@ inline F load(const int8_t* p) {
 inline void store(int8_t* p, F x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
+// W numbers as the first or the second ones of W pairs; the other ones are not written.
+inline void store_in_pairs(bf16* pairs, const bf16* from, bool is_second) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    if (is_second)
+        _mm512_mask_storeu_epi16(pairs, 0xaaaaaaaa, _mm512_slli_epi32(wide, 16));
+    else
+        _mm512_mask_storeu_epi16(pairs, 0x55555555, wide);
+}
 // W bytes of two numbers of 4 bits each: the levels that the lower and the upper of them name
 inline F load_even(const Nibbles* p) {
     __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -60,6 +60,29 @@ void to_cached(const float* x, int64_t count, T* to, bf16*) {
 }
 inline void to_cached(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
 
+// Puts a token's key in its place in a tile.
+template <class T>
+void put_key(const T* key, int64_t dim, T* tile, int64_t token) {
+    for (int64_t d = 0; d < dim; d++) tile[d * TILE + token] = key[d];
+}
+inline void put_key(const bf16* key, int64_t dim, bf16* tile, int64_t token) {
+    for (int64_t d = 0; d < dim; d += 2) std::memcpy(tile + d * TILE + 2 * token, key + d, 4);
+}
+
+// And its value, which changes nothing of what lies beside it: another thread may be writing that.
+template <class T>
+void put_value(const T* value, int64_t dim, int64_t width, T* tile, int64_t token) {
+    std::copy(value, value + dim, tile + token * width);
+}
+inline void put_value(const bf16* value, int64_t dim, int64_t width, bf16* tile, int64_t token) {
+    tile += token / 2 * 2 * width;
+    int64_t d = 0;
+#if defined(__AVX512F__)
+    for (; d + W <= dim; d += W) store_in_pairs(tile + 2 * d, value + d, token % 2);
+#endif
+    for (; d < dim; d++) tile[2 * d + token % 2] = value[d];
+}
+
 // Puts a token's key and value, [head_dim] each, at `offset` of a block's keys and values of that head.
 template <class T>
 void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offset, const float* key,
@@ -75,8 +98,8 @@ void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offse
         return;
     }
     keys += offset / TILE * TILE * width, values += offset / TILE * TILE * width, offset %= TILE;
-    for (int64_t d = 0; d < dim; d++) keys[place_in_pairs<T>(d, TILE, offset)] = k[d];
-    for (int64_t d = 0; d < dim; d++) values[place_in_pairs<T>(offset, width, d)] = v[d];
+    put_key(k, dim, keys, offset);
+    put_value(v, dim, width, values, offset);
 }
 
 // What scores and sums of values are computed of: queries and weights in float32, or in bf16 where the cache is and the
@@ -338,12 +361,13 @@ class ItemAttention {
                                                   span.last_tile, layout_.head_dim, scratch_->scores);
         });
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(keys, scratch_->scores, span);
-        for (int r = 0; r < num_rows_; r++) {
-            int64_t at = position(std::min<int>(r, item_.num_rows - 1));
-            int64_t low = first_seen(at, window_) - base, high = std::min(at + 1 - base, span.last);
-            soften(scratch_->scores + r * CHUNK, span.first_tile * TILE, span.last_tile * TILE, low, high,
-                   scratch_->weights + r * CHUNK, largest + r, sum + r);
+        int64_t begin = span.first_tile * TILE, end = span.last_tile * TILE;
+        for (int r = 0; r < item_.num_rows; r++) {  // one pass over all rows, then the other: neither waits for a row's end
+            int64_t low = first_seen(position(r), window_) - base, high = std::min(position(r) + 1 - base, span.last);
+            largest[r] = largest_of(scratch_->scores + r * CHUNK, begin, end, low, high);
         }
+        for (int r = 0; r < item_.num_rows; r++)
+            sum[r] = weigh(scratch_->scores + r * CHUNK, begin, end, largest[r], scratch_->weights + r * CHUNK);
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(vals, scratch_->weights, span);
         with_rows(num_rows_, [&](auto rows) {
             sum_values<decltype(rows)::value, T>(scratch_->weights, vals.numbers, *reads, span.first, span.last, width_,
@@ -379,7 +403,11 @@ class ItemAttention {
         for (int r = 0; r < item_.num_rows; r++) {
             float *total = scratch_->total + r * width_, factor = 1.0f / scratch_->sum[r];
             for (int64_t d = 0; d < width_; d += W) store(total + d, mul(load(total + d), splat(factor)));
-            out.put(token(r), (item_.head * group_ + (item_.first_row + r) % group_) * dim, dim, total);
+        }
+        for (int r = 0; r < std::min<int64_t>(group_, item_.num_rows); r++) {  // a head's rows are tokens one after the other
+            int64_t begin = (item_.head * group_ + (item_.first_row + r) % group_) * dim;
+            int64_t num_tokens = ceil_div(item_.num_rows - r, group_);
+            out.put_rows(token(r), num_tokens, begin, dim, scratch_->total + r * width_, group_ * width_);
         }
     }
 
@@ -399,29 +427,33 @@ class ItemAttention {
         return lanes[0];
     }
 
-    // The weights of scores [begin, end) of a row; those outside [low, high) are 0, whatever is there.
-    static void soften(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high, Factor<T>* weights,
-                       float* largest, float* sum) {
+    // The largest of scores [begin, end) of a row; those outside [low, high) become NOTHING, whatever was there.
+    static float largest_of(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high) {
         const F least = splat(NOTHING);
-        F most = least;
-        for (int64_t i = begin; i < end; i += W) {
-            F x = load(scores + i);
-            if (i < low || i + W > high) {
+        auto hide = [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i += W) {
                 F key = add(iota(), splat(float(i)));
-                x = where_ge(key, splat(float(low)), x, least);
-                x = where_ge(key, splat(float(high)), least, x);
-                store(scores + i, x);
+                F x = where_ge(key, splat(float(low)), load(scores + i), least);
+                store(scores + i, where_ge(key, splat(float(high)), least, x));
             }
-            most = max(x, most);
-        }
-        *largest = max_of(most);
-        F top = splat(*largest == NOTHING ? 0.0f : *largest), total = zero();
+        };
+        int64_t first_whole = std::min(std::max(begin, round_up(low, W)), end);
+        hide(begin, first_whole);
+        hide(std::max(first_whole, high / W * W), end);
+        F most = least;
+        for (int64_t i = begin; i < end; i += W) most = max(load(scores + i), most);
+        return max_of(most);
+    }
+
+    // The weights of scores [begin, end) of a row, and their sum.
+    static float weigh(const float* scores, int64_t begin, int64_t end, float largest, Factor<T>* weights) {
+        F top = splat(largest == NOTHING ? 0.0f : largest), total = zero();
         for (int64_t i = begin; i < end; i += W) {
             F weight = exp(sub(load(scores + i), top));
             store(weights + i, weight);
             total = add(total, weight);
         }
-        *sum = sum_of(total);
+        return sum_of(total);
     }
 
     // Multiplies the scores, or weights, of the keys in a chunk's tiles by their scales. What lies past the last key may

@@ -138,13 +138,17 @@ inline void norm_row(const float* x, const float* weight, int64_t size, float ep
     for (int64_t i = whole; i < size; i++) out[i] = x[i] * scale * weight[i];
 }
 
-// The same, to row `row` of what a product reads.
-template <class T>
-void norm_to(const TiledRows<T>& rows, int64_t row, const float* x, const float* weight, float eps) {
+// The same of rows [first, last), to those of what a product reads; `row(i)` is where the i-th begins.
+template <class T, class Row>
+void norm_to(const TiledRows<T>& rows, int64_t first, int64_t last, const Row& row, const float* weight, float eps) {
+    constexpr int64_t SOME = 4;
     thread_local std::vector<float> normed;
-    normed.resize(rows.size);
-    norm_row(x, weight, rows.size, eps, normed.data());
-    rows.put(row, 0, rows.size, normed.data());
+    normed.resize(SOME * rows.size);
+    for (int64_t begin = first; begin < last; begin += SOME) {
+        int64_t count = std::min(SOME, last - begin);
+        for (int64_t i = 0; i < count; i++) norm_row(row(begin + i), weight, rows.size, eps, normed.data() + i * rows.size);
+        rows.put_rows(begin, count, 0, rows.size, normed.data(), rows.size);
+    }
 }
 
 template <class Weight, class Cached>
@@ -244,8 +248,8 @@ class Step {
     void norm(const std::vector<float>& weight, int thread) {
         int64_t first, last;
         rows_of(thread, inputs_.num_tokens, &first, &last);
-        for (int64_t t = first; t < last; t++)
-            norm_to(at_.normed, t, at_.residual + t * at_.hidden_stride, weight.data(), shape_.rms_norm_eps);
+        auto row = [&](int64_t t) { return at_.residual + t * at_.hidden_stride; };
+        norm_to(at_.normed, first, last, row, weight.data(), shape_.rms_norm_eps);
     }
 
     // Norms and rotates queries and keys, and writes keys and values into the cache.
@@ -354,9 +358,8 @@ class Step {
         if (!inputs_.logits) return;
         rows_of(thread, inputs_.num_logits, &first, &last);
         TiledRows<Input> normed{at_.normed.data, inputs_.num_logits, hidden};
-        for (int64_t i = first; i < last; i++)
-            norm_to(normed, i, at_.residual + inputs_.logits_rows[i] * at_.hidden_stride, model_.final_norm.data(),
-                    shape_.rms_norm_eps);
+        auto row = [&](int64_t i) { return at_.residual + inputs_.logits_rows[i] * at_.hidden_stride; };
+        norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
         wait(thread, REST);
         multiply<Weight>(model_.head, normed, Rows{inputs_.logits, shape_.vocab_size, Into::STORE}, thread, num_threads_);
     }
@@ -393,8 +396,8 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
     model.pool->run(num_threads, [&](int thread) {
         int64_t first, last;
         share(count, thread, num_threads, &first, &last);
-        for (int64_t i = first; i < last; i++)
-            norm_to(normed, i, hidden + i * shape.hidden_size, model.final_norm.data(), shape.rms_norm_eps);
+        auto row = [&](int64_t i) { return hidden + i * shape.hidden_size; };
+        norm_to(normed, first, last, row, model.final_norm.data(), shape.rms_norm_eps);
         model.pool->barrier.wait(num_threads);
         multiply<Weight>(model.head, normed, Rows{logits, shape.vocab_size, Into::STORE}, thread, num_threads);
     });

@@ -40,19 +40,27 @@ void put_among(const float* numbers, int64_t begin, int64_t count, int64_t rows,
     }
 }
 
-// Puts numbers [begin, begin + 16) of all `rows`, which lie PANEL apart, side by side.
+// The same of four rows, which are `apart` from each other in `numbers`.
 template <class T>
-void put_side_by_side(const float* numbers, int64_t begin, int rows, T* to) {
-    alignas(64) T narrowed[GEMM_ROWS][16];
-    for (int r = 0; r < rows; r++) narrow_all(numbers + r * PANEL, 16, narrowed[r]);
-    to += begin * rows;
-    for (int64_t i = 0; i < 16; i += 4 * TOGETHER<T>, to += 4 * rows * TOGETHER<T>) {
-        int r = 0;
-        for (; r + 4 <= rows; r += 4) turn_4x4(narrowed[r] + i, 16, to + r * TOGETHER<T>, rows * TOGETHER<T>);
-        for (; r < rows; r++)
-            for (int64_t u = 0; u < 4; u++)
-                std::memcpy(to + (u * rows + r) * TOGETHER<T>, narrowed[r] + i + u * TOGETHER<T>, 4);
+void put_four_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
+    alignas(64) T narrowed[4][64];
+    constexpr int64_t LINE = TOGETHER<T>;
+    to += begin * rows + row * LINE;
+    for (int64_t done = 0; done < count; done += 64) {
+        int64_t some = std::min<int64_t>(64, count - done), i = 0;
+        UNROLL for (int r = 0; r < 4; r++) narrow_all(numbers + r * apart + done, some, narrowed[r]);
+        for (; i + 4 * LINE <= some; i += 4 * LINE, to += 4 * rows * LINE) turn_4x4(narrowed[0] + i, 64, to, rows * LINE);
+        for (; i < some; i += LINE, to += rows * LINE)
+            UNROLL for (int r = 0; r < 4; r++) std::memcpy(to + r * LINE, narrowed[r] + i, 4);
     }
+}
+
+// The same of all rows.
+template <class T>
+void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, T* to) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) put_four_among(numbers + r * apart, apart, begin, count, rows, r, to);
+    for (; r < rows; r++) put_among(numbers + r * apart, begin, count, rows, r, to);
 }
 
 // Rows of numbers as products read them: in tiles of up to GEMM_ROWS rows, as equal as may be, each with the numbers of
@@ -73,6 +81,18 @@ struct TiledRows {
         T* to = data + first * size;
         if (rows == 1) return narrow_all(numbers, count, to + begin);
         put_among(numbers, begin, count, rows, row - first, to);
+    }
+
+    // The same of `num` rows from `row` on, which are `apart` from each other in `numbers`.
+    void put_rows(int64_t row, int64_t num, int64_t begin, int64_t count, const float* numbers, int64_t apart) const {
+        for (int64_t end = row + num, some; row < end; row += some, numbers += some * apart) {
+            int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
+            some = row + 4 <= std::min(end, first + rows) ? 4 : 1;
+            if (some == 4)
+                put_four_among(numbers, apart, begin, count, rows, row - first, data + first * size);
+            else
+                put(row, begin, count, numbers);
+        }
     }
 };
 
@@ -219,14 +239,13 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         for (int r = 0; r < rows; r++) {
             for (int v = 0; v < PANEL / 2; v += W) {
                 F gate = load(tile + r * PANEL + v);
-                F silu = div(gate, add(splat(1.0f), exp(sub(zero(), gate))));
+                F silu = div(gate, add(splat(1.0f), exp(min(splat(88.0f), sub(zero(), gate)))));
                 store(tile + r * PANEL + v, mul(silu, load(tile + r * PANEL + PANEL / 2 + v)));
             }
         }
         int64_t begin = panel * PANEL / 2, count = std::min(PANEL / 2, rows_out.size - begin);
         T* out = rows_out.data + first_row * rows_out.size;  // the same tiles of rows as the input's
-        if (count == PANEL / 2) return put_side_by_side(tile, begin, rows, out);
-        for (int r = 0; r < rows; r++) put_among(tile + r * PANEL, begin, count, rows, r, out);
+        put_side_by_side(tile, PANEL, begin, count, rows, out);
     }
 };
 

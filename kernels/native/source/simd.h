@@ -43,6 +43,18 @@ inline bf16 to_bf16(float x) {
 inline void narrow(float x, bf16* to) { *to = to_bf16(x); }
 inline void narrow(float x, float* to) { *to = x; }
 
+// The sum, or the largest, of 8 numbers: halves are put together, then halves of what that gave, and so on.
+inline float sum_of_8(__m256 x) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+inline float max_of_8(__m256 x) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
 // `fma_to` is an instruction and not an intrinsic, since compilers trade the sum for a factor's register in long runs of
 // them, and pay with a move each.
 
@@ -63,14 +75,16 @@ inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// 2 ** n for whole n in [-126, 127]
-inline F power_of_two(F n) {
-    __m512i bits = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
-}
 // `x` where a >= b, otherwise `y`
 inline F where_ge(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x); }
+// x * 2 ** n where a >= b, otherwise 0; where it is not 0, n is a whole number in [-126, 127]
+inline F times_power_where_ge(F a, F b, F x, F n) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x, n);
+}
+inline float sum_of(F x) { return sum_of_8(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
+inline float max_of(F x) { return max_of_8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
 inline F iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 // W pairs (a, b) of bf16: the a's and the b's
 inline F load_even(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
@@ -89,6 +103,14 @@ inline F load(const int8_t* p) {
 // Rounded to whole numbers, ties to even, which int8 holds
 inline void store(int8_t* p, F x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+// W numbers as the first or the second ones of W pairs; the other ones are not written.
+inline void store_in_pairs(bf16* pairs, const bf16* from, bool is_second) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    if (is_second)
+        _mm512_mask_storeu_epi16(pairs, 0xaaaaaaaa, _mm512_slli_epi32(wide, 16));
+    else
+        _mm512_mask_storeu_epi16(pairs, 0x55555555, wide);
 }
 // W bytes of two numbers of 4 bits each: the levels that the lower and the upper of them name
 inline F load_even(const Nibbles* p) {
@@ -122,12 +144,15 @@ inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F div(F a, F b) { return _mm256_div_ps(a, b); }
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline F power_of_two(F n) {
-    __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
-}
 inline F where_ge(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+inline F times_power_where_ge(F a, F b, F x, F n) {
+    __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return where_ge(a, b, mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23))), zero());
+}
+inline float sum_of(F x) { return sum_of_8(x); }
+inline float max_of(F x) { return max_of_8(x); }
 inline F iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
 inline F load_even(const bf16* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
@@ -257,28 +282,11 @@ void narrow_all(const float* x, int64_t count, T* to) {
     for (; i < count; i++) narrow(x[i], to + i);
 }
 
-inline float sum_of(F x) {
-    float lanes[W];
-    store(lanes, x);
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
-}
-inline float max_of(F x) {
-    float lanes[W];
-    store(lanes, x);
-    float most = lanes[0];
-    for (int i = 1; i < W; i++) most = lanes[i] > most ? lanes[i] : most;
-    return most;
-}
-
-// e ** x to 2 units in the last place; exactly 1 at 0 and exactly 0 below -87.3, where float32 would be subnormal.
+// e ** x for x up to 88, to 2 units in the last place; exactly 1 at 0 and exactly 0 below -87.3, where float32 would be
+// subnormal, and for a NaN.
 inline F exp(F x) {
-    const F least = splat(-87.3f);
-    F bounded = max(x, least);
-    bounded = sub(zero(), max(sub(zero(), bounded), splat(-88.0f)));
-    F n = round(mul(bounded, splat(1.44269504f)));
-    F r = fma(n, splat(-0.693359375f), bounded);
+    F n = round(mul(x, splat(1.44269504f)));
+    F r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
     F sum = splat(1.9875691500e-4f);
     sum = fma(sum, r, splat(1.3981999507e-3f));
@@ -287,7 +295,7 @@ inline F exp(F x) {
     sum = fma(sum, r, splat(1.6666665459e-1f));
     sum = fma(sum, r, splat(5.0000001201e-1f));
     sum = add(fma(mul(sum, r), r, r), splat(1.0f));
-    return where_ge(x, least, mul(sum, power_of_two(n)), zero());
+    return times_power_where_ge(x, splat(-87.3f), sum, n);
 }
 
 }  // namespace millrace

@@ -121,7 +121,7 @@ class StageRunner:
         self.times = StageTimes()
         self._wait_us = Histogram(STAGE_BOUNDS_US)
         self._service_us = Histogram(STAGE_BOUNDS_US)
-        self._uncounted: list[tuple[int, int, int]] = []  # us (waited, worked on, blocked) of batches in neither
+        self._uncounted: list[tuple[int, int]] = []  # us (waited, worked on) of batches in neither
         self.num_restarts = 0
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
@@ -198,12 +198,15 @@ class StageRunner:
         if self.unwanted_ports:
             self.unwanted_ports.clear()
         for port, channel in self._ports:
+            if not channel.queued:
+                continue
             if wants is not None and not wants(port):
                 self.unwanted_ports.add(port)
-            elif items := channel.recv_all(now):
-                if not batch or channel.waiting_since < self._oldest_since_s:
-                    self._oldest_since_s = channel.waiting_since
-                batch = batch + items if batch else items
+                continue
+            items = channel.recv_all(now)
+            if not batch or channel.waiting_since < self._oldest_since_s:
+                self._oldest_since_s = channel.waiting_since
+            batch = batch + items if batch else items
         if batch and self.exit is not None:
             batch = self._still_wanted(batch)
         if batch:
@@ -274,25 +277,28 @@ class StageRunner:
     def _note_times(self, batch: list[Any], waited: float, busy: float, blocked: float, names_requests: bool) -> None:
         """Seconds that a batch waited, was worked on, and waited for room behind."""
         self.times.busy += busy
-        times_us = (int(waited * 1e6), int(busy * 1e6), int(blocked * 1e6))
-        uncounted = self._uncounted
-        uncounted.append(times_us)
-        if len(uncounted) >= COUNTED_AT_ONCE:
+        waited_us, busy_us, blocked_us = int(waited * 1e6), int(busy * 1e6), int(blocked * 1e6) if blocked else 0
+        self._uncounted.append((waited_us, busy_us))
+        if len(self._uncounted) >= COUNTED_AT_ONCE:
             self._count()
         if self._tracer.enabled:
             try:
                 step = int(batch[0].step)
             except Exception:  # it has none, or is one that breaks when it is looked at
                 step = 0
-            emit = self._emit = self._emit or self._tracer.bind()
-            emit(STAGE_BATCH, self._source, step, len(batch), *times_us)
+            emit = self._emit or self._bind()
+            emit(STAGE_BATCH, self._source, step, len(batch), waited_us, busy_us, blocked_us)
         if names_requests:
-            self._tell_requests(batch, times_us)
+            self._tell_requests(batch, (waited_us, busy_us, blocked_us))
+
+    def _bind(self) -> Emit:
+        self._emit = self._tracer.bind()
+        return self._emit
 
     def _count(self) -> None:
         """Puts into the histograms what was noted since."""
         if self._uncounted:
-            times_us = np.array(self._uncounted)  # [N, 3]
+            times_us = np.array(self._uncounted)  # [N, 2]
             self._uncounted.clear()
             self._wait_us.observe_many(times_us[:, 0])
             self._service_us.observe_many(times_us[:, 1])

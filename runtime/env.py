@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, ClassVar, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
 
 from .cpus import lower_priority
 from .side_thread import LiveSideThread, SideThread, name_of
@@ -43,7 +43,7 @@ class Told(enum.Enum):
     IF_ASKED = enum.auto()  # with the next that is told, or when somebody waits; an error nobody asks for is lost
 
 
-AT_ONCE, BEFORE_WAITING, IF_ASKED = Told  # by their own names: a member of an enum takes longer to find, four times a step
+AT_ONCE, BEFORE_WAITING, IF_ASKED = Told  # a member of an enum takes longer to find, and a step looks six times
 
 
 class Worker(ABC):
@@ -233,20 +233,25 @@ class Job(asyncio.Future[Any]):
 
     __slots__ = ("args", "fn", "told", "waiting")
 
-    def __init__(
-        self,
+    fn: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    waiting: dict[Job, bool]
+    told: Told
+
+    @classmethod
+    def of(
+        cls,
         loop: asyncio.AbstractEventLoop,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         waiting: dict[Job, bool],
         told: Told = AT_ONCE,
-    ) -> None:
-        super().__init__(loop=loop)
-        self.told = told
-        self.fn: Callable[..., Any] | None = fn
-        self.args = args
-        self.waiting = waiting
-        waiting[self] = True
+    ) -> Self:
+        """`fn(*args)`, waiting. In the place of an `__init__`, which would take as long again as all of it."""
+        job = cls(loop=loop)
+        job.fn, job.args, job.waiting, job.told = fn, args, waiting, told
+        waiting[job] = True
+        return job
 
     def begin(self) -> bool:
         """Called by the thread: true if the job is still wanted, and from now on it runs."""
@@ -267,23 +272,14 @@ class Job(asyncio.Future[Any]):
 class _QuietJob(Job):
     """One that is told if asked: who waits for it asks."""
 
-    __slots__ = ("_handover",)
+    __slots__ = ("handover",)
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        waiting: dict[Job, bool],
-        handover: _Handover,
-    ) -> None:
-        super().__init__(loop, fn, args, waiting, IF_ASKED)
-        self._handover = handover
+    handover: _Handover
 
     def add_done_callback(self, fn: Callable[[Any], object], *, context: contextvars.Context | None = None) -> None:
         super().add_done_callback(fn, context=context)
         self.told = AT_ONCE
-        self._handover.hurry()
+        self.handover.hurry()
 
 
 class _Handover:
@@ -359,9 +355,10 @@ class _ThreadWorker(Worker):
     def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
         loop = self._loop or self._start()
         if told is IF_ASKED:
-            job: Job = _QuietJob(loop, fn, args, self._waiting, self._handover)
+            job: Job = _QuietJob.of(loop, fn, args, self._waiting, told)
+            job.handover = self._handover
         else:
-            job = Job(loop, fn, args, self._waiting, told if self._num_threads == 1 else AT_ONCE)
+            job = Job.of(loop, fn, args, self._waiting, told if self._num_threads == 1 else AT_ONCE)
         self._queue.put(job)
         return job
 

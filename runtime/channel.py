@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Generic, TypeVar
 
 from .bells import Bell
@@ -82,7 +81,7 @@ class Channel(Generic[T]):
         self.capacity = capacity
         self.is_closed = False
         self._clock = clock
-        self._items: deque[T] = deque()
+        self.queued: list[T] = []  # in order; to be looked at, and taken by `recv_all`
         self._senders: deque[asyncio.Future[None]] = deque()
         self._num_promised = 0
         self._bell = Bell()
@@ -97,7 +96,7 @@ class Channel(Generic[T]):
         self.waiting_since = 0.0  # when the oldest queued item came, by this channel's clock; inf if it woke nobody
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.queued)
 
     @property
     def num_waiting(self) -> int:
@@ -113,7 +112,7 @@ class Channel(Generic[T]):
         """From now on `bell` rings for the close, and for arrivals: for those at which `wakes()` is true, if given."""
         self._bell = bell
         self._wakes = wakes
-        if self._items or self.is_closed:
+        if self.queued or self.is_closed:
             bell.ring()
 
     # -- sending
@@ -123,7 +122,7 @@ class Channel(Generic[T]):
         clock, from whoever has just looked."""
         if self.is_closed:
             self._check_open()
-        if self._senders or len(self._items) + self._num_promised >= self.capacity:
+        if self._senders or len(self.queued) + self._num_promised >= self.capacity:
             return False
         self._put(item, now)
         return True
@@ -160,10 +159,10 @@ class Channel(Generic[T]):
             self._senders.remove(promise)
 
     def _has_room(self) -> bool:
-        return len(self._items) + self._num_promised < self.capacity
+        return len(self.queued) + self._num_promised < self.capacity
 
     def _put(self, item: T, now: float | None = None) -> None:
-        items = self._items
+        items = self.queued
         items.append(item)
         self._num_sent += 1
         depth = len(items)
@@ -191,10 +190,9 @@ class Channel(Generic[T]):
     def recv_all(self, now: float | None = None) -> list[T]:
         """Everything queued, in order, without waiting: the natural batch. Empty if there is nothing. `now` as in
         `try_send`."""
-        if not self._items:
+        if not self.queued:
             return []
-        items = list(self._items)
-        self._items.clear()
+        items, self.queued = self.queued, []
         if len(items) > self._recent_high_water:
             self._recent_high_water = len(items)
             self._high_water = max(self._high_water, len(items))
@@ -208,7 +206,7 @@ class Channel(Generic[T]):
 
     def peek(self, most: int) -> list[T]:
         """The first so many items that are queued; they stay."""
-        return list(islice(self._items.copy(), most))
+        return self.queued[:most]
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self._iterate()
@@ -217,9 +215,9 @@ class Channel(Generic[T]):
         while True:
             for item in self.recv_all():
                 yield item
-            if self.is_closed and not self._items:
+            if self.is_closed and not self.queued:
                 return
-            if not self._items:
+            if not self.queued:
                 await self._bell.wait()
 
     # -- ending
@@ -237,7 +235,7 @@ class Channel(Generic[T]):
 
     def take_high_water(self) -> int:
         """The most that were queued at once since the last time this was asked."""
-        highest, self._recent_high_water = max(self._recent_high_water, len(self._items)), len(self._items)
+        highest, self._recent_high_water = max(self._recent_high_water, len(self.queued)), len(self.queued)
         return highest
 
     def _check_open(self) -> None:
@@ -249,12 +247,12 @@ class Channel(Generic[T]):
         now = self._clock()
         return ChannelStats(
             capacity=self.capacity,
-            depth=len(self._items),
-            high_water=max(self._high_water, len(self._items)),
+            depth=len(self.queued),
+            high_water=max(self._high_water, len(self.queued)),
             num_sent=self._num_sent,
-            num_received=self._num_sent - len(self._items),
+            num_received=self._num_sent - len(self.queued),
             seconds_full=self._seconds_full + (now - self._full_since if self._full_since is not None else 0.0),
-            seconds_empty=self._seconds_empty + (0.0 if self._items else now - self._empty_since),
+            seconds_empty=self._seconds_empty + (0.0 if self.queued else now - self._empty_since),
         )
 
 

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, ClassVar, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
 
 from .cpus import lower_priority
 from .side_thread import LiveSideThread, SideThread, name_of
@@ -43,6 +43,9 @@ class Told(enum.Enum):
     IF_ASKED = enum.auto()  # with the next that is told, or when somebody waits; an error nobody asks for is lost
 
 
+AT_ONCE, BEFORE_WAITING, IF_ASKED = Told  # a member of an enum takes longer to find, and a step looks six times
+
+
 class Worker(ABC):
     """An ordered queue of jobs, served by its own thread or threads.
 
@@ -59,7 +62,7 @@ class Worker(ABC):
         self._waiting: dict[Job, bool] = {}
         self._is_closed = False
 
-    def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = Told.AT_ONCE) -> asyncio.Future[T]:
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts, told: Told = AT_ONCE) -> asyncio.Future[T]:
         """Queues `fn(*args)`; call it on the loop. The future resolves on the loop, with whatever the job raised if it
         raised, be it a `BaseException` (a Rust panic is one). Raises `WorkerClosed` after `aclose`."""
         if self._is_closed:
@@ -230,20 +233,25 @@ class Job(asyncio.Future[Any]):
 
     __slots__ = ("args", "fn", "told", "waiting")
 
-    def __init__(
-        self,
+    fn: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    waiting: dict[Job, bool]
+    told: Told
+
+    @classmethod
+    def of(
+        cls,
         loop: asyncio.AbstractEventLoop,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         waiting: dict[Job, bool],
-        told: Told = Told.AT_ONCE,
-    ) -> None:
-        super().__init__(loop=loop)
-        self.told = told
-        self.fn: Callable[..., Any] | None = fn
-        self.args = args
-        self.waiting = waiting
-        waiting[self] = True
+        told: Told = AT_ONCE,
+    ) -> Self:
+        """`fn(*args)`, waiting. In the place of an `__init__`, which would take as long again as all of it."""
+        job = cls(loop=loop)
+        job.fn, job.args, job.waiting, job.told = fn, args, waiting, told
+        waiting[job] = True
+        return job
 
     def begin(self) -> bool:
         """Called by the thread: true if the job is still wanted, and from now on it runs."""
@@ -251,7 +259,7 @@ class Job(asyncio.Future[Any]):
 
     def set_exception(self, exception: type | BaseException) -> None:
         super().set_exception(exception)
-        if self.told is Told.IF_ASKED:
+        if self.told is IF_ASKED:
             self.exception()  # else it is logged that nobody asked
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -264,23 +272,14 @@ class Job(asyncio.Future[Any]):
 class _QuietJob(Job):
     """One that is told if asked: who waits for it asks."""
 
-    __slots__ = ("_handover",)
+    __slots__ = ("handover",)
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        waiting: dict[Job, bool],
-        handover: _Handover,
-    ) -> None:
-        super().__init__(loop, fn, args, waiting, Told.IF_ASKED)
-        self._handover = handover
+    handover: _Handover
 
     def add_done_callback(self, fn: Callable[[Any], object], *, context: contextvars.Context | None = None) -> None:
         super().add_done_callback(fn, context=context)
-        self.told = Told.AT_ONCE
-        self._handover.hurry()
+        self.told = AT_ONCE
+        self.handover.hurry()
 
 
 class _Handover:
@@ -343,6 +342,7 @@ class _ThreadWorker(Worker):
         self._handover = handover
         self._threads: dict[threading.Thread, asyncio.Future[None]] = {}  # with what resolves when the thread has ended
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None  # once it has threads
         self._has_untold = False  # of its one thread: results that the loop was not woken for, and is to be
         self.gives_way = False  # its threads run at a lower priority
 
@@ -353,13 +353,12 @@ class _ThreadWorker(Worker):
             lower_priority(thread.native_id)
 
     def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
-        loop = self._handover.bind()
-        if not self._threads:
-            self._start(loop)
-        if told is Told.IF_ASKED:
-            job: Job = _QuietJob(loop, fn, args, self._waiting, self._handover)
+        loop = self._loop or self._start()
+        if told is IF_ASKED:
+            job: Job = _QuietJob.of(loop, fn, args, self._waiting, told)
+            job.handover = self._handover
         else:
-            job = Job(loop, fn, args, self._waiting, told if self._num_threads == 1 else Told.AT_ONCE)
+            job = Job.of(loop, fn, args, self._waiting, told if self._num_threads == 1 else AT_ONCE)
         self._queue.put(job)
         return job
 
@@ -380,13 +379,16 @@ class _ThreadWorker(Worker):
             thread.join()  # it has said its last word, so this is a matter of microseconds
         self._on_closed(self)
 
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _start(self) -> asyncio.AbstractEventLoop:
+        """Returns the loop that it belongs to from now on."""
+        self._loop = loop = self._handover.bind()
         for i in range(self._num_threads):
             name = f"millrace-{self.name}" if self._num_threads == 1 else f"millrace-{self.name}-{i}"
             ended: asyncio.Future[None] = loop.create_future()
             thread = threading.Thread(target=self._serve, args=(ended,), name=name, daemon=True)
             self._threads[thread] = ended
             thread.start()
+        return loop
 
     def _serve(self, ended: asyncio.Future[None]) -> None:
         if self.gives_way:
@@ -395,12 +397,12 @@ class _ThreadWorker(Worker):
         while (job := queue.get()) is not None:
             if job.begin():
                 handover.put(job, *run_job(job))
-                if job.told is Told.AT_ONCE:
+                if job.told is AT_ONCE:
                     self._has_untold = False
                     handover.wake()
                 else:
                     self.tell()
-                    self._has_untold = job.told is Told.BEFORE_WAITING
+                    self._has_untold = job.told is BEFORE_WAITING
             del job  # an idle thread must not keep the last job's arguments alive
             if self._has_untold and queue.empty():
                 self.tell()

@@ -290,7 +290,7 @@ class OutboundChannel(Channel[T], Generic[T]):
         self._edge = 0
         self._on_send = on_send
         self._on_refused = on_refused
-        self._kept: deque[T] = deque()  # until there is a link; each has its place among `_items`
+        self._kept: deque[T] = deque()  # until there is a link; each has its place among `queued`
 
     def _put(self, item: T, now: float | None = None) -> None:
         if self._on_send is not None:
@@ -316,34 +316,33 @@ class OutboundChannel(Channel[T], Generic[T]):
     def _bind(self, link: Link, edge: int) -> None:
         self._link, self._edge = link, edge
         kept, self._kept = self._kept, deque()
-        self._items.clear()
-        self._items.extend(item for item in kept if self._carry(item))
+        self.queued.clear()
+        self.queued.extend(item for item in kept if self._carry(item))
         if self.is_closed:
             link._put(CLOSE, edge, b"", [])
         self._has_new_room()
 
     def _unbind(self) -> None:
         self._link = None
-        self._items.clear()
+        self.queued.clear()
         self._has_new_room()
 
     def _pay(self, count: int) -> None:
         """So many items were received over there."""
-        if count > len(self._items):
-            raise LinkError(f"edge {self.name}: {count} credits for {len(self._items)} items")
-        depth = len(self._items)
+        if count > len(self.queued):
+            raise LinkError(f"edge {self.name}: {count} credits for {len(self.queued)} items")
+        depth = len(self.queued)
         self._recent_high_water = max(self._recent_high_water, depth)
         self._high_water = max(self._high_water, depth)
-        for _ in range(count):
-            self._items.popleft()
+        del self.queued[:count]
         self._has_new_room()
 
     def _has_new_room(self) -> None:
         now = self._clock()
-        if self._full_since is not None and len(self._items) < self.capacity:
+        if self._full_since is not None and len(self.queued) < self.capacity:
             self._seconds_full += now - self._full_since
             self._full_since = None
-        if not self._items:
+        if not self.queued:
             self._empty_since = now
         self._pass_room_on()
 

@@ -101,6 +101,15 @@ class CollectingOutlet:
 class StageRunner:
     """One stage's task. `run` ends when all inputs are closed and empty, or when it is cancelled."""
 
+    __slots__ = (  # more than the 30 attributes that Python keeps in an object itself; a step comes by here often
+        *("_after", "_before", "_bell", "_context", "_emit", "_idle_since_s", "_injects_faults", "_is_broken"),
+        *("_is_stopping", "_items_in_hand", "_names_requests", "_now", "_num_carried", "_oldest_since_s"),
+        *("_on_broken", "_on_crash", "_outlet", "_ports", "_recent_restarts", "_service_us", "_services_us"),
+        *("_source", "_tracer", "_wait_us", "_waits_us", "_wants", "blocked_on", "blocked_since_s"),
+        *("busy_since_s", "exit", "faults", "inputs", "is_ready", "last_progress_s", "name", "num_dropped"),
+        *("num_restarts", "outputs", "stage", "times", "unwanted_ports"),
+    )
+
     def __init__(
         self,
         name: str,
@@ -121,7 +130,8 @@ class StageRunner:
         self.times = StageTimes()
         self._wait_us = Histogram(STAGE_BOUNDS_US)
         self._service_us = Histogram(STAGE_BOUNDS_US)
-        self._uncounted: list[tuple[int, int, int]] = []  # us (waited, worked on, blocked) of batches in neither
+        self._waits_us: list[int] = []  # of batches that are not in the histograms yet
+        self._services_us: list[int] = []
         self.num_restarts = 0
         self.num_dropped = 0  # items of requests that had ended
         self.is_ready = asyncio.Event()
@@ -198,12 +208,15 @@ class StageRunner:
         if self.unwanted_ports:
             self.unwanted_ports.clear()
         for port, channel in self._ports:
+            if not channel.queued:
+                continue
             if wants is not None and not wants(port):
                 self.unwanted_ports.add(port)
-            elif items := channel.recv_all(now):
-                if not batch or channel.waiting_since < self._oldest_since_s:
-                    self._oldest_since_s = channel.waiting_since
-                batch = batch + items if batch else items
+                continue
+            items = channel.recv_all(now)
+            if not batch or channel.waiting_since < self._oldest_since_s:
+                self._oldest_since_s = channel.waiting_since
+            batch = batch + items if batch else items
         if batch and self.exit is not None:
             batch = self._still_wanted(batch)
         if batch:
@@ -268,34 +281,43 @@ class StageRunner:
         finally:
             self._num_carried -= 1
         self._idle_since_s = self.last_progress_s = ended
-        blocked, out.blocked_s, out.has_flushed = out.blocked_s, 0.0, False
-        self._note_times(batch, waited, ended - began - blocked, blocked, names_requests)
-
-    def _note_times(self, batch: list[Any], waited: float, busy: float, blocked: float, names_requests: bool) -> None:
-        """Seconds that a batch waited, was worked on, and waited for room behind."""
+        busy, blocked_us = ended - began, 0
+        if out.has_flushed or out.blocked_s:
+            busy, blocked_us = busy - out.blocked_s, int(out.blocked_s * 1e6)
+            out.blocked_s, out.has_flushed = 0.0, False
         self.times.busy += busy
-        times_us = (int(waited * 1e6), int(busy * 1e6), int(blocked * 1e6))
-        uncounted = self._uncounted
-        uncounted.append(times_us)
-        if len(uncounted) >= COUNTED_AT_ONCE:
+        self._note_times(batch, int(waited * 1e6), int(busy * 1e6), blocked_us, names_requests)
+
+    def _note_times(
+        self, batch: list[Any], waited_us: int, busy_us: int, blocked_us: int, names_requests: bool
+    ) -> None:
+        """How long a batch waited, was worked on, and waited for room behind."""
+        self._waits_us.append(waited_us)
+        self._services_us.append(busy_us)
+        if len(self._waits_us) >= COUNTED_AT_ONCE:
             self._count()
         if self._tracer.enabled:
             try:
                 step = int(batch[0].step)
             except Exception:  # it has none, or is one that breaks when it is looked at
                 step = 0
-            emit = self._emit = self._emit or self._tracer.bind()
-            emit(STAGE_BATCH, self._source, step, len(batch), *times_us)
+            emit = self._emit or self._bind()
+            emit(STAGE_BATCH, self._source, step, len(batch), waited_us, busy_us, blocked_us)
         if names_requests:
-            self._tell_requests(batch, times_us)
+            self._tell_requests(batch, (waited_us, busy_us, blocked_us))
+
+    def _bind(self) -> Emit:
+        self._emit = self._tracer.bind()
+        return self._emit
 
     def _count(self) -> None:
         """Puts into the histograms what was noted since."""
-        if self._uncounted:
-            times_us = np.array(self._uncounted)  # [N, 3]
-            self._uncounted.clear()
-            self._wait_us.observe_many(times_us[:, 0])
-            self._service_us.observe_many(times_us[:, 1])
+        if self._waits_us:
+            waits_us, services_us = np.array(self._waits_us), np.array(self._services_us)
+            self._waits_us.clear()
+            self._services_us.clear()
+            self._wait_us.observe_many(waits_us)
+            self._service_us.observe_many(services_us)
 
     @property
     def wait_us(self) -> Histogram:

@@ -131,7 +131,7 @@ class _SimWorker(Worker):
         self._all_ended: asyncio.Future[None] | None = None
 
     def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
-        job = Job(self._env.loop, fn, args, self._waiting, told)
+        job = Job.of(self._env.loop, fn, args, self._waiting, told)
         self._env.loop.call_soon(self._begin_jobs)
         return job
 

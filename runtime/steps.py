@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .env import Told, Worker
+from .env import AT_ONCE, IF_ASKED, Told, Worker
 
 R = TypeVar("R")
 
@@ -43,7 +43,7 @@ class StepQueue:
         """The first step with a phase that was not handed to the thread yet."""
         return self._next[0]
 
-    def submit(self, step: int, phase: int, run: Callable[[], R], told: Told = Told.AT_ONCE) -> asyncio.Future[R]:
+    def submit(self, step: int, phase: int, run: Callable[[], R], told: Told = AT_ONCE) -> asyncio.Future[R]:
         """Runs `run()` on the device thread when its turn comes. Resolves on the loop; raises what `run` raised."""
         ticket = (step, phase)
         if ticket == self._next:
@@ -55,7 +55,7 @@ class StepQueue:
         if ticket < self._next or ticket in self._early:
             raise AssertionError(f"step {step} phase {phase} was submitted before; next is {self._next}")
         promise: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        if told is Told.IF_ASKED:
+        if told is IF_ASKED:
             promise.add_done_callback(retrieve)
         self._early[ticket] = _Job(run, promise, told)
         return promise

@@ -81,7 +81,8 @@ class TraceRing:
 
     def _make_emit(self) -> Emit:
         """As a closure, for speed: a third less than a method that looks up its six attributes."""
-        ring, capacity, now_ns, pack_into = self.map, self.capacity_events, self._now_ns, _pack
+        ring = memoryview(self.map)  # to write into the map itself takes a third longer
+        capacity, now_ns, pack_into = self.capacity_events, self._now_ns, _pack
         told, count = self._counters, self._num_written
 
         def emit(kind: int, source: int, step: int = 0, a: int = 0, b: int = 0, c: int = 0, d: int = 0) -> None:

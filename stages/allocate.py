@@ -116,8 +116,8 @@ class Allocate(Stage[StepPlan, StepGrant]):
             if not grant.is_decode:
                 num_tokens = int(grant.num_certain.sum())
                 num_decodes = int(np.count_nonzero(grant.num_certain == 1))
-            counts = (num_rows, num_tokens, num_decodes, report.num_free)
-            tracer.bind()(STEP_GRANTED, source, grant.step, *counts)
+            emit = tracer.bind()
+            emit(STEP_GRANTED, source, grant.step, num_rows, num_tokens, num_decodes, report.num_free)
             self._trace_rows(grant)
         for slot in (*plan.preempted, *report.preempted):
             num_tokens = report.swapped.get(slot, 0)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import BlockPool, BlockTables
 from .holdings import Holdings
 from .host import HostTier
 from .messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan
@@ -63,22 +62,13 @@ class Allocator:
             )
         self.last_granted = -1  # step
         self._holdings = Holdings(num_blocks, block_size, num_slots, blocks_per_slot, cache, host)
+        self.pool, self.tables = self._holdings.pool, self._holdings.tables  # to be looked at
         self._ones = np.ones(num_slots, np.int32)
         self._nothing = np.zeros(num_slots, np.int32)  # what most plans' rows begin with
         self._stride: Stride | None = None  # of the last plan's rows, if there were two of the same that only decode
         self._last_slots: Indices | None = None  # of the last plan, if its rows only decode
 
     # -- looking at it
-
-    @property
-    def pool(self) -> BlockPool:
-        """The device's blocks."""
-        return self._holdings.pool
-
-    @property
-    def tables(self) -> BlockTables:
-        """Which of them hold what."""
-        return self._holdings.tables
 
     @property
     def sequence_ids(self) -> NDArray[np.int64]:

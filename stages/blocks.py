@@ -82,8 +82,9 @@ class BlockPool:
         rest = self.num_free - count
         blocks = self._free[rest : self.num_free][::-1].copy()
         self.num_free = rest
-        self.state[blocks] = IN_USE
-        self.num_tables[blocks] = 1
+        places = blocks.astype(np.intp)  # numpy converts other numbers each time it indexes, which takes 1 us
+        self.state[places] = IN_USE
+        self.num_tables[places] = 1
         return blocks
 
     def share(self, blocks: Ints) -> None:
@@ -129,6 +130,8 @@ class BlockPool:
 
     def settle(self, completed_step: int) -> None:
         """Every step up to `completed_step` is done: what waited for one of them can be had again."""
+        if not self._quarantine:
+            return
         waiting, self._quarantine = self._quarantine, []
         for last_step, blocks in waiting:
             if last_step > completed_step:

@@ -18,7 +18,7 @@ from ..runtime.exit import Outbox
 from ..runtime.log import get_logger
 from ..runtime.runner import StageCrashed
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from .columns import equal
+from .columns import equal, is_zero
 from .messages import (
     Begun,
     Bools,
@@ -99,6 +99,7 @@ class Detokenize(Stage[StepTokens, StepText]):
         self._traits[len(table.texts) :] |= NOT_PLAIN
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who has the slot, -1 nobody
         self._next_places = np.zeros(num_slots, np.intp)  # [S] of the token to come
+        self._ones = np.ones(num_slots, np.intp)
         self._cares = np.full(num_slots, ANY, np.uint64)  # [S] traits of tokens that are no matter of a table
         self.gaps = TokenGaps(num_slots)
         self._sequences: dict[int, Answer] = {}  # by id
@@ -174,13 +175,13 @@ class Detokenize(Stage[StepTokens, StepText]):
         return (
             equal(self._sequence_ids[slots], step.sequence_ids)
             and equal(self._next_places[slots], step.places)
-            and not np.count_nonzero(self._traits[step.token_ids] & self._cares[slots])
-            and not np.count_nonzero(step.finishes)
+            and is_zero(self._traits[step.token_ids] & self._cares[slots])
+            and is_zero(step.finishes)
         )
 
     def _read_fast(self, slots: Indices, places: Indices, sequence_ids: NDArray[np.int64], token_ids: Indices) -> Rows:
         """Rows whose text is in the table."""
-        self._next_places[slots] = places + 1
+        self._next_places[slots] = places + self._ones[: len(places)]
         return Rows(sequence_ids.tolist(), self._texts[token_ids].tolist(), token_ids.tolist())
 
     async def _read_slow(self, step: StepTokens, slow: NDArray[np.intp], rows: Rows, out: Outlet[StepText]) -> None:

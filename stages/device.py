@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from ..runtime.env import Env, Told, Worker
+from ..runtime.env import AT_ONCE, BEFORE_WAITING, IF_ASKED, Env, Told, Worker
 from ..runtime.histogram import Histogram
 from ..runtime.stage import Context
 from ..runtime.steps import StepQueue, retrieve
@@ -119,8 +119,8 @@ class Device:
         assert self._queue is not None
         timed = partial(self._timed_forward, self._now_ns(), grant, run)
         if self._num_phases > 1:
-            return self._queue.submit(grant.step, FORWARD, timed, Told.IF_ASKED)
-        return self._submit(grant.step, FORWARD, timed, Told.AT_ONCE)
+            return self._queue.submit(grant.step, FORWARD, timed, IF_ASKED)
+        return self._submit(grant.step, FORWARD, timed, AT_ONCE)
 
     def is_forwarding(self, step: int) -> bool:
         """Whether the first phase of a step that was submitted is not over."""
@@ -129,7 +129,7 @@ class Device:
     def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> asyncio.Future[R]:
         """Queues the second phase. Resolves to `sample(grant, logits)`; raises what either phase raised."""
         run = self._or_fault("device.sample", sample)
-        told = Told.AT_ONCE if self._call_before_computing is None else Told.BEFORE_WAITING
+        told = AT_ONCE if self._call_before_computing is None else BEFORE_WAITING
         return self._submit(grant.step, SAMPLE, partial(self._timed_sample, self._now_ns(), grant, run), told)
 
     def _submit(self, step: int, phase: int, run: Callable[[], R], told: Told) -> asyncio.Future[R]:

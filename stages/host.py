@@ -114,6 +114,8 @@ class HostTier:
         """Every step up to `completed_step` is over. Returns blocks for cached prefixes that never come: the step that
         copies them did not happen; or is in flight, of an older generation, and never will."""
         self.pool.settle(completed_step)
+        if not self._arriving:
+            return []
         arriving, self._arriving = self._arriving, []
         lost: list[int] = []
         for one in arriving:

@@ -35,8 +35,8 @@ class LineTrace:
         num_rows = num_tokens = len(plan.slots)
         if not plan.is_decode:
             num_tokens = int(plan.num_wanted.sum())
-        counts = (num_rows, num_tokens, scheduler.num_running, scheduler.num_waiting)
-        self._tracer.bind()(STEP_PLANNED, self._source, plan.step, *counts)
+        num_running, num_waiting = scheduler.slots.num_running, scheduler.num_waiting
+        self._tracer.bind()(STEP_PLANNED, self._source, plan.step, num_rows, num_tokens, num_running, num_waiting)
         for started in plan.started:
             sequence = scheduler.sequences.get(started.sequence_id)
             if sequence is not None:

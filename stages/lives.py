@@ -35,6 +35,12 @@ class News:
         """Whether allocate could free something if it knew."""
         return bool(self.ended or self.preempted or self.dropped or self.discarded)
 
+    def __bool__(self) -> bool:
+        return self.frees or bool(self.started or self.accepted)
+
+
+NO_NEWS = News()
+
 
 class Lives:
     """Every sequence from its arrival to its end, each in exactly one place."""
@@ -58,6 +64,13 @@ class Lives:
         if self._lineup is None:
             self._lineup = Lineup.of(self.slots)
         return self._lineup
+
+    def take_news(self) -> News:
+        """What allocate has not heard of yet; it hears of it now."""
+        if not self.news:
+            return NO_NEWS
+        news, self.news = self.news, News()
+        return news
 
     # -- coming and going
 

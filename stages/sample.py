@@ -15,6 +15,7 @@ import numpy as np
 
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
+from .columns import num_true
 from .device import SAMPLE, Choose, Device, fail
 from .messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
 from .progress import PromptWatch
@@ -109,7 +110,8 @@ class Sample(Stage[StepLogits, StepTokens]):
     async def _answer(self, grant: StepGrant, out: Outlet[StepTokens], crash: BaseException | None = None) -> None:
         """Waits for the device and for the step's turn, and tells what became of it; with a `crash` it is void in any
         case."""
-        await self._turn(grant.step)
+        if grant.step != self._next:
+            await self._turn(grant.step)
         tokens, error = None, crash
         try:
             tokens = await self._results[grant.step]
@@ -125,9 +127,8 @@ class Sample(Stage[StepLogits, StepTokens]):
 
     async def _turn(self, step: int) -> None:
         """Returns when all steps before this one are answered."""
-        if step != self._next:
-            self._turns[step] = asyncio.get_running_loop().create_future()
-            await self._turns[step]
+        self._turns[step] = asyncio.get_running_loop().create_future()
+        await self._turns[step]
 
     def _pass_turn(self, step: int) -> None:
         del self._in_hand[step], self._results[step]
@@ -168,7 +169,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         tracer = self._context.tracer
         self._pace.note(grant.num_computed, step_s)
         if tracer.enabled:
-            num_finished = int(np.count_nonzero(done.is_finished))
+            num_finished = num_true(done.is_finished)
             tracer.bind()(STEP_DONE, self._context.source, done.step, len(done.slots), num_finished, done.took_us)
 
     def _trace_void(self, grant: StepGrant, error: BaseException | None) -> None:
@@ -181,9 +182,16 @@ class Sample(Stage[StepLogits, StepTokens]):
 def _done(grant: StepGrant, tokens: StepTokens, took_us: int) -> StepDone:
     if tokens.pooled:
         tokens = _with_rows_of_pooled(tokens)
-    rows = (tokens.slots, tokens.sequence_ids, tokens.places, tokens.token_ids, tokens.finishes != 0)
-    most_tokens = 1 if grant.drafts is None else 1 + int(grant.drafts.counts.max())
-    return StepDone(tokens.step, *rows, most_tokens, took_us)
+    return StepDone(
+        step=tokens.step,
+        slots=tokens.slots,
+        sequence_ids=tokens.sequence_ids,
+        places=tokens.places,
+        token_ids=tokens.token_ids,
+        is_finished=tokens.finishes.astype(np.bool_),
+        most_tokens=1 if grant.drafts is None else 1 + int(grant.drafts.counts.max()),
+        took_us=took_us,
+    )
 
 
 def _with_rows_of_pooled(tokens: StepTokens) -> StepTokens:

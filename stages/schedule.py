@@ -73,7 +73,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
         self._batch, self._taken = batch, 0
         failed = self._take(batch, out)
-        guesses = self._guess()
+        guesses = () if self.drafter is None else self._guess(self.drafter)
         causes = self._take_lane()
         plans = []
         while (plan := self.scheduler.plan()) is not None:
@@ -92,13 +92,10 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self.scheduler.rebuild()
         await self.handle(rest, out)
 
-    def _guess(self) -> Sequence[Guess]:
+    def _guess(self, drafter: Drafter) -> Sequence[Guess]:
         """Of sequences that draft, or may begin to, how they may go on."""
         scheduler = self.scheduler
-        slots = () if self.drafter is None else scheduler.slots_to_guess()
-        if self.drafter is None or not slots:
-            return ()
-        guesses = [self.drafter.guess(scheduler.slots, slot) for slot in slots]
+        guesses = [drafter.guess(scheduler.slots, slot) for slot in scheduler.slots_to_guess()]
         for guess in guesses:
             scheduler.take_guess(guess)
         return guesses

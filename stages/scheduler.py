@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..runtime.message import message
+from .columns import num_true
 from .errors import Failed, RequestError
 from .expectation import FoundShare
 from .lineup import Steady
-from .lives import Lives, News
+from .lives import Lives
 from .messages import (
     Bools,
     Drafts,
@@ -124,7 +125,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait to run, but for swapped ones."""
-        return len(self.waiting) + self.lives.num_returning - self.num_swapped
+        return len(self.waiting) + self.lives.num_returning - self.lives.num_swapped
 
     @property
     def waiting_for(self) -> str:
@@ -227,7 +228,7 @@ class Scheduler:
         self._settled.append(done)
         for slot, num_drafts in flight.drafted.items():
             self._note_drafts(slot, num_drafts, int(np.count_nonzero(done.slots == slot)))
-        if np.count_nonzero(done.is_finished):
+        if num_true(done.is_finished):
             for sequence_id in done.sequence_ids[done.is_finished].tolist():
                 self.end(sequence_id)
 
@@ -299,11 +300,12 @@ class Scheduler:
             return None
         if self.lives.num_parked:
             self._move_parked()
-        if len(self.waiting) and not self.slots.num_free:
+        has_waiting = len(self.waiting) > 0
+        if has_waiting and not self.slots.num_free:
             self._make_way()
         slots, num_wanted = self._rows()
         budget = self._token_budget(slots, num_wanted)
-        if len(self.waiting) and self._admit(budget - int(num_wanted.sum())):
+        if has_waiting and self._admit(budget - int(num_wanted.sum())):
             slots, num_wanted = self._rows()
         if not len(slots) and not self._has_news():
             return None
@@ -461,7 +463,7 @@ class Scheduler:
         else:
             reaches_end, num_victims = np.ones(len(slots), np.bool_), lineup.num_victims[slots]
             num_reserved = self.slots.reserve[slots] if lineup.has_reserves else None
-        news, self.lives.news = self.lives.news, News()
+        news = self.lives.take_news()
         settled, self._settled = self._settled, []
         voided, self._voided = self._voided, []
         return StepPlan(
@@ -499,8 +501,7 @@ class Scheduler:
                 contents = StepContents(num_decode=len(plan.slots), num_context=steady.num_context)
             self._flights.append(_Flight(report.step, plan.generation, plan.slots, contents))
             steady.num_context += len(plan.slots)
-            table.num_computed += steady.one_each
-            table.num_known += steady.one_each
+            table.lengths += steady.one_each
             steady.num_plans -= 1
             return
         self._steady = None

@@ -94,7 +94,7 @@ class Speculation:
     @property
     def is_drafting(self) -> bool:
         """Whether any sequence drafts."""
-        return any(track.is_drafting for track in self._tracks.values())
+        return bool(self._tracks) and any(track.is_drafting for track in self._tracks.values())
 
     @property
     def num_watched(self) -> int:

@@ -14,8 +14,8 @@ class StepPace:
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
-        size = _size(num_tokens)
-        self._slowest_s[size] = max(seconds, FADE * self._slowest_s[size])
+        size, slowest_s = _size(num_tokens), self._slowest_s
+        slowest_s[size] = max(seconds, FADE * slowest_s[size])
 
     def expect_s(self, num_tokens: int) -> float:
         """Seconds that a step of so many tokens may well take; 0 before the first."""

@@ -20,6 +20,7 @@ class Turn:
     slots: Indices  # [G]
     places: Indices  # [G] in their tables, of the block that comes next
     ones: Indices  # [G]
+    sizes: Ints  # [G] tokens of that block
 
 
 class Stride:
@@ -40,7 +41,15 @@ class Stride:
         places = tables.room[slots] // tables.block_size
         groups = np.split(order, ends)  # the last one: those that hold more than they need now, and none is made for
         self.is_whole = not len(groups.pop())
-        self._turns = [Turn(slots[rows], places[rows].astype(np.intp), np.ones(len(rows), np.intp)) for rows in groups]
+        self._turns = [
+            Turn(
+                slots=slots[rows],
+                places=places[rows].astype(np.intp),
+                ones=np.ones(len(rows), np.intp),
+                sizes=np.full(len(rows), tables.block_size, np.int32),
+            )
+            for rows in groups
+        ]
         self._turn = 0
 
     @property
@@ -53,7 +62,7 @@ class Stride:
         turn, tables = self._turns[self._turn], self._tables
         slots, places = turn.slots, turn.places
         tables.blocks[slots, places] = blocks
-        tables.room[slots] += tables.block_size
+        tables.room[slots] += turn.sizes
         turn.places = places + turn.ones
         return slots, places
 

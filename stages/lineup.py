@@ -44,15 +44,15 @@ class Steady:
     reaches_end: Bools  # [R] all true
     num_victims: Ints  # [R]
     num_reserved: Ints | None  # [R]
-    one_each: Ints  # [2, S] by slot, as the table's `lengths`: ones for the rows, zeros elsewhere
+    one_each: Ints  # [S] by slot: ones for the rows, zeros elsewhere
     num_plans: int  # for which it still holds: the fewest tokens that any row may yet make
     num_context: int  # tokens that the rows of the next plan attend to
 
     @classmethod
     def of(cls, lineup: Lineup, table: SlotTable, num_wanted: Ints) -> Steady:
         slots = lineup.slots
-        one_each = np.zeros_like(table.lengths)
-        one_each[:, slots] = 1
+        one_each = np.zeros(table.num_slots, np.int32)
+        one_each[slots] = 1
         return cls(
             lineup=lineup,
             num_wanted=num_wanted,

@@ -501,7 +501,8 @@ class Scheduler:
                 contents = StepContents(num_decode=len(plan.slots), num_context=steady.num_context)
             self._flights.append(_Flight(report.step, plan.generation, plan.slots, contents))
             steady.num_context += len(plan.slots)
-            table.lengths += steady.one_each
+            table.num_computed += steady.one_each
+            table.num_known += steady.one_each
             steady.num_plans -= 1
             return
         self._steady = None

@@ -28,8 +28,8 @@ class SlotTable:
         self.sequence_id = np.full(num_slots, -1, np.int64)
         self.is_running = np.zeros(num_slots, np.bool_)
         self.num_prompt = np.zeros(num_slots, np.int32)
-        self.lengths = np.zeros((2, num_slots), np.int32)  # the next two together, as a step adds to both
-        self.num_known, self.num_computed = self.lengths
+        self.num_known = np.zeros(num_slots, np.int32)
+        self.num_computed = np.zeros(num_slots, np.int32)
         self.num_generated = np.zeros(num_slots, np.intp)
         self.limit = np.zeros(num_slots, np.int32)
         self.reserve = np.zeros(num_slots, np.int32)  # tokens to hold blocks for, 0 = as they come

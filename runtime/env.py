@@ -342,7 +342,6 @@ class _ThreadWorker(Worker):
         self._handover = handover
         self._threads: dict[threading.Thread, asyncio.Future[None]] = {}  # with what resolves when the thread has ended
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None  # once it has threads
         self._has_untold = False  # of its one thread: results that the loop was not woken for, and is to be
         self.gives_way = False  # its threads run at a lower priority
 
@@ -353,10 +352,13 @@ class _ThreadWorker(Worker):
             lower_priority(thread.native_id)
 
     def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
-        loop = self._loop or self._start()
+        loop = self._handover.bind()
+        if not self._threads:
+            self._start(loop)
         if told is IF_ASKED:
-            job: Job = _QuietJob.of(loop, fn, args, self._waiting, told)
-            job.handover = self._handover
+            quiet = _QuietJob.of(loop, fn, args, self._waiting, told)
+            quiet.handover = self._handover
+            job: Job = quiet
         else:
             job = Job.of(loop, fn, args, self._waiting, told if self._num_threads == 1 else AT_ONCE)
         self._queue.put(job)
@@ -379,16 +381,13 @@ class _ThreadWorker(Worker):
             thread.join()  # it has said its last word, so this is a matter of microseconds
         self._on_closed(self)
 
-    def _start(self) -> asyncio.AbstractEventLoop:
-        """Returns the loop that it belongs to from now on."""
-        self._loop = loop = self._handover.bind()
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         for i in range(self._num_threads):
             name = f"millrace-{self.name}" if self._num_threads == 1 else f"millrace-{self.name}-{i}"
             ended: asyncio.Future[None] = loop.create_future()
             thread = threading.Thread(target=self._serve, args=(ended,), name=name, daemon=True)
             self._threads[thread] = ended
             thread.start()
-        return loop
 
     def _serve(self, ended: asyncio.Future[None]) -> None:
         if self.gives_way:

@@ -39,7 +39,7 @@ def message(cls: type[T]) -> type[T]:
 def _maker(plain: type) -> Callable[..., Any]:
     """The `__new__` of a message: fills a `plain` object, and makes it one of the class it is called for. Written out
     field by field, as dataclasses write their `__init__`: to pass arguments on takes longer than to use them."""
-    specs: tuple[Field[Any], ...] = fields(plain)  # type: ignore[arg-type]
+    specs: tuple[Field[Any], ...] = fields(plain)
     known: dict[str, Any] = {"_new": object.__new__, "_plain": plain, "_MISSING": MISSING}
     parameters, lines = ["_cls"], ["_made = _new(_plain)"]
     for spec in specs:

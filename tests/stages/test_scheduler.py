@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from millrace.stages.messages import StepDone, StepGrant, StepPlan, StepVoid
 from millrace.stages.prefix import PrefixCache
 from millrace.stages.scheduler import Limits, Scheduler
 from millrace.stages.sequences import MAX_PREEMPTIONS, State, choice_seed
+from millrace.stages.slots import SlotTable
 from tests.stages.plans import request
 
 
@@ -460,3 +462,9 @@ def num_let_in(bench: Bench, first: int) -> int:
     bench.finish(grant)
     bench.run()
     return len(plan.started)
+
+
+def test_no_two_columns_of_the_slot_table_share_memory_as_a_copied_replay_would_part_them():
+    columns = [column for column in vars(SlotTable(4)).values() if isinstance(column, np.ndarray)]
+    assert len(columns) > 9
+    assert not any(np.shares_memory(one, other) for one, other in combinations(columns, 2))

@@ -81,7 +81,9 @@ class GrammarGate:
         num_bytes = await self._try(env, structured)
         while not self.grammars.use(structured):
             template = await env.run_in_thread(self.grammars.compile, structured)
-            if not self.grammars.use(structured) and not self.grammars.add(structured, template, num_bytes):
+            if self.grammars.use(structured):  # whoever compiled it, too, was faster
+                return
+            if not self.grammars.add(structured, template, num_bytes):
                 self._released.clear()
                 await self._released.wait()
 

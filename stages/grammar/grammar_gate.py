@@ -46,7 +46,7 @@ class GrammarGate:
         """Waits until the request may go on. Raises `Refused` for the client's grammar, `Overloaded` when too many wait
         already, `Failed` when the helper did not live to answer."""
         if request_id in self._held:
-            raise Refused(f"request id {request_id!r} is in use", param="request_id")
+            raise _in_use(request_id)
         if not self.grammars.use(structured):
             if self.num_waiting >= self.max_waiting:
                 message = f"{self.num_waiting} requests wait for their grammars: try again in 2 s"
@@ -56,14 +56,16 @@ class GrammarGate:
                 await self._bring_in(env, structured)
             finally:
                 self.num_waiting -= 1
+        if request_id in self._held:  # another one that waited, too, has passed
+            self._release(structured)
+            raise _in_use(request_id)
         self._held[request_id] = structured
 
     def leave(self, request_id: str) -> None:
         """The request does not need its grammar any more, if it had one."""
         structured = self._held.pop(request_id, None)
         if structured is not None:
-            self.grammars.release(structured)
-            self._released.set()
+            self._release(structured)
 
     def request_ended(self, outbox: Outbox[object], cause: str, error: BaseException | None) -> None:
         """A request is over, for whatever reason."""
@@ -77,11 +79,17 @@ class GrammarGate:
         if self._helpers is not None:
             await self._helpers.aclose()
 
+    def _release(self, structured: StructuredOutputs) -> None:
+        self.grammars.release(structured)
+        self._released.set()
+
     async def _bring_in(self, env: Env, structured: StructuredOutputs) -> None:
         num_bytes = await self._try(env, structured)
         while not self.grammars.use(structured):
             template = await env.run_in_thread(self.grammars.compile, structured)
-            if not self.grammars.use(structured) and not self.grammars.add(structured, template, num_bytes):
+            if self.grammars.use(structured):  # whoever compiled it, too, was faster
+                return
+            if not self.grammars.add(structured, template, num_bytes):
                 self._released.clear()
                 await self._released.wait()
 
@@ -111,6 +119,10 @@ class GrammarGate:
         if told["num_bytes"] > self.grammars.max_bytes:
             raise _refused(structured, f"takes {told['num_bytes']} bytes: at most {self.grammars.max_bytes}")
         return int(told["num_bytes"])
+
+
+def _in_use(request_id: str) -> Refused:
+    return Refused(f"request id {request_id!r} is in use", param="request_id")
 
 
 def _told(structured: StructuredOutputs, gone: HelperGone) -> Refused | Failed:

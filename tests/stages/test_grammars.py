@@ -134,6 +134,28 @@ def test_whoever_finds_no_room_waits_for_it_and_too_many_are_told_to_come_back()
 
 
 @pytest.mark.slow
+def test_a_grammar_that_many_asked_for_at_once_is_let_go_when_all_have_ended() -> None:
+    async def test(engine: Any, gate: GrammarGate) -> None:
+        await asyncio.gather(*(ask(engine, regex("[ab]{3}")) for _ in range(20)))
+        gate.grammars.max_grammars = 1
+        assert gate.grammars.add(regex("c"), TEMPLATE, 1), "somebody still uses it"
+
+    gated(test)
+
+
+@pytest.mark.slow
+def test_of_two_requests_of_one_id_that_wait_for_their_grammars_one_passes_and_its_grammar_is_let_go() -> None:
+    async def test(engine: Any, gate: GrammarGate) -> None:
+        twins = [ask(engine, regex("[ab]{3}"), request_id="twin") for _ in range(2)]
+        found = await asyncio.gather(*twins, return_exceptions=True)
+        assert sorted(type(each).__name__ for each in found) == ["Refused", "str"]
+        gate.grammars.max_grammars = 1
+        assert gate.grammars.add(regex("c"), TEMPLATE, 1), "somebody still uses it"
+
+    gated(test)
+
+
+@pytest.mark.slow
 def test_a_helper_that_is_killed_costs_one_request_and_is_back_within_a_second() -> None:
     """F19."""
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from millrace.runtime.bells import BellTower
+from millrace.runtime.simloop import SimEnv
+from millrace.runtime.testing import sim_test
 from millrace.stages.limits import as_token_ids
-from millrace.stages.messages import Prompt, Request, StepGrant
+from millrace.stages.messages import Finish, FinishReason, Prompt, Request, StepGrant
 from millrace.stages.params import SamplingParams
+from millrace.stages.parking import Parking
+from millrace.stages.request_outbox import RequestOutbox
+from tests.stages.front import request
 
 pytest_plugins = ["millrace.stages.pytest_plugin"]
 
@@ -163,3 +170,78 @@ def test_choices_of_one_request_are_parked_and_end_together(scripted: Any, ends:
         assert engine.scheduler.num_parked == 0
 
     scripted(main, **SIZES)
+
+
+# -- who is parked, and until when
+
+
+class Parked:
+    """A parking whose word to schedule and whose ends are kept, with one request of three choices."""
+
+    def __init__(self, stall_s: float) -> None:
+        self.said: list[tuple[int, str]] = []
+        self.ended: list[tuple[str, str]] = []
+        self.parking = Parking(stall_s, self._post, self._end)
+        self.outbox = RequestOutbox(replace(request("p", n=3), first_sequence_id=7), BellTower().bell())
+
+    def _post(self, sequence_id: int, cause: str) -> None:
+        self.said.append((sequence_id, cause))
+
+    def _end(self, request_id: str, cause: str) -> None:
+        self.ended.append((request_id, cause))
+
+    def park(self, *indices: int) -> None:
+        for index in indices:
+            self.parking.park(self.outbox.choices[index])
+
+
+@sim_test(seeds=1)
+async def test_the_next_read_unparks_all_choices_of_a_request_and_no_other_read_says_anything(env: SimEnv):
+    them = Parked(stall_s=10.0)
+    them.park(0, 2)
+    assert them.said == [(7, "park"), (9, "park")]
+    them.outbox.has_news = True
+    them.outbox.poll()
+    assert them.said[2:] == [(7, "unpark"), (9, "unpark")]
+    assert not any(choice.is_parked for choice in them.outbox.choices)
+    them.outbox.has_news = True
+    them.outbox.poll()
+    await env.sleep(60.0)
+    assert len(them.said) == 4 and them.ended == []
+
+
+@sim_test(seeds=1)
+async def test_a_choice_that_finished_while_it_was_parked_is_not_unparked(env: SimEnv):
+    them = Parked(stall_s=10.0)
+    them.park(0, 1)
+    them.outbox.choices[0].finish = Finish(FinishReason.LENGTH)
+    them.outbox.has_news = True
+    them.outbox.poll()
+    assert them.said[2:] == [(8, "unpark")] and not them.outbox.choices[0].is_parked
+
+
+@sim_test(seeds=1)
+async def test_a_request_has_its_time_from_its_first_parked_choice_and_again_after_each_read(env: SimEnv):
+    them = Parked(stall_s=10.0)
+    them.park(0)
+    await env.sleep(9.0)
+    them.outbox.has_news = True
+    them.outbox.poll()
+    them.park(0)
+    await env.sleep(9.0)
+    them.park(1)  # later: it makes the time no longer
+    assert them.ended == []
+    await env.sleep(1.5)
+    assert them.ended == [("r", "stalled_reader")]
+
+
+@sim_test(seeds=1)
+async def test_a_request_that_is_forgotten_is_neither_ended_nor_told_of(env: SimEnv):
+    them = Parked(stall_s=10.0)
+    them.park(0)
+    them.parking.forget(them.outbox)
+    them.parking.forget(them.outbox)  # a request ends once, whatever it was told before
+    them.outbox.has_news = True
+    them.outbox.poll()
+    await env.sleep(60.0)
+    assert them.said == [(7, "park")] and them.ended == []

@@ -462,7 +462,7 @@ class ItemAttention {
         for (int64_t tile = span.first_tile; tile < span.last_tile; tile++) {
             for (int64_t lane = 0; lane < TILE; lane += W) {
                 F scales = load(tiles.scales[tile] + lane);
-                for (int r = 0; r < num_rows_; r++) {
+                for (int r = 0; r < item_.num_rows; r++) {
                     float* place = numbers + r * CHUNK + tile * TILE + lane;
                     store(place, mul(load(place), scales));
                 }

@@ -17,7 +17,8 @@ from .exit import Exit, Outbox
 from .graph import Graph, Port
 from .inject import Fault, Faults
 from .log import get_logger
-from .runner import Output, StageRunner
+from .outlet import Output
+from .runner import StageRunner
 from .stage import Context, Stage
 from .trace import Tracer
 from .watch import Watch

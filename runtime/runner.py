@@ -17,10 +17,10 @@ import numpy as np
 from .bells import Bell, BellTower
 from .channel import Channel, ChannelOverrun
 from .exit import Exit
-from .graph import Edge
 from .histogram import STAGE_BOUNDS_US, Histogram
 from .inject import Faults
 from .log import get_logger
+from .outlet import CollectingOutlet, Output
 from .stage import Context, Crash, Stage
 from .trace import Emit, EventKind
 
@@ -50,52 +50,6 @@ class StageTimes:
     idle: float = 0.0
     busy: float = 0.0
     blocked: float = 0.0  # waiting for room in the channel behind
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One output port: the channel behind it, and who gets a lossy copy."""
-
-    channel: Channel[Any]
-    edge: Edge | None
-    taps: list[Channel[Any]]
-
-
-class CollectingOutlet:
-    """The `Outlet` a runner gives to `handle`: it collects, and delivers when `handle` is done."""
-
-    __slots__ = ("_outputs", "_runner", "blocked_s", "has_flushed", "items")
-
-    def __init__(self, runner: StageRunner) -> None:
-        self._runner = runner
-        self._outputs = runner.outputs
-        self.items: list[tuple[Output, Any]] = []  # not delivered yet
-        self.blocked_s = 0.0  # spent waiting for room
-        self.has_flushed = False
-
-    def send(self, item: Any, port: str = "out") -> None:
-        output = self._outputs.get(port)
-        if output is None:
-            raise KeyError(f"stage {self._runner.name} has no output {port}: it has {', '.join(self._outputs)}")
-        self.items.append((output, item))
-
-    async def flush(self) -> None:
-        if self.items:
-            self.has_flushed = True
-            if not self._runner.deliver_at_once(self):
-                await self._runner.deliver(self)
-
-    def discard(self) -> None:
-        """Forgets what was collected and not delivered."""
-        self.items.clear()
-
-    def fail(self, item: Any, error: BaseException) -> None:
-        self._runner.fail(item, error)
-
-    def reply(self, item: Any) -> None:
-        if self._runner.exit is None:
-            raise RuntimeError(f"stage {self._runner.name} replies, but this slice has no exit: include the last stage")
-        self._runner.exit.deliver(item)
 
 
 class StageRunner:

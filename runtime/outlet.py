@@ -1,0 +1,61 @@
+"""What a stage sends: collected while it handles a batch, and delivered when it is done with it.
+
+Knows the outputs of one stage. Refuses to know how, and when, a channel takes what is delivered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .channel import Channel
+from .graph import Edge
+
+if TYPE_CHECKING:
+    from .runner import StageRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output port: the channel behind it, and who gets a lossy copy."""
+
+    channel: Channel[Any]
+    edge: Edge | None
+    taps: list[Channel[Any]]
+
+
+class CollectingOutlet:
+    """The `Outlet` a runner gives to `handle`: it collects, and delivers when `handle` is done."""
+
+    __slots__ = ("_outputs", "_runner", "blocked_s", "has_flushed", "items")
+
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner = runner
+        self._outputs = runner.outputs
+        self.items: list[tuple[Output, Any]] = []  # not delivered yet
+        self.blocked_s = 0.0  # spent waiting for room
+        self.has_flushed = False
+
+    def send(self, item: Any, port: str = "out") -> None:
+        output = self._outputs.get(port)
+        if output is None:
+            raise KeyError(f"stage {self._runner.name} has no output {port}: it has {', '.join(self._outputs)}")
+        self.items.append((output, item))
+
+    async def flush(self) -> None:
+        if self.items:
+            self.has_flushed = True
+            if not self._runner.deliver_at_once(self):
+                await self._runner.deliver(self)
+
+    def discard(self) -> None:
+        """Forgets what was collected and not delivered."""
+        self.items.clear()
+
+    def fail(self, item: Any, error: BaseException) -> None:
+        self._runner.fail(item, error)
+
+    def reply(self, item: Any) -> None:
+        if self._runner.exit is None:
+            raise RuntimeError(f"stage {self._runner.name} replies, but this slice has no exit: include the last stage")
+        self._runner.exit.deliver(item)

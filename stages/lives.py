@@ -39,7 +39,7 @@ class News:
         return self.frees or bool(self.started or self.accepted)
 
 
-NO_NEWS = News()
+NO_NEWS = News()  # one for all plans: nobody changes what a plan says
 
 
 class Lives:

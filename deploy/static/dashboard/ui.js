@@ -1,6 +1,6 @@
 // The small parts that all views are made of.
 
-import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
+import { html, useLayoutEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
 
 export const Card = ({ title, note, children, className = "" }) => html`
   <section class=${`card ${className}`}>
@@ -35,7 +35,8 @@ export function Choice({ label, name, options, value, onchange }) {
 export function useWidth(initial = 800) {
   const ref = useRef(null);
   const [width, setWidth] = useState(initial);
-  useEffect(() => {
+  useLayoutEffect(() => {
+    setWidth(ref.current.clientWidth); // at once: the page is never seen with what is drawn at first
     const watch = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
     watch.observe(ref.current);
     return () => watch.disconnect();

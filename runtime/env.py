@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
 from .cpus import lower_priority
 from .side_thread import LiveSideThread, SideThread, name_of
 from .streams import Streams
+from .waking import LoopWaker
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -219,6 +220,7 @@ class LiveEnv(Env):
         for worker in list(self._workers):
             await worker.aclose()
         self._pool = None
+        self._handover.close()
 
     def fault(self, name: str, probability: float | None = None) -> bool:
         return False
@@ -287,6 +289,7 @@ class _Handover:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._waker: LoopWaker | None = None
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._is_woken = False
 
@@ -297,7 +300,16 @@ class _Handover:
             if self._loop is not None:
                 raise RuntimeError("this LiveEnv was first used on another event loop: make one LiveEnv per loop")
             self._loop = loop
+        if self._waker is None:
+            self._waker = LoopWaker(loop, self._deliver)
         return loop
+
+    def close(self) -> None:
+        """No thread has anything to tell any more. Binding it again opens it."""
+        if self._waker is not None:
+            self._waker.close()
+            self._waker = None
+            self._deliver()
 
     def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
         """Called by threads, who `wake` the loop afterwards. NOTE: who waits for a quiet job changes how it is told,
@@ -309,11 +321,9 @@ class _Handover:
         no result is left behind."""
         if not self._is_woken:
             self._is_woken = True
-            try:
-                assert self._loop is not None
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed: nobody waits for results any more
-                self._done.clear()
+            waker = self._waker
+            if waker is not None:  # else the env is closed: nobody waits for results any more
+                waker.wake()
 
     def hurry(self) -> None:
         """Called on the loop: what is there is waited for."""

@@ -19,6 +19,13 @@ class CountedLoop(asyncio.SelectorEventLoop):
         self.num_woken += 1
         return super().call_soon_threadsafe(*args, **named)
 
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
+        def call() -> None:
+            self.num_woken += 1
+            callback(*args)
+
+        super().add_reader(fd, call)
+
 
 def run(main: Callable[[CountedLoop, Worker], Any]) -> None:
     async def with_worker(loop: CountedLoop) -> None:

@@ -7,12 +7,12 @@ Knows what slots asked for. Refuses to know steps, and when an answer ends: that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..runtime.message import message
 from . import logits as maths
 from .arrays import Array, HostArray, arrays_of
 from .config import LogprobsMode
@@ -28,20 +28,21 @@ Choose = Callable[[Array, Bools, Drawing | None, Allowed | None], tuple[Longs, B
 NO_ROWS: Longs = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class Rows:
     """The rows of a step that get a token, [n] each. A slot may have several, one behind the other."""
 
     slots: Indices
     places: Indices  # in their answers, of the tokens to be chosen
     needs: NDArray[np.uint8]  # bits, as in the table
+    any_needs: int  # those that any of the rows has
 
     def that_need(self, bit: int) -> Longs:
         """[m] which of the rows."""
-        return np.flatnonzero(self.needs & bit) if has_any(self.needs, bit) else NO_ROWS
+        return np.flatnonzero(self.needs & bit) if self.any_needs & bit else NO_ROWS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@message
 class Choice:
     """What was chosen for n rows."""
 
@@ -81,7 +82,7 @@ class Choosing:
         asked = rows.that_need(LOGPROBS)
         is_raw = self.logprobs_mode == "raw_logprobs"
         scored = self._arrays.take(logits, asked) if len(asked) and is_raw else None  # a copy
-        if has_any(rows.needs, EDITS):
+        if rows.any_needs & EDITS:
             logits = self._arrays.floats(logits)
             self._edit(rows.slots, logits)
         if len(asked) and not is_raw:
@@ -92,7 +93,7 @@ class Choosing:
         if not len(rows.slots):
             return Choice(NO_ROWS, np.zeros(0, np.bool_))
         is_random = rows.needs & RANDOM != 0
-        drawing = self._drawing(rows.slots, rows.places) if np.count_nonzero(is_random) else None
+        drawing = self._drawing(rows.slots, rows.places) if rows.any_needs & RANDOM else None
         return Choice(*self._choose(logits, is_random, drawing, allowed), scored)
 
     def note(self, slots: Indices, token_ids: Longs) -> None:
@@ -217,9 +218,12 @@ def choose_among(
     return maths.choose(logits, is_random, drawing)
 
 
-def has_any(needs: NDArray[np.uint8], bit: int) -> bool:
-    """Whether any row needs it."""
-    return bool(int(np.bitwise_or.reduce(needs)) & bit)
+def any_of(needs: NDArray[np.uint8]) -> int:
+    """The bits that any row has. For 16 rows 0.35 us, of 0.9 that numpy takes to reduce them."""
+    bits = 0
+    for different in set(needs.tobytes()):
+        bits |= different
+    return bits
 
 
 def _beside(x: Array, *arrays: HostArray) -> tuple[Array, ...]:

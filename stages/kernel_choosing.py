@@ -17,7 +17,7 @@ from ..kernels.sampling_kernels import SamplingKernels
 from ..kernels.step_state import SlotState
 from ..model.uploads import upload
 from . import logits as maths
-from .choosing import NO_ROWS, Choice, Choosing, Rows, has_any
+from .choosing import NO_ROWS, Choice, Choosing, Rows, any_of
 from .config import LogprobsMode
 from .grammar.masks import Allowed
 from .logits import Longs, Scores
@@ -90,14 +90,14 @@ class KernelChoosing(Choosing):
             return Choice(NO_ROWS, np.zeros(0, np.bool_))
         slots, positions = self._upload(np.stack([rows.slots, self.table.num_prompt[rows.slots] + rows.places]))
         edited = logits
-        if has_any(rows.needs, EDITS) or allowed is not None:
+        if rows.any_needs & EDITS or allowed is not None:
             edited = self._edited(rows, slots, positions, logits, allowed)
         least = None
         if np.count_nonzero(self.table.is_truncated[rows.slots] & (rows.needs & RANDOM != 0)):
             least = self._kernels.thresholds(edited, self._rows, slots)
         found = self._kernels.choose(edited, self._rows, slots, positions, least).cpu().numpy()
         scored = None
-        if has_any(rows.needs, LOGPROBS):
+        if rows.any_needs & LOGPROBS:
             scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, least)
         return Choice(np.maximum(found, 0), found < 0, scored)
 
@@ -120,15 +120,16 @@ class KernelChoosing(Choosing):
         """How `choose_on_device` is to choose for rows of these slots; None: the host must see the logits of some, and
         then of all, as a step is chosen for in one piece."""
         needs = self.table.needs[slots]
-        if has_any(needs, GRAMMAR | THINKING | POOLED):
+        any_needs = any_of(needs)
+        if any_needs & (GRAMMAR | THINKING | POOLED):
             return None
-        if has_any(needs, EDITS):
+        if any_needs & EDITS:
             if np.count_nonzero(self.table.limits.is_limited[slots] | self._is_processed[slots]):
                 return None
             kind = EDITED
         else:
             kind = TRUNCATED if np.count_nonzero(self.table.is_truncated[slots] & (needs & RANDOM != 0)) else PLAIN
-        if has_any(needs, LOGPROBS):
+        if any_needs & LOGPROBS:
             num_top = int(self.table.num_logprobs[slots].max())
             return kind + SCORED * (1 + num_top) if num_top <= MAX_LOGPROBS else None
         return kind

@@ -83,9 +83,10 @@ class ModelRunner:
         pooler has what becomes of those. [0, 0] for a grant of copies alone. With them, if that was asked for, what the
         logits of prompt tokens are made of."""
         self.take_news(grant)
-        with self._arrays.inference():
-            for copy in grant.copies:
-                self._copy(copy)
+        if grant.copies:
+            with self._arrays.inference():
+                for copy in grant.copies:
+                    self._copy(copy)
         return self.compute(grant)
 
     def compute(self, grant: StepGrant) -> Array | LogitsWithPrompts:

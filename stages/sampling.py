@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from . import logits as maths
 from .arrays import Array, arrays_of
-from .choosing import NO_ROWS, Choosing, MakeChoosing, Rows, has_any
+from .choosing import NO_ROWS, Choice, Choosing, MakeChoosing, Rows, any_of
 from .config import LogprobsMode
 from .grammar.masks import GrammarMasks
 from .logits import Longs
@@ -27,6 +27,7 @@ from .messages import (
     Started,
     StepGrant,
     StepTokens,
+    TopLogprobs,
 )
 from .pooler import Pooler
 from .processors import LogitsProcessor
@@ -109,16 +110,21 @@ class Sampler:
             logits = logits.sampled
         slots, runs = grant.logits_slots, Runs.of(grant)
         needs = self.table.needs[slots]
+        any_needs = any_of(needs)
         pooled: dict[int, Pooled] = {}
-        if has_any(needs, ENDED | POOLED):
+        if any_needs & (ENDED | POOLED):
             is_pooled = needs & POOLED != 0
             pooled = self._pool(slots[is_pooled])
             runs = None if runs is None else runs.take(np.flatnonzero(needs & (ENDED | POOLED) == 0))
             slots, needs = slots[~is_pooled], needs[~is_pooled]
             alive = np.flatnonzero(needs & ENDED == 0)
             slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
+            any_needs = any_of(needs)
+        places = self.table.num_generated[slots]
+        if runs is not None:
+            places = places + runs.offsets
         with self._arrays.inference():
-            tokens = self._sample(grant, slots, runs, needs, logits, of_prompts)
+            tokens = self._sample(grant, Rows(slots, places, needs, any_needs), runs, logits, of_prompts)
         return replace(tokens, pooled=pooled) if pooled else tokens
 
     def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
@@ -140,17 +146,12 @@ class Sampler:
     def _sample(
         self,
         grant: StepGrant,
-        slots: Indices,
+        rows: Rows,
         runs: Runs | None,
-        needs: NDArray[np.uint8],
         logits: Array,
         of_prompts: tuple[PromptLogprobs, ...],
     ) -> StepTokens:
-        table = self.table
-        places = table.num_generated[slots]
-        if runs is not None:
-            places = places + runs.offsets
-        rows = Rows(slots, places, needs)
+        table, slots, places = self.table, rows.slots, rows.places
         guided = rows.that_need(GRAMMAR)
         allowed, over = None, NO_ROWS
         if len(guided):
@@ -160,10 +161,11 @@ class Sampler:
         token_ids, is_broken = choice.token_ids, choice.is_broken
         if self.masks is not None and allowed is not None:
             over = self.masks.over(allowed, token_ids, is_broken)
-        if has_any(needs, THINKING):
-            table.steer(slots, np.flatnonzero(needs & THINKING), token_ids)
-        token_ids[over], is_broken[over] = table.eos_token_id, False
-        if has_any(needs, EDITS):
+        if rows.any_needs & THINKING:
+            table.steer(slots, rows.that_need(THINKING), token_ids)
+        if len(over):
+            token_ids[over], is_broken[over] = table.eos_token_id, False
+        if rows.any_needs & EDITS:
             self.choosing.note(slots, token_ids)
         kept: Indices | None = None
         if runs is None:
@@ -186,7 +188,7 @@ class Sampler:
             token_ids=token_ids,
             finishes=finishes,
             started=grant.started,
-            logprobs=self.choosing.tell(choice, rows, token_ids, finishes != FinishReason.ERROR),
+            logprobs=self._logprobs(choice, rows, token_ids, finishes),
             prompt_logprobs=of_prompts,
             grammar_us=0 if self.masks is None or allowed is None else self.masks.waited_us,
         )
@@ -202,6 +204,13 @@ class Sampler:
         finishes = np.zeros(len(slots), np.int8)
         finishes[counting] = self.table.settle(at, place, chosen, is_broken[counting], over)
         return finishes, counting[runs.up_to_the_end(counting, finishes[counting])]
+
+    def _logprobs(
+        self, choice: Choice, rows: Rows, token_ids: Longs, finishes: NDArray[np.int8]
+    ) -> dict[int, TopLogprobs]:
+        if not rows.any_needs & LOGPROBS:
+            return {}
+        return self.choosing.tell(choice, rows, token_ids, finishes != FinishReason.ERROR)
 
     def _pool(self, slots: Indices) -> dict[int, Pooled]:
         if not len(slots):

@@ -10,6 +10,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from .columns import num_true
 from .grammar.thinking import ThinkingTable
 from .messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
 from .params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
@@ -168,7 +169,8 @@ class SamplingTable:
             self.tokens[at, self.num_prompt[at] + place[is_penalised]] = token_ids[is_penalised]
         finishes = np.zeros(len(slots), np.int8)
         is_at_limit = num_generated >= self.limit[slots]
-        if len(over) or np.count_nonzero(is_at_limit | self._may_end[token_ids] | is_broken):
+        may_end = self._may_end[token_ids]
+        if len(over) or num_true(is_at_limit) or num_true(may_end) or num_true(is_broken):
             finishes[is_at_limit] = FinishReason.LENGTH
             finishes[self._ends(slots, token_ids)] = FinishReason.STOP
             finishes[over] = FinishReason.STOP

@@ -84,7 +84,7 @@ class Neighbours:
 
     def _since(self, shares: Longs, share: Share) -> int:
         """In this window."""
-        return int(shares[share]) - self._began[share]
+        return shares.item(share) - self._began[share]
 
     def _to_others(self, lost_ns: int, used_ns: int) -> int:
         """What was lost to other processes: what threads of this one did besides was not theirs."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from millrace.kernels import sampling_kernels, triton_launch
-from millrace.stages.choosing import Choosing, Rows
+from millrace.stages.choosing import Choosing, Rows, any_of
 from millrace.stages.grammar.masks import Allowed
 from millrace.stages.kernel_choosing import KernelChoosing
 from millrace.stages.measuring import device_sampler_bytes
@@ -97,7 +97,7 @@ def test_what_a_grammar_forbids_is_not_chosen(has_processor: bool) -> None:
             sampler.table.start(started(slot))
             sampler.choosing.start(started(slot))
         slots = np.array([2, 0, 1])
-        rows = Rows(slots, np.zeros(3, np.intp), sampler.table.needs[slots])
+        rows = Rows(slots, np.zeros(3, np.intp), sampler.table.needs[slots], any_of(sampler.table.needs[slots]))
         allowed = Allowed(np.array([0, 2]), masks, np.arange(2))
         choice = sampler.choosing.choose(rows, test_sampling.noise(3, 100), allowed)
         found.append(choice.token_ids.tolist())

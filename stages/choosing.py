@@ -6,7 +6,6 @@ Knows what slots asked for. Refuses to know steps, and when an answer ends: that
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,9 +20,6 @@ from .logits import Drawing, Longs
 from .messages import Bools, Indices, Ints, Started, TopLogprobs
 from .processors import LogitsProcessor
 from .sampling_table import EDITS, LOGPROBS, RANDOM, SamplingTable
-
-# tokens of [n, V] logits, and which rows are broken: what `maths.choose` does with what grammars allow
-Choose = Callable[[Array, Bools, Drawing | None, Allowed | None], tuple[Longs, Bools]]
 
 NO_ROWS: Longs = np.zeros(0, np.int64)
 
@@ -54,15 +50,12 @@ class Choice:
 class Choosing:
     """Chooses by numpy, or by torch wherever its tensors are."""
 
-    def __init__(
-        self, table: SamplingTable, last_tokens: Array, mode: LogprobsMode, choose: Choose | None = None
-    ) -> None:
+    def __init__(self, table: SamplingTable, last_tokens: Array, mode: LogprobsMode) -> None:
         """`last_tokens` [S] is of the kind that logits are, and where they are."""
         self.table = table
         self.logprobs_mode: LogprobsMode = mode
         self.processor: LogitsProcessor | None = None
         self._arrays = arrays_of(last_tokens)
-        self._choose = choose or choose_among
         self._is_processed = np.zeros(len(last_tokens), np.bool_)
 
     def use(self, processor: LogitsProcessor) -> None:
@@ -92,9 +85,15 @@ class Choosing:
             scored = self._processed(logits, asked, rows)
         if not len(rows.slots):
             return Choice(NO_ROWS, np.zeros(0, np.bool_))
+        return Choice(*self._choose(rows, logits, allowed), scored)
+
+    def _choose(self, rows: Rows, logits: Array, allowed: Allowed | None) -> tuple[Longs, Bools]:
+        """Tokens of [n, V] logits whose edits are done, and which rows are broken."""
+        if allowed is not None:
+            maths.allow_only(logits, allowed.rows, allowed.taken)
         is_random = rows.needs & RANDOM != 0
         drawing = self._drawing(rows.slots, rows.places) if rows.any_needs & RANDOM else None
-        return Choice(*self._choose(logits, is_random, drawing, allowed), scored)
+        return maths.choose(logits, is_random, drawing)
 
     def note(self, slots: Indices, token_ids: Longs) -> None:
         """Each of `slots` got a token. Called where any of the rows had edits."""
@@ -207,15 +206,6 @@ class Choosing:
             drawing = self._drawing(at[cut], self.table.num_generated[at[cut]])  # its randomness is not looked at
             arrays.put(found, cut, maths.truncated(arrays.take(found, cut), drawing))
         return found
-
-
-def choose_among(
-    logits: Array, is_random: Bools, drawing: Drawing | None, allowed: Allowed | None
-) -> tuple[Longs, Bools]:
-    """`maths.choose`, among what is allowed."""
-    if allowed is not None:
-        maths.allow_only(logits, allowed.rows, allowed.taken)
-    return maths.choose(logits, is_random, drawing)
 
 
 def any_of(needs: NDArray[np.uint8]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -15,20 +15,16 @@ from ..kernels.native.neighbours import Neighbours
 from ..model.config import ModelConfig
 from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source
-from ..model.native_decoder import NativeDecoder, native_shape
+from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
 from ..runtime.cpus import ComputeThreads
 from ..runtime.log import get_logger
-from .arrays import Array
-from .choosing import Choosing
 from .computing import Computing
 from .config import EngineConfig
-from .grammar.masks import Allowed
-from .logits import Bools, Drawing, Longs
 from .measuring import check_room_for_weights, sizing_on_cpu
+from .native_stepping import NativeChoosing, NativeRunner
 from .phases import Phases
 from .pooler import Pooler
-from .runner import ModelRunner
 from .sizing import free_host_bytes, num_host_blocks
 from .trials import measure_rates
 
@@ -81,8 +77,8 @@ def load_natively(
         memory = sizing.plan(max_model_len)
         if memory.max_model_len < max_model_len:  # auto
             model.set_positions(*rope_tables(shape.rope, memory.max_model_len))
-        runner = ModelRunner(
-            NativeDecoder(model),
+        runner = NativeRunner(
+            model,
             NativeCache(sizes, memory.num_blocks, config.block_size, cache_dtype),
             np.zeros(config.max_num_seqs, np.int64),
             -(-memory.max_model_len // config.block_size),
@@ -104,7 +100,7 @@ def load_natively(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        choosing=partial(Choosing, choose=partial(_choose, model)),
+        choosing=partial(NativeChoosing, model=model),
         call_before_computing=model.call_before_steps,
         enter=partial(os.sched_setaffinity, 0, threads.pinned[:1]) if threads.pinned else None,
     )
@@ -112,20 +108,6 @@ def load_natively(
 
 def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
     log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
-
-
-def _choose(
-    model: NativeModel, logits: Array, is_random: Bools, drawing: Drawing | None, allowed: Allowed | None
-) -> tuple[Longs, Bools]:
-    """`choose_among`, by the library."""
-    numbers = np.ascontiguousarray(logits, np.float32)
-    asked: dict[str, Any] = {}
-    if drawing is not None:
-        names = ("temperature", "top_k", "top_p", "min_p", "u")
-        asked = {name: getattr(drawing, name) for name in names}
-    if allowed is not None:
-        asked |= {"masks": allowed.masks, "mask_rows": allowed.mask_of_each(len(numbers))}
-    return model.choose(numbers, is_random, **asked)
 
 
 def _fill(model: NativeModel, root: Path, shape: ModelConfig, load_format: str) -> None:

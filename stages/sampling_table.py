@@ -39,6 +39,7 @@ class SamplingTable:
         self.num_generated = np.zeros(num_slots, np.intp)
         self.needs = np.zeros(num_slots, np.uint8)  # bits, as above
         # how to choose
+        self.is_random = np.zeros(num_slots, np.bool_)
         self.is_truncated = np.zeros(num_slots, np.bool_)
         self.temperature = np.ones(num_slots)
         self.top_k = np.zeros(num_slots, np.int64)  # 0 = off
@@ -78,6 +79,7 @@ class SamplingTable:
         self.top_k[slot] = max(params.top_k, 0)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
+        self.is_random[slot] = not params.is_greedy
         self.is_truncated[slot] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self.seeds[slot] = started.seed & (2**64 - 1)
         self.num_logprobs[slot] = params.logprobs or 0

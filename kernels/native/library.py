@@ -36,14 +36,32 @@ class StepInputs(Structure):
     ]
 
 
+class Decoding(Structure):
+    """`Decoding` of source/step.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("slots", "starts", "last_tokens", "num_known", "tables")),
+        *((name, c_int64) for name in ("num_slots", "blocks_per_slot")),
+        ("cache", c_void_p),
+        *((name, c_int64) for name in ("num_blocks", "block_size")),
+    ]
+
+
+class Asked(Structure):
+    """`Asked` of source/sampling.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("is_random", "temperature", "top_k", "top_p", "min_p", "seeds", "num_prompt"))
+    ]
+
+
 class Choices(Structure):
     """`Choices` of source/sampling.h."""
 
     _fields_ = [
         ("logits", c_void_p),
         *((name, c_int64) for name in ("num_rows", "vocab_size")),
-        *((name, c_void_p) for name in ("is_random", "temperature", "top_k", "top_p", "min_p", "u")),
-        ("masks", c_void_p),
+        *((name, c_void_p) for name in ("slots", "places", "masks")),
         ("num_words", c_int64),
         *((name, c_void_p) for name in ("mask_rows", "token_ids", "is_broken")),
     ]
@@ -100,7 +118,9 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_norm.restype = None
     library.millrace_head.argtypes = [model, c_void_p, c_int64, c_void_p]
     library.millrace_head.restype = c_int32
-    library.millrace_choose.argtypes = [model, POINTER(Choices)]
+    library.millrace_decode.argtypes = [model, POINTER(Decoding), c_int64, c_void_p]
+    library.millrace_decode.restype = c_int32
+    library.millrace_choose.argtypes = [model, POINTER(Asked), POINTER(Choices)]
     library.millrace_choose.restype = c_int32
     if not library.millrace_is_supported():
         raise NativeUnavailableError(f"instruction set {instruction_set}: the processor lacks it")

@@ -28,9 +28,6 @@ DType = Literal["float32", "bfloat16"]
 CacheDType = Literal["float32", "bfloat16", "int8"]
 Quantization = Literal["int8", "int4"]
 
-NO_NUMBERS: Doubles = np.zeros(0)
-NO_IDS: Longs = np.zeros(0, np.int64)
-
 _TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 _CACHE_TYPES: dict[CacheDType, type[np.generic]] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
 GROUP_SIZE = 32  # of int4
@@ -46,6 +43,7 @@ _PROBLEMS = {
     6: "a logits row is not one of the tokens",
     7: "there is no memory for the step's activations",
 }
+IS_PROMPT = 8  # a step is none of decoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,30 +284,44 @@ class NativeModel:
         All arrays are contiguous. Blocks the tokens; the GIL is released. Raises ValueError, before anything is
         computed, for inputs that point outside what there is.
         """
-        assert cache.dtype == self.cache_dtype, (
-            f"a cache of {cache.dtype} for a model whose cache is {self.cache_dtype}"
-        )
+        self.check_cache(cache)
         inputs = library.StepInputs(
             num_tokens=len(input_ids),
             num_sequences=len(lengths),
             table_width=block_tables.shape[1],
             num_logits=0 if logits is None or logits_rows is None else len(logits_rows),
-            input_ids=_pointer(input_ids, np.int64),
-            positions=_pointer(positions, np.int64),
-            slot_mapping=_pointer(slot_mapping, np.int64),
-            block_tables=_pointer(block_tables, np.int32),
-            query_starts=_pointer(query_starts, np.int32),
-            lengths=_pointer(lengths, np.int32),
-            logits_rows=None if logits_rows is None else _pointer(logits_rows, np.int64),
+            input_ids=address(input_ids, np.int64),
+            positions=address(positions, np.int64),
+            slot_mapping=address(slot_mapping, np.int64),
+            block_tables=address(block_tables, np.int32),
+            query_starts=address(query_starts, np.int32),
+            lengths=address(lengths, np.int32),
+            logits_rows=None if logits_rows is None else address(logits_rows, np.int64),
             cache=cache.data.ctypes.data,
             num_blocks=cache.blocks_apart,
             block_size=cache.block_size,
-            hidden=None if hidden is None else _pointer(hidden, np.float32),
-            logits=None if logits is None else _pointer(logits, np.float32),
+            hidden=None if hidden is None else address(hidden, np.float32),
+            logits=None if logits is None else address(logits, np.float32),
         )
         if self._before_step is not None:
             self._before_step()
         self._check(self._library.millrace_step(self._model, ctypes.byref(inputs)))
+        self._note_shares()
+
+    def decode(self, rows: Any, num_rows: int, logits: int) -> bool:
+        """As `step`, by a reference to a `library.Decoding`, to logits at an address: for a `Decoding`. False, and
+        nothing was done, if a row reads a token of its prompt."""
+        if self._before_step is not None:
+            self._before_step()
+        problem = self._library.millrace_decode(self._model, rows, num_rows, logits)
+        if problem == IS_PROMPT:
+            return False
+        if problem:
+            self._check(problem)
+        self._note_shares()
+        return True
+
+    def _note_shares(self) -> None:
         if self._neighbours.note(self._shares):
             told = self._neighbours.limit, self._neighbours.is_trying
             self._library.millrace_limit_threads(self._model, *told)
@@ -340,50 +352,15 @@ class NativeModel:
         self._check(self._library.millrace_head(self._model, hidden.ctypes.data, len(hidden), out.ctypes.data))
         return out
 
-    def choose(
-        self,
-        logits: Floats,  # [L, V]
-        is_random: Bools,  # [L] drawn; otherwise the likeliest, the lowest id among equals
-        *,
-        temperature: Doubles = NO_NUMBERS,  # [L] above 0; this and the rest may be left out where no row is drawn
-        top_k: Longs = NO_IDS,  # [L] 0 is off
-        top_p: Doubles = NO_NUMBERS,  # [L] 1 is off
-        min_p: Doubles = NO_NUMBERS,  # [L] 0 is off
-        u: Doubles = NO_NUMBERS,  # [L] the randomness, in [0, 1)
-        masks: NDArray[np.int32] | None = None,  # [M, W] of at least V bits, the lowest of a word first; 0 is hidden
-        mask_rows: Longs = NO_IDS,  # [L] which of the masks is whose; below 0, none
-    ) -> tuple[Longs, Bools]:
-        """(token ids, rows that hold no number), [L] each: by inverse CDF in the order of the vocabulary, from what
-        masks allow, then top_k, then top_p, then min_p keep; tokens that tie with the last one kept are kept. Of rows
-        with a mask the logits are changed.
+    def choose(self, asked: Any, choices: Any) -> None:
+        """Chooses tokens of logits, by references to an `Asked` and to `Choices`: for a `Chooser`."""
+        self._check(self._library.millrace_choose(self._model, asked, choices))
 
-        A row is broken if it has no finite maximum or a NaN; its token is 0. A row's token depends on that row only.
-        """
-        count = len(logits)
-        assert all(len(column) == count for column in (temperature, top_k, top_p, min_p, u)) or not is_random.any()
-        num_masks, num_words = (0, 0) if masks is None else masks.shape
-        if masks is not None and count:
-            assert 32 * num_words >= logits.shape[1], f"{masks.shape} masks of {logits.shape[1]} tokens"
-            assert len(mask_rows) == count and mask_rows.max() < num_masks, f"rows {mask_rows} of {num_masks} masks"
-        token_ids, is_broken = np.empty(count, np.int64), np.empty(count, np.bool_)
-        choices = library.Choices(
-            logits=_pointer(logits, np.float32),
-            num_rows=count,
-            vocab_size=logits.shape[1],
-            is_random=_pointer(is_random, np.bool_),
-            temperature=_pointer(temperature, np.float64),
-            top_k=_pointer(top_k, np.int64),
-            top_p=_pointer(top_p, np.float64),
-            min_p=_pointer(min_p, np.float64),
-            u=_pointer(u, np.float64),
-            masks=None if masks is None else _pointer(masks, np.int32),
-            num_words=num_words,
-            mask_rows=_pointer(mask_rows, np.int64),
-            token_ids=token_ids.ctypes.data,
-            is_broken=is_broken.ctypes.data,
+    def check_cache(self, cache: NativeCache) -> None:
+        """That it is one of this model's."""
+        assert cache.dtype == self.cache_dtype, (
+            f"a cache of {cache.dtype} for a model whose cache is {self.cache_dtype}"
         )
-        self._check(self._library.millrace_choose(self._model, ctypes.byref(choices)))
-        return token_ids, is_broken
 
     def _check(self, problem: int) -> None:
         if problem == 7:
@@ -392,6 +369,7 @@ class NativeModel:
             raise ValueError(f"native step: {_PROBLEMS[problem]}")
 
 
-def _pointer(array: Array, dtype: type[np.generic]) -> int:
+def address(array: Array, dtype: type[np.generic]) -> int:
+    """Where the numbers of an array are, that is contiguous and of that type."""
     assert array.dtype == dtype and array.flags.c_contiguous, f"{array.dtype} {array.strides}: not contiguous {dtype}"
     return int(array.ctypes.data)

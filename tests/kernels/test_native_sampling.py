@@ -10,7 +10,8 @@ import pytest
 
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
-from millrace.stages.logits import allow_only
+from millrace.kernels.native.slots import Chooser
+from millrace.stages.logits import allow_only, uniform
 from tests.kernels.native_oracle import Array, Checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -26,16 +27,36 @@ def model() -> NativeModel:
     return Checkpoint.random().load(num_threads=2)
 
 
-def choose(logits: Array, is_random: bool = True, **asked: Any) -> tuple[Array, Array]:
-    """Each row asks for the same, unless an array says otherwise."""
+def choose(logits: Array, is_random: bool = True, u: Any = 0.0, **asked: Any) -> tuple[Array, Array]:
+    """Each row asks for the same, unless an array says otherwise; it is a slot's, in falling order."""
     count = len(logits)
+    slots, places, prompt = np.arange(count)[::-1], np.arange(count) * 3, np.arange(count, dtype=np.int32) * 7
     masked = {name: asked.pop(name) for name in ("masks", "mask_rows") if name in asked}
-    defaults: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "u": 0.0}
+    positions = prompt[slots] + places
+    defaults: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     columns = {
-        name: np.broadcast_to(value, count).astype(np.int64 if name == "top_k" else np.float64)
+        name: np.broadcast_to(value, count).astype(np.int64 if name == "top_k" else np.float64)[slots]
         for name, value in (defaults | asked).items()
     }
-    return model().choose(logits.astype(np.float32), np.full(count, is_random), **columns, **masked)
+    seeds = seeds_for(np.broadcast_to(u, count), positions)[slots]
+    chooser = Chooser(model(), is_random=np.full(count, is_random), seeds=seeds, num_prompt=prompt, **columns)
+    return chooser.choose(logits.astype(np.float32), slots, places, **masked)
+
+
+def seeds_for(u: Array, positions: Array) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """The seeds that make `u` [n] of these positions, in 53 bits: the way of `uniform` backwards."""
+    stream = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    seeds = unmixed(unmixed((u * 2**53).astype(np.uint64) << np.uint64(11)) - stream)
+    assert np.array_equal(uniform(seeds, positions), np.floor(u * 2**53) / 2**53)
+    return seeds
+
+
+def unmixed(z: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """What SplitMix64 mixes to z."""
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        z = z ^ (z >> np.uint64(shift)) ^ (z >> np.uint64(2 * shift))
+        z = z * np.uint64(pow(factor, -1, 2**64))
+    return z
 
 
 def kept(row: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:

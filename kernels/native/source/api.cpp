@@ -121,6 +121,14 @@ EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
     }
 }
 
+EXPORT int32_t millrace_decode(Model* model, const Decoding* decoding, int64_t num_rows, float* logits) {
+    try {
+        return decode(*model, *decoding, num_rows, logits);
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}
+
 EXPORT void millrace_norm(Model* model, const float* hidden, int64_t count, float* normed) {
     run_norm(*model, hidden, count, normed);
 }
@@ -134,10 +142,10 @@ EXPORT int32_t millrace_head(Model* model, const float* hidden, int64_t count, f
     }
 }
 
-EXPORT int32_t millrace_choose(Model* model, const Choices* choices) {
+EXPORT int32_t millrace_choose(Model* model, const Asked* asked, const Choices* choices) {
     try {
         std::lock_guard<std::mutex> lock(model->is_running);
-        if (choices->num_rows > 0) choose(*model->pool, *choices);
+        if (choices->num_rows > 0) choose(*model->pool, *asked, *choices);
         return FINE;
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;

@@ -98,6 +98,12 @@ struct Layer {
 // What a step's time is spent on: products with weights, attention, and what lies between them.
 enum Part : int32_t { LINEARS, ATTENTION, REST, NUM_PARTS };
 
+// What a decoding step reads, made for it.
+struct DecodeInputs {
+    std::vector<int64_t> input_ids, slot_mapping, rows;
+    std::vector<int32_t> block_tables, query_starts, lengths;
+};
+
 struct Model {
     Shape shape;
     std::vector<Layer> layers;
@@ -114,6 +120,7 @@ struct Model {
     Memory activations;     // of the largest step so far
     Memory scratch;         // of attention, for every thread
     Memory partials;        // of attention that is split over keys
+    DecodeInputs decode_inputs;  // for who decodes, one at a time
     int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks
 
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }

@@ -206,15 +206,28 @@ class Row {
     std::vector<std::pair<float, float>> sorted_;
 };
 
-void choose_row(Row& row, const Choices& all, int64_t i) {
+uint64_t mix(uint64_t z) {
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+    z = (z ^ z >> 27) * 0x94D049BB133111EB;
+    return z ^ z >> 31;
+}
+
+// In [0, 1), of a seed and a token's absolute position: as `uniform` of stages/logits.py, to the bit.
+double uniform(uint64_t seed, uint64_t position) {
+    return double(mix(mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) >> 11) * 0x1p-53;
+}
+
+void choose_row(Row& row, const Asked& asked, const Choices& all, int64_t i) {
+    int64_t slot = all.slots[i];
     int64_t mask = all.masks ? all.mask_rows[i] : -1;
     const uint32_t* words = mask < 0 ? nullptr : all.masks + mask * all.num_words;
     row.take(all.logits + i * all.vocab_size, all.vocab_size, words);
     all.is_broken[i] = row.is_broken();
     if (row.is_broken())
         all.token_ids[i] = 0;
-    else if (all.is_random[i])
-        all.token_ids[i] = row.draw(all.temperature[i], all.top_k[i], all.top_p[i], all.min_p[i], all.u[i]);
+    else if (asked.is_random[slot])
+        all.token_ids[i] = row.draw(asked.temperature[slot], asked.top_k[slot], asked.top_p[slot], asked.min_p[slot],
+                                    uniform(asked.seeds[slot], asked.num_prompt[slot] + all.places[i]));
     else
         all.token_ids[i] = row.likeliest();
 }
@@ -226,13 +239,13 @@ int threads_for(const Pool& pool, int64_t num_rows, int64_t vocab_size) {
 
 }  // namespace
 
-void choose(Pool& pool, const Choices& choices) {
+void choose(Pool& pool, const Asked& asked, const Choices& choices) {
     int num_threads = threads_for(pool, choices.num_rows, choices.vocab_size);
     pool.run(num_threads, [&](int thread) {
         thread_local Row row;
         int64_t first, last;
         share(choices.num_rows, thread, num_threads, &first, &last);
-        for (int64_t i = first; i < last; i++) choose_row(row, choices, i);
+        for (int64_t i = first; i < last; i++) choose_row(row, asked, choices, i);
     });
 }
 

@@ -8,15 +8,21 @@
 
 namespace millrace {
 
-// L rows of V logits. Arrays of a row's numbers are [L]; those of drawing are not read where is_random is 0.
+// What each slot's sequence asked for, [S] each; but for the first, not read where it is 0.
+struct Asked {  // as `Asked` of library.py
+    const uint8_t* is_random;
+    const double* temperature;    // above 0
+    const int64_t* top_k;         // 0 is off
+    const double *top_p, *min_p;  // 1 and 0 are off
+    const uint64_t* seeds;
+    const int32_t* num_prompt;  // tokens before the first of its answer
+};
+
+// L rows of V logits.
 struct Choices {  // as `Choices` of library.py
     float* logits;            // where there are masks, what they do not allow is lost
     int64_t num_rows, vocab_size;
-    const uint8_t* is_random;
-    const double* temperature;  // above 0
-    const int64_t* top_k;       // 0 is off
-    const double *top_p, *min_p;  // 1 and 0 are off
-    const double* u;            // the randomness, in [0, 1)
+    const int64_t *slots, *places;  // [L] whose the row is, and which token of its answer, from 0
     const uint32_t* masks;      // [M, num_words] bit t says whether token t may be chosen; null: all may, everywhere
     int64_t num_words;          // enough for V bits
     const int64_t* mask_rows;   // which of the masks is whose; below 0, none
@@ -24,6 +30,6 @@ struct Choices {  // as `Choices` of library.py
     uint8_t* is_broken;         // rows without a finite maximum, or with a NaN; their token is 0
 };
 
-void choose(Pool& pool, const Choices& choices);
+void choose(Pool& pool, const Asked& asked, const Choices& choices);
 
 }  // namespace millrace

@@ -49,6 +49,36 @@ void run_step(Model& model, const StepInputs& inputs) {
     run(model, inputs, threads_for(model, inputs.num_tokens));
 }
 
+Error decode(Model& model, const Decoding& in, int64_t num_rows, float* logits) {
+    DecodeInputs& made = model.decode_inputs;
+    int64_t longest = 0;
+    for (int64_t row = 0; row < num_rows; row++) {
+        if (in.slots[row] < 0 || in.slots[row] >= in.num_slots) return BAD_ROW;
+        if (in.starts[row] < in.num_known[in.slots[row]]) return IS_PROMPT;
+        longest = std::max(longest, in.starts[row] + 1);
+    }
+    int64_t width = ceil_div(longest, in.block_size);
+    if (width > in.blocks_per_slot) return BAD_SEQUENCE;
+    made.input_ids.resize(num_rows), made.slot_mapping.resize(num_rows), made.rows.resize(num_rows);
+    made.lengths.resize(num_rows), made.query_starts.resize(num_rows + 1), made.block_tables.resize(num_rows * width);
+    for (int64_t row = 0; row < num_rows; row++) {
+        int64_t slot = in.slots[row], start = in.starts[row];
+        const int32_t* table = in.tables + slot * in.blocks_per_slot;
+        made.input_ids[row] = in.last_tokens[slot];
+        made.slot_mapping[row] = table[start / in.block_size] * in.block_size + start % in.block_size;
+        made.rows[row] = row;
+        made.lengths[row] = int32_t(start + 1);
+        made.query_starts[row + 1] = int32_t(row + 1);
+        std::copy(table, table + width, made.block_tables.begin() + row * width);
+    }
+    StepInputs inputs{num_rows, num_rows, width, num_rows, made.input_ids.data(), in.starts, made.slot_mapping.data(),
+                      made.block_tables.data(), made.query_starts.data(), made.lengths.data(), made.rows.data(),
+                      in.cache, in.num_blocks, in.block_size, nullptr, logits};
+    Error error = check(model, inputs);
+    if (error == FINE && num_rows > 0) run_step(model, inputs);
+    return error;
+}
+
 void run_head(Model& model, const float* hidden, int64_t count, float* logits) {
     std::lock_guard<std::mutex> lock(model.is_running);
     auto run = model.shape.dtype == BFLOAT16 ? run_head_typed<uint16_t> : run_head_typed<float>;

@@ -20,12 +20,27 @@ struct StepInputs {  // as `_StepInputs` of library.py
 };
 
 // What a step can be wrong in, 0 if in nothing.
-enum Error : int32_t { FINE, BAD_TOKEN, BAD_POSITION, BAD_SLOT, BAD_SEQUENCE, BAD_BLOCK, BAD_ROW, NO_MEMORY };
+enum Error : int32_t { FINE, BAD_TOKEN, BAD_POSITION, BAD_SLOT, BAD_SEQUENCE, BAD_BLOCK, BAD_ROW, NO_MEMORY, IS_PROMPT };
 
 Error check(const Model& model, const StepInputs& inputs);
 
 // Runs a step that has been checked.
 void run_step(Model& model, const StepInputs& inputs);
+
+// What is known of each slot's sequence, [S] each, and which slots a step has.
+struct Decoding {  // as `Decoding` of library.py
+    const int64_t *slots, *starts;  // [S] whose the step's rows are, and where each row's token comes
+    const int64_t* last_tokens;     // [S] each slot's newest token
+    const int64_t* num_known;       // [S] tokens from the first that are not newest ones, but of a prompt
+    const int32_t* tables;          // [S, blocks_per_slot] block ids in token order
+    int64_t num_slots, blocks_per_slot;
+    void* cache;  // this and the rest as in StepInputs
+    int64_t num_blocks, block_size;
+};
+
+// Runs a step of `num_rows` slots, each of which reads its newest token: logits [num_rows, V]. IS_PROMPT, and nothing is
+// done, if one reads another.
+Error decode(Model& model, const Decoding& decoding, int64_t num_rows, float* logits);
 
 // The final norm of `hidden` [n, hidden], to `normed` likewise; and logits [n, V] of it.
 void run_norm(const Model& model, const float* hidden, int64_t count, float* normed);

@@ -1,0 +1,119 @@
+"""Steps of running sequences whose state lies in columns indexed by slot: what is usual in a step is read there by the
+library itself, and nothing has to be gathered for it.
+
+The columns are the caller's, who changes them between steps. What passes between Python and the library lies in memory
+that is kept, as each array that is made costs more than what a decoding step has in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import library
+from .model import Bools, Doubles, Floats, Ints, Longs, NativeCache, NativeModel, address
+
+NO_IDS: Longs = np.zeros(0, np.int64)
+
+
+class Decoding:
+    """Steps of which each row reads its slot's newest token."""
+
+    def __init__(
+        self,
+        model: NativeModel,
+        cache: NativeCache,
+        *,
+        last_tokens: Longs,  # [S] the newest token
+        num_known: Longs,  # [S] tokens from the first on that are not read from there
+        tables: Ints,  # [S, M] block ids in token order
+    ) -> None:
+        model.check_cache(cache)
+        num_slots, blocks_per_slot = tables.shape
+        self._model, self._read = model, (cache, last_tokens, num_known, tables)
+        self._slots, self._starts = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
+        self._rows = ctypes.byref(
+            library.Decoding(
+                slots=address(self._slots, np.int64),
+                starts=address(self._starts, np.int64),
+                last_tokens=address(last_tokens, np.int64),
+                num_known=address(num_known, np.int64),
+                tables=address(tables, np.int32),
+                num_slots=num_slots,
+                blocks_per_slot=blocks_per_slot,
+                cache=cache.data.ctypes.data,
+                num_blocks=cache.blocks_apart,
+                block_size=cache.block_size,
+            )
+        )
+
+    def step(self, slots: Longs, starts: Ints) -> Floats | None:
+        """Runs a step of these slots, at most S, each of which has `starts` [L] tokens in the cache: logits [L, V].
+        None, and nothing is done, if a row reads a token of its prompt. As `NativeModel.step` otherwise."""
+        count = len(slots)
+        logits = np.empty((count, self._model.shape.vocab_size), np.float32)
+        self._slots[:count] = slots
+        self._starts[:count] = starts
+        return logits if self._model.decode(self._rows, count, logits.ctypes.data) else None
+
+
+class Chooser:
+    """Chooses tokens by inverse CDF in the order of the vocabulary, from what masks allow, then top_k, then top_p, then
+    min_p keep; tokens that tie with the last one kept are kept. What a slot's sequence asked for is in [S] columns."""
+
+    def __init__(
+        self,
+        model: NativeModel,
+        *,
+        is_random: Bools,  # drawn; otherwise the likeliest, the lowest id among equals
+        temperature: Doubles,  # above 0
+        top_k: Longs,  # 0 is off
+        top_p: Doubles,  # 1 is off
+        min_p: Doubles,  # 0 is off
+        seeds: NDArray[np.uint64],  # with a token's absolute position, its randomness
+        num_prompt: Ints,  # positions before the first token of an answer
+    ) -> None:
+        self._model = model
+        self._read = (is_random, temperature, top_k, top_p, min_p, seeds, num_prompt)
+        types = (np.bool_, np.float64, np.int64, np.float64, np.float64, np.uint64, np.int32)
+        columns = (address(column, dtype) for column, dtype in zip(self._read, types, strict=True))
+        self._asked = ctypes.byref(library.Asked(*columns))
+        self._choices = library.Choices()
+        self._make_room(len(is_random))
+
+    def _make_room(self, num_rows: int) -> None:
+        self._slots, self._places = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+        self._token_ids, self._is_broken = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
+        self._choices.slots, self._choices.places = self._slots.ctypes.data, self._places.ctypes.data
+        self._choices.token_ids, self._choices.is_broken = self._token_ids.ctypes.data, self._is_broken.ctypes.data
+
+    def choose(
+        self,
+        logits: Floats,  # [L, V]
+        slots: Longs,  # [L] whose the rows are; several may be one slot's
+        places: Longs,  # [L] in their answers, of the tokens to be chosen
+        masks: NDArray[np.int32] | None = None,  # [M, W] of at least V bits, the lowest of a word first; 0 is hidden
+        mask_rows: Longs = NO_IDS,  # [L] which of the masks is whose; below 0, none
+    ) -> tuple[Longs, Bools]:
+        """(token ids, rows that hold no number), [L] each. Of rows with a mask the logits are changed.
+
+        A row is broken if it has no finite maximum or a NaN; its token is 0. A row's token depends on that row only.
+        """
+        count, choices = len(slots), self._choices
+        if count > len(self._slots):
+            self._make_room(count)
+        self._slots[:count] = slots
+        self._places[:count] = places
+        choices.logits = address(logits, np.float32)
+        choices.num_rows, choices.vocab_size = logits.shape
+        choices.masks = None
+        if masks is not None and count:
+            num_masks, choices.num_words = masks.shape
+            assert 32 * masks.shape[1] >= logits.shape[1], f"{masks.shape} masks of {logits.shape[1]} tokens"
+            assert len(mask_rows) == count and mask_rows.max() < num_masks, f"rows {mask_rows} of {num_masks} masks"
+            choices.masks, choices.mask_rows = address(masks, np.int32), address(mask_rows, np.int64)
+        assert len(logits) == count, f"{len(logits)} rows of logits for {count} slots"
+        self._model.choose(self._asked, ctypes.byref(choices))
+        return self._token_ids[:count].copy(), self._is_broken[:count].copy()

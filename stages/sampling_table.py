@@ -166,7 +166,7 @@ class SamplingTable:
         num_generated = place + 1
         self.num_generated[slots] = num_generated
         is_penalised = self.is_penalised[slots]
-        if np.count_nonzero(is_penalised):
+        if num_true(is_penalised):
             at = slots[is_penalised]
             self.tokens[at, self.num_prompt[at] + place[is_penalised]] = token_ids[is_penalised]
         finishes = np.zeros(len(slots), np.int8)

@@ -308,7 +308,7 @@ class NativeModel:
         self._check(self._library.millrace_step(self._model, ctypes.byref(inputs)))
         self._note_shares()
 
-    def decode(self, rows: Any, num_rows: int, logits: int) -> bool:
+    def decode(self, rows: Any, num_rows: int, logits: int | None) -> bool:
         """As `step`, by a reference to a `library.Decoding`, to logits at an address: for a `Decoding`. False, and
         nothing was done, if a row reads a token of its prompt."""
         if self._before_step is not None:

@@ -38,6 +38,9 @@ class Share(IntEnum):
     LOST_TRYING = 4
 
 
+PASSED = int(Share.PASSED)
+
+
 class Neighbours:
     """Decides by `note`, which is told the sums after each step, how many threads the next one has: `limit`, and
     whether those left out try (`is_trying`)."""
@@ -62,10 +65,12 @@ class Neighbours:
 
     def note(self, shares: Longs) -> bool:
         """`shares` [5] ns, as `Share` says, since the start. True if something is to be different."""
+        if not self.is_trying and shares.item(PASSED) - self._began[PASSED] < WINDOW_NS:
+            return False  # as after most steps
         before = self.limit, self.is_trying
         if self.is_trying:
             self._judge_try(shares)
-        elif self._since(shares, Share.PASSED) >= WINDOW_NS:
+        else:
             self._judge(shares)
         if self.limit != before[0]:
             self._tell(self.limit, self.num_lost)

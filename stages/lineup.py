@@ -1,4 +1,4 @@
-"""The order in which running sequences are served, and who may lose its blocks for whom.
+"""The order in which running sequences are served, who may lose its blocks for whom, and what a plan asks for them.
 
 Plain, columnar state behind the schedule stage; made anew when somebody comes or goes.
 """
@@ -36,30 +36,59 @@ class Lineup:
 
 
 @dataclass(slots=True, eq=False)
-class Steady:
-    """What a plan of decoding rows says, again and again, until a row comes or goes: each row wants one token."""
+class Wishes:
+    """What a plan asks for, row by row: the columns of `StepPlan` of these names."""
 
-    lineup: Lineup  # it holds for
-    num_wanted: Ints  # [R] ones
+    slots: Indices  # [R]
+    num_wanted: Ints  # [R] drafts not counted
     reaches_end: Bools  # [R] all true
+    victims: Indices  # [V]
     num_victims: Ints  # [R]
     num_reserved: Ints | None  # [R]
+
+    @classmethod
+    def of(cls, lineup: Lineup, table: SlotTable, slots: Indices, num_wanted: Ints) -> Wishes:
+        return cls(
+            slots=slots,
+            num_wanted=num_wanted,
+            reaches_end=np.ones(len(slots), np.bool_),
+            victims=lineup.victims,
+            num_victims=lineup.num_victims[slots],
+            num_reserved=table.reserve[slots] if lineup.has_reserves else None,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Steady(Wishes):
+    """What a plan of decoding rows asks for, again and again, until a row comes or goes: each row wants one token."""
+
+    lineup: Lineup  # it holds for
     one_each: Ints  # [S] by slot: ones for the rows, zeros elsewhere
     num_plans: int  # for which it still holds: the fewest tokens that any row may yet make
     num_context: int  # tokens that the rows of the next plan attend to
 
     @classmethod
-    def of(cls, lineup: Lineup, table: SlotTable, num_wanted: Ints) -> Steady:
+    def begin(cls, lineup: Lineup, table: SlotTable, ones: Ints) -> Steady:
+        """Of all rows of a lineup, each of which wants `ones` of them, [R]."""
         slots = lineup.slots
         one_each = np.zeros(table.num_slots, np.int32)
         one_each[slots] = 1
         return cls(
-            lineup=lineup,
-            num_wanted=num_wanted,
+            slots=slots,
+            num_wanted=ones,
             reaches_end=np.ones(len(slots), np.bool_),
+            victims=lineup.victims,
             num_victims=lineup.num_victims[slots],
             num_reserved=table.reserve[slots] if lineup.has_reserves else None,
+            lineup=lineup,
             one_each=one_each,
             num_plans=int((table.limit[slots] - table.num_known[slots]).min()),
             num_context=int(table.num_known[slots].sum()),
         )
+
+    def note_granted(self, table: SlotTable) -> None:
+        """All rows got their token."""
+        table.num_computed += self.one_each
+        table.num_known += self.one_each
+        self.num_plans -= 1
+        self.num_context += len(self.slots)

@@ -23,6 +23,7 @@ from millrace.stages.host import HostTier
 from millrace.stages.lives import Lives
 from millrace.stages.messages import Ints, StepPlan
 from millrace.stages.outbox import Choice, RequestOutbox
+from millrace.stages.planner import Planner
 from millrace.stages.runs import NO_DRAFT, Runs
 from millrace.stages.scheduler import Scheduler
 from millrace.stages.sequences import State
@@ -488,12 +489,12 @@ def drafting_rows_run_ahead() -> AbstractContextManager[None]:
     """A row is planned again before it is known how many of its drafts were right."""
 
     def change(held: Any) -> Any:
-        def hasty(self: Scheduler, slots: Any, *, is_drafting_time: bool) -> Any:
+        def hasty(self: Planner, slots: Any, flights: Any, *, is_drafting_time: bool) -> Any:
             return np.zeros(len(slots), np.bool_)
 
         return hasty
 
-    return changed(Scheduler, "_held", change)
+    return changed(Planner, "_held", change)
 
 
 BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {

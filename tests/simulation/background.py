@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from tests.counts import count
 from tests.simulation.bugs import BUGS
 from tests.simulation.device_bugs import DEVICE_BUGS
-from tests.simulation.world import Setup, on_streams, run_seed
+from tests.simulation.setups import Setup, on_streams
+from tests.simulation.world import run_seed
 
 R = TypeVar("R")
 

@@ -15,7 +15,8 @@ from dataclasses import asdict
 from functools import partial
 from itertools import product
 
-from tests.simulation.world import FAULTS, SETTLE_FAULT, Setup, draw_setup, on_streams, run_seed
+from tests.simulation.setups import FAULTS, SETTLE_FAULT, Setup, draw_setup, on_streams
+from tests.simulation.world import run_seed
 
 Change = Callable[[Setup], Setup]
 

@@ -18,7 +18,8 @@ from tests.simulation.background import (
     run_late_seeds,
 )
 from tests.simulation.device_bugs import DEVICE_BUGS
-from tests.simulation.world import SETTLE_FAULT, on_streams, run_seed
+from tests.simulation.setups import SETTLE_FAULT, on_streams
+from tests.simulation.world import run_seed
 
 pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 

@@ -14,7 +14,8 @@ from millrace.stages.scripted.script import Script
 from tests.simulation import background
 from tests.simulation.background import MAX_SEEDS_TO_FIND, NUM_SEEDS, Totals, find_bug, run_seeds
 from tests.simulation.bugs import BUGS
-from tests.simulation.world import FAULTS, right_answer
+from tests.simulation.right_answers import right_answer
+from tests.simulation.setups import FAULTS
 
 pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 

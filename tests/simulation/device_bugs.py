@@ -4,7 +4,7 @@ manager that puts one into the real classes. The simulation on streams must find
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,8 @@ from millrace.stages.stepping import submission
 from millrace.stages.stepping.late_device import LateDevice
 from millrace.stages.stepping.rings import SendRing
 from millrace.stages.stepping.submission import Step, StepLine
-from tests.simulation.bugs import changed, early_reuse
+from tests.simulation.memory_bugs import early_reuse
+from tests.simulation.planting import Bug, changed
 
 
 def fence_dropped() -> AbstractContextManager[None]:
@@ -135,7 +136,7 @@ def _deaf(name: str) -> AbstractContextManager[None]:
     return changed(SimStream, "wait", change)
 
 
-DEVICE_BUGS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
+DEVICE_BUGS: Mapping[str, Bug] = {
     bug.__name__: bug
     for bug in (
         fence_dropped,

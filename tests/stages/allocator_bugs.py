@@ -1,12 +1,12 @@
 """Bugs to plant in the allocator: each is a context manager. Random plans against the naive memory must find them.
 
-Those of `tests/simulation/bugs.py` that lie in the allocator's own code are here, too.
+Those of `tests/simulation/memory_bugs.py` are here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +22,8 @@ from millrace.stages.messages import Direction, Indices, Ints, Started, StepPlan
 from millrace.stages.prefix import Chain, PrefixCache
 from millrace.stages.pressure import Pressure
 from millrace.stages.sharing import Sharing
-from tests.simulation import bugs as simulated
-
-Bug = Callable[[], AbstractContextManager[None]]
-
-
-@contextmanager
-def _changed(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    with MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, change(getattr(owner, name)))
-        yield
-
+from tests.simulation.memory_bugs import MEMORY_BUGS
+from tests.simulation.planting import Bug, changed
 
 # -- counting blocks and tokens
 
@@ -46,7 +37,7 @@ def one_block_too_few() -> AbstractContextManager[None]:
 
         return short
 
-    return _changed(BlockTables, "num_blocks_for", change)
+    return changed(BlockTables, "num_blocks_for", change)
 
 
 def budget_exceeded_by_one() -> AbstractContextManager[None]:
@@ -58,7 +49,7 @@ def budget_exceeded_by_one() -> AbstractContextManager[None]:
 
         return generous
 
-    return _changed(allocator, "_cut_to_budget", change)
+    return changed(allocator, "_cut_to_budget", change)
 
 
 def whole_wishes_cut() -> AbstractContextManager[None]:
@@ -73,7 +64,7 @@ def whole_wishes_cut() -> AbstractContextManager[None]:
 
         return cutting
 
-    return _changed(Pressure, "_what_fits", change)
+    return changed(Pressure, "_what_fits", change)
 
 
 # -- preemption
@@ -92,7 +83,7 @@ def victim_that_may_not_be_taken() -> AbstractContextManager[None]:
 
         return greedy
 
-    return _changed(Pressure, "_next_victim", change)
+    return changed(Pressure, "_next_victim", change)
 
 
 def victim_served_all_the_same() -> AbstractContextManager[None]:
@@ -106,7 +97,7 @@ def victim_served_all_the_same() -> AbstractContextManager[None]:
 
         return forgetful
 
-    return _changed(Pressure, "_preempt", change)
+    return changed(Pressure, "_preempt", change)
 
 
 def detached_in_name_only() -> AbstractContextManager[None]:
@@ -120,7 +111,7 @@ def detached_in_name_only() -> AbstractContextManager[None]:
 
         return lossy
 
-    return _changed(Holdings, "detach", change)
+    return changed(Holdings, "detach", change)
 
 
 # -- blocks that are used again
@@ -135,7 +126,7 @@ def settled_one_step_early() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(BlockPool, "settle", change)
+    return changed(BlockPool, "settle", change)
 
 
 def evicted_while_in_use() -> AbstractContextManager[None]:
@@ -149,7 +140,7 @@ def evicted_while_in_use() -> AbstractContextManager[None]:
 
         return forgetful
 
-    return _changed(BlockPool, "share", change)
+    return changed(BlockPool, "share", change)
 
 
 def eviction_untold() -> AbstractContextManager[None]:
@@ -163,7 +154,7 @@ def eviction_untold() -> AbstractContextManager[None]:
 
         return silent
 
-    return _changed(BlockPool, "_evict", change)
+    return changed(BlockPool, "_evict", change)
 
 
 # -- the host
@@ -182,7 +173,7 @@ def one_block_too_few_is_swapped() -> AbstractContextManager[None]:
 
         return short
 
-    return _changed(Holdings, "preempt", change)
+    return changed(Holdings, "preempt", change)
 
 
 def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
@@ -197,7 +188,7 @@ def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
 
         return shifted
 
-    return _changed(Holdings, "copy_in", change)
+    return changed(Holdings, "copy_in", change)
 
 
 def reset_keeps_the_host() -> AbstractContextManager[None]:
@@ -211,7 +202,7 @@ def reset_keeps_the_host() -> AbstractContextManager[None]:
 
         return sentimental
 
-    return _changed(HostTier, "forget_all", change)
+    return changed(HostTier, "forget_all", change)
 
 
 # -- the prefix cache
@@ -227,7 +218,7 @@ def one_block_found_too_many() -> AbstractContextManager[None]:
 
         return boasting
 
-    return _changed(Holdings, "_with_beginning", change)
+    return changed(Holdings, "_with_beginning", change)
 
 
 def salt_ignored() -> AbstractContextManager[None]:
@@ -240,7 +231,7 @@ def salt_ignored() -> AbstractContextManager[None]:
 
         return unsalted
 
-    return _changed(PrefixCache, "chain", change)
+    return changed(PrefixCache, "chain", change)
 
 
 def partial_block_published() -> AbstractContextManager[None]:
@@ -252,7 +243,7 @@ def partial_block_published() -> AbstractContextManager[None]:
 
         return rounding_up
 
-    return _changed(Sharing, "_put_known", change)
+    return changed(Sharing, "_put_known", change)
 
 
 def answer_published_early() -> AbstractContextManager[None]:
@@ -273,7 +264,7 @@ def answer_published_early() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(Sharing, "_put_filled", change)
+    return changed(Sharing, "_put_filled", change)
 
 
 def kept_unwritten() -> AbstractContextManager[None]:
@@ -288,7 +279,7 @@ def kept_unwritten() -> AbstractContextManager[None]:
 
         return hasty
 
-    return _changed(Sharing, "note_grant", change)
+    return changed(Sharing, "note_grant", change)
 
 
 def reset_cache_still_fills() -> AbstractContextManager[None]:
@@ -300,7 +291,7 @@ def reset_cache_still_fills() -> AbstractContextManager[None]:
 
         return lenient
 
-    return _changed(Sharing, "forget", change)
+    return changed(Sharing, "forget", change)
 
 
 def forked_on_the_first_token() -> AbstractContextManager[None]:
@@ -313,7 +304,7 @@ def forked_on_the_first_token() -> AbstractContextManager[None]:
 
         return trusting
 
-    return _changed(Followers, "find", change)
+    return changed(Followers, "find", change)
 
 
 def tail_outlives_its_block() -> AbstractContextManager[None]:
@@ -326,7 +317,7 @@ def tail_outlives_its_block() -> AbstractContextManager[None]:
 
         return sentimental
 
-    return _changed(PrefixCache, "forget", change)
+    return changed(PrefixCache, "forget", change)
 
 
 def copied_into_the_wrong_block() -> AbstractContextManager[None]:
@@ -340,7 +331,7 @@ def copied_into_the_wrong_block() -> AbstractContextManager[None]:
 
         return shifted
 
-    return _changed(Holdings, "fork", change)
+    return changed(Holdings, "fork", change)
 
 
 def whole_block_stays_a_tail() -> AbstractContextManager[None]:
@@ -353,7 +344,7 @@ def whole_block_stays_a_tail() -> AbstractContextManager[None]:
 
         return lazy
 
-    return _changed(Sharing, "_put", change)
+    return changed(Sharing, "_put", change)
 
 
 OURS: tuple[Bug, ...] = (
@@ -380,21 +371,4 @@ OURS: tuple[Bug, ...] = (
     copied_into_the_wrong_block,
     whole_block_stays_a_tail,
 )
-SIMULATED: tuple[Bug, ...] = (
-    simulated.double_free,
-    simulated.early_reuse,
-    simulated.trusted_digest,
-    simulated.kept_despite_void,
-    simulated.freed_by_the_first_holder,
-    simulated.shared_too_early,
-    simulated.reused_while_copied,
-    simulated.host_reused_early,
-    simulated.half_a_block_forgotten,
-    simulated.forked_one_token_too_many,
-    simulated.fork_source_not_held,
-    simulated.fork_source_reused_while_copied,
-    simulated.forked_block_never_let_go,
-    simulated.tails_of_other_salts,
-    simulated.tail_found_too_early,
-)
-BUGS: Mapping[str, Bug] = {bug.__name__: bug for bug in (*OURS, *SIMULATED)}
+BUGS: Mapping[str, Bug] = {bug.__name__: bug for bug in OURS} | MEMORY_BUGS

@@ -1,0 +1,300 @@
+"""Bugs of memory, to plant: in blocks, the prefix cache and what is on the host. Each is a context manager.
+
+The simulation must find every one, and so must random plans for the allocator alone (tests/stages/allocator_bugs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from pytest import MonkeyPatch
+
+from millrace.stages import prefix
+from millrace.stages.blocks import BlockPool
+from millrace.stages.followers import Followers
+from millrace.stages.holdings import Holdings
+from millrace.stages.host import HostTier
+from millrace.stages.messages import Ints, StepPlan
+from millrace.stages.sharing import Sharing
+from tests.simulation.planting import Bug, changed
+
+
+def double_free() -> AbstractContextManager[None]:
+    """The first of several blocks that come free goes on the free stack twice."""
+
+    def change(release: Any) -> Any:
+        def twice(self: BlockPool, blocks: Ints) -> None:
+            release(self, blocks)
+            if len(blocks) > 1 and self.num_free < self.num_blocks:
+                release(self, blocks[:1])
+
+        return twice
+
+    return changed(BlockPool, "_release", change)
+
+
+def early_reuse() -> AbstractContextManager[None]:
+    """Blocks are free at once, whatever steps in flight still use them."""
+
+    def change(give_back: Any) -> Any:
+        def hasty(self: BlockPool, blocks: Ints, last_step: int, completed_step: int) -> None:
+            give_back(self, blocks, completed_step, completed_step)
+
+        return hasty
+
+    return changed(BlockPool, "give_back", change)
+
+
+def trusted_digest() -> AbstractContextManager[None]:
+    """Blocks are found by their keys alone."""
+
+    def change(find: Any) -> Any:
+        def trusting(self: Any, key: bytes, before: int | str, tokens: bytes) -> tuple[int, int] | None:
+            block = self.blocks.get(key)
+            return None if block is None else (block, self.entries[block][3])
+
+        return trusting
+
+    return changed(prefix._Tier, "find", change)
+
+
+def kept_despite_void() -> AbstractContextManager[None]:
+    """What a step should have filled that did not happen counts as filled."""
+
+    def change(settle: Any) -> Any:
+        def gullible(self: Sharing, plan: StepPlan) -> None:
+            settle(self, replace(plan, voided=()))
+
+        return gullible
+
+    return changed(Sharing, "settle", change)
+
+
+def freed_by_the_first_holder() -> AbstractContextManager[None]:
+    """A shared block leaves with the first table that gives it back."""
+
+    def change(share: Any) -> Any:
+        def counting_nobody(self: BlockPool, blocks: Ints) -> None:
+            share(self, blocks)
+            self.num_tables[blocks] = 1
+
+        return counting_nobody
+
+    return changed(BlockPool, "share", change)
+
+
+def shared_too_early() -> AbstractContextManager[None]:
+    """A prompt's blocks can be found as soon as their step is granted."""
+
+    def change(note_grant: Any) -> Any:
+        def hasty(self: Sharing, step: int, *columns: Any) -> None:
+            note_grant(self, -1, *columns)
+
+        return hasty
+
+    return changed(Sharing, "note_grant", change)
+
+
+def forked_one_token_too_many() -> AbstractContextManager[None]:
+    """One token more counts as copied than two blocks have in common."""
+
+    def change(find: Any) -> Any:
+        def generous(self: Followers, before: int | str, tokens: bytes, least: int) -> tuple[int, int] | None:
+            found = find(self, before, tokens, least)
+            return None if found is None else (found[0], min(found[1] + 1, len(tokens) // 4))
+
+        return generous
+
+    return changed(Followers, "find", change)
+
+
+def fork_source_not_held() -> AbstractContextManager[None]:
+    """The block that a sequence copies from may be given away before it is copied."""
+
+    def change(attach: Any) -> Any:
+        def careless(self: Holdings, plan: StepPlan, row: int, *, may_fork: bool) -> None:
+            attach(self, plan, row, may_fork=may_fork)
+            beginning = self.begun.get(int(plan.slots[row]))
+            if beginning is not None and beginning.source is not None:
+                self.pool.give_back(np.array([beginning.source], np.int32), -1, self.completed_step)
+
+        return careless
+
+    def change_fork(fork: Any) -> Any:
+        def without_giving_back(self: Holdings, step: int) -> None:
+            give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
+            fork(self, step)
+            self.pool.give_back = give_back  # type: ignore[method-assign]
+
+        return without_giving_back
+
+    def change_give_up(give_up: Any) -> Any:
+        def without_giving_back(self: Holdings, slot: int) -> None:
+            beginning = self.begun.get(slot)
+            if beginning is not None and beginning.source is not None:
+                self.begun[slot] = replace(beginning, source=None)
+            give_up(self, slot)
+
+        return without_giving_back
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with MonkeyPatch.context() as patch:
+            for name, made in (
+                ("attach", change),
+                ("fork", change_fork),
+                ("_give_up_beginning", change_give_up),
+            ):
+                patch.setattr(Holdings, name, made(getattr(Holdings, name)))
+            yield
+
+    return planted()
+
+
+def fork_source_reused_while_copied() -> AbstractContextManager[None]:
+    """The block that a sequence copies from comes free as soon as the step that copies it is granted."""
+
+    def change(fork: Any) -> Any:
+        def hasty(self: Holdings, step: int) -> None:
+            fork(self, -1)
+
+        return hasty
+
+    return changed(Holdings, "fork", change)
+
+
+def forked_block_never_let_go() -> AbstractContextManager[None]:
+    """Whoever copies from a block goes on holding it."""
+
+    def change(fork: Any) -> Any:
+        def clinging(self: Holdings, step: int) -> None:
+            give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
+            fork(self, step)
+            self.pool.give_back = give_back  # type: ignore[method-assign]
+
+        return clinging
+
+    return changed(Holdings, "fork", change)
+
+
+def tails_of_other_salts() -> AbstractContextManager[None]:
+    """A first block is copied whoever computed it."""
+
+    def change(name: str) -> Any:
+        def of(method: Any) -> Any:
+            def unsalted(self: Followers, *args: Any) -> Any:
+                at = 0 if name == "find" else 1
+                before = "" if isinstance(args[at], str) else args[at]
+                return method(self, *args[:at], before, *args[at + 1 :])
+
+            return unsalted
+
+        return of
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with MonkeyPatch.context() as patch:
+            for name in ("find", "add", "add_tail", "remove"):
+                patch.setattr(Followers, name, change(name)(getattr(Followers, name)))
+            yield
+
+    return planted()
+
+
+def tail_found_too_early() -> AbstractContextManager[None]:
+    """The tail of a prompt can be found as soon as its step is granted."""
+
+    def change(note_grant: Any) -> Any:
+        def hasty(self: Sharing, step: int, slots: Any, starts: Ints, ends: Ints, found: Ints) -> None:
+            note_grant(self, step, slots, starts, ends, found)
+            for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+                chain = self._chain(slot)
+                if end == self._num_known[slot] and chain.num_blocks == chain.num_known:
+                    self._num_settled[slot] = end
+                    self._put_tail(slot, chain)
+
+        return hasty
+
+    return changed(Sharing, "note_grant", change)
+
+
+def reused_while_copied() -> AbstractContextManager[None]:
+    """The blocks of a victim come free when its own last step is done, though a later one copies them."""
+
+    def change(preempt: Any) -> Any:
+        def hasty(self: Holdings, slot: int, step: int) -> None:
+            preempt(self, slot, int(self.last_step[slot]))
+
+        return hasty
+
+    return changed(Holdings, "preempt", change)
+
+
+def host_reused_early() -> AbstractContextManager[None]:
+    """Host blocks are free as soon as the copy back is granted."""
+
+    def change(release: Any) -> Any:
+        def hasty(self: HostTier, sequence_id: int, last_step: int, completed_step: int) -> None:
+            release(self, sequence_id, completed_step, completed_step)
+
+        return hasty
+
+    return changed(HostTier, "release", change)
+
+
+def half_a_block_forgotten() -> AbstractContextManager[None]:
+    """Only full blocks are copied to the host, and the tokens in the last one count as copied, too."""
+
+    def change(preempt: Any) -> Any:
+        def short(self: Holdings, slot: int, step: int) -> None:
+            num_copies = len(self.copies)
+            num_full = int(self.tables.num_tokens[slot]) // self.pool.block_size
+            preempt(self, slot, step)
+            if len(self.copies) > num_copies:
+                copy = self.copies.pop()
+                self.copies.append(
+                    replace(copy, sources=copy.sources[:num_full], destinations=copy.destinations[:num_full])
+                )
+
+        return short
+
+    return changed(Holdings, "preempt", change)
+
+
+def moved_despite_void() -> AbstractContextManager[None]:
+    """Cached blocks that a step should have copied to the host that did not happen count as copied."""
+
+    def change(settle: Any) -> Any:
+        def gullible(self: HostTier, completed_step: int, voided: Any, generation: int) -> list[int]:
+            return list(settle(self, completed_step, (), -1))
+
+        return gullible
+
+    return changed(HostTier, "settle", change)
+
+
+MEMORY_BUGS: Mapping[str, Bug] = {
+    bug.__name__: bug
+    for bug in (
+        double_free,
+        early_reuse,
+        trusted_digest,
+        kept_despite_void,
+        freed_by_the_first_holder,
+        shared_too_early,
+        forked_one_token_too_many,
+        fork_source_not_held,
+        fork_source_reused_while_copied,
+        forked_block_never_let_go,
+        tails_of_other_salts,
+        tail_found_too_early,
+        reused_while_copied,
+        host_reused_early,
+        half_a_block_forgotten,
+        moved_despite_void,
+    )
+}

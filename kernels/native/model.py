@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from . import library, machine, tensors
 from .errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
 from .neighbours import Neighbours, Share
+from .reused import ReusedRows
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -206,6 +207,7 @@ class NativeModel:
         if not self._model:
             raise NativeUnavailableError(f"threads = {self.num_threads}: the system gives no more threads or memory")
         self._before_step: Callable[[], object] | None = None
+        self._logits = ReusedRows(shape.vocab_size)
         self._part_times: Longs | None = None
         self._neighbours = neighbours or Neighbours(self.num_threads)
         self._shares = np.zeros(len(Share), np.int64)
@@ -325,6 +327,10 @@ class NativeModel:
         if self._neighbours.note(self._shares):
             told = self._neighbours.limit, self._neighbours.is_trying
             self._library.millrace_limit_threads(self._model, *told)
+
+    def room_for_logits(self, num_rows: int) -> Floats:
+        """[num_rows, V] for a step to write to; it is not taken again while anybody holds it, or a part of it."""
+        return self._logits.take(num_rows)
 
     def call_before_steps(self, call: Callable[[], object]) -> None:
         """From now on each step calls `call()` when all is ready, right before it lets go of the interpreter lock."""

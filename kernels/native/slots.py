@@ -53,7 +53,7 @@ class Decoding:
         """Runs a step of these slots, at most S, each of which has `starts` [L] tokens in the cache: logits [L, V].
         None, and nothing is done, if a row reads a token of its prompt. As `NativeModel.step` otherwise."""
         count = len(slots)
-        logits = np.empty((count, self._model.shape.vocab_size), np.float32)
+        logits = self._model.room_for_logits(count)
         self._slots[:count] = slots
         self._starts[:count] = starts
         return logits if self._model.decode(self._rows, count, _place_of(logits)) else None

@@ -146,3 +146,25 @@ def test_prompts_beside_decoding_sequences_have_the_bits_of_each_alone_on_any_nu
 def test_more_threads_than_chunks_leave_some_without_any() -> None:
     """One sequence with one key and one head of keys, and up to eight threads."""
     check("16 heads a key", [1], [0], [1], dtype="float32")
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 8])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_whenever_threads_come_to_a_step_its_bits_are_those_of_one_thread(name: str, num_threads: int) -> None:
+    """From each phase on, of two layers; and not before all is over. Few sequences are split between threads, many not."""
+    starts, counts = [799, 250, 0, 511, 3, 300, 640], [1, 13, 1, 2, 5, 1, 4]
+    alone, model = (
+        checkpoint(name).load("bfloat16", num_threads=number, worth_a_thread=1, neighbours=Still(number))
+        for number in (1, num_threads)
+    )
+    forks = Forks(alone, 16, starts, counts)
+    hidden = np.random.default_rng(1).standard_normal((5, alone.shape.hidden_size)).astype(np.float32)
+    wanted_logits = alone.logits(hidden)
+    batches = [[0], [0, 2, 5], list(range(7))]
+    wanted = [forks.logits(alone, chosen) for chosen in batches]
+    for lateness in (*range(27), 1000):
+        model._library.millrace_come_late(model._model, lateness)
+        for chosen, expected in zip(batches, wanted, strict=True):
+            found = forks.logits(model, chosen)
+            assert np.array_equal(found, expected), f"sequences {chosen}, threads come {lateness} phases late"
+        assert np.array_equal(model.logits(hidden), wanted_logits), f"the head, {lateness} phases late"

@@ -111,6 +111,12 @@ EXPORT void millrace_limit_threads(Model* model, int32_t num_threads, int32_t is
     model->pool->is_trying = is_trying;
 }
 
+// For tests: see Party.
+EXPORT void millrace_come_late(Model* model, uint32_t num_phases) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->pool->party.lateness = num_phases;
+}
+
 EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
     try {
         Error error = check(*model, *inputs);

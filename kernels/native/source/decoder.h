@@ -1,4 +1,4 @@
-// The step itself, for one dtype and one type of the cache's numbers: phases that all threads go through together, with a barrier after each.
+// The step itself, for one dtype and one type of the cache's numbers: phases that threads go through together.
 
 #pragma once
 
@@ -11,14 +11,15 @@
 
 namespace millrace {
 
-// What of attention each thread computes, for the layers with one window.
+// Attention for the layers with one window, in as many parts as threads may compute it; who is there does those of the
+// others, too.
 struct Plan {
     int64_t window = 0;
     std::vector<Item> items;
     bool is_split = false;                            // whether the chunks of an item may be seen by several threads
     std::vector<std::pair<int32_t, int64_t>> chunks;  // (item, chunk) in the order they are seen
-    std::vector<int64_t> first_chunk;                 // [threads + 1] of `chunks`
-    std::vector<std::vector<int64_t>> reads;          // [threads] of `Reads`
+    std::vector<int64_t> first_chunk;                 // [parts + 1] of `chunks`
+    std::vector<std::vector<int64_t>> reads;          // [parts] of `Reads`
     int64_t partial_size = 0;                         // floats a chunk of a split plan leaves behind, for MAX_ROWS rows
 
     // What a chunk costs, in tiles: those that it has, and what its beginning and its end take.
@@ -154,6 +155,7 @@ void norm_to(const TiledRows<T>& rows, int64_t first, int64_t last, const Row& r
 template <class Weight, class Cached>
 class Step {
     using Input = InputOf<Weight>;
+    using Seat = Party::Seat;
 
   public:
     Step(Model& model, const StepInputs& inputs, int num_threads)
@@ -170,19 +172,15 @@ class Step {
         ensure(&model.partials, num_floats * 4);
     }
 
-    // Counts what has passed since the phase before as time of `part`. For the first thread.
-    void add_time(Part part) {
-        int64_t now = now_ns();
-        model_.part_ns[part] += now - since_ns_;
-        since_ns_ = now;
-    }
-
     void run(int thread) {
-        for (auto& [window, plan] : plans_) list_reads(&plan, thread);
-        embed(thread);
-        wait(thread, REST);
-        for (size_t i = 0; i < model_.layers.size(); i++) run_layer(int(i), thread);
-        finish(thread);
+        Phases phases(model_.pool.get(), thread);
+        pass(phases, REST, [&](Seat) {  // of the caller alone, while the others come
+            for (auto& [window, plan] : plans_)
+                for (int part = 0; part < num_threads_; part++) list_reads(&plan, part);
+        });
+        pass(phases, REST, [&](Seat seat) { embed(seat); });
+        for (size_t i = 0; i < model_.layers.size(); i++) pass_layer(int(i), phases);
+        finish(phases);
     }
 
   private:
@@ -193,10 +191,13 @@ class Step {
         return model.activations.as<char>();
     }
 
-    // All threads have come to the end of a phase, whose time is that of a part of the step.
-    void wait(int thread, Part part) {
-        model_.pool->barrier.wait(num_threads_);
-        if (model_.part_ns && thread == 0) add_time(part);
+    // A phase, whose time is that of a part of the step.
+    template <class Work>
+    void pass(Phases& phases, Part part, const Work& work) {
+        if (!phases.run(work) || !model_.part_ns || phases.seat().rank > 0) return;
+        int64_t now = now_ns();
+        model_.part_ns[part] += now - since_ns_;
+        since_ns_ = now;
     }
 
     static int64_t now_ns() {
@@ -204,13 +205,9 @@ class Step {
                    std::chrono::steady_clock::now().time_since_epoch()).count();
     }
 
-    void rows_of(int thread, int64_t count, int64_t* first, int64_t* last) const {
-        share(count, thread, num_threads_, first, last);
-    }
-
-    void embed(int thread) {
+    void embed(Seat seat) {
         int64_t first, last, hidden = shape_.hidden_size;
-        rows_of(thread, inputs_.num_tokens, &first, &last);
+        share(inputs_.num_tokens, seat.rank, seat.count, &first, &last);
         for (int64_t t = first; t < last; t++) {
             int64_t id = inputs_.input_ids[t];
             float* to = at_.residual + t * at_.hidden_stride;
@@ -223,39 +220,36 @@ class Step {
         }
     }
 
-    void run_layer(int index, int thread) {
+    void pass_layer(int index, Phases& phases) {
         const Layer& layer = model_.layers[index];
+        const Plan& plan = plans_.at(layer.window);
         Cached* cache = static_cast<Cached*>(inputs_.cache) + index * layout_.layer_stride();
-        norm(layer.input_norm, thread);
-        wait(thread, REST);
-        multiply<Weight>(layer.qkv, at_.normed, Rows{at_.qkv, at_.qkv_stride, Into::STORE}, thread, num_threads_);
-        wait(thread, LINEARS);
-        place_tokens(layer, cache, thread);
-        wait(thread, REST);
-        attend(plans_.at(layer.window), cache, thread);
-        wait(thread, ATTENTION);
-        Rows residual{at_.residual, at_.hidden_stride, Into::ADD};
-        multiply<Weight>(layer.output, at_.attended, residual, thread, num_threads_);
-        wait(thread, LINEARS);
-        norm(layer.post_norm, thread);
-        wait(thread, REST);
-        multiply<Weight>(layer.gate_up, at_.normed, SiluMul<Input>{at_.inner}, thread, num_threads_);
-        wait(thread, LINEARS);
-        multiply<Weight>(layer.down, at_.inner, residual, thread, num_threads_);
-        wait(thread, LINEARS);
+        Rows qkv{at_.qkv, at_.qkv_stride, Into::STORE}, residual{at_.residual, at_.hidden_stride, Into::ADD};
+        auto pass_product = [&](const Linear& linear, const TiledRows<Input>& x, const auto& out) {
+            pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(linear, x, out, seat.rank, seat.count); });
+        };
+        pass(phases, REST, [&](Seat seat) { norm(layer.input_norm, seat); });
+        pass_product(layer.qkv, at_.normed, qkv);
+        pass(phases, REST, [&](Seat seat) { place_tokens(layer, cache, seat); });
+        pass(phases, ATTENTION, [&](Seat seat) { attend(plan, cache, seat); });
+        if (plan.is_split) pass(phases, ATTENTION, [&](Seat seat) { put_chunks_together(plan, cache, seat); });
+        pass_product(layer.output, at_.attended, residual);
+        pass(phases, REST, [&](Seat seat) { norm(layer.post_norm, seat); });
+        pass_product(layer.gate_up, at_.normed, SiluMul<Input>{at_.inner});
+        pass_product(layer.down, at_.inner, residual);
     }
 
-    void norm(const std::vector<float>& weight, int thread) {
+    void norm(const std::vector<float>& weight, Seat seat) {
         int64_t first, last;
-        rows_of(thread, inputs_.num_tokens, &first, &last);
+        share(inputs_.num_tokens, seat.rank, seat.count, &first, &last);
         auto row = [&](int64_t t) { return at_.residual + t * at_.hidden_stride; };
         norm_to(at_.normed, first, last, row, weight.data(), shape_.rms_norm_eps);
     }
 
     // Norms and rotates queries and keys, and writes keys and values into the cache.
-    void place_tokens(const Layer& layer, Cached* cache, int thread) {
+    void place_tokens(const Layer& layer, Cached* cache, Seat seat) {
         int64_t first, last, dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
-        rows_of(thread, inputs_.num_tokens, &first, &last);
+        share(inputs_.num_tokens, seat.rank, seat.count, &first, &last);
         for (int64_t t = first; t < last; t++) {
             float *q = at_.qkv + t * at_.qkv_stride, *k = q + heads * dim, *v = k + kv_heads * dim;
             for (int64_t head = 0; head < heads; head++) turn(q + head * dim, layer.q_norm, inputs_.positions[t]);
@@ -287,13 +281,19 @@ class Step {
         }
     }
 
-    void attend(const Plan& plan, const Cached* cache, int thread) {
-        Reads<Cached> reads{cache, plan.reads[thread].data()};
-        Scratch<Cached>* scratch = scratch_of(thread);
-        for (int64_t i = plan.first_chunk[thread]; i < plan.first_chunk[thread + 1]; i++) {
+    void attend(const Plan& plan, const Cached* cache, Seat seat) {
+        int64_t first, last;
+        share(num_threads_, seat.rank, seat.count, &first, &last);
+        for (int64_t part = first; part < last; part++) attend_part(plan, cache, int(part), seat.rank);
+    }
+
+    void attend_part(const Plan& plan, const Cached* cache, int part, int rank) {
+        Reads<Cached> reads{cache, plan.reads[part].data()};
+        Scratch<Cached>* scratch = scratch_of(rank);
+        for (int64_t i = plan.first_chunk[part]; i < plan.first_chunk[part + 1]; i++) {
             const Item& item = plan.items[plan.chunks[i].first];
             int64_t chunk = plan.chunks[i].second;
-            ItemAttention<Cached> attention = look(plan, item, cache, thread);
+            ItemAttention<Cached> attention = look(plan, item, cache, rank);
             if (plan.is_split || chunk == item.first_chunk())
                 attention.take_queries(at_.qkv, at_.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
             if (plan.is_split) {
@@ -306,16 +306,14 @@ class Step {
                                    chunk == item.first_chunk());
             if (chunk + 1 == item.last_chunk()) attention.finish(at_.attended);
         }
-        if (plan.is_split) put_chunks_together(plan, cache, thread);
     }
 
-    void put_chunks_together(const Plan& plan, const Cached* cache, int thread) {
+    void put_chunks_together(const Plan& plan, const Cached* cache, Seat seat) {
         int64_t first, last;
-        wait(thread, ATTENTION);
-        share(int64_t(plan.items.size()), thread, num_threads_, &first, &last);
+        share(int64_t(plan.items.size()), seat.rank, seat.count, &first, &last);
         for (int64_t i = first; i < last; i++) {
             const Item& item = plan.items[i];
-            ItemAttention<Cached> attention = look(plan, item, cache, thread);
+            ItemAttention<Cached> attention = look(plan, item, cache, seat.rank);
             for (int64_t chunk = item.first_chunk(); chunk < item.last_chunk(); chunk++) {
                 const float* partial = partial_of(plan, item, chunk);
                 attention.put_together(partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS,
@@ -330,38 +328,39 @@ class Step {
         return model_.partials.as<float>() + (item.partial + chunk - item.first_chunk()) * plan.partial_size;
     }
 
-    void list_reads(Plan* plan, int thread) {
-        std::vector<int64_t>* tiles = &plan->reads[thread];
-        for (int64_t i = plan->first_chunk[thread]; i < plan->first_chunk[thread + 1]; i++) {
+    void list_reads(Plan* plan, int part) {
+        std::vector<int64_t>* tiles = &plan->reads[part];
+        for (int64_t i = plan->first_chunk[part]; i < plan->first_chunk[part + 1]; i++) {
             auto [item, chunk] = plan->chunks[i];
-            look(*plan, plan->items[item], nullptr, thread).list_reads(chunk, tiles);
+            look(*plan, plan->items[item], nullptr, 0).list_reads(chunk, tiles);
         }
         tiles->resize(tiles->size() + AHEAD);
     }
 
     // An item before it has its queries.
-    ItemAttention<Cached> look(const Plan& plan, const Item& item, const Cached* cache, int thread) {
+    ItemAttention<Cached> look(const Plan& plan, const Item& item, const Cached* cache, int rank) {
         int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        return {layout_, sequences_, item, cache, group, plan.window, scratch_of(thread)};
+        return {layout_, sequences_, item, cache, group, plan.window, scratch_of(rank)};
     }
 
-    Scratch<Cached>* scratch_of(int thread) const { return model_.scratch.as<Scratch<Cached>>() + thread; }
+    Scratch<Cached>* scratch_of(int rank) const { return model_.scratch.as<Scratch<Cached>>() + rank; }
 
     // Hidden states and logits, to whoever asked for them.
-    void finish(int thread) {
-        int64_t first, last, hidden = shape_.hidden_size;
-        if (inputs_.hidden) {
-            rows_of(thread, inputs_.num_tokens, &first, &last);
+    void finish(Phases& phases) {
+        int64_t hidden = shape_.hidden_size;
+        TiledRows<Input> normed{at_.normed.data, inputs_.num_logits, hidden};
+        Rows logits{inputs_.logits, shape_.vocab_size, Into::STORE};
+        pass(phases, REST, [&](Seat seat) {
+            int64_t first, last;
+            share(inputs_.hidden ? inputs_.num_tokens : 0, seat.rank, seat.count, &first, &last);
             for (int64_t t = first; t < last; t++)
                 std::memcpy(inputs_.hidden + t * hidden, at_.residual + t * at_.hidden_stride, hidden * 4);
-        }
+            share(inputs_.logits ? inputs_.num_logits : 0, seat.rank, seat.count, &first, &last);
+            auto row = [&](int64_t i) { return at_.residual + inputs_.logits_rows[i] * at_.hidden_stride; };
+            norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
+        });
         if (!inputs_.logits) return;
-        rows_of(thread, inputs_.num_logits, &first, &last);
-        TiledRows<Input> normed{at_.normed.data, inputs_.num_logits, hidden};
-        auto row = [&](int64_t i) { return at_.residual + inputs_.logits_rows[i] * at_.hidden_stride; };
-        norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
-        wait(thread, REST);
-        multiply<Weight>(model_.head, normed, Rows{inputs_.logits, shape_.vocab_size, Into::STORE}, thread, num_threads_);
+        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_.head, normed, logits, seat.rank, seat.count); });
     }
 
     Model& model_;
@@ -379,7 +378,7 @@ template <class Weight>
 void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
     auto run = [&](auto step) {
         model.pool->run(num_threads, [&](int thread) { step.run(thread); });
-        if (model.part_ns) step.add_time(inputs.logits ? LINEARS : REST), model.part_ns[NUM_PARTS]++;
+        if (model.part_ns) model.part_ns[NUM_PARTS]++;
     };
     if (model.shape.cache == INT8)
         run(Step<Weight, int8_t>(model, inputs, num_threads));
@@ -393,13 +392,16 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
     const Shape& shape = model.shape;
     ensure(&model.activations, activation_bytes<Input>(model, count));
     TiledRows<Input> normed{model.activations.as<Input>(), count, shape.hidden_size};
+    Rows out{logits, shape.vocab_size, Into::STORE};
     model.pool->run(num_threads, [&](int thread) {
-        int64_t first, last;
-        share(count, thread, num_threads, &first, &last);
-        auto row = [&](int64_t i) { return hidden + i * shape.hidden_size; };
-        norm_to(normed, first, last, row, model.final_norm.data(), shape.rms_norm_eps);
-        model.pool->barrier.wait(num_threads);
-        multiply<Weight>(model.head, normed, Rows{logits, shape.vocab_size, Into::STORE}, thread, num_threads);
+        Phases phases(model.pool.get(), thread);
+        phases.run([&](Party::Seat seat) {
+            int64_t first, last;
+            share(count, seat.rank, seat.count, &first, &last);
+            auto row = [&](int64_t i) { return hidden + i * shape.hidden_size; };
+            norm_to(normed, first, last, row, model.final_norm.data(), shape.rms_norm_eps);
+        });
+        phases.run([&](Party::Seat seat) { multiply<Weight>(model.head, normed, out, seat.rank, seat.count); });
     });
 }
 

@@ -39,15 +39,39 @@ int64_t computed_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this 
 
 }  // namespace
 
-void Barrier::wait(int num_threads) {
-    if (num_threads == 1) return;
-    unsigned round = round_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads) {
-        arrived_.store(0, std::memory_order_relaxed);
-        round_.store(round + 1, std::memory_order_release);
-        return;
+void Party::open() { state_.store({0, 1, 0}, std::memory_order_release); }
+void Party::close() { state_.store({OVER, 0, 0}, std::memory_order_release); }
+
+bool Party::join(int thread, Seat* seat) {
+    while (state_.load(std::memory_order_acquire).phase < thread * lateness) std::this_thread::yield();
+    State before = state_.load(std::memory_order_acquire), with_me;
+    do {
+        if (before.phase == OVER) return false;
+        with_me = before, with_me.num_joining++;
+    } while (!state_.compare_exchange_weak(before, with_me, std::memory_order_acq_rel));
+    State now = wait_for_other(before.phase);
+    *seat = {before.num_present + before.num_joining, now.num_present, now.phase};
+    return now.phase != OVER;
+}
+
+void Party::end_phase(Seat* seat) {
+    State now;
+    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == seat->count) {
+        num_arrived_.store(0, std::memory_order_relaxed);
+        State before = state_.load(std::memory_order_acquire);
+        do {
+            now = {before.phase + 1, uint16_t(before.num_present + before.num_joining), 0};
+        } while (!state_.compare_exchange_weak(before, now, std::memory_order_acq_rel));
+    } else {
+        now = wait_for_other(seat->phase);
     }
-    for (int spin = 0; round_.load(std::memory_order_acquire) == round; spin++) {
+    seat->count = now.num_present, seat->phase++;
+}
+
+Party::State Party::wait_for_other(uint32_t phase) const {
+    for (int spin = 0;; spin++) {
+        State now = state_.load(std::memory_order_acquire);
+        if (now.phase != phase) return now;
         if (spin < NUM_SPINS)
             _mm_pause();
         else
@@ -79,6 +103,7 @@ void Pool::run(int num_threads, const std::function<void(int)>& job) {
     int num_called = is_trying ? size() : num_threads;
     began_ns_ = now_ns();
     job_ = &job;
+    party.open();
     if (num_called > 1) {
         num_left_.store(num_called - 1, std::memory_order_relaxed);
         is_running_.store(true, std::memory_order_relaxed);
@@ -90,6 +115,7 @@ void Pool::run(int num_threads, const std::function<void(int)>& job) {
         woken_.notify_all();
     }
     compute(0);
+    party.close();
     int64_t passed_ns = now_ns() - began_ns_;
     is_running_.store(false, std::memory_order_relaxed);
     for (int spin = 0; num_called > 1 && num_left_.load(std::memory_order_acquire) > 0; spin++) {

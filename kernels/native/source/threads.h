@@ -15,15 +15,40 @@
 
 namespace millrace {
 
-// Where the threads of one region wait for each other. Who waits spins first, since the others are usually there within
-// a microsecond; then it yields, so that a busy neighbour on the same core is not kept from letting the others on.
-class Barrier {
+// The threads that go through the phases of one region together: the caller from the first on, each other one from the
+// phase after it has come. So nobody waits for a thread whose core is somebody else's when a region begins: each phase is
+// shared by those who are there.
+//
+// Between two phases they wait for each other. Who waits spins first, since the others are usually there within a
+// microsecond; then it yields, so that a busy neighbour on the same core is not kept from letting the others on.
+class Party {
   public:
-    void wait(int num_threads);
+    // A thread's place among `count` that share a phase. The caller has rank 0, and nobody's rank changes.
+    struct Seat {
+        int rank = 0, count = 1;
+        uint32_t phase = 0;  // how many are over for all
+    };
+
+    void open();  // by the caller, before others may join; nobody is left of a region before
+    void close();  // by the caller, when all phases are over
+    // By another thread: returns when it may take part. False if all was over before that.
+    bool join(int thread, Seat* seat);
+    // All who share the phase have come to its end. Those who have joined meanwhile share the next one.
+    void end_phase(Seat* seat);
+
+    uint32_t lateness = 0;  // for tests: phases that the first to come after the caller misses, the second twice as many
 
   private:
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<unsigned> round_{0};
+    static constexpr uint32_t OVER = ~uint32_t(0);
+    struct State {
+        uint32_t phase;
+        uint16_t num_present, num_joining;
+    };
+
+    State wait_for_other(uint32_t phase) const;
+
+    alignas(64) std::atomic<int> num_arrived_{0};
+    alignas(64) std::atomic<State> state_{State{OVER, 0, 0}};
 };
 
 // Nanoseconds of all regions, added up: how long they took, how long their threads, all together, had cores and had
@@ -48,7 +73,7 @@ class Pool {
     // Calls job(thread) for each thread in [0, num_threads) and returns when all of them have. One caller at a time.
     void run(int num_threads, const std::function<void(int)>& job);
 
-    Barrier barrier;  // for the threads of the region that runs
+    Party party;  // of the region that runs
 
   private:
     // What the workers are told of a region in one word, so that who has nothing to do in it need not say so.
@@ -72,6 +97,36 @@ class Pool {
     std::mutex mutex_;
     std::condition_variable woken_;
     bool is_over_ = false;
+};
+
+// A thread's way through a region that is made of phases.
+class Phases {
+  public:
+    // For thread `thread` of a region of `pool`. The caller begins; another thread returns from here when it may join.
+    Phases(Pool* pool, int thread) : party_(&pool->party), is_alone_(pool->size() == 1) {
+        if (thread > 0 && !party_->join(thread, &seat_)) seat_.phase = ~uint32_t(0);
+    }
+
+    // work(seat) is the next phase, and returns for nobody before it has for all. Nothing if it is one that was over
+    // when this thread came.
+    template <class Work>
+    bool run(const Work& work) {
+        if (next_++ < seat_.phase) return false;
+        work(seat_);
+        if (is_alone_)
+            seat_.phase++;
+        else
+            party_->end_phase(&seat_);
+        return true;
+    }
+
+    const Party::Seat& seat() const { return seat_; }
+
+  private:
+    Party* party_;
+    Party::Seat seat_;
+    uint32_t next_ = 0;
+    bool is_alone_;
 };
 
 // [first, last) of `count` things for one of the threads, each as many as the others or one more.

@@ -151,7 +151,7 @@ def test_more_threads_than_chunks_leave_some_without_any() -> None:
 @pytest.mark.parametrize("num_threads", [2, 3, 8])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_whenever_threads_come_to_a_step_its_bits_are_those_of_one_thread(name: str, num_threads: int) -> None:
-    """From each phase on, of two layers; and not before all is over. Few sequences are split between threads, many not."""
+    """From each phase on, of two layers; and not before all is over. Few sequences are split, many not."""
     starts, counts = [799, 250, 0, 511, 3, 300, 640], [1, 13, 1, 2, 5, 1, 4]
     alone, model = (
         checkpoint(name).load("bfloat16", num_threads=number, worth_a_thread=1, neighbours=Still(number))

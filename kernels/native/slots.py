@@ -76,10 +76,10 @@ class Chooser:
         num_prompt: Ints,  # positions before the first token of an answer
     ) -> None:
         self._model = model
-        self._read: tuple[Array, ...] = (is_random, temperature, top_k, top_p, min_p, seeds, num_prompt)
         types = (np.bool_, np.float64, np.int64, np.float64, np.float64, np.uint64, np.int32)
-        columns = (address(column, dtype) for column, dtype in zip(self._read, types, strict=True))
-        self._asked = ctypes.byref(library.Asked(*columns))
+        self._read: tuple[Array, ...] = (is_random, temperature, top_k, top_p, min_p, seeds, num_prompt)
+        places = [address(column, dtype) for column, dtype in zip(self._read, types, strict=True)]
+        self._asked = ctypes.byref(library.Asked(*places))
         self._choices = library.Choices()
         self._make_room(len(is_random))
 

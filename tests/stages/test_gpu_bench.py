@@ -124,7 +124,8 @@ def test_a_dry_run_runs_every_part_and_says_that_its_figures_are_no_gpus(tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(told.read_text())
     assert found["device"] == DRY and done.stdout.count(DRY) > len(PARTS)
-    assert found["versions"]["torch"] == torch.__version__ and set(found["versions"]) >= {"triton", "driver", "numpy"}
+    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert set(found["versions"]) >= {"triton", "driver", "numpy"}
     parts = found["parts"]
     assert list(parts) == [part.name for part in PARTS]
     assert all(part["rows"] and not part["wrong"] and "failed" not in part for part in parts.values())

@@ -28,7 +28,7 @@ def _nested(depth: int) -> dict[str, Any]:
         ({"json": "{"}, "json is no JSON: "),
         ({"json": '{"const":NaN}'}, "json is no JSON: NaN"),
         ({"json": '{"const":1e400}'}, "json holds a number that is too large"),
-        ({"json": "[" * 5000 + "]" * 5000}, "json is nested more than 32 deep"),
+        ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "json is nested more than 32 deep"),
         ({"json": _nested(33)}, "json is nested more than 32 deep"),
         ({"json": {"items": object()}}, "json is no JSON"),
         ({"json": json.dumps({"const": "a" * 65536})}, "json has 65549 bytes: at most 65536"),

@@ -217,8 +217,8 @@ class LiveEnv(Env):
         self._side_threads.clear()
         for thread in used:
             await self.run_in_thread(thread.close)
-        for worker in list(self._workers):
-            await worker.aclose()
+        while self._workers:  # others may be made meanwhile
+            await next(iter(self._workers)).aclose()
         self._pool = None
         self._handover.close()
 

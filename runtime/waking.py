@@ -24,7 +24,8 @@ class LoopWaker:
         self._file: int | None = None  # an eventfd that the loop looks at; None: the system has none
         if hasattr(os, "eventfd"):
             self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)  # NOTE: not sooner, as a late thread may still wake
+            # NOTE: not sooner, as a late thread may still wake; nor at exit, while threads that nobody waits for run on
+            weakref.finalize(self, os.close, self._file).atexit = False
             self._write = ctypes.PyDLL(None).write  # unlike os.write and CDLL, it keeps the lock
             loop.add_reader(self._file, self._on_woken)
 

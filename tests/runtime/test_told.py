@@ -127,3 +127,27 @@ def test_a_job_told_before_waiting_is_not_forgotten_when_the_next_one_is_cancell
         assert await tokens == "tokens"
 
     run(main)
+
+
+def test_an_env_that_closes_also_closes_workers_made_meanwhile_and_serves_those_made_later():
+    async def main(loop: CountedLoop, worker: Worker) -> None:
+        def hold(which: int) -> bool:
+            begun[which].set()
+            return may_end[which].wait(30)
+
+        begun, may_end = ([threading.Event(), threading.Event()] for _ in range(2))
+        env = LiveEnv()
+        jobs = [env.worker("first").submit(hold, 0)]
+        await asyncio.to_thread(begun[0].wait, 30)
+        closing = asyncio.create_task(env.aclose())
+        await asyncio.sleep(0)  # it waits for the first
+        jobs.append(env.worker("second").submit(hold, 1))
+        await asyncio.to_thread(begun[1].wait, 30)
+        may_end[0].set()
+        loop.call_later(0.05, may_end[1].set)
+        await closing
+        assert await asyncio.wait_for(asyncio.gather(*jobs), 10) == [True, True]
+        assert await asyncio.wait_for(env.worker("third").submit(lambda: 3), 10) == 3
+        await env.aclose()
+
+    run(main)

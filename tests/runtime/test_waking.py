@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +85,30 @@ def test_files_are_closed_with_their_wakers():
         return len(set(files))
 
     assert asyncio.run(main()) <= 2
+
+
+@pytest.mark.skipif(not HAS_EVENTS, reason="no eventfd")
+def test_a_thread_that_outlives_the_interpreters_exit_writes_into_nobody_elses_file(tmp_path: Path):
+    """Daemon threads run until the very end: a number that was free by then could be that of a log."""
+    script = """if True:
+        import asyncio, os, sys, weakref
+        from millrace.runtime.waking import LoopWaker
+
+        async def main():
+            return LoopWaker(asyncio.get_running_loop(), int)
+
+        def leave():
+            while os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY) < 20:  # every number that is free
+                pass
+            waker.wake()
+
+        class Thing:
+            pass
+
+        thing = Thing()
+        weakref.finalize(thing, leave)
+        waker = asyncio.run(main())
+        """
+    path = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, timeout=60)
+    assert path.read_bytes() == b""

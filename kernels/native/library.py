@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
 from . import build, machine
@@ -113,7 +113,7 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_count_shares.restype = None
     library.millrace_limit_threads.argtypes = [model, c_int32, c_int32]
     library.millrace_limit_threads.restype = None
-    library.millrace_come_late.argtypes = [model, c_uint32]
+    library.millrace_come_late.argtypes = [model, c_int32]
     library.millrace_come_late.restype = None
     library.millrace_step.restype = c_int32
     library.millrace_norm.argtypes = [model, c_void_p, c_int64, c_void_p]

@@ -75,10 +75,11 @@ class Checkpoint:
         return cls(shape, tensors, np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
 
     def load(self, dtype: DType = "float32", **settings: Any) -> NativeModel:
-        """Into the library."""
+        """Into the library. All threads share each phase of a step but its first, however busy the machine is."""
         model = NativeModel(self.shape, dtype, self.cos, self.sin, **settings)
         for name, tensor in self.tensors.items():
             model.set_tensor(name, tensor)
+        model._library.millrace_come_late(model._model, 0)
         return model
 
     def kept_by(self, model: NativeModel) -> Checkpoint:

@@ -112,7 +112,7 @@ EXPORT void millrace_limit_threads(Model* model, int32_t num_threads, int32_t is
 }
 
 // For tests: see Party.
-EXPORT void millrace_come_late(Model* model, uint32_t num_phases) {
+EXPORT void millrace_come_late(Model* model, int32_t num_phases) {
     std::lock_guard<std::mutex> lock(model->is_running);
     model->pool->party.lateness = num_phases;
 }

@@ -39,11 +39,15 @@ int64_t computed_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this 
 
 }  // namespace
 
-void Party::open() { state_.store({0, 1, 0}, std::memory_order_release); }
+void Party::open(int num_threads) {
+    num_threads_ = num_threads;
+    state_.store({0, 1, 0}, std::memory_order_release);
+}
+
 void Party::close() { state_.store({OVER, 0, 0}, std::memory_order_release); }
 
 bool Party::join(int thread, Seat* seat) {
-    while (state_.load(std::memory_order_acquire).phase < thread * lateness) std::this_thread::yield();
+    while (!is_due(thread, state_.load(std::memory_order_acquire).phase)) std::this_thread::yield();
     State before = state_.load(std::memory_order_acquire), with_me;
     do {
         if (before.phase == OVER) return false;
@@ -58,6 +62,7 @@ void Party::end_phase(Seat* seat) {
     State now;
     if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == seat->count) {
         num_arrived_.store(0, std::memory_order_relaxed);
+        if (lateness >= 0) await_due(seat->phase);
         State before = state_.load(std::memory_order_acquire);
         do {
             now = {before.phase + 1, uint16_t(before.num_present + before.num_joining), 0};
@@ -66,6 +71,13 @@ void Party::end_phase(Seat* seat) {
         now = wait_for_other(seat->phase);
     }
     seat->count = now.num_present, seat->phase++;
+}
+
+void Party::await_due(uint32_t phase) const {
+    int num_due = 1;
+    while (num_due < num_threads_ && is_due(num_due, phase)) num_due++;
+    for (State now = state_.load(); now.num_present + now.num_joining < num_due; now = state_.load())
+        std::this_thread::yield();
 }
 
 Party::State Party::wait_for_other(uint32_t phase) const {
@@ -103,7 +115,7 @@ void Pool::run(int num_threads, const std::function<void(int)>& job) {
     int num_called = is_trying ? size() : num_threads;
     began_ns_ = now_ns();
     job_ = &job;
-    party.open();
+    party.open(num_threads);
     if (num_called > 1) {
         num_left_.store(num_called - 1, std::memory_order_relaxed);
         is_running_.store(true, std::memory_order_relaxed);

@@ -29,14 +29,16 @@ class Party {
         uint32_t phase = 0;  // how many are over for all
     };
 
-    void open();  // by the caller, before others may join; nobody is left of a region before
+    void open(int num_threads);  // by the caller, before others may join; nobody is left of a region before
     void close();  // by the caller, when all phases are over
     // By another thread: returns when it may take part. False if all was over before that.
     bool join(int thread, Seat* seat);
     // All who share the phase have come to its end. Those who have joined meanwhile share the next one.
     void end_phase(Seat* seat);
 
-    uint32_t lateness = 0;  // for tests: phases that the first to come after the caller misses, the second twice as many
+    // For tests: phases that thread 1 misses, thread 2 twice as many and so on; no phase begins before who is due has
+    // come. Below 0: who comes when is left to the system, and a phase in which nobody is late may be the caller's alone.
+    int32_t lateness = -1;
 
   private:
     static constexpr uint32_t OVER = ~uint32_t(0);
@@ -45,7 +47,11 @@ class Party {
         uint16_t num_present, num_joining;
     };
 
+    bool is_due(int thread, uint32_t phase) const { return lateness < 0 || int64_t(thread) * lateness <= phase; }
+    void await_due(uint32_t phase) const;
     State wait_for_other(uint32_t phase) const;
+
+    int num_threads_ = 1;  // of the region, at most
 
     alignas(64) std::atomic<int> num_arrived_{0};
     alignas(64) std::atomic<State> state_{State{OVER, 0, 0}};

@@ -128,7 +128,6 @@ void Pool::run(int num_threads, const std::function<void(int)>& job) {
     }
     compute(0);
     party.close();
-    int64_t passed_ns = now_ns() - began_ns_;
     is_running_.store(false, std::memory_order_relaxed);
     for (int spin = 0; num_called > 1 && num_left_.load(std::memory_order_acquire) > 0; spin++) {
         if (spin < NUM_SPINS)
@@ -136,7 +135,7 @@ void Pool::run(int num_threads, const std::function<void(int)>& job) {
         else
             std::this_thread::yield();
     }
-    add_shares(passed_ns);
+    add_shares(now_ns() - began_ns_);  // with those waited for that came late, as their loss counts, too
 }
 
 void Pool::compute(int thread) {

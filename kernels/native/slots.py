@@ -76,10 +76,16 @@ class Chooser:
         num_prompt: Ints,  # positions before the first token of an answer
     ) -> None:
         self._model = model
-        types = (np.bool_, np.float64, np.int64, np.float64, np.float64, np.uint64, np.int32)
-        self._read: tuple[Array, ...] = (is_random, temperature, top_k, top_p, min_p, seeds, num_prompt)
-        places = [address(column, dtype) for column, dtype in zip(self._read, types, strict=True)]
-        self._asked = ctypes.byref(library.Asked(*places))
+        self._read: list[tuple[Array, type[np.generic]]] = [
+            (is_random, np.bool_),
+            (temperature, np.float64),
+            (top_k, np.int64),
+            (top_p, np.float64),
+            (min_p, np.float64),
+            (seeds, np.uint64),
+            (num_prompt, np.int32),
+        ]
+        self._asked = ctypes.byref(library.Asked(*(address(column, dtype) for column, dtype in self._read)))
         self._choices = library.Choices()
         self._make_room(len(is_random))
 

@@ -48,14 +48,7 @@ class Wishes:
 
     @classmethod
     def of(cls, lineup: Lineup, table: SlotTable, slots: Indices, num_wanted: Ints) -> Wishes:
-        return cls(
-            slots=slots,
-            num_wanted=num_wanted,
-            reaches_end=np.ones(len(slots), np.bool_),
-            victims=lineup.victims,
-            num_victims=lineup.num_victims[slots],
-            num_reserved=table.reserve[slots] if lineup.has_reserves else None,
-        )
+        return cls(*_columns(lineup, table, slots, num_wanted))
 
 
 @dataclass(slots=True, eq=False)
@@ -74,12 +67,7 @@ class Steady(Wishes):
         one_each = np.zeros(table.num_slots, np.int32)
         one_each[slots] = 1
         return cls(
-            slots=slots,
-            num_wanted=ones,
-            reaches_end=np.ones(len(slots), np.bool_),
-            victims=lineup.victims,
-            num_victims=lineup.num_victims[slots],
-            num_reserved=table.reserve[slots] if lineup.has_reserves else None,
+            *_columns(lineup, table, slots, ones),
             lineup=lineup,
             one_each=one_each,
             num_plans=int((table.limit[slots] - table.num_known[slots]).min()),
@@ -92,3 +80,11 @@ class Steady(Wishes):
         table.num_known += self.one_each
         self.num_plans -= 1
         self.num_context += len(self.slots)
+
+
+def _columns(
+    lineup: Lineup, table: SlotTable, slots: Indices, num_wanted: Ints
+) -> tuple[Indices, Ints, Bools, Indices, Ints, Ints | None]:
+    """Those of `Wishes`, in their order."""
+    num_reserved = table.reserve[slots] if lineup.has_reserves else None
+    return slots, num_wanted, np.ones(len(slots), np.bool_), lineup.victims, lineup.num_victims[slots], num_reserved

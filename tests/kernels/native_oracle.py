@@ -181,8 +181,9 @@ class Run:
             data = self.cache.data if self.cache.dtype == "float32" else self.cache.data.view(np.uint16)
             data[:] = self.poison if self.cache.dtype == "float32" else bits  # in int8: as scales
 
-    def step(self, parts: dict[int, list[int]]) -> None:
-        """One step: for each sequence its next tokens."""
+    def step(self, parts: dict[int, list[int]], asked: dict[int, list[int]] | None = None) -> dict[int, Array]:
+        """One step: for each sequence its next tokens. Logits [n, V] of those of them that are asked for, by their
+        numbers among these; of all, which are kept, if nobody says so."""
         positions, slots, starts = [], [], [0]
         for sequence, token_ids in parts.items():
             table, start = self._tables.setdefault(sequence, []), self._lengths.get(sequence, 0)
@@ -196,7 +197,10 @@ class Run:
         tables = np.zeros((len(parts), max(len(self._tables[s]) for s in parts)), np.int32)
         for row, sequence in enumerate(parts):
             tables[row, : len(self._tables[sequence])] = self._tables[sequence]
-        logits = np.empty((starts[-1], self.model.shape.vocab_size), np.float32)
+        begins = dict(zip(parts, starts, strict=False))
+        wanted = asked or {sequence: list(range(len(token_ids))) for sequence, token_ids in parts.items()}
+        rows = np.array([begins[sequence] + i for sequence, numbers in wanted.items() for i in numbers], np.int64)
+        logits = np.empty((len(rows), self.model.shape.vocab_size), np.float32)
         self.model.step(
             self.cache,
             input_ids=np.concatenate([np.array(ids, np.int64) for ids in parts.values()]),
@@ -205,11 +209,14 @@ class Run:
             block_tables=tables,
             query_starts=np.array(starts, np.int32),
             lengths=np.array([self._lengths[sequence] for sequence in parts], np.int32),
-            logits_rows=np.arange(starts[-1]),
+            logits_rows=rows,
             logits=logits,
         )
-        for row, sequence in enumerate(parts):
-            self.logits.setdefault(sequence, []).extend(logits[starts[row] : starts[row + 1]])
+        ends = np.cumsum([len(numbers) for numbers in wanted.values()])[:-1]
+        given = dict(zip(wanted, np.split(logits, ends), strict=True))
+        for sequence in parts if asked is None else ():
+            self.logits.setdefault(sequence, []).extend(given[sequence])
+        return given
 
     def whole(self, token_ids: list[int], chunks: Iterable[int] = ()) -> Array:
         """[T, V], of one sequence alone, in chunks of these sizes and then the rest."""

@@ -116,6 +116,34 @@ def test_no_bit_depends_on_what_else_is_in_the_step(dtype: DType, instruction_se
         assert np.array_equal(np.array(run.logits[i]), Run(model).whole(ids)), f"sequence {i}"
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param({0: [40], 1: [0], 2: [12]}, id="the last of each"),
+        pytest.param({0: [38, 39, 40], 2: [12]}, id="some of the last, and one prompt goes on"),
+        pytest.param({2: [12], 0: [40, 39], 1: [0, 0]}, id="in any order, one twice"),
+        pytest.param({0: [3, 40], 1: [0]}, id="one amidst a prompt"),
+        pytest.param({1: [0]}, id="of one only"),
+    ],
+)
+def test_logits_are_the_same_bits_whichever_others_are_asked_for(
+    name: str, dtype: DType, asked: dict[int, list[int]]
+) -> None:
+    """Rows that nobody asks for leave the step within its last layer; their keys and values stay."""
+    model, before, parts = load(name, dtype), {1: tokens(270, 1)}, {0: tokens(41), 1: [7], 2: tokens(13, 2)}
+    all_rows, some = Run(model, num_blocks=600), Run(model, num_blocks=600)
+    for run in (all_rows, some):
+        run.step(before)
+    whole, given = all_rows.step(parts), some.step(parts, asked)
+    for sequence, numbers in asked.items():
+        assert np.array_equal(given[sequence], whole[sequence][numbers]), f"sequence {sequence}"
+    after = {sequence: [5, 6] for sequence in parts}
+    more, same = all_rows.step(after), some.step(after)
+    assert all(np.array_equal(more[sequence], same[sequence]) for sequence in parts)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_long_context_that_is_split_over_threads_gives_the_same_bits(dtype: DType) -> None:
     """1,100 tokens are five chunks of keys: one sequence decodes alone, so its chunks go to all threads."""

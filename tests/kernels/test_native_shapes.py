@@ -49,7 +49,7 @@ def drawn_form(draw: random.Random) -> dict[str, Any]:
 def test_logits_of_any_shape_are_those_of_float64_and_the_same_bits_however_a_prompt_is_cut(
     instruction_set: str,
 ) -> None:
-    for seed in range(begin := first_seed(), begin + count(40, 1_000)):
+    for seed in range(first := first_seed(), first + count(40, 1_000)):
         draw = random.Random(seed)
         shape, form = drawn_shape(draw), drawn_form(draw)
         made = Checkpoint.random(seed=seed, **shape)
@@ -60,6 +60,12 @@ def test_logits_of_any_shape_are_those_of_float64_and_the_same_bits_however_a_pr
         whole, cut = (Run(model, size).whole(prompt, each) for size, each in zip(block_sizes, ([], cuts), strict=True))
         described = f"seed {seed}: {shape} {form} blocks of {block_sizes}, {len(prompt)} tokens, cuts {cuts}"
         assert np.array_equal(whole, cut), described
+        begin, last_only = 0, Run(model, block_sizes[0])
+        for size in (*cuts, len(prompt)):
+            if part := prompt[begin : begin + size]:
+                begin += len(part)
+                (logits,) = last_only.step({0: part}, {0: [len(part) - 1]})[0]
+                assert np.array_equal(logits, whole[begin - 1]), described
         exact = made.kept_by(model).logits(prompt)
         near = 0.05 if form["dtype"] == "bfloat16" else 3e-3 if form["cache_dtype"] == "int8" else 1e-5
         assert error(whole, exact) < near, described

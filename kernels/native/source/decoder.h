@@ -3,128 +3,10 @@
 #pragma once
 
 #include <chrono>
-#include <map>
 
-#include "attention.h"
-#include "linear.h"
-#include "step.h"
+#include "batch.h"
 
 namespace millrace {
-
-// Attention for the layers with one window, in as many parts as threads may compute it; who is there does those of the
-// others, too.
-struct Plan {
-    int64_t window = 0;
-    std::vector<Item> items;
-    bool is_split = false;                            // whether the chunks of an item may be seen by several threads
-    std::vector<std::pair<int32_t, int64_t>> chunks;  // (item, chunk) in the order they are seen
-    std::vector<int64_t> first_chunk;                 // [parts + 1] of `chunks`
-    std::vector<std::vector<int64_t>> reads;          // [parts] of `Reads`
-    int64_t partial_size = 0;                         // floats a chunk of a split plan leaves behind, for MAX_ROWS rows
-
-    // What a chunk costs, in tiles: those that it has, and what its beginning and its end take.
-    int64_t cost(size_t i) const { return items[chunks[i].first].span_of(chunks[i].second).num_tiles() + 1; }
-
-    // Chunks from `i` that one thread sees.
-    size_t end_of_share(size_t i) const {
-        size_t end = i + 1;
-        while (!is_split && end < chunks.size() && chunks[end].first == chunks[i].first) end++;
-        return end;
-    }
-};
-
-constexpr int64_t PARTIALS = 1 << 20;  // bytes of what chunks leave behind that cost less than another order saves
-
-// Few sequences with long contexts are split, and so are few chunks of decoding rows: all heads then see a chunk before
-// the next one, in the order in which it lies in memory.
-inline void list_chunks(Plan* plan, int num_threads) {
-    int64_t total = 0, largest = 0, most_rows = 0;
-    for (const Item& item : plan->items) {
-        total += item.num_chunks(), largest = std::max(largest, item.num_chunks());
-        most_rows = std::max<int64_t>(most_rows, item.num_rows);
-    }
-    bool is_little = is_fetched_ahead(int(most_rows)) && total * plan->partial_size * 4 <= PARTIALS;
-    plan->is_split = num_threads > 1 && largest > 1 && (is_little || largest * num_threads * 2 > total);
-    for (size_t first = 0, end; first < plan->items.size(); first = end) {
-        auto is_same = [&](size_t i) { return plan->items[i].sequence == plan->items[first].sequence; };
-        for (end = first + 1; plan->is_split && end < plan->items.size() && is_same(end);) end++;
-        int64_t first_chunk = plan->items[first].first_chunk(), last_chunk = plan->items[end - 1].last_chunk();
-        for (int64_t chunk = first_chunk; chunk < last_chunk; chunk++)
-            for (size_t i = first; i < end; i++)
-                if (chunk >= plan->items[i].first_chunk() && chunk < plan->items[i].last_chunk())
-                    plan->chunks.emplace_back(int32_t(i), chunk);
-    }
-}
-
-inline Plan make_plan(const Model& model, const StepInputs& inputs, int64_t window, int num_threads) {
-    Plan plan;
-    plan.window = window;
-    plan.partial_size = MAX_ROWS * (round_up(model.shape.head_dim, 16) + 2);
-    int64_t group = model.shape.num_heads / model.shape.num_kv_heads, num_chunks = 0;
-    for (int32_t s = 0; s < inputs.num_sequences; s++) {
-        int64_t count = inputs.query_starts[s + 1] - inputs.query_starts[s], start = inputs.lengths[s] - count;
-        if (count <= 0) continue;
-        for (int32_t head = 0; head < model.shape.num_kv_heads; head++) {
-            for (int64_t row = 0; row < count * group; row += MAX_ROWS) {
-                int64_t rows = std::min<int64_t>(MAX_ROWS, count * group - row);
-                int64_t first = first_seen(start + row / group, window), last = start + (row + rows - 1) / group + 1;
-                plan.items.push_back({s, head, int32_t(row), int32_t(rows), first, last, num_chunks});
-                num_chunks += plan.items.back().num_chunks();
-            }
-        }
-    }
-    list_chunks(&plan, num_threads);
-    int64_t total = 0, seen = 0;
-    for (size_t i = 0; i < plan.chunks.size(); i++) total += plan.cost(i);
-    for (size_t i = 0, end; i < plan.chunks.size(); i = end) {
-        int64_t cost = 0;
-        end = plan.end_of_share(i);
-        for (size_t chunk = i; chunk < end; chunk++) cost += plan.cost(chunk);
-        int64_t thread = (2 * seen + cost) * num_threads / (2 * total);  // in whose share its middle is
-        while (int64_t(plan.first_chunk.size()) <= thread) plan.first_chunk.push_back(int64_t(i));
-        seen += cost;
-    }
-    plan.first_chunk.resize(num_threads + 1, int64_t(plan.chunks.size()));
-    plan.reads.resize(num_threads);
-    for (int thread = 0; thread < num_threads; thread++) {  // memory is taken here, where a lack of it can be told
-        int64_t most = AHEAD;
-        for (int64_t i = plan.first_chunk[thread]; i < plan.first_chunk[thread + 1]; i++) most += 2 * plan.cost(i);
-        plan.reads[thread].reserve(most);
-    }
-    return plan;
-}
-
-// Where a step's activations are.
-template <class Input>
-struct Activations {
-    float *residual, *qkv;
-    TiledRows<Input> normed, attended, inner;
-    int64_t hidden_stride, qkv_stride;
-    char* end;
-
-    Activations(const Model& model, char* memory, int64_t num_rows)
-        : hidden_stride(row_stride(model.shape.hidden_size)), qkv_stride(row_stride(model.qkv_size())) {
-        auto take = [&](auto** place, int64_t size) {
-            *place = reinterpret_cast<std::remove_reference_t<decltype(*place)>>(memory);
-            memory += round_up(num_rows * size * int64_t(sizeof(**place)), 64);
-        };
-        auto take_tiled = [&](TiledRows<Input>* rows, int64_t size) {
-            rows->num_rows = num_rows, rows->size = size;
-            take(&rows->data, size);
-        };
-        take(&residual, hidden_stride);
-        take(&qkv, qkv_stride);
-        take_tiled(&normed, model.shape.hidden_size);
-        take_tiled(&attended, model.attended_size());
-        take_tiled(&inner, model.shape.intermediate_size);
-        end = memory;
-    }
-};
-
-template <class Input>
-int64_t activation_bytes(const Model& model, int64_t num_rows) {
-    return Activations<Input>(model, nullptr, num_rows).end - static_cast<char*>(nullptr);
-}
 
 // Scales a row to unit mean square, then by `weight`. Sums run over whole vectors, then over the rest.
 inline void norm_row(const float* x, const float* weight, int64_t size, float eps, float* out) {
@@ -159,36 +41,52 @@ class Step {
 
   public:
     Step(Model& model, const StepInputs& inputs, int num_threads)
-        : model_(model), shape_(model.shape), inputs_(inputs), num_threads_(num_threads),
-          layout_{inputs.num_blocks, inputs.block_size, shape_.num_kv_heads, shape_.head_dim},
-          sequences_{inputs.block_tables, inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width},
-          at_(model, reserve(model, inputs, num_threads), inputs.num_tokens), since_ns_(now_ns()) {
+        : model_(model), shape_(model.shape), num_threads_(num_threads),
+          layout_{inputs.num_blocks, inputs.block_size, shape_.num_kv_heads, shape_.head_dim}, asked_rows_(inputs),
+          all_(model, reserve(model, inputs, num_threads), inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)),
+          since_ns_(now_ns()) {
         for (const Layer& layer : model.layers)
-            if (!plans_.count(layer.window))
-                plans_[layer.window] = make_plan(model, inputs, layer.window, num_threads);
+            (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads);
         int64_t num_floats = 0;
-        for (auto& [window, plan] : plans_)
+        each_plan([&](const Batch<Input>&, const Plan& plan) {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
+        });
         ensure(&model.partials, num_floats * 4);
     }
 
     void run(int thread) {
         Phases phases(model_.pool.get(), thread);
         pass(phases, REST, [&](Seat) {  // of the caller alone, while the others come
-            for (auto& [window, plan] : plans_)
-                for (int part = 0; part < num_threads_; part++) list_reads(&plan, part);
+            each_plan([&](const Batch<Input>& batch, Plan& plan) {
+                for (int part = 0; part < num_threads_; part++) list_reads(batch, &plan, part);
+            });
         });
         pass(phases, REST, [&](Seat seat) { embed(seat); });
-        for (size_t i = 0; i < model_.layers.size(); i++) pass_layer(int(i), phases);
-        finish(phases);
+        for (size_t i = 0; i + 1 < model_.layers.size(); i++) {
+            begin_layer(int(i), phases);
+            end_layer(int(i), all_, phases);
+        }
+        int last = int(model_.layers.size()) - 1;
+        begin_layer(last, phases);
+        if (asked_rows_.is_cut) pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
+        end_layer(last, last_batch(), phases);
+        finish(last_batch(), phases);
     }
 
   private:
     static char* reserve(Model& model, const StepInputs& inputs, int num_threads) {
-        int64_t rows = std::max(inputs.num_tokens, inputs.num_logits);
-        ensure(&model.activations, activation_bytes<Input>(model, rows));
+        ensure(&model.activations, step_activation_bytes<Input>(model, inputs.num_tokens, inputs.num_logits));
         ensure(&model.scratch, int64_t(sizeof(Scratch<Cached>)) * num_threads);
         return model.activations.as<char>();
+    }
+
+    // Who goes through what comes after the last layer's keys and values.
+    Batch<Input>& last_batch() { return asked_rows_.is_cut ? asked_ : all_; }
+
+    template <class Use>
+    void each_plan(const Use& use) {
+        for (Batch<Input>* batch : {&all_, &asked_})
+            for (auto& [window, plan] : batch->plans) use(*batch, plan);
     }
 
     // A phase, whose time is that of a part of the step.
@@ -207,10 +105,10 @@ class Step {
 
     void embed(Seat seat) {
         int64_t first, last, hidden = shape_.hidden_size;
-        share(inputs_.num_tokens, seat.rank, seat.count, &first, &last);
+        share(all_.inputs.num_tokens, seat.rank, seat.count, &first, &last);
         for (int64_t t = first; t < last; t++) {
-            int64_t id = inputs_.input_ids[t];
-            float* to = at_.residual + t * at_.hidden_stride;
+            int64_t id = all_.inputs.input_ids[t];
+            float* to = all_.at.residual + t * all_.at.hidden_stride;
             if (!shape_.is_tied) {
                 const Weight* row = model_.embedding.as<Weight>() + id * hidden;
                 for (int64_t i = 0; i < hidden; i++) to[i] = widen(row[i]);
@@ -220,41 +118,65 @@ class Step {
         }
     }
 
-    void pass_layer(int index, Phases& phases) {
-        const Layer& layer = model_.layers[index];
-        const Plan& plan = plans_.at(layer.window);
-        Cached* cache = static_cast<Cached*>(inputs_.cache) + index * layout_.layer_stride();
-        Rows qkv{at_.qkv, at_.qkv_stride, Into::STORE}, residual{at_.residual, at_.hidden_stride, Into::ADD};
-        auto pass_product = [&](const Linear& linear, const TiledRows<Input>& x, const auto& out) {
-            pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(linear, x, out, seat.rank, seat.count); });
-        };
-        pass(phases, REST, [&](Seat seat) { norm(layer.input_norm, seat); });
-        pass_product(layer.qkv, at_.normed, qkv);
-        pass(phases, REST, [&](Seat seat) { place_tokens(layer, cache, seat); });
-        pass(phases, ATTENTION, [&](Seat seat) { attend(plan, cache, seat); });
-        if (plan.is_split) pass(phases, ATTENTION, [&](Seat seat) { put_chunks_together(plan, cache, seat); });
-        pass_product(layer.output, at_.attended, residual);
-        pass(phases, REST, [&](Seat seat) { norm(layer.post_norm, seat); });
-        pass_product(layer.gate_up, at_.normed, SiluMul<Input>{at_.inner});
-        pass_product(layer.down, at_.inner, residual);
+    Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }
+
+    void pass_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Rows& out) {
+        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(linear, x, out, seat.rank, seat.count); });
     }
 
-    void norm(const std::vector<float>& weight, Seat seat) {
+    // Until the cache has the layer's keys and values.
+    void begin_layer(int index, Phases& phases) {
+        const Layer& layer = model_.layers[index];
+        pass(phases, REST, [&](Seat seat) { norm(all_, layer.input_norm, seat); });
+        pass_product(phases, layer.qkv, all_.at.normed, {all_.at.qkv, all_.at.qkv_stride, Into::STORE});
+        pass(phases, REST, [&](Seat seat) { place_tokens(layer, cache_of(index), seat); });
+    }
+
+    void end_layer(int index, const Batch<Input>& batch, Phases& phases) {
+        const Layer& layer = model_.layers[index];
+        const Plan& plan = batch.plans.at(layer.window);
+        const Cached* cache = cache_of(index);
+        const Activations<Input>& at = batch.at;
+        Rows residual{at.residual, at.hidden_stride, Into::ADD};
+        pass(phases, ATTENTION, [&](Seat seat) { attend(batch, plan, cache, seat); });
+        if (plan.is_split) pass(phases, ATTENTION, [&](Seat seat) { put_chunks_together(batch, plan, cache, seat); });
+        pass_product(phases, layer.output, at.attended, residual);
+        pass(phases, REST, [&](Seat seat) { norm(batch, layer.post_norm, seat); });
+        pass(phases, LINEARS, [&](Seat seat) {
+            multiply<Weight>(layer.gate_up, at.normed, SiluMul<Input>{at.inner}, seat.rank, seat.count);
+        });
+        pass_product(phases, layer.down, at.inner, residual);
+    }
+
+    // Residuals and queries of the rows that are asked for, to where those are by themselves.
+    void keep_asked(Seat seat) {
         int64_t first, last;
-        share(inputs_.num_tokens, seat.rank, seat.count, &first, &last);
-        auto row = [&](int64_t t) { return at_.residual + t * at_.hidden_stride; };
-        norm_to(at_.normed, first, last, row, weight.data(), shape_.rms_norm_eps);
+        share(asked_.inputs.num_tokens, seat.rank, seat.count, &first, &last);
+        const Activations<Input>&from = all_.at, &to = asked_.at;
+        for (int64_t i = first; i < last; i++) {
+            int64_t row = asked_rows_.rows[i];
+            std::memcpy(to.residual + i * to.hidden_stride, from.residual + row * from.hidden_stride,
+                        shape_.hidden_size * 4);
+            std::memcpy(to.qkv + i * to.qkv_stride, from.qkv + row * from.qkv_stride, model_.attended_size() * 4);
+        }
+    }
+
+    void norm(const Batch<Input>& batch, const std::vector<float>& weight, Seat seat) {
+        int64_t first, last;
+        share(batch.inputs.num_tokens, seat.rank, seat.count, &first, &last);
+        auto row = [&](int64_t t) { return batch.at.residual + t * batch.at.hidden_stride; };
+        norm_to(batch.at.normed, first, last, row, weight.data(), shape_.rms_norm_eps);
     }
 
     // Norms and rotates queries and keys, and writes keys and values into the cache.
     void place_tokens(const Layer& layer, Cached* cache, Seat seat) {
         int64_t first, last, dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
-        share(inputs_.num_tokens, seat.rank, seat.count, &first, &last);
+        share(all_.inputs.num_tokens, seat.rank, seat.count, &first, &last);
         for (int64_t t = first; t < last; t++) {
-            float *q = at_.qkv + t * at_.qkv_stride, *k = q + heads * dim, *v = k + kv_heads * dim;
-            for (int64_t head = 0; head < heads; head++) turn(q + head * dim, layer.q_norm, inputs_.positions[t]);
-            for (int64_t head = 0; head < kv_heads; head++) turn(k + head * dim, layer.k_norm, inputs_.positions[t]);
-            int64_t slot = inputs_.slot_mapping[t];
+            float *q = all_.at.qkv + t * all_.at.qkv_stride, *k = q + heads * dim, *v = k + kv_heads * dim;
+            for (int64_t head = 0; head < heads; head++) turn(q + head * dim, layer.q_norm, all_.inputs.positions[t]);
+            for (int64_t head = 0; head < kv_heads; head++) turn(k + head * dim, layer.k_norm, all_.inputs.positions[t]);
+            int64_t slot = all_.inputs.slot_mapping[t];
             if (slot < 0) continue;
             int64_t block = slot / layout_.block_size, offset = slot % layout_.block_size;
             for (int64_t head = 0; head < kv_heads; head++)
@@ -281,21 +203,21 @@ class Step {
         }
     }
 
-    void attend(const Plan& plan, const Cached* cache, Seat seat) {
+    void attend(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
         int64_t first, last;
         share(num_threads_, seat.rank, seat.count, &first, &last);
-        for (int64_t part = first; part < last; part++) attend_part(plan, cache, int(part), seat.rank);
+        for (int64_t part = first; part < last; part++) attend_part(batch, plan, cache, int(part), seat.rank);
     }
 
-    void attend_part(const Plan& plan, const Cached* cache, int part, int rank) {
+    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int part, int rank) {
         Reads<Cached> reads{cache, plan.reads[part].data()};
         Scratch<Cached>* scratch = scratch_of(rank);
         for (int64_t i = plan.first_chunk[part]; i < plan.first_chunk[part + 1]; i++) {
             const Item& item = plan.items[plan.chunks[i].first];
             int64_t chunk = plan.chunks[i].second;
-            ItemAttention<Cached> attention = look(plan, item, cache, rank);
+            ItemAttention<Cached> attention = look(batch, plan, item, cache, rank);
             if (plan.is_split || chunk == item.first_chunk())
-                attention.take_queries(at_.qkv, at_.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
+                attention.take_queries(batch.at.qkv, batch.at.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
             if (plan.is_split) {
                 float* partial = partial_of(plan, item, chunk);
                 attention.see_chunk(chunk, &reads, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
@@ -304,22 +226,22 @@ class Step {
             attention.see_chunk(chunk, &reads, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
             attention.put_together(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk,
                                    chunk == item.first_chunk());
-            if (chunk + 1 == item.last_chunk()) attention.finish(at_.attended);
+            if (chunk + 1 == item.last_chunk()) attention.finish(batch.at.attended);
         }
     }
 
-    void put_chunks_together(const Plan& plan, const Cached* cache, Seat seat) {
+    void put_chunks_together(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
         int64_t first, last;
         share(int64_t(plan.items.size()), seat.rank, seat.count, &first, &last);
         for (int64_t i = first; i < last; i++) {
             const Item& item = plan.items[i];
-            ItemAttention<Cached> attention = look(plan, item, cache, seat.rank);
+            ItemAttention<Cached> attention = look(batch, plan, item, cache, seat.rank);
             for (int64_t chunk = item.first_chunk(); chunk < item.last_chunk(); chunk++) {
                 const float* partial = partial_of(plan, item, chunk);
                 attention.put_together(partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS,
                                        chunk == item.first_chunk());
             }
-            attention.finish(at_.attended);
+            attention.finish(batch.at.attended);
         }
     }
 
@@ -328,49 +250,50 @@ class Step {
         return model_.partials.as<float>() + (item.partial + chunk - item.first_chunk()) * plan.partial_size;
     }
 
-    void list_reads(Plan* plan, int part) {
+    void list_reads(const Batch<Input>& batch, Plan* plan, int part) {
         std::vector<int64_t>* tiles = &plan->reads[part];
         for (int64_t i = plan->first_chunk[part]; i < plan->first_chunk[part + 1]; i++) {
             auto [item, chunk] = plan->chunks[i];
-            look(*plan, plan->items[item], nullptr, 0).list_reads(chunk, tiles);
+            look(batch, *plan, plan->items[item], nullptr, 0).list_reads(chunk, tiles);
         }
         tiles->resize(tiles->size() + AHEAD);
     }
 
     // An item before it has its queries.
-    ItemAttention<Cached> look(const Plan& plan, const Item& item, const Cached* cache, int rank) {
+    ItemAttention<Cached> look(const Batch<Input>& batch, const Plan& plan, const Item& item, const Cached* cache,
+                               int rank) {
         int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        return {layout_, sequences_, item, cache, group, plan.window, scratch_of(rank)};
+        return {layout_, batch.sequences(), item, cache, group, plan.window, scratch_of(rank)};
     }
 
     Scratch<Cached>* scratch_of(int rank) const { return model_.scratch.as<Scratch<Cached>>() + rank; }
 
     // Hidden states and logits, to whoever asked for them.
-    void finish(Phases& phases) {
+    void finish(const Batch<Input>& batch, Phases& phases) {
+        const StepInputs& inputs = batch.inputs;
+        const Activations<Input>& at = batch.at;
         int64_t hidden = shape_.hidden_size;
-        TiledRows<Input> normed{at_.normed.data, inputs_.num_logits, hidden};
-        Rows logits{inputs_.logits, shape_.vocab_size, Into::STORE};
+        TiledRows<Input> normed{at.normed.data, inputs.num_logits, hidden};
+        Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
         pass(phases, REST, [&](Seat seat) {
             int64_t first, last;
-            share(inputs_.hidden ? inputs_.num_tokens : 0, seat.rank, seat.count, &first, &last);
+            share(inputs.hidden ? inputs.num_tokens : 0, seat.rank, seat.count, &first, &last);
             for (int64_t t = first; t < last; t++)
-                std::memcpy(inputs_.hidden + t * hidden, at_.residual + t * at_.hidden_stride, hidden * 4);
-            share(inputs_.logits ? inputs_.num_logits : 0, seat.rank, seat.count, &first, &last);
-            auto row = [&](int64_t i) { return at_.residual + inputs_.logits_rows[i] * at_.hidden_stride; };
+                std::memcpy(inputs.hidden + t * hidden, at.residual + t * at.hidden_stride, hidden * 4);
+            share(inputs.logits ? inputs.num_logits : 0, seat.rank, seat.count, &first, &last);
+            auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
             norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
         });
-        if (!inputs_.logits) return;
+        if (!inputs.logits) return;
         pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_.head, normed, logits, seat.rank, seat.count); });
     }
 
     Model& model_;
     const Shape& shape_;
-    const StepInputs& inputs_;
     int num_threads_;
     CacheLayout<Cached> layout_;
-    Sequences sequences_;
-    Activations<Input> at_;
-    std::map<int64_t, Plan> plans_;
+    AskedRows asked_rows_;
+    Batch<Input> all_, asked_;
     int64_t since_ns_;  // end of the last phase, if somebody wants to know
 };
 
@@ -412,13 +335,14 @@ inline void norm_rows(const Model& model, const float* hidden, int64_t count, fl
 }
 
 template <class Weight>
-int64_t step_bytes_typed(const Model& model, int64_t num_rows) {
+int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits) {
     int64_t widened = widened_bytes<Weight>(model.head);
     for (const Layer& layer : model.layers)
         for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
             widened = std::max(widened, widened_bytes<Weight>(*linear));
     int64_t scratch = model.shape.cache == INT8 ? sizeof(Scratch<int8_t>) : sizeof(Scratch<Weight>);
-    return activation_bytes<InputOf<Weight>>(model, num_rows) + (scratch + widened) * model.pool->size();
+    int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
+    return activations + (scratch + widened) * model.pool->size();
 }
 
 }  // namespace millrace

@@ -10,7 +10,7 @@ void run_typed(Model& model, const StepInputs& inputs, int num_threads);
 template <class Weight>
 void run_head_typed(Model& model, const float* hidden, int64_t count, float* logits, int num_threads);
 template <class Weight>
-int64_t step_bytes_typed(const Model& model, int64_t num_rows);
+int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits);
 
 namespace {
 
@@ -87,7 +87,7 @@ void run_head(Model& model, const float* hidden, int64_t count, float* logits) {
 
 int64_t step_bytes(const Model& model, int64_t num_tokens, int64_t num_logits) {
     auto bytes = model.shape.dtype == BFLOAT16 ? step_bytes_typed<uint16_t> : step_bytes_typed<float>;
-    return bytes(model, std::max(num_tokens, num_logits));
+    return bytes(model, num_tokens, num_logits);
 }
 
 }  // namespace millrace

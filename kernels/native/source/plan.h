@@ -1,0 +1,93 @@
+// Who sees which keys for whom: attention of a step in parts for threads, decided before it begins.
+
+#pragma once
+
+#include "attention.h"
+#include "step.h"
+
+namespace millrace {
+
+// Attention for the layers with one window, in as many parts as threads may compute it; who is there does those of the
+// others, too.
+struct Plan {
+    int64_t window = 0;
+    std::vector<Item> items;
+    bool is_split = false;                            // whether the chunks of an item may be seen by several threads
+    std::vector<std::pair<int32_t, int64_t>> chunks;  // (item, chunk) in the order they are seen
+    std::vector<int64_t> first_chunk;                 // [parts + 1] of `chunks`
+    std::vector<std::vector<int64_t>> reads;          // [parts] of `Reads`
+    int64_t partial_size = 0;                         // floats a chunk of a split plan leaves behind, for MAX_ROWS rows
+
+    // What a chunk costs, in tiles: those that it has, and what its beginning and its end take.
+    int64_t cost(size_t i) const { return items[chunks[i].first].span_of(chunks[i].second).num_tiles() + 1; }
+
+    // Chunks from `i` that one thread sees.
+    size_t end_of_share(size_t i) const {
+        size_t end = i + 1;
+        while (!is_split && end < chunks.size() && chunks[end].first == chunks[i].first) end++;
+        return end;
+    }
+};
+
+constexpr int64_t PARTIALS = 1 << 20;  // bytes of what chunks leave behind that cost less than another order saves
+
+// Few sequences with long contexts are split, and so are few chunks of decoding rows: all heads then see a chunk before
+// the next one, in the order in which it lies in memory.
+inline void list_chunks(Plan* plan, int num_threads) {
+    int64_t total = 0, largest = 0, most_rows = 0;
+    for (const Item& item : plan->items) {
+        total += item.num_chunks(), largest = std::max(largest, item.num_chunks());
+        most_rows = std::max<int64_t>(most_rows, item.num_rows);
+    }
+    bool is_little = is_fetched_ahead(int(most_rows)) && total * plan->partial_size * 4 <= PARTIALS;
+    plan->is_split = num_threads > 1 && largest > 1 && (is_little || largest * num_threads * 2 > total);
+    for (size_t first = 0, end; first < plan->items.size(); first = end) {
+        auto is_same = [&](size_t i) { return plan->items[i].sequence == plan->items[first].sequence; };
+        for (end = first + 1; plan->is_split && end < plan->items.size() && is_same(end);) end++;
+        int64_t first_chunk = plan->items[first].first_chunk(), last_chunk = plan->items[end - 1].last_chunk();
+        for (int64_t chunk = first_chunk; chunk < last_chunk; chunk++)
+            for (size_t i = first; i < end; i++)
+                if (chunk >= plan->items[i].first_chunk() && chunk < plan->items[i].last_chunk())
+                    plan->chunks.emplace_back(int32_t(i), chunk);
+    }
+}
+
+inline Plan make_plan(const Model& model, const StepInputs& inputs, int64_t window, int num_threads) {
+    Plan plan;
+    plan.window = window;
+    plan.partial_size = MAX_ROWS * (round_up(model.shape.head_dim, 16) + 2);
+    int64_t group = model.shape.num_heads / model.shape.num_kv_heads, num_chunks = 0;
+    for (int32_t s = 0; s < inputs.num_sequences; s++) {
+        int64_t count = inputs.query_starts[s + 1] - inputs.query_starts[s], start = inputs.lengths[s] - count;
+        if (count <= 0) continue;
+        for (int32_t head = 0; head < model.shape.num_kv_heads; head++) {
+            for (int64_t row = 0; row < count * group; row += MAX_ROWS) {
+                int64_t rows = std::min<int64_t>(MAX_ROWS, count * group - row);
+                int64_t first = first_seen(start + row / group, window), last = start + (row + rows - 1) / group + 1;
+                plan.items.push_back({s, head, int32_t(row), int32_t(rows), first, last, num_chunks});
+                num_chunks += plan.items.back().num_chunks();
+            }
+        }
+    }
+    list_chunks(&plan, num_threads);
+    int64_t total = 0, seen = 0;
+    for (size_t i = 0; i < plan.chunks.size(); i++) total += plan.cost(i);
+    for (size_t i = 0, end; i < plan.chunks.size(); i = end) {
+        int64_t cost = 0;
+        end = plan.end_of_share(i);
+        for (size_t chunk = i; chunk < end; chunk++) cost += plan.cost(chunk);
+        int64_t thread = (2 * seen + cost) * num_threads / (2 * total);  // in whose share its middle is
+        while (int64_t(plan.first_chunk.size()) <= thread) plan.first_chunk.push_back(int64_t(i));
+        seen += cost;
+    }
+    plan.first_chunk.resize(num_threads + 1, int64_t(plan.chunks.size()));
+    plan.reads.resize(num_threads);
+    for (int thread = 0; thread < num_threads; thread++) {  // memory is taken here, where a lack of it can be told
+        int64_t most = AHEAD;
+        for (int64_t i = plan.first_chunk[thread]; i < plan.first_chunk[thread + 1]; i++) most += 2 * plan.cost(i);
+        plan.reads[thread].reserve(most);
+    }
+    return plan;
+}
+
+}  // namespace millrace

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.native.model import NativeCache, NativeModel, NativeShape
+from ..kernels.native.cache import NativeCache
+from ..kernels.native.model import NativeModel
+from ..kernels.native.shape import NativeShape
 from .config import ModelConfig
 from .inputs import StepInputs
 

@@ -9,9 +9,11 @@ from typing import cast
 
 import numpy as np
 
+from ..kernels.native.cache import NativeCache
 from ..kernels.native.errors import NonFiniteError
-from ..kernels.native.model import GROUP_SIZE, CacheDType, DType, NativeCache, NativeModel
+from ..kernels.native.model import GROUP_SIZE, NativeModel
 from ..kernels.native.neighbours import Neighbours
+from ..kernels.native.shape import CacheDType, DType
 from ..model.config import ModelConfig
 from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source

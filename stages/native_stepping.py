@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..kernels.native.model import NativeCache, NativeModel
+from ..kernels.native.cache import NativeCache
+from ..kernels.native.model import NativeModel
 from ..kernels.native.slots import NO_IDS, Chooser, Decoding
 from ..model.native_decoder import NativeDecoder
 from .arrays import Array

@@ -8,32 +8,19 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import library, machine, tensors
-from .errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
+from .cache import NativeCache
+from .errors import NativeUnavailableError, NonFiniteError
 from .neighbours import Neighbours, Share
 from .reused import ReusedRows
-
-Array = NDArray[Any]
-Floats = NDArray[np.float32]
-Longs = NDArray[np.int64]
-Ints = NDArray[np.int32]
-Doubles = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-DType = Literal["float32", "bfloat16"]
-CacheDType = Literal["float32", "bfloat16", "int8"]
-Quantization = Literal["int8", "int4"]
+from .shape import Array, CacheDType, DType, Floats, Ints, Longs, NativeShape, Quantization
 
 _TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
-_CACHE_TYPES: dict[CacheDType, type[np.generic]] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
 GROUP_SIZE = 32  # of int4
-_MAX_HEAD_DIM = 1024
-LARGE_PAGE = 2 << 20  # bytes
 
 _PROBLEMS = {
     1: "an input id is not in the vocabulary",
@@ -45,102 +32,6 @@ _PROBLEMS = {
     7: "there is no memory for the step's activations",
 }
 IS_PROMPT = 8  # a step is none of decoding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeShape:
-    """What a decoder computes: Llama 2 and 3, Mistral, Qwen2, Qwen2.5, Qwen3."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rotary_dim: int  # rotated elements of a head, from its start
-    rms_norm_eps: float
-    sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
-    is_tied: bool  # the head is the embedding
-    has_head: bool = True
-
-    def check(self) -> None:
-        """Raises UnsupportedModelError for sizes that the library does not compute with."""
-        even = {
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_heads * head_dim": self.num_heads * self.head_dim,
-            "head_dim": self.head_dim,
-        }
-        for name, size in even.items():
-            if size % 2:
-                raise UnsupportedModelError(f"{name} = {size}: the native step needs an even size")
-        if self.head_dim > _MAX_HEAD_DIM:
-            raise UnsupportedModelError(f"head_dim = {self.head_dim}: the native step has room for {_MAX_HEAD_DIM}")
-
-    def bytes_per_block(self, block_size: int, dtype: CacheDType) -> int:
-        """Memory of one block of the cache, all layers, keys and values. Heads are padded to whole vectors; in int8
-        each token's head has a scale of two bytes."""
-        padded = -(-self.head_dim // 16) * 16
-        head = padded * np.dtype(_CACHE_TYPES[dtype]).itemsize + (2 if dtype == "int8" else 0)
-        return 2 * self.num_layers * self.num_kv_heads * block_size * head
-
-
-class NativeCache:
-    """The paged cache: `data` [layers, blocks, numbers of a block], uint16 for bfloat16; zero at the start, from pages
-    that the system hands out when they are first used. What is inside a block is the library's own."""
-
-    def __init__(self, shape: NativeShape, num_blocks: int, block_size: int, dtype: CacheDType) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.dtype = dtype
-        item = np.dtype(_CACHE_TYPES[dtype])
-        block_bytes = shape.bytes_per_block(block_size, dtype) // shape.num_layers
-        self.blocks_apart = spread_layers(num_blocks, block_bytes, shape.num_layers)
-        memory: Array = np.zeros((shape.num_layers, self.blocks_apart, block_bytes // item.itemsize), item)
-        self.data = memory[:, :num_blocks]  # the rest is address space
-
-    def copy_blocks(self, sources: Longs, destinations: Longs) -> None:
-        """Block `destinations[i]` becomes what block `sources[i]` is, [C] each, all layers; no block is both."""
-        self._copy(self.data, sources, self.data, destinations)
-
-    def make_host_blocks(self, num_blocks: int) -> Array:
-        """Room for so many blocks, laid out as here. What is never used takes address space and no memory."""
-        num_layers, _, numbers = self.data.shape
-        apart = spread_layers(num_blocks, numbers * self.data.itemsize, num_layers)
-        host: Array = np.empty((num_layers, apart, numbers), self.data.dtype)
-        return host[:, :num_blocks]
-
-    def copy_out(self, blocks: Longs, host: Array, places: Longs) -> None:
-        """Block `places[i]` of `host` becomes block `blocks[i]`, [C] each."""
-        self._copy(self.data, blocks, host, places)
-
-    def copy_in(self, host: Array, places: Longs, blocks: Longs) -> None:
-        """Block `blocks[i]` becomes block `places[i]` of `host`, [C] each."""
-        self._copy(host, places, self.data, blocks)
-
-    @staticmethod
-    def _copy(source: Array, source_ids: Longs, destination: Array, destination_ids: Longs) -> None:
-        for source_id, destination_id in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
-            destination[:, destination_id] = source[:, source_id]
-
-
-def spread_layers(num_blocks: int, block_bytes: int, num_layers: int) -> int:
-    """Blocks from the beginning of one layer to that of the next, at least `num_blocks`: with so many, layers begin at
-    places of the system's large pages that are as far apart as may be.
-
-    The system takes 0.2 ms to hand out such a page, and 5 in a virtual machine whose host does the same. Blocks are
-    first used in order, in all layers alike: from the same place in each, all layers would need their next page in one
-    step (30 layers: 150 ms).
-    """
-    if num_blocks * block_bytes < LARGE_PAGE:
-        return num_blocks
-
-    def distance(count: int) -> int:
-        place = (count * block_bytes - LARGE_PAGE // num_layers) % LARGE_PAGE
-        return min(place, LARGE_PAGE - place)
-
-    return min(range(num_blocks, num_blocks + LARGE_PAGE // block_bytes + 1), key=distance)
 
 
 class NativeModel:

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import library
-from .model import Array, Bools, Doubles, Floats, Ints, Longs, NativeCache, NativeModel, address
+from .cache import NativeCache
+from .model import NativeModel, address
+from .shape import Array, Bools, Doubles, Floats, Ints, Longs
 
 NO_IDS: Longs = np.zeros(0, np.int64)
 

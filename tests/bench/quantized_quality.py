@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from millrace.kernels.native.model import GROUP_SIZE, CacheDType, NativeCache, NativeModel, Quantization
+from millrace.kernels.native.cache import NativeCache
+from millrace.kernels.native.model import GROUP_SIZE, NativeModel
+from millrace.kernels.native.shape import CacheDType, Quantization
 from millrace.model.config import ModelConfig
 from millrace.model.demo import WEIGHTS
 from millrace.model.demo.corpus import documents

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.kernels.native.model import NativeCache, NativeModel
+from millrace.kernels.native.cache import NativeCache
+from millrace.kernels.native.model import NativeModel
 from millrace.model.config import ModelConfig
 from millrace.model.expected import expected_shapes, open_source
 from millrace.model.native_decoder import native_shape

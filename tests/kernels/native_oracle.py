@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.kernels.native.model import DType, NativeCache, NativeModel, NativeShape
+from millrace.kernels.native.cache import NativeCache
+from millrace.kernels.native.model import NativeModel
+from millrace.kernels.native.shape import DType, NativeShape
 
 Array = NDArray[Any]
 

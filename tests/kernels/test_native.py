@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
+from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
-from millrace.kernels.native.model import DType, Longs, NativeCache, NativeModel, NativeShape
+from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.neighbours import Neighbours
+from millrace.kernels.native.shape import DType, Longs, NativeShape
 from tests.counts import FULL
 from tests.kernels.native_oracle import SMALL, Checkpoint, Run
 

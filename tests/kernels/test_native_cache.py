@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
-from millrace.kernels.native import model as native
-from millrace.kernels.native.model import LARGE_PAGE, spread_layers
+from millrace.kernels.native import cache as native
+from millrace.kernels.native.cache import LARGE_PAGE, spread_layers
 from tests.kernels.native_oracle import Checkpoint, Run
 
 NEEDS_LIBRARY = pytest.mark.skipif(

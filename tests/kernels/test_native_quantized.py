@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build
+from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.errors import NonFiniteError
-from millrace.kernels.native.model import DType, NativeCache, NativeModel, Quantization
+from millrace.kernels.native.model import NativeModel
+from millrace.kernels.native.shape import DType, Quantization
 from tests.kernels.native_oracle import Checkpoint, Run, in_int8
 from tests.kernels.test_native import AVAILABLE, DTYPES, MODELS, SETS, error, tokens
 

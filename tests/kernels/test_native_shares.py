@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build
-from millrace.kernels.native.model import DType, Ints, Longs, NativeModel
+from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.neighbours import Neighbours
+from millrace.kernels.native.shape import DType, Ints, Longs
 from tests.kernels.native_oracle import Array, Checkpoint, Run
 from tests.kernels.test_native import AVAILABLE, DTYPES, SETS, tokens
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
-from millrace.kernels.native.model import DType, NativeCache, NativeModel
+from millrace.kernels.native.cache import NativeCache
+from millrace.kernels.native.model import NativeModel
+from millrace.kernels.native.shape import DType
 from millrace.kernels.native.slots import Decoding
 from tests.kernels.native_oracle import Array, Checkpoint, Run
 

@@ -19,7 +19,7 @@ import pytest
 
 from millrace.kernels import plans
 from millrace.kernels.native import build, machine
-from millrace.kernels.native.model import NativeCache
+from millrace.kernels.native.cache import NativeCache
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.blocks import BlockPool, BlockState
 from millrace.stages.outputs import CompletionOutput, RequestOutput

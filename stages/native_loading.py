@@ -24,6 +24,7 @@ from ..runtime.log import get_logger
 from .computing import Computing
 from .config import EngineConfig
 from .measuring import check_room_for_weights, sizing_on_cpu
+from .memory import MemoryTable
 from .native_stepping import NativeChoosing, NativeRunner
 from .phases import Phases
 from .pooler import Pooler
@@ -31,6 +32,9 @@ from .sizing import free_host_bytes, num_host_blocks
 from .trials import measure_rates
 
 log = get_logger("millrace.stages")
+
+# Whose memory is taken before it is used. A burst of requests is shorter, and what it takes is made up for after it.
+TOKENS_AHEAD = 8192
 
 # bytes of a number, in int4 with its share of a scale
 ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP_SIZE}
@@ -81,7 +85,9 @@ def load_natively(
             model.set_positions(*rope_tables(shape.rope, memory.max_model_len))
         runner = NativeRunner(
             model,
-            NativeCache(sizes, memory.num_blocks, config.block_size, cache_dtype),
+            cache := NativeCache(
+                sizes, memory.num_blocks, config.block_size, cache_dtype, _blocks_ahead(config, memory)
+            ),
             np.zeros(config.max_num_seqs, np.int64),
             -(-memory.max_model_len // config.block_size),
             host_blocks,
@@ -104,8 +110,20 @@ def load_natively(
         rates=rates,
         choosing=partial(NativeChoosing, model=model),
         call_before_computing=model.call_before_steps,
-        enter=partial(os.sched_setaffinity, 0, threads.pinned[:1]) if threads.pinned else None,
+        enter=partial(_enter, threads, cache),
     )
+
+
+def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
+    """A quarter of the cache at most."""
+    return min(-(-TOKENS_AHEAD // config.block_size), memory.num_blocks // 4)
+
+
+def _enter(threads: ComputeThreads, cache: NativeCache) -> None:
+    """What the device thread does first: all is loaded."""
+    cache.ahead.start()
+    if threads.pinned:
+        os.sched_setaffinity(0, threads.pinned[:1])
 
 
 def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:

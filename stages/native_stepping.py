@@ -25,7 +25,8 @@ from .sampling_table import SamplingTable
 
 
 class NativeRunner(ModelRunner):
-    """As any runner; but a step whose rows all read their newest token is one call."""
+    """As any runner; but a step whose rows all read their newest token is one call, and the cache hears what is used of
+    it, and when."""
 
     def __init__(
         self,
@@ -37,7 +38,21 @@ class NativeRunner(ModelRunner):
         pooler: Pooler,
     ) -> None:
         super().__init__(NativeDecoder(model), cache, last_tokens, max_blocks_per_slot, num_host_blocks, pooler)
+        self._native_cache = cache
         self._decoding = Decoding(model, cache, last_tokens=last_tokens, num_known=self._num_known, tables=self.tables)
+
+    def forward(self, grant: StepGrant) -> Array | LogitsWithPrompts:
+        ahead = self._native_cache.ahead
+        ahead.begin_step()
+        try:
+            return super().forward(grant)
+        finally:
+            ahead.end_step()
+
+    def take_news(self, grant: StepGrant) -> None:
+        super().take_news(grant)
+        if len(grant.table_blocks):
+            self._native_cache.note_used(int(grant.table_blocks.max()))
 
     def compute(self, grant: StepGrant) -> Array | LogitsWithPrompts:
         count = len(grant.slots)

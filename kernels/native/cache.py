@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 
 from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
-
-LARGE_PAGE = 2 << 20  # bytes
+from .taken import LARGE_PAGE, TakenAhead
 
 
 class NativeCache:
     """The paged cache: `data` [layers, blocks, numbers of a block], uint16 for bfloat16; zero at the start, from pages
-    that the system hands out when they are first used. What is inside a block is the library's own."""
+    that the system hands out when they are first used, or ahead of that, while nothing is computed. What is inside a
+    block is the library's own."""
 
-    def __init__(self, shape: NativeShape, num_blocks: int, block_size: int, dtype: CacheDType) -> None:
+    def __init__(
+        self, shape: NativeShape, num_blocks: int, block_size: int, dtype: CacheDType, blocks_ahead: int = 0
+    ) -> None:
+        """Memory of `blocks_ahead` blocks past those that are used is taken ahead, once `ahead` was started."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
@@ -22,6 +27,13 @@ class NativeCache:
         self.blocks_apart = spread_layers(num_blocks, block_bytes, shape.num_layers)
         memory: Array = np.zeros((shape.num_layers, self.blocks_apart, block_bytes // item.itemsize), item)
         self.data = memory[:, :num_blocks]  # the rest is address space
+        self._block_bytes = block_bytes
+        self.ahead = TakenAhead(self.data, blocks_ahead * block_bytes)
+        weakref.finalize(self, self.ahead.stop)
+
+    def note_used(self, block: int) -> None:
+        """A block is used, or about to be, and so were those with smaller numbers."""
+        self.ahead.note_used((block + 1) * self._block_bytes)
 
     def copy_blocks(self, sources: Longs, destinations: Longs) -> None:
         """Block `destinations[i]` becomes what block `sources[i]` is, [C] each, all layers; no block is both."""

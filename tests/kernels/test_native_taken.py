@@ -1,0 +1,157 @@
+"""Memory that is taken before it is used: how much, when, and that nothing in it changes."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import numpy as np
+import pytest
+
+from millrace.kernels.native.cache import NativeCache
+from millrace.kernels.native.shape import NativeShape
+from millrace.kernels.native.taken import IDLE_S, LARGE_PAGE, TakenAhead, take_pages
+from tests.kernels.test_native import resident_bytes
+
+MIB = 1 << 20
+HAS_CALL = take_pages(np.zeros(1 << 14, np.uint8).ctypes.data // 4096 * 4096, 4096)
+NEEDS_CALL = pytest.mark.skipif(not HAS_CALL, reason="this system takes no pages before they are written to")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Recorded:
+    """Regions of address space, of which nothing is really taken."""
+
+    def __init__(self, num_regions: int, region_bytes: int, ahead_bytes: int) -> None:
+        self.memory = np.empty((num_regions, region_bytes), np.uint8)
+        self.clock = Clock()
+        self.taken: list[tuple[int, int]] = []  # (region, bytes from its beginning) where each piece ends
+        self.answer = True
+        self.ahead = TakenAhead(self.memory, ahead_bytes, take=self._take, now=self.clock)
+        self.clock.now_s += 1  # idle
+
+    def _take(self, address: int, num_bytes: int) -> bool:
+        place = address + num_bytes - self.memory.ctypes.data
+        self.taken.append((max(0, (place - 1) // self.memory.strides[0]), place % self.memory.strides[0]))
+        return self.answer
+
+    def take(self) -> list[tuple[int, int]]:
+        """What is taken once it begins."""
+        before = len(self.taken)
+        self.ahead.start()
+        self.ahead.join()
+        return self.taken[before:]
+
+
+@NEEDS_CALL
+def test_pages_past_what_is_used_are_there_and_all_hold_what_they_held():
+    memory = np.zeros((3, 32 * MIB), np.uint8)
+    memory[0, :5] = memory[1, 3 * MIB : 3 * MIB + 5] = memory[2, 9 * MIB] = 7
+    clock = Clock()
+    ahead = TakenAhead(memory, 8 * MIB, now=clock)
+    before = resident_bytes()
+    clock.now_s += 1
+    ahead.start()
+    ahead.join()
+    grown = resident_bytes() - before
+    assert 3 * 8 * MIB - 4 * LARGE_PAGE <= grown <= 3 * (8 * MIB + LARGE_PAGE) + MIB
+    assert np.flatnonzero(memory[0]).tolist() == [0, 1, 2, 3, 4]
+    assert np.flatnonzero(memory[1]).tolist() == [3 * MIB + i for i in range(5)]
+    assert np.flatnonzero(memory[2]).tolist() == [9 * MIB]
+
+
+def test_each_region_has_so_much_ahead_of_what_is_used_and_the_first_to_need_a_page_gets_it_first():
+    recorded = Recorded(3, 64 * MIB, 8 * MIB)
+    first = recorded.take()
+    assert {region for region, _ in first[:3]} == {0, 1, 2}
+    for region in range(3):
+        reached = max(end for place, end in first if place == region)
+        assert 8 * MIB <= reached <= 8 * MIB + LARGE_PAGE
+    recorded.ahead.note_used(20 * MIB)
+    recorded.ahead.join()
+    for region in range(3):
+        reached = max(end for place, end in recorded.taken if place == region)
+        assert 28 * MIB <= reached <= 28 * MIB + LARGE_PAGE
+    assert len(recorded.taken) == len(set(recorded.taken))  # nothing twice
+    assert recorded.ahead.num_taken >= 3 * 28 * MIB
+
+
+def test_nothing_is_taken_past_the_end_of_a_region():
+    recorded = Recorded(1, 5 * MIB, 64 * MIB)
+    recorded.take()
+    assert recorded.ahead.num_taken <= 5 * MIB + 2 * 4096
+    assert recorded.take() == []
+
+
+def test_a_little_more_that_is_used_makes_nobody_look_and_an_eighth_of_what_is_ahead_does():
+    recorded = Recorded(1, 64 * MIB, 16 * MIB)
+    num_taken = len(recorded.take())
+    recorded.ahead.note_used(2 * MIB)
+    recorded.ahead.join()
+    assert len(recorded.taken) == num_taken
+    recorded.ahead.note_used(5 * MIB)
+    recorded.ahead.join()
+    assert len(recorded.taken) > num_taken
+
+
+def test_nothing_is_taken_within_a_step_or_shortly_after_it():
+    recorded = Recorded(1, 64 * MIB, 8 * MIB)
+    recorded.ahead.begin_step()
+    recorded.ahead.start()
+    time.sleep(2 * IDLE_S)
+    assert not recorded.taken
+    recorded.ahead.end_step()
+    time.sleep(2 * IDLE_S)  # by the clock that it reads, no time has passed
+    assert not recorded.taken
+    recorded.clock.now_s += IDLE_S
+    recorded.ahead.join()
+    assert recorded.taken
+
+
+def test_who_wants_nothing_ahead_gets_nothing():
+    recorded = Recorded(1, 64 * MIB, 0)
+    recorded.ahead.note_used(10 * MIB)
+    assert recorded.take() == []
+
+
+def test_a_system_that_refuses_is_asked_once():
+    recorded = Recorded(2, 64 * MIB, 8 * MIB)
+    recorded.answer = False
+    assert len(recorded.take()) == 1
+    assert recorded.take() == []
+    assert recorded.ahead.num_taken == 0
+    assert not take_pages(4096, 4096)  # nothing is there
+
+
+@NEEDS_CALL
+def test_a_cache_that_nobody_holds_takes_nothing_more():
+    shape = NativeShape(
+        vocab_size=8,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        intermediate_size=64,
+        rotary_dim=64,
+        rms_norm_eps=1e-5,
+        sliding_windows=(None, None),
+        is_tied=True,
+    )
+    cache = NativeCache(shape, 2048, 16, "bfloat16", blocks_ahead=1024)
+    ahead = cache.ahead
+    cache.note_used(1023)
+    del cache
+    gc.collect()
+    ahead.join()
+    assert ahead.num_taken == 0
+    ahead.start()
+    ahead.join()
+    assert ahead.num_taken == 0

@@ -38,6 +38,9 @@ from .peers import contenders_of, distribution_version, find_peers, our_contende
 Results = dict[str, dict[str, list[Figures]]]  # workload -> label -> a round each
 
 
+SETTLE_S = 2.0  # that an engine is idle before it is asked
+
+
 async def compare(
     chosen: Sequence[Contender], workloads: Sequence[str], rounds: int, logs: Path, weights_bytes: int
 ) -> dict[str, Any]:
@@ -85,9 +88,11 @@ def _say(line: str) -> None:
 
 
 async def _measure(engine: Running, workload: str, asked: list[Asked], weights_bytes: int) -> Figures:
-    """What an engine comes to, and the memory bandwidth just before."""
-    bandwidth = read_bandwidth_gb_s()
+    """What an engine comes to, and the memory bandwidth just before. It was idle for a moment then, as between requests
+    of users: engines do some of their work there, as ours takes memory for its cache."""
     with engine.awake():
+        await asyncio.sleep(SETTLE_S)
+        bandwidth = read_bandwidth_gb_s()
         figures = await engine.answer(workload, asked)
     if "decode_tok_s" in figures:
         figures["share_of_bandwidth"] = figures["decode_tok_s"] * weights_bytes / bandwidth / 1e9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -14,10 +15,13 @@ from pathlib import Path
 import pytest
 
 from millrace.kernels.native import build, machine
-from millrace.stages import EngineConfig
+from millrace.kernels.native.cache import NativeCache
+from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading import has_cuda_driver
+from millrace.stages.native_loading import TOKENS_AHEAD
 from tests.deploy.running import RunningServer
+from tests.kernels.test_native_taken import HAS_CALL
 
 HEAVY = ("torch", "transformers", "triton")
 # the command line, and at the end of the process which of some modules it has imported, as the last line of stderr
@@ -119,3 +123,24 @@ def test_what_the_library_does_not_do_goes_to_torch_or_is_refused_by_name(monkey
     monkeypatch.setenv("MILLRACE_INSTRUCTION_SET", "none of them")
     with pytest.raises(ConfigError, match="attention_backend = native: instruction set none of them"):
         LLM(attention_backend="native", **small)
+
+
+@needs_native
+@pytest.mark.skipif(not HAS_CALL, reason="this system takes no pages before they are written to")
+def test_an_idle_engine_has_memory_for_its_next_tokens_before_they_come() -> None:
+    async def answer(engine: Engine, prompt: list[int]) -> None:
+        async for _ in engine.generate(prompt, SamplingParams(max_tokens=1)):
+            pass
+
+    async def main() -> None:
+        async with Engine(EngineConfig(device="cpu", kv_cache_bytes=256 << 20)) as engine:
+            cache: NativeCache = engine._parts.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
+            token_bytes = cache.data[:, 0].nbytes / cache.block_size
+            await asyncio.to_thread(cache.ahead.join)
+            begun = cache.ahead.num_taken
+            assert begun >= 0.9 * TOKENS_AHEAD * token_bytes
+            await asyncio.gather(*(answer(engine, [first] + [5] * 900) for first in range(6, 10)))
+            await asyncio.to_thread(cache.ahead.join)
+            assert cache.ahead.num_taken - begun >= 2000 * token_bytes  # 3,600 were used; whole pages
+
+    asyncio.run(main())

@@ -58,3 +58,13 @@ def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: in
     spread, found = answers()
     assert spread.cache.blocks_apart > 64 and len(spread.cache.data[0]) == 64
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_a_block_on_the_host_lies_in_one_piece_and_takes_no_more_pages_than_it_fills():
+    shape = Checkpoint.random().shape
+    cache = native.NativeCache(shape, 64, 16, "bfloat16")
+    host = cache.make_host_blocks(5)
+    assert host.shape == (shape.num_layers, 5, cache.data.shape[2])
+    places = [host[:, block].ctypes.data for block in range(5)]
+    assert set(np.diff(places)) == {shape.bytes_per_block(16, "bfloat16")}
+    assert all(host[:, block].flags.c_contiguous for block in range(5))

@@ -39,14 +39,11 @@ def checkpoint_file(root: Path, name: str) -> Path | None:
 
 def read_json(root: Path, name: str) -> dict[str, Any] | None:
     """The JSON object in `root/name`, or None when there is no such file. Raises CheckpointError if it is not one."""
-    path = checkpoint_file(root, name)
-    if path is None:
+    raw = read_bytes(root, name)
+    if raw is None:
         return None
-    size = path.stat().st_size
-    if size > JSON_BYTES:
-        raise CheckpointError(f"{name} ({root}): {size} bytes, and at most {JSON_BYTES} are read")
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} ({root}): not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -56,15 +53,17 @@ def read_json(root: Path, name: str) -> dict[str, Any] | None:
 
 def read_text(root: Path, name: str) -> str | None:
     """The UTF-8 text of `root/name`, or None when there is no such file."""
-    path = checkpoint_file(root, name)
-    if path is None:
-        return None
-    if path.stat().st_size > JSON_BYTES:
-        raise CheckpointError(f"{name} ({root}): {path.stat().st_size} bytes, and at most {JSON_BYTES} are read")
+    path = _bounded_file(root, name)
     try:
-        return path.read_text(encoding="utf-8")
+        return None if path is None else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{name} ({root}): not valid UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def read_bytes(root: Path, name: str) -> bytes | None:
+    """What is in `root/name`, or None when there is no such file."""
+    path = _bounded_file(root, name)
+    return None if path is None else path.read_bytes()
 
 
 def refuse_code(root: Path, name: str, values: dict[str, Any], path: str = "") -> None:
@@ -79,6 +78,15 @@ def refuse_code(root: Path, name: str, values: dict[str, Any], path: str = "") -
         for child in children:
             if isinstance(child, dict):
                 refuse_code(root, name, child, f"{path}{key}.")
+
+
+def _bounded_file(root: Path, name: str) -> Path | None:
+    """As `checkpoint_file`, of a file that is to be read whole. Raises CheckpointError for one that is too large."""
+    path = checkpoint_file(root, name)
+    size = 0 if path is None else path.stat().st_size
+    if size > JSON_BYTES:
+        raise CheckpointError(f"{name} ({root}): {size} bytes, and at most {JSON_BYTES} are read")
+    return path
 
 
 def _allowed_places(root: Path) -> list[Path]:

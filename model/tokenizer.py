@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
-from .files import read_json, read_text, refuse_code
+from .files import read_bytes, read_json, refuse_code
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the caller has threads of its own
 from tokenizers import AddedToken, Encoding, decoders, pre_tokenizers  # noqa: E402
@@ -54,8 +54,8 @@ class Tokenizer:
     @classmethod
     def read(cls, root: Path) -> Tokenizer:
         """The tokenizer of the checkpoint in `root`. Raises CheckpointError if it has none that can be used."""
-        text = read_text(root, "tokenizer.json")
-        if text is None:
+        raw = read_bytes(root, "tokenizer.json")  # as a str it would be decoded, and encoded for the Rust side
+        if raw is None:
             raise CheckpointError(
                 f"{root}: no tokenizer.json; save one with transformers: "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
@@ -63,8 +63,8 @@ class Tokenizer:
         config = read_json(root, "tokenizer_config.json") or {}
         refuse_code(root, "tokenizer_config.json", config)
         try:
-            rust = RustTokenizer.from_str(text)
-            _configure(rust, config, text)
+            rust = RustTokenizer.from_buffer(raw)
+            _configure(rust, config, has_byte_level=b'"ByteLevel"' in raw)
         except Exception as error:  # the bindings raise Exception itself
             raise CheckpointError(f"tokenizer.json ({root}): cannot be used: {str(error)[:200]}") from None
         return cls(rust, config)
@@ -199,7 +199,7 @@ LATIN_1_OF_CHARACTER = dict.fromkeys(range(256), "\u0100") | {
 }
 
 
-def _configure(rust: RustTokenizer, config: dict[str, Any], text: str) -> None:
+def _configure(rust: RustTokenizer, config: dict[str, Any], *, has_byte_level: bool) -> None:
     """Apply tokenizer_config.json to what tokenizer.json says, as transformers 5 does.
 
     NOTE: `add_bos_token` and `add_eos_token` mean nothing beside a tokenizer.json: its post-processor decides.
@@ -207,7 +207,7 @@ def _configure(rust: RustTokenizer, config: dict[str, Any], text: str) -> None:
     rust.no_truncation()
     rust.no_padding()
     is_llama = str(config.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
-    if is_llama and '"ByteLevel"' not in text:
+    if is_llama and not has_byte_level:
         _configure_llama(rust, config)
     for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         if rust.token_to_id(str(token["content"])) is None:

@@ -35,6 +35,10 @@ class WorkerClosed(RuntimeError):
     """A job was submitted to a worker whose `aclose` has begun."""
 
 
+class AskedTooLate(RuntimeError):
+    """Somebody waits for what came of a job that was forgotten before."""
+
+
 class Told(enum.Enum):
     """When the loop hears what came of a job. To be woken takes the interpreter lock, and a thread that goes on with
     its next job then waits for it: for all that the loop has to do, a millisecond a step of 16 streams."""
@@ -42,9 +46,10 @@ class Told(enum.Enum):
     AT_ONCE = enum.auto()
     BEFORE_WAITING = enum.auto()  # when the next job says `tell`, or ends, or there is none
     IF_ASKED = enum.auto()  # with the next that is told, or when somebody waits; an error nobody asks for is lost
+    NEVER = enum.auto()  # nobody has asked in time, see `Worker.forget`
 
 
-AT_ONCE, BEFORE_WAITING, IF_ASKED = Told  # a member of an enum takes longer to find, and a step looks six times
+AT_ONCE, BEFORE_WAITING, IF_ASKED, NEVER = Told  # a member of an enum takes longer to find, and a step looks six times
 
 
 class Worker(ABC):
@@ -78,6 +83,14 @@ class Worker(ABC):
     def tell(self) -> None:
         """Called by a job that goes on without the interpreter lock: now is the time to tell what came of those before
         it."""
+
+    def forget(self, result: asyncio.Future[Any]) -> None:
+        """Of a job of this worker that is told if asked: if nobody has asked so far, what comes of it is not kept, and
+        who asks when it has ended gets `AskedTooLate`. Called on the loop. What came of it before may be kept a while,
+        and in simulation all of it is."""
+        assert isinstance(result, Job), f"{result}: not a job"
+        if result.told is IF_ASKED:
+            result.told = NEVER
 
     @property
     def num_waiting(self) -> int:
@@ -261,7 +274,7 @@ class Job(asyncio.Future[Any]):
 
     def set_exception(self, exception: type | BaseException) -> None:
         super().set_exception(exception)
-        if self.told is IF_ASKED:
+        if self.told is IF_ASKED or self.told is NEVER:
             self.exception()  # else it is logged that nobody asked
 
     def cancel(self, msg: Any | None = None) -> bool:
@@ -405,7 +418,9 @@ class _ThreadWorker(Worker):
         queue, handover = self._queue, self._handover
         while (job := queue.get()) is not None:
             if job.begin():
-                handover.put(job, *run_job(job))
+                outcome = run_job(job)
+                handover.put(job, *(_forgotten() if job.told is NEVER else outcome))
+                del outcome
                 if job.told is AT_ONCE:
                     self._has_untold = False
                     handover.wake()
@@ -417,6 +432,10 @@ class _ThreadWorker(Worker):
                 self.tell()
         handover.put(ended, None, None)
         handover.wake()
+
+
+def _forgotten() -> tuple[None, AskedTooLate]:
+    return None, AskedTooLate("nobody had asked for this by when it was said that nobody would: ask before")
 
 
 def run_job(job: Job) -> tuple[Any, BaseException | None]:

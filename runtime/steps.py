@@ -36,6 +36,7 @@ class StepQueue:
         self.first_step = first_step
         self._num_phases = num_phases
         self._next = (first_step, 0)
+        self._quiet: asyncio.Future[Any] | None = None  # of the phase before, if that is told if asked
         self._early: dict[tuple[int, int], _Job] = {}
 
     @property
@@ -44,10 +45,14 @@ class StepQueue:
         return self._next[0]
 
     def submit(self, step: int, phase: int, run: Callable[[], R], told: Told = AT_ONCE) -> asyncio.Future[R]:
-        """Runs `run()` on the device thread when its turn comes. Resolves on the loop; raises what `run` raised."""
+        """Runs `run()` on the device thread when its turn comes. Resolves on the loop; raises what `run` raised.
+        Whoever passes a step on to its next phase has asked by then for what comes of this one, or never will."""
         ticket = (step, phase)
         if ticket == self._next:
+            if self._quiet is not None:
+                self._worker.forget(self._quiet)
             result = self._worker.submit(run, told=told)
+            self._quiet = result if told is IF_ASKED else None
             self._advance()
             if self._early:
                 self._hand_over()

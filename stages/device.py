@@ -111,7 +111,8 @@ class Device:
 
     def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
         """Queues the first phase. Resolves to what `forward(grant)` returned; raises what it raised, or `StepFell`.
-        Where there is a second phase and nobody waits for this one, both are told together."""
+        Where there is a second phase and nobody waits for this one, both are told together; who has not asked when the
+        second is submitted may get `AskedTooLate`, so that logits are not kept for him while the next step computes."""
         if self._queue is None:
             assert self._worker is not None, "forward() before join(): a stage joins the device in its set-up"
             self._queue = StepQueue(self._worker, self._num_phases, grant.step)

@@ -280,7 +280,8 @@ class StepGrant:
 class StepLogits:
     """A step on its way through the device. `logits` resolves to the device's handle on [L, V] logits, one row for each
     sampled row of the grant, in order, and one more for each of its drafts behind it; it raises what the forward pass
-    raised."""
+    raised. Ask for them before the step goes on to sample: from then on the sampler may change them, and once it has
+    chosen tokens nothing keeps them but who holds them."""
 
     grant: StepGrant
     logits: asyncio.Future[Any]

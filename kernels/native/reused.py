@@ -7,7 +7,7 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
-NUM_KEPT = 2  # the logits of a step may be held until the loop has heard of it, while the next one computes
+NUM_KEPT = 2  # who asked for the logits of a step may hold them while the next one computes
 UNHELD = 2  # references to memory of which nothing is held: the list's, and that of who counts
 
 

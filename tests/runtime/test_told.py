@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from millrace.runtime.env import LiveEnv, Told, Worker
+from millrace.runtime.env import AskedTooLate, LiveEnv, Told, Worker
+from millrace.runtime.steps import StepQueue
 
 
 class CountedLoop(asyncio.SelectorEventLoop):
@@ -87,6 +89,44 @@ def test_an_error_that_nobody_asks_for_is_not_logged_and_who_asks_gets_it():
         assert complaints == []
 
     run(main)
+
+
+class Logits:
+    """What a phase comes to; it is seen whether anybody still holds it."""
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_what_nobody_asked_for_by_when_the_step_went_on_is_let_go_before_the_next_step_begins(is_asked_for: bool):
+    async def main(loop: CountedLoop, worker: Worker) -> None:
+        steps = StepQueue(worker, num_phases=2)
+        may_end = threading.Event()
+        made: list[weakref.ref[Logits]] = []
+
+        def forward() -> Logits:
+            may_end.wait(20)
+            logits = Logits()
+            made.append(weakref.ref(logits))
+            return logits
+
+        promise = steps.submit(0, 0, forward, Told.IF_ASKED)
+        asking = asyncio.ensure_future(_of(promise)) if is_asked_for else None
+        await asyncio.sleep(0)
+        steps.submit(0, 1, lambda: None, Told.BEFORE_WAITING)
+        is_held = steps.submit(1, 0, lambda: made[0]() is not None)
+        may_end.set()
+        if asking is not None:
+            logits = await asking
+            assert logits is made[0]()
+            return
+        assert await is_held is False
+        with pytest.raises(AskedTooLate):
+            await promise
+
+    run(main)
+
+
+async def _of(future: asyncio.Future[Any]) -> Any:
+    return await future
 
 
 @pytest.mark.parametrize("by", ["word", "end", "nothing to do"])

@@ -39,9 +39,13 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     Thread(target=import_module, args=("aiohttp",), name="millrace-import", daemon=True).start()
     with_messages = server_config.log_error_messages
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        make_engine = partial(_make_engine, choose_mode(server_config.mode))
-        return runner.run(serve(engine_config, server_config, make_engine, options.sources))
+    gc.disable()  # until we are ready: what starts stays, and to look at it again and again takes a tenth of the start
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            make_engine = partial(_make_engine, choose_mode(server_config.mode))
+            return runner.run(serve(engine_config, server_config, make_engine, options.sources))
+    finally:
+        gc.enable()
 
 
 async def serve(
@@ -83,6 +87,7 @@ async def _serve_engine(
         stop.on_early = None
         gc.collect()
         gc.freeze()  # the model and its modules live as long as we do: no collection need look at them again
+        gc.enable()
         _say_ready(server)
         await stop.event.wait()
         log.info("server.draining", live=len(server.service.live), timeout_s=server.config.shutdown_timeout_s)

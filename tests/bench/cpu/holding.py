@@ -97,18 +97,21 @@ async def beside_a_neighbour(engine: Engine, run: int) -> tuple[float, float]:
 
 
 def memory_mib(engine: Engine) -> dict[str, float]:
-    """The most this process had so far, and what is neither weights nor used cache."""
+    """The most this process had so far, and what is neither weights nor cache: blocks that were used, and memory that
+    was taken for those that come next."""
     assert isinstance(engine._parts, EngineParts)
     cache: Any = engine._parts.loaded.runner.cache  # type: ignore[attr-defined]
     num_used = int(np.count_nonzero(cache.data[0].any(axis=1)))
     used = num_used * cache.data[:, 0].nbytes
+    taken = max(used, cache.ahead.num_taken)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     weights = native_of(engine).weights_bytes
     return {
         "peak": peak / 2**20,
         "weights": weights / 2**20,
         "used_cache": used / 2**20,
-        "beyond": (peak - weights - used) / 2**20,
+        "taken_cache": taken / 2**20,
+        "beyond": (peak - weights - taken) / 2**20,
     }
 
 

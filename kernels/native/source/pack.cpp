@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <new>
 
 #include "panels.h"
@@ -60,20 +61,36 @@ float half_to_float(uint16_t bits) {
     return value;
 }
 
-float read(const void* data, Type type, int64_t index) {
-    if (type == FLOAT32) return static_cast<const float*>(data)[index];
-    uint16_t bits = static_cast<const uint16_t*>(data)[index];
-    return type == BFLOAT16 ? widen(bits) : half_to_float(bits);
+// Numbers [begin, begin + count) of a tensor.
+void read(const void* data, Type type, int64_t begin, int64_t count, float* to) {
+    auto halves = static_cast<const uint16_t*>(data) + begin;
+    if (type == FLOAT32)
+        std::memcpy(to, static_cast<const float*>(data) + begin, count * 4);
+    else if (type == BFLOAT16)
+        for (int64_t i = 0; i < count; i++) to[i] = widen(halves[i]);
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = half_to_float(halves[i]);
+}
+
+// Rounds to the type that numbers are kept in. False if one of them is not finite there.
+template <class T>
+bool round_all(const float* from, int64_t count, T* to) {
+    int64_t num_broken = 0;
+    for (int64_t i = 0; i < count; i++) {
+        narrow(from[i], to + i);
+        num_broken += !(std::abs(widen(to[i])) <= std::numeric_limits<float>::max());
+    }
+    return num_broken == 0;
 }
 
 bool set_floats(std::vector<float>& to, int64_t offset, int64_t count, const void* data, Type type, Type rounded) {
     if (int64_t(to.size()) < offset + count) to.resize(offset + count);
-    bool is_finite = true;
-    for (int64_t i = 0; i < count; i++) {
-        float value = read(data, type, i);
-        to[offset + i] = rounded == BFLOAT16 ? widen(to_bf16(value)) : value;
-        is_finite &= std::isfinite(to[offset + i]);
-    }
+    float* numbers = to.data() + offset;
+    read(data, type, 0, count, numbers);
+    if (rounded != BFLOAT16) return round_all(numbers, count, numbers);
+    std::vector<bf16> narrowed(count);
+    bool is_finite = round_all(numbers, count, narrowed.data());
+    for (int64_t i = 0; i < count; i++) numbers[i] = widen(narrowed[i]);
     return is_finite;
 }
 
@@ -111,16 +128,14 @@ Matrix matrix_of(Model& model, int64_t index, Kind kind) {
     }
 }
 
-// Puts a row where its panel has it. False if a number is not finite. `codes` [k] is for use meanwhile.
+// Puts a row where its panel has it. False if a number is not finite. `codes` [4 k] is for use meanwhile.
 template <class T>
-bool put_row(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>&) {
-    T* panel = linear.weight.as<T>() + column / PANEL * linear.k * PANEL;
-    bool is_finite = true;
-    for (int64_t i = 0; i < linear.k; i++) {
-        T* to = panel + place_in_pairs<T>(i, PANEL, column % PANEL);
-        narrow(row[i], to);
-        is_finite &= std::isfinite(widen(*to));
-    }
+bool put_row(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>& codes) {
+    constexpr int64_t TOGETHER = 4 / sizeof(T);  // numbers of a row that lie side by side
+    auto numbers = reinterpret_cast<T*>(codes.data());
+    bool is_finite = round_all(row, linear.k, numbers);
+    T* to = linear.weight.as<T>() + column / PANEL * linear.k * PANEL + place_in_pairs<T>(0, PANEL, column % PANEL);
+    for (int64_t i = 0; i < linear.k; i += TOGETHER, to += TOGETHER * PANEL) std::memcpy(to, numbers + i, 4);
     return is_finite;
 }
 
@@ -160,12 +175,12 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, Type type) {
     int num_threads = rows * k > 1 << 16 ? pool.size() : 1;
     pool.run(num_threads, [&](int thread) {
         std::vector<float> row(k);
-        std::vector<uint8_t> codes(k);
+        std::vector<uint8_t> codes(4 * k);
         int64_t first, last;
         share(ceil_div(rows, 16), thread, num_threads, &first, &last);
         bool finite = true;
         for (int64_t r = first * 16; r < std::min(last * 16, rows); r++) {
-            for (int64_t i = 0; i < k; i++) row[i] = read(data, type, r * k + i);
+            read(data, type, r * k, k, row.data());
             finite &= put_row<T>(linear, matrix.place.column(r), row.data(), codes);
         }
         if (!finite) is_finite = false;
@@ -207,19 +222,14 @@ bool set_bias(Model& model, Linear& linear, Rows place, int64_t rows, const void
 
 bool set_embedding(Model& model, const void* data, Type type) {
     const Shape& shape = model.shape;
-    int64_t count = shape.vocab_size * shape.hidden_size;
+    int64_t hidden = shape.hidden_size;
     bool is_half = shape.dtype == BFLOAT16, is_finite = true;
-    model.embedding = Memory(count * (is_half ? 2 : 4));
-    for (int64_t i = 0; i < count; i++) {
-        float value = read(data, type, i);
-        if (is_half) {
-            bf16 narrowed = to_bf16(value);
-            model.embedding.as<bf16>()[i] = narrowed;
-            value = widen(narrowed);
-        } else {
-            model.embedding.as<float>()[i] = value;
-        }
-        is_finite &= std::isfinite(value);
+    model.embedding = Memory(shape.vocab_size * hidden * (is_half ? 2 : 4));
+    std::vector<float> row(hidden);
+    for (int64_t id = 0; id < shape.vocab_size; id++) {
+        read(data, type, id * hidden, hidden, row.data());
+        is_finite &= is_half ? round_all(row.data(), hidden, model.embedding.as<bf16>() + id * hidden)
+                             : round_all(row.data(), hidden, model.embedding.as<float>() + id * hidden);
     }
     return is_finite;
 }

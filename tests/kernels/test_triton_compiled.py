@@ -5,6 +5,8 @@ A part of `python -m millrace.kernels.compile_check`, which takes every head siz
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("arch", "case"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_no_register_spills_and_loops_are_pipelined(arch: int, case: Case) -> None:
+def test_no_register_spills_in_a_loop_and_loops_are_pipelined(arch: int, case: Case) -> None:
     reports = compile_check.check(case, arch)
     assert reports
     for report in reports:
@@ -43,8 +45,35 @@ def test_a_report_names_what_is_wrong() -> None:
     case = Case("extend 128", lambda: None, copies_ahead=True, uses_wgmma=True)
     good = Report("extend 128: attention_kernel", 90, 1, 8, 200, 0, 0, 98560, 52, 24)
     assert good.problems(case) == []
+    assert replace(good, stack_bytes=8).problems(case) == []
+    (spilled,) = replace(good, stack_bytes=8, num_loop_spills=1).problems(case)
+    assert spilled.endswith("1 accesses to them in innermost loops: registers spill")
     bad = Report("extend 128: attention_kernel", 90, 1, 8, 255, 48, 0, 240 << 10, 0, 0)
     assert [problem.split()[0] for problem in bad.problems(case)] == ["48", "245760", "no", "no", "0"]
+
+
+LISTING = """
+_kernel:
+        /*0000*/                   STL [R1], R12 ;
+.L_x_2:
+        /*0010*/                   LDL R138, [R1] ;
+        /*0020*/               @P3 BRA `(.L_x_1) ;
+.L_x_0:
+        /*0030*/                   FADD R4, R4, R2 ;
+        /*0040*/               @P1 BRA `(.L_x_0) ;
+        /*0050*/                   FADD R5, R4, R2 ;
+        /*0060*/               @P2 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0070*/                   LDL.64 R2, [R1] ;
+        /*0080*/                   BRA `(.L_x_2) ;
+"""
+
+
+def test_spills_count_within_innermost_loops_alone() -> None:
+    assert compile_check.spills_in_loops(LISTING) == 0
+    for spill in ("LDL R4, [R1+0x4] ;", "STL.64 [R1], R4 ;"):
+        assert compile_check.spills_in_loops(LISTING.replace("FADD R4, R4, R2 ;", spill)) == 1
+        assert compile_check.spills_in_loops(LISTING.replace("FADD R5, R4, R2 ;", spill)) == 1
 
 
 def test_a_launch_is_recorded_with_all_its_arguments() -> None:

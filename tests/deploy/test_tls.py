@@ -59,7 +59,8 @@ def test_https_is_spoken_and_http_is_not(files, authority):
             assert not connection.recv(4096).startswith(b"HTTP")
         old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         authority.configure_trust(old)
-        old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+            old.maximum_version = ssl.TLSVersion.TLSv1_1
         with pytest.raises((ssl.SSLError, ConnectionError)):
             old.wrap_socket(server.connect(), server_hostname="localhost")
         with server.connect() as connection:  # a handshake that never comes is given up, as headers are

@@ -137,7 +137,11 @@ class Helpers:
             helper.process.kill()
         assert helper.process.stdin is not None
         helper.process.stdin.close()
-        await helper.process.wait()
+        try:
+            await helper.process.wait()
+        except asyncio.CancelledError:  # by `aclose`, for one: it was killed, so this takes no time
+            await helper.process.wait()
+            raise
 
 
 class _Helper:

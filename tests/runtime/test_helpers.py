@@ -82,3 +82,20 @@ def test_a_child_that_is_killed_is_replaced_at_once_and_no_secret_is_handed_on(m
         assert answers == [b"> %d" % i for i in range(20)]
 
     with_helpers(test, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_child_that_is_about_to_be_replaced_has_ended_when_all_have(monkeypatch) -> None:
+    async def test(helpers: Helpers) -> None:
+        assert await helpers.ask(b"one") == b"> ONE"
+        (pid,) = helpers.pids
+        asked = asyncio.ensure_future(helpers.ask(b"spin"))
+        await asyncio.sleep(0)
+        asked.cancel()
+        while helpers.pids:  # noqa: ASYNC110 - from then on it is being ended
+            await asyncio.sleep(0)
+        await helpers.aclose()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    with_helpers(test, monkeypatch)

@@ -97,8 +97,9 @@ def test_a_request_is_explained_while_it_runs_and_after_it_ended(inside_server: 
         assert sum(cause["ms"] for cause in each["causes"]) == pytest.approx(each["total_ms"], abs=0.5)
     assert not running["finished"] and told["finished"] and told["finish_cause"] == "finish"
     assert told["steps"]["num_decode_rows"] == 19 and 1 <= told["steps"]["num_prompt_tokens"] <= len(SECRET)
-    execute = next(stage for stage in told["stages"] if stage["stage"] == "execute")
-    assert execute["service_ms"] > 190 and told["causes"][0]["name"] == "decoding"  # 20 steps of 10 ms
+    service_ms = {stage["stage"]: stage["service_ms"] for stage in told["stages"]}
+    assert told["total_ms"] > 200 and told["causes"][0]["name"] == "decoding"  # 20 steps of 10 ms
+    assert service_ms["execute"] > 100, "but for what of a step went on while the one before was sampled"
     assert "its own tokens took" in told["sentence"] and SECRET.encode() not in answer.body
 
 

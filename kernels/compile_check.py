@@ -37,7 +37,9 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block may have
 PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # blocks on one multiprocessor, each with 1 KiB of its own more
 REGISTERS = 1 << 16  # of a multiprocessor
 NUM_PROCESSORS = 132  # of an H200
-STACK_BYTES = 8  # a thread's, for a value read once an item: Triton 3.7, PyTorch 2.13's, keeps one of fp8 extend there
+# A thread's, for values outside loops over tokens: Triton 3.7 (PyTorch 2.13's) keeps one of fp8 extend there, read once
+# an item; no other release needs any.
+STACK_BYTES = 8 if triton.__version__.startswith("3.7.") else 0
 TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",

@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from millrace.kernels import compile_cases, compile_check, triton_launch
 from millrace.kernels.compile_check import Case, Report

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from . import cgroups
+from .cgroups import read
+
 FIRST = os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0  # of this process, when it began
 LOWER = 5  # more nice than that: a third of the time of a thread of ours that computes on the same core
 
@@ -78,7 +81,7 @@ def _cores(root: Path, allowed: tuple[int, ...]) -> Iterator[int]:
     seen: set[str] = set()
     for cpu in allowed:
         path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        siblings = _read(path) or str(cpu)
+        siblings = read(path) or str(cpu)
         if siblings not in seen:
             seen.add(siblings)
             yield cpu
@@ -89,46 +92,19 @@ def _cores(root: Path, allowed: tuple[int, ...]) -> Iterator[int]:
 
 def quota(root: Path = Path("/")) -> float | None:
     """CPUs' worth of time that the cgroups of this process leave it, the least of all levels; None: no limit."""
-    limits = [limit for folder in _cgroups(root) if (limit := _limit(folder)) is not None]
+    limits = [limit for folder in cgroups.folders("cpu", root) if (limit := _limit(folder)) is not None]
     return min(limits, default=None)
-
-
-def _cgroups(root: Path) -> Iterator[Path]:
-    """The folders of this process's cgroups that may limit its time, from its own to the outermost.
-
-    A container sees its own as the root of the mount, while the path that /proc names may be the host's: folders that
-    are not there are passed over.
-    """
-    mounts = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        bases = (mounts / controllers, mounts / "cpu") if controllers else (mounts / "unified", mounts)
-        base = next((base for base in bases if base.is_dir()), None)
-        if base is None:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for length in range(len(parts), -1, -1):
-            yield base.joinpath(*parts[:length])
 
 
 def _limit(folder: Path) -> float | None:
     """Quota over period, in version 2's file or version 1's two; "max" and -1 are no limit."""
-    text = _read(folder / "cpu.max") or " ".join(
-        _read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+    text = read(folder / "cpu.max") or " ".join(
+        read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
     )
     numbers = text.split()
     if len(numbers) != 2 or not all(number.isdigit() for number in numbers) or not int(numbers[1]):
         return None
     return int(numbers[0]) / int(numbers[1])
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 # -- priorities

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
 from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
-from .taken import LARGE_PAGE, TakenAhead
+from .taken import LARGE_PAGE, NO_LIMIT, TakenAhead
 
 
 class NativeCache:
@@ -16,9 +17,16 @@ class NativeCache:
     block is the library's own."""
 
     def __init__(
-        self, shape: NativeShape, num_blocks: int, block_size: int, dtype: CacheDType, blocks_ahead: int = 0
+        self,
+        shape: NativeShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: CacheDType,
+        blocks_ahead: int = 0,
+        room: Callable[[], int] = lambda: NO_LIMIT,
     ) -> None:
-        """Memory of `blocks_ahead` blocks past those that are used is taken ahead, once `ahead` was started."""
+        """Memory of `blocks_ahead` blocks past those that are used is taken ahead, once `ahead` was started, while as
+        much is left of the `room()` bytes that the system has for us."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
@@ -28,7 +36,7 @@ class NativeCache:
         memory: Array = np.zeros((shape.num_layers, self.blocks_apart, block_bytes // item.itemsize), item)
         self.data = memory[:, :num_blocks]  # the rest is address space
         self._block_bytes = block_bytes
-        self.ahead = TakenAhead(self.data, blocks_ahead * block_bytes)
+        self.ahead = TakenAhead(self.data, blocks_ahead * block_bytes, room=room)
         weakref.finalize(self, self.ahead.stop)
 
     def note_used(self, block: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from .shape import Array
 
 LARGE_PAGE = 2 << 20  # bytes
+NO_LIMIT = 1 << 62  # bytes
 _SMALL_PAGE = 4 << 10
 _POPULATE_WRITE = 23  # of madvise, in Linux since 5.14: pages are there as if written to, and keep what they hold
 IDLE_S = 0.25  # without a step, until pages are taken; the least time between two looks at that
@@ -33,7 +34,8 @@ class TakenAhead:
 
     The system hands out memory when it is first written to, in large pages that it clears: 0.2 ms for each, and 6 in a
     virtual machine whose host takes back what is free. Steps of prompts would wait for that, a tenth of their time.
-    Here a thread of its own takes pages one by one, none within `IDLE_S` of a step, and ends when there are enough.
+    Here a thread of its own takes pages one by one, none within `IDLE_S` of a step, and ends when there are enough. It
+    leaves at least as much as it keeps ahead to whoever else wants memory.
 
     All but `join` may be called on the thread that runs the steps; of 30 regions each takes a microsecond.
     """
@@ -44,6 +46,7 @@ class TakenAhead:
         ahead_bytes: int,  # 0: nothing is ever taken
         *,
         take: Callable[[int, int], bool] = take_pages,
+        room: Callable[[], int] = lambda: NO_LIMIT,  # bytes that the system still has for us
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_taken = 0  # bytes, by now
@@ -53,6 +56,7 @@ class TakenAhead:
         self._next = [begin // _SMALL_PAGE * _SMALL_PAGE for begin in self._begins]  # the page that is taken next
         self._ahead_bytes = ahead_bytes
         self._take = take
+        self._room = room
         self._now = now
         self._used_bytes = 0
         self._looked_at_bytes = 0  # used when it was last seen to that enough is taken
@@ -108,6 +112,10 @@ class TakenAhead:
             if wait_s > 0:
                 self._is_over.wait(wait_s)
                 continue
+            if self._room() < len(self._begins) * self._ahead_bytes:
+                with self._lock:
+                    self._thread = None  # until more is used
+                return
             begin = self._next[region]
             end = min((begin // LARGE_PAGE + 1) * LARGE_PAGE, -(-self._ends[region] // _SMALL_PAGE) * _SMALL_PAGE)
             if not self._take(begin, end - begin):

@@ -17,7 +17,7 @@ import pytest
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.cache import NativeCache
 from millrace.runtime import cpus
-from millrace.stages import Engine, EngineConfig, SamplingParams
+from millrace.stages import Engine, EngineConfig, SamplingParams, native_loading
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading import has_cuda_driver
 from millrace.stages.native_loading import TOKENS_AHEAD
@@ -145,3 +145,18 @@ def test_an_idle_engine_has_memory_for_its_next_tokens_before_they_come() -> Non
             assert cache.ahead.num_taken - begun >= 2000 * token_bytes  # 3,600 were used; whole pages
 
     asyncio.run(main())
+
+
+@needs_native
+def test_an_idle_engine_takes_no_memory_ahead_where_its_container_has_little_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native_loading, "memory_left", lambda: 1 << 20)
+
+    async def main() -> int:
+        async with Engine(EngineConfig(device="cpu", kv_cache_bytes=256 << 20)) as engine:
+            cache: NativeCache = engine._parts.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
+            await asyncio.to_thread(cache.ahead.join)
+            return cache.ahead.num_taken
+
+    assert asyncio.run(main()) == 0

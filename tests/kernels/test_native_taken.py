@@ -34,12 +34,14 @@ class Recorded:
         self.clock = Clock()
         self.taken: list[tuple[int, int]] = []  # (region, bytes from its beginning) where each piece ends
         self.answer = True
-        self.ahead = TakenAhead(self.memory, ahead_bytes, take=self._take, now=self.clock)
+        self.room_bytes = 1 << 40
+        self.ahead = TakenAhead(self.memory, ahead_bytes, take=self._take, room=lambda: self.room_bytes, now=self.clock)
         self.clock.now_s += 1  # idle
 
     def _take(self, address: int, num_bytes: int) -> bool:
         place = address + num_bytes - self.memory.ctypes.data
         self.taken.append((max(0, (place - 1) // self.memory.strides[0]), place % self.memory.strides[0]))
+        self.room_bytes -= num_bytes
         return self.answer
 
     def take(self) -> list[tuple[int, int]]:
@@ -128,6 +130,18 @@ def test_a_system_that_refuses_is_asked_once():
     assert recorded.take() == []
     assert recorded.ahead.num_taken == 0
     assert not take_pages(4096, 4096)  # nothing is there
+
+
+def test_as_much_as_is_kept_ahead_is_left_to_others_and_more_that_is_used_has_it_look_again():
+    recorded = Recorded(2, 64 * MIB, 16 * MIB)
+    recorded.room_bytes = 32 * MIB + 9 * MIB
+    recorded.take()
+    assert 32 * MIB - LARGE_PAGE <= recorded.room_bytes < 32 * MIB
+    assert recorded.take() == []
+    recorded.room_bytes = 128 * MIB
+    recorded.ahead.note_used(4 * MIB)
+    recorded.ahead.join()
+    assert recorded.ahead.num_taken >= 2 * 20 * MIB
 
 
 @NEEDS_CALL

@@ -39,6 +39,9 @@ class AskedTooLate(RuntimeError):
     """Somebody waits for what came of a job that was forgotten before."""
 
 
+_TOO_LATE = "nobody had asked for this by when it was said that nobody would: ask before"
+
+
 class Told(enum.Enum):
     """When the loop hears what came of a job. To be woken takes the interpreter lock, and a thread that goes on with
     its next job then waits for it: for all that the loop has to do, a millisecond a step of 16 streams."""
@@ -86,8 +89,8 @@ class Worker(ABC):
 
     def forget(self, result: asyncio.Future[Any]) -> None:
         """Of a job of this worker that is told if asked: if nobody has asked so far, what comes of it is not kept, and
-        who asks when it has ended gets `AskedTooLate`. Called on the loop. What came of it before may be kept a while,
-        and in simulation all of it is."""
+        who asks when it has ended gets `AskedTooLate`, or the error that it has ended with. Called on the loop. What
+        came of it before may be kept a while, and in simulation all of it is."""
         assert isinstance(result, Job), f"{result}: not a job"
         if result.told is IF_ASKED:
             result.told = NEVER
@@ -418,9 +421,11 @@ class _ThreadWorker(Worker):
         queue, handover = self._queue, self._handover
         while (job := queue.get()) is not None:
             if job.begin():
-                outcome = run_job(job)
-                handover.put(job, *(_forgotten() if job.told is NEVER else outcome))
-                del outcome
+                result, error = run_job(job)
+                if job.told is NEVER and error is None:
+                    result, error = None, AskedTooLate(_TOO_LATE)
+                handover.put(job, result, error)
+                del result, error
                 if job.told is AT_ONCE:
                     self._has_untold = False
                     handover.wake()
@@ -432,10 +437,6 @@ class _ThreadWorker(Worker):
                 self.tell()
         handover.put(ended, None, None)
         handover.wake()
-
-
-def _forgotten() -> tuple[None, AskedTooLate]:
-    return None, AskedTooLate("nobody had asked for this by when it was said that nobody would: ask before")
 
 
 def run_job(job: Job) -> tuple[Any, BaseException | None]:

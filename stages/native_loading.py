@@ -71,7 +71,8 @@ def load_natively(
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
-        activations = model.step_bytes(config.num_step_tokens, config.max_num_seqs)
+        most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
+        activations = model.step_bytes(config.num_step_tokens, min(config.num_step_tokens - 1, most_logits))
         sizing = sizing_on_cpu(
             config,
             shape,

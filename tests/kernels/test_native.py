@@ -280,6 +280,12 @@ def test_half_precision_tensors_are_converted() -> None:
     assert np.array_equal(results[0], results[2]) and np.array_equal(results[1], results[2])
 
 
+def test_room_for_rows_that_are_asked_for_is_counted_where_there_are_fewer_of_them() -> None:
+    model = load("tied", "bfloat16")
+    assert model.step_bytes(64, 64) == model.step_bytes(64, 0) == model.step_bytes(1, 64)
+    assert model.step_bytes(64, 63) > model.step_bytes(64, 1) > model.step_bytes(64, 0)
+
+
 def test_weights_are_counted_as_they_are_packed() -> None:
     made = Checkpoint.random()
     half, wide = (made.load(dtype, num_threads=1).weights_bytes for dtype in DTYPES[::-1])  # type: ignore[arg-type]

@@ -161,11 +161,13 @@ def test_a_cache_that_nobody_holds_takes_nothing_more():
     )
     cache = NativeCache(shape, 2048, 16, "bfloat16", blocks_ahead=1024)
     ahead = cache.ahead
+    ahead.begin_step()  # the thread begins, and waits
     cache.note_used(1023)
     del cache
     gc.collect()
     ahead.join()
     assert ahead.num_taken == 0
+    ahead.end_step()
     ahead.start()
     ahead.join()
     assert ahead.num_taken == 0

@@ -125,6 +125,24 @@ def test_what_nobody_asked_for_by_when_the_step_went_on_is_let_go_before_the_nex
     run(main)
 
 
+def test_who_asks_too_late_for_a_job_that_failed_hears_why_it_failed():
+    async def main(loop: CountedLoop, worker: Worker) -> None:
+        may_end = threading.Event()
+
+        def fail() -> None:
+            may_end.wait(20)
+            raise ValueError("the device fell")
+
+        promise = worker.submit(fail, told=Told.IF_ASKED)
+        worker.forget(promise)
+        may_end.set()
+        await worker.submit(lambda: None)
+        with pytest.raises(ValueError, match="the device fell"):
+            await promise
+
+    run(main)
+
+
 async def _of(future: asyncio.Future[Any]) -> Any:
     return await future
 

@@ -40,9 +40,10 @@ int64_t activation_bytes(const Model& model, int64_t num_rows) {
     return Activations<Input>(model, nullptr, num_rows).end - static_cast<char*>(nullptr);
 }
 
-// Of all rows, and of those that are asked for.
+// Of all rows, and of those that are asked for, where these are fewer.
 template <class Input>
 int64_t step_activation_bytes(const Model& model, int64_t num_tokens, int64_t num_logits) {
+    if (num_logits >= num_tokens) return activation_bytes<Input>(model, num_logits);
     return activation_bytes<Input>(model, num_tokens) + activation_bytes<Input>(model, num_logits);
 }
 

@@ -41,6 +41,7 @@ int64_t computed_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this 
 
 void Party::open(int num_threads) {
     num_threads_ = num_threads;
+    num_ranks_.store(1, std::memory_order_relaxed);
     state_.store({0, 1, 0}, std::memory_order_release);
 }
 
@@ -48,14 +49,29 @@ void Party::close() { state_.store({OVER, 0, 0}, std::memory_order_release); }
 
 bool Party::join(int thread, Seat* seat) {
     while (!is_due(thread, state_.load(std::memory_order_acquire).phase)) std::this_thread::yield();
-    State before = state_.load(std::memory_order_acquire), with_me;
-    do {
-        if (before.phase == OVER) return false;
-        with_me = before, with_me.num_joining++;
-    } while (!state_.compare_exchange_weak(before, with_me, std::memory_order_acq_rel));
-    State now = wait_for_other(before.phase);
-    *seat = {before.num_present + before.num_joining, now.num_present, now.phase};
+    while (!has_joined()) std::this_thread::yield();
+    State now = state_.load(std::memory_order_acquire);  // until this thread has done its part, or all is over
+    *seat = {num_ranks_.fetch_add(1, std::memory_order_relaxed), now.num_present, now.phase};
     return now.phase != OVER;
+}
+
+bool Party::has_joined() {
+    State before = state_.load(std::memory_order_acquire), after;
+    do {
+        if (before.phase == OVER) return true;
+        after = before, after.num_joining++;
+    } while (!state_.compare_exchange_weak(before, after, std::memory_order_acq_rel));
+    uint32_t phase = before.phase;
+    for (int spin = 0; spin < NUM_SPINS || lateness >= 0; spin++) {
+        if (state_.load(std::memory_order_acquire).phase != phase) return true;
+        spin < NUM_SPINS ? _mm_pause() : std::this_thread::yield();
+    }
+    before = state_.load(std::memory_order_acquire);
+    do {
+        if (before.phase != phase) return true;
+        after = before, after.num_joining--;
+    } while (!state_.compare_exchange_weak(before, after, std::memory_order_acq_rel));
+    return false;
 }
 
 void Party::end_phase(Seat* seat) {

@@ -17,7 +17,7 @@ namespace millrace {
 
 // The threads that go through the phases of one region together: the caller from the first on, each other one from the
 // phase after it has come. So nobody waits for a thread whose core is somebody else's when a region begins: each phase is
-// shared by those who are there.
+// shared by those who are there, and who yields its core before it takes part has not come.
 //
 // Between two phases they wait for each other. Who waits spins first, since the others are usually there within a
 // microsecond; then it yields, so that a busy neighbour on the same core is not kept from letting the others on.
@@ -31,7 +31,7 @@ class Party {
 
     void open(int num_threads);  // by the caller, before others may join; nobody is left of a region before
     void close();  // by the caller, when all phases are over
-    // By another thread: returns when it may take part. False if all was over before that.
+    // By another thread: returns when it is to take part. False if all was over before that.
     bool join(int thread, Seat* seat);
     // All who share the phase have come to its end. Those who have joined meanwhile share the next one.
     void end_phase(Seat* seat);
@@ -50,10 +50,13 @@ class Party {
     bool is_due(int thread, uint32_t phase) const { return lateness < 0 || int64_t(thread) * lateness <= phase; }
     void await_due(uint32_t phase) const;
     State wait_for_other(uint32_t phase) const;
+    // Waits for a moment, and has not come after all if the phase is not over by then. True if all phases are.
+    bool has_joined();
 
     int num_threads_ = 1;  // of the region, at most
 
     alignas(64) std::atomic<int> num_arrived_{0};
+    std::atomic<int> num_ranks_{1};  // that are given
     alignas(64) std::atomic<State> state_{State{OVER, 0, 0}};
 };
 

@@ -34,6 +34,8 @@ void norm_to(const TiledRows<T>& rows, int64_t first, int64_t last, const Row& r
     }
 }
 
+constexpr int64_t ROWS = 16;  // a piece of the work between products
+
 template <class Weight, class Cached>
 class Step {
     using Input = InputOf<Weight>;
@@ -57,9 +59,7 @@ class Step {
     void run(int thread) {
         Phases phases(model_.pool.get(), thread);
         pass(phases, REST, [&](Seat) {  // of the caller alone, while the others come
-            each_plan([&](const Batch<Input>& batch, Plan& plan) {
-                for (int part = 0; part < num_threads_; part++) list_reads(batch, &plan, part);
-            });
+            each_plan([&](const Batch<Input>& batch, Plan& plan) { list_reads(batch, &plan); });
         });
         pass(phases, REST, [&](Seat seat) { embed(seat); });
         for (size_t i = 0; i + 1 < model_.layers.size(); i++) {
@@ -103,25 +103,31 @@ class Step {
                    std::chrono::steady_clock::now().time_since_epoch()).count();
     }
 
+    template <class Use>
+    static void each_row(Seat seat, int64_t num, const Use& use) {
+        seat.each_piece(num, ROWS, [&](int64_t first, int64_t last, int64_t) {
+            for (int64_t row = first; row < last; row++) use(row);
+        });
+    }
+
     void embed(Seat seat) {
-        int64_t first, last, hidden = shape_.hidden_size;
-        share(all_.inputs.num_tokens, seat.rank, seat.count, &first, &last);
-        for (int64_t t = first; t < last; t++) {
+        int64_t hidden = shape_.hidden_size;
+        each_row(seat, all_.inputs.num_tokens, [&](int64_t t) {
             int64_t id = all_.inputs.input_ids[t];
             float* to = all_.at.residual + t * all_.at.hidden_stride;
             if (!shape_.is_tied) {
                 const Weight* row = model_.embedding.as<Weight>() + id * hidden;
                 for (int64_t i = 0; i < hidden; i++) to[i] = widen(row[i]);
-                continue;
+                return;
             }
             read_row<Weight>(model_.head, id, to);
-        }
+        });
     }
 
     Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }
 
     void pass_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Rows& out) {
-        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(linear, x, out, seat.rank, seat.count); });
+        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(linear, x, out, seat); });
     }
 
     // Until the cache has the layer's keys and values.
@@ -143,46 +149,43 @@ class Step {
         pass_product(phases, layer.output, at.attended, residual);
         pass(phases, REST, [&](Seat seat) { norm(batch, layer.post_norm, seat); });
         pass(phases, LINEARS, [&](Seat seat) {
-            multiply<Weight>(layer.gate_up, at.normed, SiluMul<Input>{at.inner}, seat.rank, seat.count);
+            multiply<Weight>(layer.gate_up, at.normed, SiluMul<Input>{at.inner}, seat);
         });
         pass_product(phases, layer.down, at.inner, residual);
     }
 
     // Residuals and queries of the rows that are asked for, to where those are by themselves.
     void keep_asked(Seat seat) {
-        int64_t first, last;
-        share(asked_.inputs.num_tokens, seat.rank, seat.count, &first, &last);
         const Activations<Input>&from = all_.at, &to = asked_.at;
-        for (int64_t i = first; i < last; i++) {
+        each_row(seat, asked_.inputs.num_tokens, [&](int64_t i) {
             int64_t row = asked_rows_.rows[i];
             std::memcpy(to.residual + i * to.hidden_stride, from.residual + row * from.hidden_stride,
                         shape_.hidden_size * 4);
             std::memcpy(to.qkv + i * to.qkv_stride, from.qkv + row * from.qkv_stride, model_.attended_size() * 4);
-        }
+        });
     }
 
     void norm(const Batch<Input>& batch, const std::vector<float>& weight, Seat seat) {
-        int64_t first, last;
-        share(batch.inputs.num_tokens, seat.rank, seat.count, &first, &last);
         auto row = [&](int64_t t) { return batch.at.residual + t * batch.at.hidden_stride; };
-        norm_to(batch.at.normed, first, last, row, weight.data(), shape_.rms_norm_eps);
+        seat.each_piece(batch.inputs.num_tokens, ROWS, [&](int64_t first, int64_t last, int64_t) {
+            norm_to(batch.at.normed, first, last, row, weight.data(), shape_.rms_norm_eps);
+        });
     }
 
     // Norms and rotates queries and keys, and writes keys and values into the cache.
     void place_tokens(const Layer& layer, Cached* cache, Seat seat) {
-        int64_t first, last, dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
-        share(all_.inputs.num_tokens, seat.rank, seat.count, &first, &last);
-        for (int64_t t = first; t < last; t++) {
+        int64_t dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
+        each_row(seat, all_.inputs.num_tokens, [&](int64_t t) {
             float *q = all_.at.qkv + t * all_.at.qkv_stride, *k = q + heads * dim, *v = k + kv_heads * dim;
             for (int64_t head = 0; head < heads; head++) turn(q + head * dim, layer.q_norm, all_.inputs.positions[t]);
             for (int64_t head = 0; head < kv_heads; head++) turn(k + head * dim, layer.k_norm, all_.inputs.positions[t]);
             int64_t slot = all_.inputs.slot_mapping[t];
-            if (slot < 0) continue;
+            if (slot < 0) return;
             int64_t block = slot / layout_.block_size, offset = slot % layout_.block_size;
             for (int64_t head = 0; head < kv_heads; head++)
                 write_token(layout_, layout_.keys(cache, block, head), layout_.values(cache, block, head), offset,
                             k + head * dim, v + head * dim);
-        }
+        });
     }
 
     // Norms a head, if the model does, and rotates it to its position; the halves are the pairs.
@@ -204,13 +207,13 @@ class Step {
     }
 
     void attend(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
-        int64_t first, last;
-        share(num_threads_, seat.rank, seat.count, &first, &last);
-        for (int64_t part = first; part < last; part++) attend_part(batch, plan, cache, int(part), seat.rank);
+        seat.each_piece(plan.num_parts(), 1, [&](int64_t part, int64_t, int64_t) {
+            attend_part(batch, plan, cache, part, seat.rank);
+        });
     }
 
-    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int part, int rank) {
-        Reads<Cached> reads{cache, plan.reads[part].data()};
+    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int64_t part, int rank) {
+        Reads<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
         Scratch<Cached>* scratch = scratch_of(rank);
         for (int64_t i = plan.first_chunk[part]; i < plan.first_chunk[part + 1]; i++) {
             const Item& item = plan.items[plan.chunks[i].first];
@@ -231,9 +234,7 @@ class Step {
     }
 
     void put_chunks_together(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
-        int64_t first, last;
-        share(int64_t(plan.items.size()), seat.rank, seat.count, &first, &last);
-        for (int64_t i = first; i < last; i++) {
+        each_row(seat, int64_t(plan.items.size()), [&](int64_t i) {
             const Item& item = plan.items[i];
             ItemAttention<Cached> attention = look(batch, plan, item, cache, seat.rank);
             for (int64_t chunk = item.first_chunk(); chunk < item.last_chunk(); chunk++) {
@@ -242,7 +243,7 @@ class Step {
                                        chunk == item.first_chunk());
             }
             attention.finish(batch.at.attended);
-        }
+        });
     }
 
     // What a chunk of a split plan leaves behind: largest scores, sums of weights, and sums of values.
@@ -250,13 +251,16 @@ class Step {
         return model_.partials.as<float>() + (item.partial + chunk - item.first_chunk()) * plan.partial_size;
     }
 
-    void list_reads(const Batch<Input>& batch, Plan* plan, int part) {
-        std::vector<int64_t>* tiles = &plan->reads[part];
-        for (int64_t i = plan->first_chunk[part]; i < plan->first_chunk[part + 1]; i++) {
-            auto [item, chunk] = plan->chunks[i];
-            look(batch, *plan, plan->items[item], nullptr, 0).list_reads(chunk, tiles);
+    void list_reads(const Batch<Input>& batch, Plan* plan) {
+        plan->first_read.push_back(0);
+        for (int64_t part = 0; part < plan->num_parts(); part++) {
+            for (int64_t i = plan->first_chunk[part]; i < plan->first_chunk[part + 1]; i++) {
+                auto [item, chunk] = plan->chunks[i];
+                look(batch, *plan, plan->items[item], nullptr, 0).list_reads(chunk, &plan->reads);
+            }
+            plan->first_read.push_back(int64_t(plan->reads.size()));
         }
-        tiles->resize(tiles->size() + AHEAD);
+        plan->reads.resize(plan->reads.size() + AHEAD);
     }
 
     // An item before it has its queries.
@@ -280,12 +284,13 @@ class Step {
             share(inputs.hidden ? inputs.num_tokens : 0, seat.rank, seat.count, &first, &last);
             for (int64_t t = first; t < last; t++)
                 std::memcpy(inputs.hidden + t * hidden, at.residual + t * at.hidden_stride, hidden * 4);
-            share(inputs.logits ? inputs.num_logits : 0, seat.rank, seat.count, &first, &last);
             auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
-            norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
+            seat.each_piece(inputs.logits ? inputs.num_logits : 0, ROWS, [&](int64_t some, int64_t end, int64_t) {
+                norm_to(normed, some, end, row, model_.final_norm.data(), shape_.rms_norm_eps);
+            });
         });
         if (!inputs.logits) return;
-        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_.head, normed, logits, seat.rank, seat.count); });
+        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_.head, normed, logits, seat); });
     }
 
     Model& model_;
@@ -324,7 +329,7 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
             auto row = [&](int64_t i) { return hidden + i * shape.hidden_size; };
             norm_to(normed, first, last, row, model.final_norm.data(), shape.rms_norm_eps);
         });
-        phases.run([&](Party::Seat seat) { multiply<Weight>(model.head, normed, out, seat.rank, seat.count); });
+        phases.run([&](Party::Seat seat) { multiply<Weight>(model.head, normed, out, seat); });
     });
 }
 

@@ -267,7 +267,8 @@ int64_t widened_bytes(const Linear& linear) {
     return linear.is_quantized() ? std::max<int64_t>(1, CACHED / panel) * panel : 0;
 }
 
-// This thread's part of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`.
+// This thread's part of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as are held at
+// a time are a piece of the work.
 template <class Weight, class Out>
 class Product {
     using Input = InputOf<Weight>;
@@ -275,15 +276,14 @@ class Product {
     static constexpr int64_t WIDENING_TILES = sizeof(Input) == 2 ? 1 : 2;
 
   public:
-    Product(const Linear& linear, const TiledRows<Input>& x, const Out& out, int thread, int num_threads)
-        : linear_(linear), x_(x), out_(out), num_tiles_(x.num_tiles()),
+    Product(const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
+        : linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
           held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Weight))))) {
         if (num_tiles_ == 1) held_ = panels_for(int(x.num_rows));
-        share(linear.num_panels(), thread, num_threads, &first_, &last_);
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_);
         share_ = 64 * ceil_div(num_lines, linear.k / 2), fetching_pairs_ = ceil_div(64 * num_lines, share_);
         int64_t first, last;
-        share(linear.next->num_panels(), thread, num_threads, &first, &last);
+        share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
         after_ = linear.next->weight.as<char>() + first * linear.next->panel_bytes();
     }
 
@@ -293,32 +293,38 @@ class Product {
         if constexpr (!std::is_same<Stored, Weight>::value) {
             if (num_tiles_ > WIDENING_TILES) {
                 auto wide = reinterpret_cast<Weight*>(widened_memory(widened_bytes<Weight>(linear_)));
-                for (int64_t begin = first_; begin < last_; begin += held_) {
-                    for (int64_t p = begin; p < std::min(begin + held_, last_); p++)
-                        widen_panel(weights + p * size, linear_.k / 2, wide + (p - begin) * wide_size);
-                    multiply(begin, wide, wide_size);
-                }
+                each_piece([&](int64_t first, int64_t last, int64_t end) {
+                    for (int64_t p = first; p < last; p++)
+                        widen_panel(weights + p * size, linear_.k / 2, wide + (p - first) * wide_size);
+                    multiply(first, last, end, wide, wide_size);
+                });
                 return;
             }
         }
-        for (int64_t begin = first_; begin < last_; begin += held_) multiply(begin, weights + begin * size, size);
+        each_piece([&](int64_t first, int64_t last, int64_t end) {
+            multiply(first, last, end, weights + first * size, size);
+        });
     }
 
   private:
-    // The panels from `begin` that are held, which lie at `numbers`, `size` apart.
+    template <class Use>
+    void each_piece(const Use& use) const {
+        seat_.each_piece(linear_.num_panels(), held_, use);
+    }
+
+    // Panels [first, last), which lie at `numbers`, `size` apart; those after them, until `end`, come next.
     template <class Stored>
-    void multiply(int64_t begin, const Stored* numbers, int64_t size) const {
-        int64_t end = std::min(begin + held_, last_);
+    void multiply(int64_t first, int64_t last, int64_t end, const Stored* numbers, int64_t size) const {
         alignas(64) float tiles[GEMM_ROWS * PANEL];
         auto sizes = std::make_integer_sequence<int, GEMM_ROWS>();
         for (int64_t part = 0; part < num_tiles_; part++) {
             int64_t row = x_.first_row(part);
             int rows = int(x_.first_row(part + 1) - row), together = panels_for(rows), count;
-            for (int64_t panel = begin; panel < end; panel += count) {
-                count = panel + together <= end ? together : 1;
+            for (int64_t panel = first; panel < last; panel += count) {
+                count = panel + together <= last ? together : 1;
                 auto multiply_rows = tile_for<Input, Stored>(rows, count == 1, sizes);
-                multiply_rows(x_.tile(part), panels_at(panel, numbers + (panel - begin) * size, size), linear_.k / 2,
-                              tiles, ahead_of(panel, part));
+                multiply_rows(x_.tile(part), panels_at(panel, numbers + (panel - first) * size, size), linear_.k / 2,
+                              tiles, ahead_of(panel, end, part));
                 for (int p = 0; p < count; p++) take(panel + p, row, rows, tiles + p * rows * PANEL);
             }
         }
@@ -338,11 +344,11 @@ class Product {
 
     // A tile's share of what this thread multiplies after the panels that are held: more of them, or as many bytes of
     // the next linear.
-    Ahead ahead_of(int64_t panel, int64_t part) const {
+    Ahead ahead_of(int64_t panel, int64_t end, int64_t part) const {
         Ahead ahead{{}, share_, fetching_pairs_};
         int64_t next = panel + held_, size = linear_.panel_bytes();
         for (const char*& place : ahead.places) {
-            place = next < last_ ? linear_.weight.as<char>() + next * size : after_ + (next - last_) * size;
+            place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;
             place += part * fetching_pairs_ * share_, next++;
         }
         return ahead;
@@ -351,15 +357,16 @@ class Product {
     const Linear& linear_;
     const TiledRows<Input>& x_;
     const Out& out_;
-    int64_t num_tiles_, held_, first_, last_;
+    Party::Seat seat_;
+    int64_t num_tiles_, held_;
     int64_t share_, fetching_pairs_;  // of each tile, as in `Ahead`
     const char* after_;               // this thread's first panel of the next linear
 };
 
 template <class Weight, class Out>
-void multiply(const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out, int thread, int num_threads) {
+void multiply(const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out, Party::Seat seat) {
     if (x.num_rows == 0) return;  // a step of which nobody samples
-    Product<Weight, Out> product(linear, x, out, thread, num_threads);
+    Product<Weight, Out> product(linear, x, out, seat);
     with_panels<Weight>(linear, [&](auto* panels) { product.run(panels); });
 }
 

@@ -7,19 +7,22 @@
 
 namespace millrace {
 
-// Attention for the layers with one window, in as many parts as threads may compute it; who is there does those of the
-// others, too.
+// Attention for the layers with one window, in parts that cost about as much as each other, more than there are threads:
+// who is done with its own sees to those of others.
 struct Plan {
     int64_t window = 0;
     std::vector<Item> items;
     bool is_split = false;                            // whether the chunks of an item may be seen by several threads
     std::vector<std::pair<int32_t, int64_t>> chunks;  // (item, chunk) in the order they are seen
     std::vector<int64_t> first_chunk;                 // [parts + 1] of `chunks`
-    std::vector<std::vector<int64_t>> reads;          // [parts] of `Reads`
+    std::vector<int64_t> reads, first_read;           // of `Reads`, and [parts + 1] of these
     int64_t partial_size = 0;                         // floats a chunk of a split plan leaves behind, for MAX_ROWS rows
 
-    // What a chunk costs, in tiles: those that it has, and what its beginning and its end take.
-    int64_t cost(size_t i) const { return items[chunks[i].first].span_of(chunks[i].second).num_tiles() + 1; }
+    int64_t num_parts() const { return int64_t(first_chunk.size()) - 1; }
+    int64_t num_tiles(size_t i) const { return items[chunks[i].first].span_of(chunks[i].second).num_tiles(); }
+
+    // What a chunk costs: its beginning and its end take as long as a tile, and reading a tile as long as three rows.
+    int64_t cost(size_t i) const { return (num_tiles(i) + 1) * (items[chunks[i].first].num_rows + 3); }
 
     // Chunks from `i` that one thread sees.
     size_t end_of_share(size_t i) const {
@@ -29,6 +32,7 @@ struct Plan {
     }
 };
 
+constexpr int64_t PARTS = 8;  // for each thread
 constexpr int64_t PARTIALS = 1 << 20;  // bytes of what chunks leave behind that cost less than another order saves
 
 // Few sequences with long contexts are split, and so are few chunks of decoding rows: all heads then see a chunk before
@@ -70,23 +74,18 @@ inline Plan make_plan(const Model& model, const StepInputs& inputs, int64_t wind
         }
     }
     list_chunks(&plan, num_threads);
-    int64_t total = 0, seen = 0;
-    for (size_t i = 0; i < plan.chunks.size(); i++) total += plan.cost(i);
+    int64_t total = 0, seen = 0, most_reads = AHEAD, num_parts = num_threads * PARTS;
+    for (size_t i = 0; i < plan.chunks.size(); i++) total += plan.cost(i), most_reads += 2 * plan.num_tiles(i);
     for (size_t i = 0, end; i < plan.chunks.size(); i = end) {
         int64_t cost = 0;
         end = plan.end_of_share(i);
         for (size_t chunk = i; chunk < end; chunk++) cost += plan.cost(chunk);
-        int64_t thread = (2 * seen + cost) * num_threads / (2 * total);  // in whose share its middle is
-        while (int64_t(plan.first_chunk.size()) <= thread) plan.first_chunk.push_back(int64_t(i));
+        int64_t part = (2 * seen + cost) * num_parts / (2 * total);  // that its middle is in
+        while (int64_t(plan.first_chunk.size()) <= part) plan.first_chunk.push_back(int64_t(i));
         seen += cost;
     }
-    plan.first_chunk.resize(num_threads + 1, int64_t(plan.chunks.size()));
-    plan.reads.resize(num_threads);
-    for (int thread = 0; thread < num_threads; thread++) {  // memory is taken here, where a lack of it can be told
-        int64_t most = AHEAD;
-        for (int64_t i = plan.first_chunk[thread]; i < plan.first_chunk[thread + 1]; i++) most += 2 * plan.cost(i);
-        plan.reads[thread].reserve(most);
-    }
+    plan.first_chunk.resize(num_parts + 1, int64_t(plan.chunks.size()));
+    plan.reads.reserve(most_reads), plan.first_read.reserve(num_parts + 1);  // here, where a lack of memory can be told
     return plan;
 }
 

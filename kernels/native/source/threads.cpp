@@ -39,9 +39,26 @@ int64_t computed_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this 
 
 }  // namespace
 
+void Deal::clear(int num_threads) {
+    if (int(hands_.size()) < num_threads) hands_ = std::vector<Hand>(num_threads);
+    for (Hand& hand : hands_) hand.left.store({~uint32_t(0), 0, 0}, std::memory_order_relaxed);
+}
+
+int64_t Deal::take(uint32_t phase, int rank, int64_t num_pieces, bool is_last) {
+    std::atomic<Left>& left = hands_[rank].left;
+    Left before = left.load(std::memory_order_relaxed), after;
+    do {
+        after = before.phase == phase ? before : Left{phase, 0, uint16_t(num_pieces)};
+        if (after.first == after.last) return -1;
+        is_last ? after.last-- : after.first++;
+    } while (!left.compare_exchange_weak(before, after, std::memory_order_relaxed));
+    return is_last ? after.last : after.first - 1;
+}
+
 void Party::open(int num_threads) {
     num_threads_ = num_threads;
     num_ranks_.store(1, std::memory_order_relaxed);
+    deal.clear(num_threads);
     state_.store({0, 1, 0}, std::memory_order_release);
 }
 

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -14,6 +15,30 @@
 #include <vector>
 
 namespace millrace {
+
+// What is left of a phase's work, in pieces that any thread may take: each its own in rising order, and once those are
+// taken what others have left, from their end. So nobody waits for one whose core somebody else has meanwhile, but for
+// the piece it is at.
+class Deal {
+  public:
+    static constexpr int64_t MOST_PIECES = 65'535;  // of a thread in a phase
+
+    void clear(int num_threads);  // before a region
+
+    // The first that is left of the `num_pieces` of thread `rank` in phase `phase`, or the last; below 0: none is.
+    int64_t take(uint32_t phase, int rank, int64_t num_pieces, bool is_last);
+
+  private:
+    struct Left {  // of a thread's pieces in the phase in which somebody last took one
+        uint32_t phase;
+        uint16_t first, last;
+    };
+    struct alignas(64) Hand {
+        std::atomic<Left> left;
+    };
+
+    std::vector<Hand> hands_;
+};
 
 // The threads that go through the phases of one region together: the caller from the first on, each other one from the
 // phase after it has come. So nobody waits for a thread whose core is somebody else's when a region begins: each phase is
@@ -27,6 +52,12 @@ class Party {
     struct Seat {
         int rank = 0, count = 1;
         uint32_t phase = 0;  // how many are over for all
+        Deal* deal = nullptr;
+
+        // All `num` things of the phase in pieces of `size` or fewer: use(first, last, end) for the pieces [first, last)
+        // that this thread comes to take; it expects those until `end` next.
+        template <class Use>
+        void each_piece(int64_t num, int64_t size, const Use& use) const;
     };
 
     void open(int num_threads);  // by the caller, before others may join; nobody is left of a region before
@@ -39,6 +70,8 @@ class Party {
     // For tests: phases that thread 1 misses, thread 2 twice as many and so on; no phase begins before who is due has
     // come. Below 0: who comes when is left to the system, and a phase in which nobody is late may be the caller's alone.
     int32_t lateness = -1;
+
+    Deal deal;  // of the phase that all are in
 
   private:
     static constexpr uint32_t OVER = ~uint32_t(0);
@@ -114,6 +147,7 @@ class Phases {
     // For thread `thread` of a region of `pool`. The caller begins; another thread returns from here when it may join.
     Phases(Pool* pool, int thread) : party_(&pool->party), is_alone_(pool->size() == 1) {
         if (thread > 0 && !party_->join(thread, &seat_)) seat_.phase = ~uint32_t(0);
+        seat_.deal = &party_->deal;
     }
 
     // work(seat) is the next phase, and returns for nobody before it has for all. Nothing if it is one that was over
@@ -142,6 +176,21 @@ class Phases {
 inline void share(int64_t count, int thread, int num_threads, int64_t* first, int64_t* last) {
     *first = count * thread / num_threads;
     *last = count * (thread + 1) / num_threads;
+}
+
+template <class Use>
+void Party::Seat::each_piece(int64_t num, int64_t size, const Use& use) const {
+    size = std::max(size, num / Deal::MOST_PIECES + 1);
+    for (int turn = 0; turn < count; turn++) {
+        int whose = (rank + turn) % count;
+        int64_t first, last, piece;
+        share(num, whose, count, &first, &last);
+        int64_t num_pieces = (last - first + size - 1) / size;
+        while ((piece = deal->take(phase, whose, num_pieces, turn > 0)) >= 0) {
+            int64_t begin = first + piece * size, end = std::min(begin + size, last);
+            use(begin, end, turn == 0 ? last : end);
+        }
+    }
 }
 
 }  // namespace millrace

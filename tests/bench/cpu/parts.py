@@ -46,8 +46,7 @@ async def measure(model: str, threads: int | None, batches: tuple[int, ...] = BA
 
 async def look(engine: Engine, batch: int, num_context: int = CONTEXT) -> dict[str, float]:
     """One row. All answers begin, from prompts of `num_context` tokens that the prefix cache has after the first time;
-    then so many steps are looked at."""
-    bandwidth = await asyncio.to_thread(read_bandwidth_gb_s)
+    then so many steps are looked at, and the bandwidth right after them."""
     draws = [random.Random(place) for place in range(batch)]
     prompts = [[draw.randrange(300, 15_000) for _ in range(num_context)] for draw in draws]
     window = _Window(engine, batch)
@@ -62,6 +61,7 @@ async def look(engine: Engine, batch: int, num_context: int = CONTEXT) -> dict[s
         for answer in answers:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
+    bandwidth = await asyncio.to_thread(read_bandwidth_gb_s)
     native, block_size = native_of(engine), engine.info.block_size
     begun, ended = window.looks
     spent, num_steps = ended.part_times - begun.part_times, ended.step - begun.step

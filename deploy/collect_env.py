@@ -18,6 +18,7 @@ from ..kernels.native import build, library
 from ..kernels.native.errors import NativeUnavailableError
 from ..runtime.cpus import ComputeThreads, Cpus
 from ..stages.config import EngineConfig
+from ..stages.sizing import free_host_bytes, is_host_limited, total_host_bytes
 from .config import ServerConfig
 from .settings import ENV_PREFIX, SECRET
 
@@ -81,12 +82,8 @@ def _cpu() -> str:
 
 
 def _memory() -> str:
-    fields = _fields(Path("/proc/meminfo"))
-    if "MemTotal" not in fields:
-        return "unknown"
-    total, free = (int(fields[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
-    limit = _read(Path("/sys/fs/cgroup/memory.max"))
-    limited = f", limited to {int(limit) / 2**30:.1f} GiB" if limit.isdigit() else ""
+    total, free = total_host_bytes() / 2**30, free_host_bytes() / 2**30
+    limited = ", by the container's limit" if is_host_limited() else ""
     return f"{total:.1f} GiB, {free:.1f} free{limited}"
 
 

@@ -7,7 +7,6 @@ without bfloat16 dot products (AVX-512 F/BW/VL): 1 row 24 ms plain, 26 ms packed
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -115,11 +114,17 @@ def _evenly(product: Callable[..., Tensor], *arrays: Tensor) -> Tensor:
 
 
 def linear_form(
-    device: torch.device, dtype: torch.dtype, num_weights: int, *, is_batch_invariant: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    num_weights: int,
+    free_bytes: int | None = None,
+    *,
+    is_batch_invariant: bool = False,
 ) -> Callable[..., Linear]:
     """The class to hold a model's linears in, `num_weights` elements in all.
 
-    Widening keeps 4 more bytes an element, so it is chosen only where that is at most a quarter of the free memory.
+    Widening keeps 4 more bytes an element, so it is chosen only where that is at most a quarter of
+    `free_bytes`, if that is known.
     """
     if is_batch_invariant:
         return EvenLinear
@@ -127,7 +132,7 @@ def linear_form(
         return Linear
     if dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16_dot()):
         return PackedLinear
-    return WidenedLinear if 4 * num_weights <= _free_memory_bytes() // 4 else Linear
+    return WidenedLinear if free_bytes is None or 4 * num_weights <= free_bytes // 4 else Linear
 
 
 def _can_pack() -> bool:
@@ -141,13 +146,3 @@ def _can_pack() -> bool:
 def _has_bfloat16_dot() -> bool:
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in names)
-
-
-def _free_memory_bytes() -> int:
-    """Memory that can be had without swapping: MemAvailable where there is /proc, otherwise free pages."""
-    try:
-        with open("/proc/meminfo") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -63,18 +63,19 @@ def load_weights(
     on_progress: Progress | None = None,
     *,
     is_batch_invariant: bool = False,
+    free_bytes: int | None = None,
 ) -> DecoderWeights:
     """The weights of the checkpoint in `root`; with load_format "dummy", seeded random ones and no file is read.
 
     Raises CheckpointError naming file and tensor for a missing, extra, misshapen or non-finite tensor.
     `on_progress` is called after each tensor. `is_batch_invariant`: what a row is multiplied to does not depend on the
-    rows beside it, see `EvenLinear`.
+    rows beside it, see `EvenLinear`. `free_bytes`: memory of the device, the weights not yet taken from it, for forms
+    that are larger and faster; None: as much as they like.
     """
     source = open_source(root, config, load_format)
     loader = _Loader(source, config, expected_shapes(config), device, dtype, on_progress)
-    loader.form = linear_form(
-        device, dtype, loader.total_bytes // dtype.itemsize, is_batch_invariant=is_batch_invariant
-    )
+    num_weights = loader.total_bytes // dtype.itemsize
+    loader.form = linear_form(device, dtype, num_weights, free_bytes, is_batch_invariant=is_batch_invariant)
     return loader.load()
 
 

@@ -1,4 +1,4 @@
-"""The control groups this process is in, of both versions, and the memory they leave it.
+"""The control groups this process is in, of both versions, and the memory they give it and leave it.
 
 Knows where Linux has them mounted; elsewhere there are none.
 """
@@ -29,11 +29,16 @@ def folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
             yield base.joinpath(*parts[:length])
 
 
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that all processes of a group may take, the least of all levels; None: no limit. Version 1 writes that as
+    a number, which is larger than any machine's memory."""
+    return min((limit for limit, _ in _memory(root)), default=None)
+
+
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes until a group ends the process that takes more, the least of all levels; None: no limit. Pages of files
-    count as left, as they are given up before that."""
-    left = [num_bytes for folder in folders("memory", root) if (num_bytes := _memory_left(folder)) is not None]
-    return min(left, default=None)
+    """Bytes until a group ends the process that takes more, the least of all levels and never negative; None: no
+    limit. Pages of files count as left, as they are given up before that."""
+    return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
 
 
 def read(path: Path) -> str:
@@ -44,15 +49,15 @@ def read(path: Path) -> str:
         return ""
 
 
-def _memory_left(folder: Path) -> int | None:
-    for limit_name, used_name, prefix in (
-        ("memory.max", "memory.current", ""),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        limit, used = read(folder / limit_name), read(folder / used_name)
-        if not (limit.isdigit() and used.isdigit()):  # "max": none
-            continue
-        counts = dict(line.split(" ", 1) for line in read(folder / "memory.stat").splitlines() if " " in line)
-        in_files = sum(int(counts.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
-        return int(limit) - max(0, int(used) - in_files)
-    return None
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each group that has one and what is used of it, pages of files aside."""
+    for folder in folders("memory", root):
+        for limit_name, used_name, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            limit, used = read(folder / limit_name), read(folder / used_name)
+            if limit.isdigit() and used.isdigit():  # "max": none
+                counts = dict(line.split(" ", 1) for line in read(folder / "memory.stat").splitlines() if " " in line)
+                in_files = sum(int(counts.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
+                yield int(limit), max(0, int(used) - in_files)

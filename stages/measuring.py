@@ -18,7 +18,7 @@ from .config import EngineConfig
 from .logits import WHOLE_SIZE
 from .memory import Machine
 from .params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from .sizing import CPU_SHARE, Needs, Sizing, check_weights, free_host_bytes, total_host_bytes
+from .sizing import CPU_SHARE, Needs, Sizing, check_weights, free_host_bytes, is_host_limited, total_host_bytes
 from .stepping.diff import NEWS_ROOM, diff_size
 from .stepping.graphs import batches_of
 
@@ -70,6 +70,7 @@ def sizing_on_cpu(
         limit_bytes=loaded + free,
         budget_bytes=loaded + free,
         cache_cap_bytes=int(free * CPU_SHARE),
+        is_limited=is_host_limited(),
     )
     return Sizing(
         config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks

@@ -19,6 +19,7 @@ class Machine:
     budget_bytes: int  # that they may reach where the size of the cache is ours to choose
     cache_cap_bytes: int | None = None  # for the cache alone, where it is ours to choose; None: the budget says it
     host_free_bytes: int | None = None  # of the host beside a GPU; None: the device is the host
+    is_limited: bool = False  # what a CPU has free is what a container's limit leaves
 
     @property
     def is_host(self) -> bool:
@@ -119,6 +120,7 @@ class MemoryTable:
         """Lines for a terminal."""
         machine = self.machine
         budget = f"of {human(machine.budget_bytes)} for this engine; {machine.device} has {human(machine.total_bytes)}"
+        budget += ", the container's limit" if machine.is_limited else ""
         lines = [_line(row.name, row.num_bytes, row.what) for row in self.rows if row.place == "device"]
         lines.append(_line("total", self.total_bytes, budget))
         if machine.host_free_bytes is not None:

@@ -19,7 +19,6 @@ from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source
 from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
-from ..runtime.cgroups import memory_left
 from ..runtime.cpus import ComputeThreads
 from ..runtime.log import get_logger
 from .computing import Computing
@@ -88,7 +87,7 @@ def load_natively(
         runner = NativeRunner(
             model,
             cache := NativeCache(
-                sizes, memory.num_blocks, config.block_size, cache_dtype, _blocks_ahead(config, memory), _room_bytes
+                sizes, memory.num_blocks, config.block_size, cache_dtype, _blocks_ahead(config, memory), free_host_bytes
             ),
             np.zeros(config.max_num_seqs, np.int64),
             -(-memory.max_model_len // config.block_size),
@@ -119,12 +118,6 @@ def load_natively(
 def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
     """A quarter of the cache at most."""
     return min(-(-TOKENS_AHEAD // config.block_size), memory.num_blocks // 4)
-
-
-def _room_bytes() -> int:
-    """What the system has free, and no more than the container's limit leaves."""
-    free, left = free_host_bytes(), memory_left()
-    return free if left is None else min(free, left)
 
 
 def _enter(threads: ComputeThreads, cache: NativeCache) -> None:

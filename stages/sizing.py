@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..runtime.cgroups import memory_left, memory_limit, read
 from .config import EngineConfig
 from .errors import ConfigError
 from .limits import longest_sequence
@@ -19,7 +20,7 @@ from .memory import Machine, MemoryRow, MemoryTable, human
 CPU_SHARE = 0.25  # of free memory, at most, for the cache of an engine on a CPU
 SWAP_GIB = {"cpu": 1.0, "cuda": 4.0}  # of host memory for preempted sequences, if nobody says
 SWAP_SHARE = 0.125  # of free memory, at most, for them
-MEMINFO = Path("/proc/meminfo")
+ROOT = Path("/")  # of the system that says what memory there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +179,8 @@ class Sizing:
         if config.num_gpu_blocks is not None or config.kv_cache_bytes is not None:
             return "give more with kv_cache_bytes or num_gpu_blocks"
         if self.machine.is_host:
-            return f"free memory, or give more than {CPU_SHARE:.0%} of what is free with kv_cache_bytes"
+            more = _more_memory(self.machine.is_limited)
+            return f"{more}, or give more than {CPU_SHARE:.0%} of what is free with kv_cache_bytes"
         return f"raise gpu_memory_utilization = {config.gpu_memory_utilization}, or lower max_num_batched_tokens"
 
 
@@ -192,9 +194,10 @@ def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> N
         smaller = "dtype = bfloat16 halves that; or " if dtype == "float32" else ""
         if device == "cpu" and dtype == "bfloat16":
             smaller = "quantization = int8 halves that; or "
+        more = _more_memory(device == "cpu" and is_host_limited())
         raise ConfigError(
             f"the weights take {human(num_bytes)} as {dtype}, and {device} has {human(free_bytes)} free: {smaller}"
-            "choose a smaller model, or free memory"
+            f"choose a smaller model, or {more}"
         )
 
 
@@ -222,7 +225,7 @@ def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: i
     taken = pool_bytes(blocks, bytes_per_block, is_pinned=device == "cuda")
     if taken > free:
         needs = f"{source} needs {human(taken)} of host memory"
-        raise ConfigError(f"{needs}, and {human(free)} are free: lower it")
+        raise ConfigError(f"{needs}, and {human(free)} are free: lower it, or {_more_memory(is_host_limited())}")
     return blocks
 
 
@@ -233,20 +236,38 @@ def pool_bytes(num_blocks: int, bytes_per_block: int, *, is_pinned: bool) -> int
 
 
 def free_host_bytes() -> int:
-    """Memory that can be had without swapping."""
-    return _meminfo("MemAvailable") or total_host_bytes() // 2  # no Linux: half of what there is
+    """Memory that can be had without swapping, and without a control group that ends who takes more, as a container's
+    does."""
+    free, left = _machine_free_bytes(), memory_left(ROOT)
+    return free if left is None else min(free, left)
 
 
 def total_host_bytes() -> int:
-    """Memory of the machine."""
+    """Memory of the machine, or of the control group that gives less."""
+    total, limit = _machine_bytes(), memory_limit(ROOT)
+    return total if limit is None else min(total, limit)
+
+
+def is_host_limited() -> bool:
+    """Whether it is a control group that leaves no more than `free_host_bytes`, and not the machine."""
+    left = memory_left(ROOT)
+    return left is not None and left < _machine_free_bytes()
+
+
+def _machine_free_bytes() -> int:
+    return _meminfo("MemAvailable") or _machine_bytes() // 2  # no Linux: half of what there is
+
+
+def _machine_bytes() -> int:
     return _meminfo("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _meminfo(field: str) -> int:
-    try:
-        for line in MEMINFO.read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    for line in read(ROOT / "proc/meminfo").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
     return 0
+
+
+def _more_memory(is_limited: bool) -> str:
+    return "raise the container's memory limit" if is_limited else "free memory"

@@ -107,9 +107,16 @@ def _load_weights(
 ) -> Callable[..., Decoder]:
     """What makes decoders with the checkpoint's weights, which are loaded."""
     dtype = torch_dtype(config, shape.dtype)
-    check_room_for_weights(shape, _name_of(dtype), lambda _: dtype.itemsize, str(device), _free_bytes(device))
+    free = _free_bytes(device)
+    check_room_for_weights(shape, _name_of(dtype), lambda _: dtype.itemsize, str(device), free)
     weights = load_weights(
-        root, shape, device, dtype, load_format=config.load_format, is_batch_invariant=config.deterministic
+        root,
+        shape,
+        device,
+        dtype,
+        load_format=config.load_format,
+        is_batch_invariant=config.deterministic,
+        free_bytes=free,
     )
     return partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic)
 

@@ -1,4 +1,4 @@
-"""What is left of memory by the limits of control groups that are written down in files."""
+"""The memory that control groups give and leave, which are written down in files."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from millrace.runtime.cgroups import memory_left
+from millrace.runtime.cgroups import memory_left, memory_limit
 from tests.runtime.test_cpus import written
 
 STAT = "anon 500\ninactive_file 30\nactive_file 20\n"
 V2 = {"proc/self/cgroup": "0::/a/b\n"}
 V1 = {"proc/self/cgroup": "5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n0::/\n"}
-CASES: dict[str, tuple[dict[str, str], int | None]] = {
-    "no cgroups": ({}, None),
-    "v2, no limit": ({**V2, "sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/b/memory.current": "7"}, None),
+CASES: dict[str, tuple[dict[str, str], int | None, int | None]] = {  # the limit, and what is left
+    "no cgroups": ({}, None, None),
+    "v2, no limit": (
+        {**V2, "sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/b/memory.current": "7"},
+        None,
+        None,
+    ),
     "v2, the least of all levels": (
         {
             **V2,
@@ -23,7 +27,24 @@ CASES: dict[str, tuple[dict[str, str], int | None]] = {
             "sys/fs/cgroup/a/memory.max": "4000",
             "sys/fs/cgroup/a/memory.current": "700",
         },
+        4000,
         3300,
+    ),
+    "v2, the outer one gives more and leaves less": (
+        {
+            **V2,
+            "sys/fs/cgroup/a/b/memory.max": "4000",
+            "sys/fs/cgroup/a/b/memory.current": "600",
+            "sys/fs/cgroup/a/memory.max": "9000",
+            "sys/fs/cgroup/a/memory.current": "8900",
+        },
+        4000,
+        100,
+    ),
+    "v2, lowered below what is used": (
+        {**V2, "sys/fs/cgroup/a/b/memory.max": "500", "sys/fs/cgroup/a/b/memory.current": "600"},
+        500,
+        0,
     ),
     "v2, pages of files are left": (
         {
@@ -32,6 +53,7 @@ CASES: dict[str, tuple[dict[str, str], int | None]] = {
             "sys/fs/cgroup/memory.current": "600",
             "sys/fs/cgroup/memory.stat": STAT,
         },
+        1000,
         450,
     ),
     "v1, with the host's path": (
@@ -41,13 +63,24 @@ CASES: dict[str, tuple[dict[str, str], int | None]] = {
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "600",
             "sys/fs/cgroup/memory/memory.stat": STAT + "total_inactive_file 100\ntotal_active_file 0\n",
         },
+        1000,
         500,
+    ),
+    "v1, no limit": (
+        {
+            **V1,
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "4096",
+        },
+        9223372036854771712,
+        9223372036854767616,
     ),
 }
 
 
-@pytest.mark.parametrize(("files", "expected"), CASES.values(), ids=CASES.keys())
-def test_what_is_left_is_the_least_that_a_group_of_the_process_leaves(
-    tmp_path: Path, files: dict[str, str], expected: int | None
+@pytest.mark.parametrize(("files", "limit", "left"), CASES.values(), ids=CASES.keys())
+def test_the_limit_and_what_is_left_are_the_least_of_all_groups_of_the_process(
+    tmp_path: Path, files: dict[str, str], limit: int | None, left: int | None
 ) -> None:
-    assert memory_left(written(tmp_path, files)) == expected
+    root = written(tmp_path, files)
+    assert (memory_limit(root), memory_left(root)) == (limit, left)

@@ -17,6 +17,7 @@ from millrace.stages.host import HostTier
 from millrace.stages.messages import Direction, Rates, StepPlan
 from millrace.stages.params import SamplingParams
 from millrace.stages.sizing import SWAP_GIB, num_host_blocks, pool_bytes
+from tests.runtime.test_cpus import written
 from tests.stages.plans import plan
 
 pytest_plugins = ["millrace.stages.pytest_plugin"]
@@ -119,8 +120,8 @@ def test_the_pool_on_the_host_is_no_larger_than_all_slots_could_use():
 def test_a_pinned_pool_is_counted_by_the_power_of_two_that_it_takes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "meminfo").write_text(f"MemTotal: 64 kB\nMemAvailable: {40 * 2**10} kB\n")
-    monkeypatch.setattr(sizing, "MEMINFO", tmp_path / "meminfo")
+    written(tmp_path, {"proc/meminfo": f"MemTotal: 64 kB\nMemAvailable: {40 * 2**10} kB\n"})
+    monkeypatch.setattr(sizing, "ROOT", tmp_path)
     assert [pool_bytes(count, 1000, is_pinned=True) for count in (0, 1, 32, 33)] == [0, 1024, 32_768, 65_536]
     assert pool_bytes(33, 1000, is_pinned=False) == 33_000
     blocks = {device: num_host_blocks(EngineConfig(), 2**20, max_model_len=2048, device=device) for device in SWAP_GIB}

@@ -26,6 +26,7 @@ from millrace.stages.phases import Phases
 from millrace.stages.sampling import Sampler
 from millrace.stages.trials import largest_grant
 from tests.model.checkpoints import make_checkpoint
+from tests.runtime.test_cpus import written
 
 SMALL = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 1024}
 SHARED = {"llama": False, "qwen3": True}  # family -> whether the embedding is the head, too
@@ -103,9 +104,9 @@ def test_a_machine_with_little_memory_gets_a_shorter_context_or_an_error_with_th
     checkpoints, monkeypatch, tmp_path
 ):
     def free(num_bytes: int) -> None:
-        (tmp_path / "meminfo").write_text(f"MemTotal: 8000000 kB\nMemAvailable: {num_bytes // 1024} kB\n")
+        written(tmp_path, {"proc/meminfo": f"MemTotal: 8000000 kB\nMemAvailable: {num_bytes // 1024} kB\n"})
 
-    monkeypatch.setattr(sizing, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(sizing, "ROOT", tmp_path)
     per_token = 24_576 // 16  # bytes of the cache
     free(100 * 2**20)
     assert load(checkpoints["qwen3"], max_num_seqs=1).info.memory.num_tokens == 1024

@@ -16,12 +16,11 @@ pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, 
 SOURCE = """
 #include "threads.h"
 #include <chrono>
-#include <cstdlib>
 using namespace millrace;
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Things of all phases that were not done once, and in their phase.
-EXPORT long things_not_done_once(int num_threads, int lateness, long num_regions, long num, long size) {
+EXPORT long things_not_done_once(int num_threads, int lateness, long num_regions, long num, long size, long pause_us) {
     constexpr int PHASES = 20;
     Pool pool(num_threads, {});
     pool.party.lateness = lateness;
@@ -33,6 +32,7 @@ EXPORT long things_not_done_once(int num_threads, int lateness, long num_regions
             Phases phases(&pool, thread);
             for (int phase = 0; phase < PHASES; phase++) {
                 phases.run([&](Party::Seat seat) {
+                    if (seat.rank == 0) std::this_thread::sleep_for(std::chrono::microseconds(pause_us));
                     seat.each_piece(num, size, [&](long first, long last, long end) {
                         if (last <= first || last > end || end > num) num_wrong++;
                         for (long i = first; i < last; i++) {
@@ -88,20 +88,32 @@ def threads(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return library
 
 
+def not_done_once(
+    threads: ctypes.CDLL, num_threads: int, lateness: int, num_regions: int, num: int, size: int, pause_us: int = 0
+) -> int:
+    sizes = (ctypes.c_long(number) for number in (num_regions, num, size, pause_us))
+    return int(threads.things_not_done_once(num_threads, lateness, *sizes))
+
+
 @pytest.mark.parametrize("lateness", [-1, 0, 1, 4])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 def test_each_thing_of_a_phase_is_done_once_before_the_next_whoever_comes_when(
     threads: ctypes.CDLL, num_threads: int, lateness: int
 ) -> None:
     for num, size in ((0, 1), (1, 1), (2, 3), (17, 1), (17, 4), (100, 16)):
-        wrong = threads.things_not_done_once(
-            num_threads, lateness, ctypes.c_long(20), ctypes.c_long(num), ctypes.c_long(size)
-        )
-        assert wrong == 0, f"{num} things in pieces of {size}"
+        assert not_done_once(threads, num_threads, lateness, 20, num, size) == 0, f"{num} things in pieces of {size}"
 
 
-def test_more_things_than_pieces_can_be_are_done_in_larger_ones(threads: ctypes.CDLL) -> None:
-    assert threads.things_not_done_once(2, 0, ctypes.c_long(1), ctypes.c_long(300_000), ctypes.c_long(1)) == 0
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_threads_that_give_up_waiting_for_a_long_phase_come_to_a_later_one(
+    threads: ctypes.CDLL, num_threads: int
+) -> None:
+    """A phase of 200 us is over ten times as long as they spin."""
+    assert not_done_once(threads, num_threads, -1, 20, 40, 1, pause_us=200) == 0
+
+
+def test_a_phase_may_have_a_hundred_thousand_pieces(threads: ctypes.CDLL) -> None:
+    assert not_done_once(threads, 2, 0, 1, 300_000, 1) == 0
 
 
 @pytest.mark.parametrize("num_threads", [2, 3])

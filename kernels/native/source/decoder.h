@@ -279,17 +279,20 @@ class Step {
         int64_t hidden = shape_.hidden_size;
         TiledRows<Input> normed{at.normed.data, inputs.num_logits, hidden};
         Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
+        if (inputs.hidden) {
+            pass(phases, REST, [&](Seat seat) {
+                each_row(seat, inputs.num_tokens, [&](int64_t t) {
+                    std::memcpy(inputs.hidden + t * hidden, at.residual + t * at.hidden_stride, hidden * 4);
+                });
+            });
+        }
+        if (!inputs.logits) return;
+        auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
         pass(phases, REST, [&](Seat seat) {
-            int64_t first, last;
-            share(inputs.hidden ? inputs.num_tokens : 0, seat.rank, seat.count, &first, &last);
-            for (int64_t t = first; t < last; t++)
-                std::memcpy(inputs.hidden + t * hidden, at.residual + t * at.hidden_stride, hidden * 4);
-            auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
-            seat.each_piece(inputs.logits ? inputs.num_logits : 0, ROWS, [&](int64_t some, int64_t end, int64_t) {
-                norm_to(normed, some, end, row, model_.final_norm.data(), shape_.rms_norm_eps);
+            seat.each_piece(inputs.num_logits, ROWS, [&](int64_t first, int64_t last, int64_t) {
+                norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
             });
         });
-        if (!inputs.logits) return;
         pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_.head, normed, logits, seat); });
     }
 
@@ -324,10 +327,10 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
     model.pool->run(num_threads, [&](int thread) {
         Phases phases(model.pool.get(), thread);
         phases.run([&](Party::Seat seat) {
-            int64_t first, last;
-            share(count, seat.rank, seat.count, &first, &last);
             auto row = [&](int64_t i) { return hidden + i * shape.hidden_size; };
-            norm_to(normed, first, last, row, model.final_norm.data(), shape.rms_norm_eps);
+            seat.each_piece(count, ROWS, [&](int64_t first, int64_t last, int64_t) {
+                norm_to(normed, first, last, row, model.final_norm.data(), shape.rms_norm_eps);
+            });
         });
         phases.run([&](Party::Seat seat) { multiply<Weight>(model.head, normed, out, seat); });
     });

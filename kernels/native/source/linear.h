@@ -267,8 +267,8 @@ int64_t widened_bytes(const Linear& linear) {
     return linear.is_quantized() ? std::max<int64_t>(1, CACHED / panel) * panel : 0;
 }
 
-// This thread's part of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as are held at
-// a time are a piece of the work.
+// What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as
+// are held at a time are a piece of the work.
 template <class Weight, class Out>
 class Product {
     using Input = InputOf<Weight>;
@@ -360,7 +360,7 @@ class Product {
     Party::Seat seat_;
     int64_t num_tiles_, held_;
     int64_t share_, fetching_pairs_;  // of each tile, as in `Ahead`
-    const char* after_;               // this thread's first panel of the next linear
+    const char* after_;               // the panel of the next linear that this thread begins with
 };
 
 template <class Weight, class Out>

@@ -41,18 +41,18 @@ int64_t computed_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this 
 
 void Deal::clear(int num_threads) {
     if (int(hands_.size()) < num_threads) hands_ = std::vector<Hand>(num_threads);
-    for (Hand& hand : hands_) hand.left.store({~uint32_t(0), 0, 0}, std::memory_order_relaxed);
+    for (Hand& hand : hands_) hand.left.store({NO_PHASE, 0, 0}, std::memory_order_relaxed);
 }
 
-int64_t Deal::take(uint32_t phase, int rank, int64_t num_pieces, bool is_last) {
+std::optional<int64_t> Deal::take(uint32_t phase, int rank, int64_t num_pieces, bool is_last) {
     std::atomic<Left>& left = hands_[rank].left;
     Left before = left.load(std::memory_order_relaxed), after;
     do {
-        after = before.phase == phase ? before : Left{phase, 0, uint16_t(num_pieces)};
-        if (after.first == after.last) return -1;
+        after = before.phase == phase ? before : Left{phase, 0, uint64_t(num_pieces)};
+        if (after.first == after.last) return std::nullopt;
         is_last ? after.last-- : after.first++;
     } while (!left.compare_exchange_weak(before, after, std::memory_order_relaxed));
-    return is_last ? after.last : after.first - 1;
+    return is_last ? int64_t(after.last) : int64_t(after.first) - 1;
 }
 
 void Party::open(int num_threads) {
@@ -66,13 +66,13 @@ void Party::close() { state_.store({OVER, 0, 0}, std::memory_order_release); }
 
 bool Party::join(int thread, Seat* seat) {
     while (!is_due(thread, state_.load(std::memory_order_acquire).phase)) std::this_thread::yield();
-    while (!has_joined()) std::this_thread::yield();
-    State now = state_.load(std::memory_order_acquire);  // until this thread has done its part, or all is over
+    while (!try_to_join()) std::this_thread::yield();
+    State now = state_.load(std::memory_order_acquire);  // stays so until this thread has done its part, or all is over
     *seat = {num_ranks_.fetch_add(1, std::memory_order_relaxed), now.num_present, now.phase};
     return now.phase != OVER;
 }
 
-bool Party::has_joined() {
+bool Party::try_to_join() {
     State before = state_.load(std::memory_order_acquire), after;
     do {
         if (before.phase == OVER) return true;

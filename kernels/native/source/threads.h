@@ -11,28 +11,27 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 namespace millrace {
 
 // What is left of a phase's work, in pieces that any thread may take: each its own in rising order, and once those are
-// taken what others have left, from their end. So nobody waits for one whose core somebody else has meanwhile, but for
-// the piece it is at.
+// taken what others have left, from their end. So what a thread has yet to begin need not wait until it has its core
+// again, if somebody else has that meanwhile.
 class Deal {
   public:
-    static constexpr int64_t MOST_PIECES = 65'535;  // of a thread in a phase
-
     void clear(int num_threads);  // before a region
 
-    // The first that is left of the `num_pieces` of thread `rank` in phase `phase`, or the last; below 0: none is.
-    int64_t take(uint32_t phase, int rank, int64_t num_pieces, bool is_last);
+    // The first that is left of the `num_pieces` of thread `rank` in phase `phase`, or the last.
+    std::optional<int64_t> take(uint32_t phase, int rank, int64_t num_pieces, bool is_last);
 
   private:
-    struct Left {  // of a thread's pieces in the phase in which somebody last took one
-        uint32_t phase;
-        uint16_t first, last;
+    struct Left {  // of a thread's pieces in the phase in which somebody last took one; room for four million
+        uint64_t phase : 20, first : 22, last : 22;
     };
+    static constexpr uint64_t NO_PHASE = (1 << 20) - 1;  // a step has some hundreds
     struct alignas(64) Hand {
         std::atomic<Left> left;
     };
@@ -55,7 +54,7 @@ class Party {
         Deal* deal = nullptr;
 
         // All `num` things of the phase in pieces of `size` or fewer: use(first, last, end) for the pieces [first, last)
-        // that this thread comes to take; it expects those until `end` next.
+        // that this thread comes to take; it expects those until `end` next. Once in a phase, and for all threads alike.
         template <class Use>
         void each_piece(int64_t num, int64_t size, const Use& use) const;
     };
@@ -83,8 +82,9 @@ class Party {
     bool is_due(int thread, uint32_t phase) const { return lateness < 0 || int64_t(thread) * lateness <= phase; }
     void await_due(uint32_t phase) const;
     State wait_for_other(uint32_t phase) const;
-    // Waits for a moment, and has not come after all if the phase is not over by then. True if all phases are.
-    bool has_joined();
+    // Says that this thread is there, and takes that back if the phase is not over in a moment. True if it is, or if all
+    // phases are.
+    bool try_to_join();
 
     int num_threads_ = 1;  // of the region, at most
 
@@ -180,14 +180,13 @@ inline void share(int64_t count, int thread, int num_threads, int64_t* first, in
 
 template <class Use>
 void Party::Seat::each_piece(int64_t num, int64_t size, const Use& use) const {
-    size = std::max(size, num / Deal::MOST_PIECES + 1);
     for (int turn = 0; turn < count; turn++) {
         int whose = (rank + turn) % count;
-        int64_t first, last, piece;
+        int64_t first, last;
         share(num, whose, count, &first, &last);
         int64_t num_pieces = (last - first + size - 1) / size;
-        while ((piece = deal->take(phase, whose, num_pieces, turn > 0)) >= 0) {
-            int64_t begin = first + piece * size, end = std::min(begin + size, last);
+        while (auto piece = deal->take(phase, whose, num_pieces, turn > 0)) {
+            int64_t begin = first + *piece * size, end = std::min(begin + size, last);
             use(begin, end, turn == 0 ? last : end);
         }
     }

@@ -98,113 +98,90 @@ struct TiledRows {
 
 enum class Into { STORE, ADD };  // out = product, out += product
 
-// Panels side by side that few rows are multiplied with at a time: as many sums as a core needs to be busy, as each waits
-// for the one before it.
-constexpr int MOST_PANELS = 4;
-constexpr int panels_for(int rows) { return rows == 1 ? MOST_PANELS : rows <= 3 ? 2 : 1; }
-
-// A panel's numbers and scales, and how far the next ones are.
-template <class Stored>
-struct Panels {
-    const Stored* numbers;
-    int64_t numbers_apart;
-    const bf16* scales;  // [groups][32]; none where numbers are what they are
-    int64_t scales_apart, group_pairs;
-};
-
-// What is to be fetched while a tile is computed, so that memory is busy meanwhile: for each panel of the tile `share`
-// bytes from a place, whole lines of the cache, with each of the first `pairs` pairs.
+// What is to be fetched while a tile is computed, so that memory is busy meanwhile: `share` bytes from `place` on, whole
+// lines of the cache, with each of the first `pairs` pairs.
 struct Ahead {
-    const char* places[MOST_PANELS];
+    const char* place;
     int64_t share, pairs;
 };
 
-// Sums of R rows by P panels of 32 columns over some pairs of k. x of a tile of `TiledRows`, out [P][R][32].
-template <int R, int P, class Input, class Stored>
-void sum_tile(const Input* x, const Stored* panel, int64_t apart, int64_t num_pairs, float* out, const Ahead& ahead) {
-    constexpr int V = GEMM_VECTORS, C = P * V;  // vectors of a panel, and of all
+// Vectors of a panel that are summed at a time. Each sum waits for the one before it, so few rows take all of them.
+constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_VECTORS; }
+
+// Sums of R rows by a panel of 32 columns over some pairs of k. x of a tile of `TiledRows`, out [R][32].
+template <int R, class Input, class Stored>
+void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead) {
+    constexpr int V = vectors_for(R);
     constexpr bool is_dot = sizeof(Input) == 2;
     int64_t share = ahead.share, fetching_pairs = ahead.pairs;
     for (int64_t lane = 0; lane < PANEL; lane += V * W) {
-        F sums[R][C];
+        F sums[R][V];
         UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int c = 0; c < C; c++) sums[r][c] = zero();
+            UNROLL for (int v = 0; v < V; v++) sums[r][v] = zero();
         for (int64_t pair = 0; pair < num_pairs; pair++) {
             if (lane == 0 && pair < fetching_pairs) {
-                UNROLL for (int p = 0; p < P; p++) {
-                    const char* line = ahead.places[p] + pair * share;
-                    _mm_prefetch(line, _MM_HINT_T1);
-                    if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
-                    if (share > 128) {
-                        _mm_prefetch(line + 128, _MM_HINT_T1);
-                        _mm_prefetch(line + 192, _MM_HINT_T1);
-                    }
+                const char* line = ahead.place + pair * share;
+                _mm_prefetch(line, _MM_HINT_T1);
+                if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
+                if (share > 128) {
+                    _mm_prefetch(line + 128, _MM_HINT_T1);
+                    _mm_prefetch(line + 192, _MM_HINT_T1);
                 }
             }
-            F weights[C];
+            F weights[V];
             if constexpr (is_dot) {
 #ifdef MILLRACE_BF16_DOT
-                UNROLL for (int c = 0; c < C; c++)
-                    weights[c] = pairs_of(panel + c / V * apart, pair, PANEL, lane + c % V * W);
+                UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, pair, PANEL, lane + v * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     uint32_t both = pair_at(x + 2 * (pair * R + r));
-                    UNROLL for (int c = 0; c < C; c++) sums[r][c] = add_dots(sums[r][c], weights[c], both);
+                    UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[v], both);
                 }
 #endif
             } else {
-                UNROLL for (int c = 0; c < C; c++)
-                    weights[c] = even_of(panel + c / V * apart, pair, PANEL, lane + c % V * W);
+                UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, pair, PANEL, lane + v * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     F number = splat(x[2 * pair * R + r]);
-                    UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, weights[c]);
+                    UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
                 }
-                UNROLL for (int c = 0; c < C; c++)
-                    weights[c] = odd_of(panel + c / V * apart, pair, PANEL, lane + c % V * W);
+                UNROLL for (int v = 0; v < V; v++) weights[v] = odd_of(panel, pair, PANEL, lane + v * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     F number = splat(x[(2 * pair + 1) * R + r]);
-                    UNROLL for (int c = 0; c < C; c++) fma_to(sums[r][c], number, weights[c]);
+                    UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
                 }
             }
         }
         UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int c = 0; c < C; c++)
-                store(out + (c / V * R + r) * PANEL + lane + c % V * W, sums[r][c]);
+            UNROLL for (int v = 0; v < V; v++) store(out + r * PANEL + lane + v * W, sums[r][v]);
     }
 }
 
-// R rows by P panels of a product: one sum, or one for each group of k, times its scales.
-template <int R, int P, class Input, class Stored>
-void multiply_tile(const Input* x, const Panels<Stored>& panels, int64_t num_pairs, float* out, Ahead ahead) {
-    const Stored* numbers = panels.numbers;
-    const bf16* scales = panels.scales;
-    int64_t apart = panels.numbers_apart, group = panels.group_pairs;
-    if (!scales) return sum_tile<R, P>(x, numbers, apart, num_pairs, out, ahead);
-    alignas(64) float sums[P * R * PANEL];
+// R rows by a panel of a product: one sum, or one for each group of k, times its scales [groups][32].
+template <int R, class Input, class Stored>
+void multiply_tile(const Input* x, const Stored* panel, const bf16* scales, int64_t group_pairs, int64_t num_pairs,
+                   float* out, Ahead ahead) {
+    if (!scales) return sum_tile<R>(x, panel, num_pairs, out, ahead);
+    alignas(64) float sums[R * PANEL];
     int64_t pair_size = place_in_pairs<Stored>(2, PANEL, 0);
-    for (int64_t begin = 0; begin < num_pairs; begin += group, scales += PANEL) {
-        int64_t count = std::min(group, num_pairs - begin);
-        sum_tile<R, P>(x + 2 * begin * R, numbers + begin * pair_size, apart, count, sums, ahead);
-        for (const char*& place : ahead.places) place += count * ahead.share;
-        ahead.pairs -= count;
-        for (int p = 0; p < P; p++) {
-            for (int64_t lane = 0; lane < PANEL; lane += W) {
-                F scale = load(scales + p * panels.scales_apart + lane);
-                for (int64_t i = p * R * PANEL + lane; i < (p + 1) * R * PANEL; i += PANEL)
-                    store(out + i, begin ? fma(load(sums + i), scale, load(out + i)) : mul(load(sums + i), scale));
-            }
+    for (int64_t begin = 0; begin < num_pairs; begin += group_pairs, scales += PANEL) {
+        int64_t count = std::min(group_pairs, num_pairs - begin);
+        sum_tile<R>(x + 2 * begin * R, panel + begin * pair_size, count, sums, ahead);
+        ahead.place += count * ahead.share, ahead.pairs -= count;
+        for (int64_t lane = 0; lane < PANEL; lane += W) {
+            F scale = load(scales + lane);
+            for (int64_t i = lane; i < R * PANEL; i += PANEL)
+                store(out + i, begin ? fma(load(sums + i), scale, load(out + i)) : mul(load(sums + i), scale));
         }
     }
 }
 
 template <class Input, class Stored>
-using MultiplyTile = void (*)(const Input*, const Panels<Stored>&, int64_t, float*, Ahead);
+using MultiplyTile = void (*)(const Input*, const Stored*, const bf16*, int64_t, int64_t, float*, Ahead);
 
-// The tile for each number of rows, from 1, with one panel or with as many as `panels_for` says.
+// The tile for each number of rows, from 1.
 template <class Input, class Stored, int... R>
-MultiplyTile<Input, Stored> tile_for(int rows, bool is_alone, std::integer_sequence<int, R...>) {
-    static const MultiplyTile<Input, Stored> alone[] = {multiply_tile<R + 1, 1, Input, Stored>...};
-    static const MultiplyTile<Input, Stored> together[] = {multiply_tile<R + 1, panels_for(R + 1), Input, Stored>...};
-    return (is_alone ? alone : together)[rows - 1];
+MultiplyTile<Input, Stored> tile_for(int rows, std::integer_sequence<int, R...>) {
+    static constexpr MultiplyTile<Input, Stored> TILES[] = {multiply_tile<R + 1, Input, Stored>...};
+    return TILES[rows - 1];
 }
 
 inline void add_bias(float* tile, int rows, const float* bias) {
@@ -274,12 +251,13 @@ class Product {
     using Input = InputOf<Weight>;
     // Tiles up to which each widens the weights for itself: that costs one of float32 less than a pass over memory.
     static constexpr int64_t WIDENING_TILES = sizeof(Input) == 2 ? 1 : 2;
+    static constexpr int64_t HELD_FOR_ONE = 2;  // panels, where there is one tile
 
   public:
     Product(const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
         : linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
           held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Weight))))) {
-        if (num_tiles_ == 1) held_ = panels_for(int(x.num_rows));
+        if (num_tiles_ == 1) held_ = HELD_FOR_ONE;
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_);
         share_ = 64 * ceil_div(num_lines, linear.k / 2), fetching_pairs_ = ceil_div(64 * num_lines, share_);
         int64_t first, last;
@@ -315,17 +293,18 @@ class Product {
     // Panels [first, last), which lie at `numbers`, `size` apart; those after them, until `end`, come next.
     template <class Stored>
     void multiply(int64_t first, int64_t last, int64_t end, const Stored* numbers, int64_t size) const {
-        alignas(64) float tiles[GEMM_ROWS * PANEL];
+        alignas(64) float tile[GEMM_ROWS * PANEL];
         auto sizes = std::make_integer_sequence<int, GEMM_ROWS>();
+        const bf16* scales = linear_.scales.as<bf16>();  // none where numbers are what they are
+        int64_t scales_apart = linear_.num_groups() * PANEL;
         for (int64_t part = 0; part < num_tiles_; part++) {
             int64_t row = x_.first_row(part);
-            int rows = int(x_.first_row(part + 1) - row), together = panels_for(rows), count;
-            for (int64_t panel = first; panel < last; panel += count) {
-                count = panel + together <= last ? together : 1;
-                auto multiply_rows = tile_for<Input, Stored>(rows, count == 1, sizes);
-                multiply_rows(x_.tile(part), panels_at(panel, numbers + (panel - first) * size, size), linear_.k / 2,
-                              tiles, ahead_of(panel, end, part));
-                for (int p = 0; p < count; p++) take(panel + p, row, rows, tiles + p * rows * PANEL);
+            int rows = int(x_.first_row(part + 1) - row);
+            auto multiply_rows = tile_for<Input, Stored>(rows, sizes);
+            for (int64_t panel = first; panel < last; panel++) {
+                multiply_rows(x_.tile(part), numbers + (panel - first) * size, scales ? scales + panel * scales_apart : nullptr,
+                              linear_.group_size / 2, linear_.k / 2, tile, ahead_of(panel, end, part));
+                take(panel, row, rows, tile);
             }
         }
     }
@@ -335,23 +314,11 @@ class Product {
         out_.take(tile, row, rows, panel, std::min(PANEL, linear_.n - panel * PANEL));
     }
 
-    template <class Stored>
-    Panels<Stored> panels_at(int64_t panel, const Stored* numbers, int64_t size) const {
-        int64_t scales = linear_.num_groups() * PANEL;
-        if (!linear_.is_quantized()) return {numbers, size, nullptr, 0, 0};
-        return {numbers, size, linear_.scales.as<bf16>() + panel * scales, scales, linear_.group_size / 2};
-    }
-
-    // A tile's share of what this thread multiplies after the panels that are held: more of them, or as many bytes of
-    // the next linear.
+    // A tile's share of what this thread multiplies `held_` panels later: more of them, or as many bytes of the next linear.
     Ahead ahead_of(int64_t panel, int64_t end, int64_t part) const {
-        Ahead ahead{{}, share_, fetching_pairs_};
         int64_t next = panel + held_, size = linear_.panel_bytes();
-        for (const char*& place : ahead.places) {
-            place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;
-            place += part * fetching_pairs_ * share_, next++;
-        }
-        return ahead;
+        const char* place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;
+        return {place + part * fetching_pairs_ * share_, share_, fetching_pairs_};
     }
 
     const Linear& linear_;

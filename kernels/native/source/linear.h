@@ -252,6 +252,9 @@ class Product {
     // Tiles up to which each widens the weights for itself: that costs one of float32 less than a pass over memory.
     static constexpr int64_t WIDENING_TILES = sizeof(Input) == 2 ? 1 : 2;
     static constexpr int64_t HELD_FOR_ONE = 2;  // panels, where there is one tile
+    // Rows up to which the sums of whole numbers of 16 or 32 bits take less time than memory, which a core then reads
+    // ahead by itself, and faster.
+    static constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
 
   public:
     Product(const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
@@ -260,6 +263,7 @@ class Product {
         if (num_tiles_ == 1) held_ = HELD_FOR_ONE;
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_);
         share_ = 64 * ceil_div(num_lines, linear.k / 2), fetching_pairs_ = ceil_div(64 * num_lines, share_);
+        if (x.num_rows <= FEW_ROWS && !linear.is_quantized()) fetching_pairs_ = 0;
         int64_t first, last;
         share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
         after_ = linear.next->weight.as<char>() + first * linear.next->panel_bytes();
@@ -302,8 +306,9 @@ class Product {
             int rows = int(x_.first_row(part + 1) - row);
             auto multiply_rows = tile_for<Input, Stored>(rows, sizes);
             for (int64_t panel = first; panel < last; panel++) {
-                multiply_rows(x_.tile(part), numbers + (panel - first) * size, scales ? scales + panel * scales_apart : nullptr,
-                              linear_.group_size / 2, linear_.k / 2, tile, ahead_of(panel, end, part));
+                multiply_rows(x_.tile(part), numbers + (panel - first) * size,
+                              scales ? scales + panel * scales_apart : nullptr, linear_.group_size / 2, linear_.k / 2,
+                              tile, ahead_of(panel, end, part));
                 take(panel, row, rows, tile);
             }
         }
@@ -314,7 +319,8 @@ class Product {
         out_.take(tile, row, rows, panel, std::min(PANEL, linear_.n - panel * PANEL));
     }
 
-    // A tile's share of what this thread multiplies `held_` panels later: more of them, or as many bytes of the next linear.
+    // A tile's share of what this thread multiplies `held_` panels later: more of them, or as many bytes of the next
+    // linear.
     Ahead ahead_of(int64_t panel, int64_t end, int64_t part) const {
         int64_t next = panel + held_, size = linear_.panel_bytes();
         const char* place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;

@@ -4,10 +4,10 @@
         [--peer vllm=PYTHON] [--peer openvino-genai=PYTHON,MODEL] ...
 
 All engines are started first and stopped (SIGSTOP) but for the one that is measured. A round takes each workload in
-turn, and in it each engine in turn, with a reading of the memory bandwidth before each: a shared machine drifts, so
-quote ratios of one run. In process: W1 decode rate, W2 tokens/s, W3 seconds. Over HTTP with server-sent events: these
-and W4, 16 in flight. Besides: where a step of ours spends its time (`parts.py`). How peers are named is in `peers.py`;
-those that are not there are left out, with a line. `python -m tests.bench.cpu.report` writes what is in
+turn, and in it each engine in turn, with readings of the memory bandwidth before and after each: a shared machine
+drifts, so quote ratios of one run. In process: W1 decode rate, W2 tokens/s, W3 seconds. Over HTTP with server-sent
+events: these and W4, 16 in flight. Besides: where a step of ours spends its time (`parts.py`). How peers are named is
+in `peers.py`; those that are not there are left out, with a line. `python -m tests.bench.cpu.report` writes what is in
 tests/bench/results into the README.
 """
 
@@ -88,12 +88,14 @@ def _say(line: str) -> None:
 
 
 async def _measure(engine: Running, workload: str, asked: list[Asked], weights_bytes: int) -> Figures:
-    """What an engine comes to, and the memory bandwidth just before. It was idle for a moment then, as between requests
-    of users: engines do some of their work there, as ours takes memory for its cache."""
+    """What an engine comes to, and the memory bandwidth, the mean of readings just before and just after. It was idle
+    for a moment then, as between requests of users: engines do some of their work there, as ours takes memory for its
+    cache."""
     with engine.awake():
         await asyncio.sleep(SETTLE_S)
         bandwidth = read_bandwidth_gb_s()
         figures = await engine.answer(workload, asked)
+    bandwidth = (bandwidth + read_bandwidth_gb_s()) / 2
     if "decode_tok_s" in figures:
         figures["share_of_bandwidth"] = figures["decode_tok_s"] * weights_bytes / bandwidth / 1e9
     return figures | {"read_bandwidth_gb_s": bandwidth}

@@ -84,9 +84,10 @@ def machine(threads: int) -> dict[str, Any]:
 
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    family = said.get("cpu family")  # of some the host tells no better name
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": said.get("model name", platform.processor()) + (f", family {family}" if family else ""),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": threads,
         "python": platform.python_version(),

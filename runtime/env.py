@@ -20,7 +20,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
 
-from .cpus import lower_priority
+from .cpus import keep_off, lower_priority
 from .side_thread import LiveSideThread, SideThread, name_of
 from .streams import Streams
 from .waking import LoopWaker
@@ -164,8 +164,12 @@ class Env(ABC):
 
     @abstractmethod
     def yield_to(self, name: str) -> None:
-        """From now on the threads of the worker `name` go first: all others of this env, begun or not, run at a lower
-        priority where the system has such. In simulation nothing."""
+        """From now on the thread of the worker `name` goes first: all others of this env, begun or not, run at a lower
+        priority where the system has such, and if that one is pinned to a CPU, on others. In simulation nothing."""
+
+    @abstractmethod
+    def give_way(self) -> None:
+        """The calling thread, and what it starts from now on, does as those others do."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -213,7 +217,7 @@ class LiveEnv(Env):
 
     def worker(self, name: str, threads: int = 1) -> Worker:
         worker = _ThreadWorker(name, threads, self._handover, lambda closed: self._workers.pop(closed, None))
-        worker.gives_way = self._first not in (None, name)
+        worker.on_start = self._stand_back if self._first not in (None, name) else None
         self._workers[worker] = None
         return worker
 
@@ -226,7 +230,19 @@ class LiveEnv(Env):
         self._first = name
         for worker in self._workers:
             if worker.name != name:
-                worker.give_way()
+                worker.on_start = self._stand_back
+                for thread in worker.native_ids:
+                    self._stand_back(thread)
+
+    def give_way(self) -> None:
+        self._stand_back(threading.get_native_id())
+
+    def _stand_back(self, thread: int) -> None:
+        lower_priority(thread)
+        for worker in tuple(self._workers):
+            if worker.name == self._first:
+                for first in worker.native_ids:
+                    keep_off(first, thread)
 
     async def aclose(self) -> None:
         used = [thread for thread in self._side_threads if thread.is_used]
@@ -369,13 +385,12 @@ class _ThreadWorker(Worker):
         self._threads: dict[threading.Thread, asyncio.Future[None]] = {}  # with what resolves when the thread has ended
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._has_untold = False  # of its one thread: results that the loop was not woken for, and is to be
-        self.gives_way = False  # its threads run at a lower priority
+        self.on_start: Callable[[int], object] | None = None  # is called by each of its threads, with that one's id
 
-    def give_way(self) -> None:
-        """Its threads run at a lower priority from now on."""
-        self.gives_way = True
-        for thread in self._threads:
-            lower_priority(thread.native_id)
+    @property
+    def native_ids(self) -> list[int]:
+        """Of its threads that have started."""
+        return [thread.native_id for thread in tuple(self._threads) if thread.native_id is not None]
 
     def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
         loop = self._handover.bind()
@@ -416,8 +431,8 @@ class _ThreadWorker(Worker):
             thread.start()
 
     def _serve(self, ended: asyncio.Future[None]) -> None:
-        if self.gives_way:
-            lower_priority()
+        if self.on_start is not None:
+            self.on_start(threading.get_native_id())
         queue, handover = self._queue, self._handover
         while (job := queue.get()) is not None:
             if job.begin():

@@ -84,6 +84,9 @@ class SimEnv(Env):
     def yield_to(self, name: str) -> None:
         pass
 
+    def give_way(self) -> None:
+        pass
+
     async def aclose(self) -> None:
         for worker in list(self._workers):
             await worker.aclose()

@@ -48,6 +48,9 @@ class VirtualEnv(Env):
     def yield_to(self, name: str) -> None:
         pass
 
+    def give_way(self) -> None:
+        pass
+
     async def aclose(self) -> None:
         pass
 

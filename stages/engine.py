@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..runtime.cpus import lower_priority
 from ..runtime.env import Env, LiveEnv
 from ..runtime.inject import Fault, parse_fault
 from ..runtime.log import get_logger
@@ -158,10 +157,10 @@ class Engine(EngineBooks, Asking):
 
     def give_way(self) -> None:
         """For whoever owns the event loop's thread, to be called on it once the engine is ready: that thread, and what
-        it starts from then on, runs at a lower priority than those that compute. An engine does so with its own threads
-        by itself, and with its caller's never."""
+        it starts from then on, runs at a lower priority than those that compute, and keeps off the CPU of the one that
+        begins each step. An engine does so with its own threads by itself, and with its caller's never."""
         if self._computes_here:
-            lower_priority()
+            self._env.give_way()
 
     @property
     def _computes_here(self) -> bool:

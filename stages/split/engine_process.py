@@ -17,7 +17,6 @@ from typing import Any
 from ...model.errors import ModelError
 from ...runtime import log as logs
 from ...runtime.child import joined
-from ...runtime.cpus import lower_priority
 from ...runtime.env import Env, LiveEnv
 from ...runtime.flight import stack_of, task_stacks, thread_stacks
 from ...runtime.link import InboundChannel, Link, LinkError, OutboundChannel
@@ -122,7 +121,7 @@ class EngineProcess:
             return False
         if loaded.info.attention_backend == "native":
             self._env.yield_to("device")
-            lower_priority()
+            self._env.give_way()
         gc.collect()
         gc.freeze()
         self._link.post(Ready(loaded.info, dict(phases.seconds)))

@@ -12,6 +12,8 @@ import pytest
 from millrace.runtime import cpus
 from millrace.runtime.cpus import ComputeThreads, Cpus
 
+HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
 
 def written(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
@@ -74,6 +76,7 @@ def test_the_quota_is_the_narrowest_of_the_processs_cgroups(tmp_path: Path, file
 
 def test_two_cpus_of_one_core_are_one_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 6}, raising=False)
+    monkeypatch.setattr(cpus, "_left_out", set())
     siblings = {1: "1,5", 5: "1,5", 2: "2"}  # of 6 the system says nothing
     place = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     root = written(tmp_path, {place.format(cpu): text for cpu, text in siblings.items()})
@@ -139,3 +142,37 @@ def test_one_thread_and_what_it_starts_can_have_a_lower_priority_than_the_others
     note("here")
     lower = min(before + cpus.LOWER, 19)
     assert found == {"lowered": lower, "child": lower, "here": before}
+
+
+@pytest.mark.skipif(len(HERE) < 2, reason="with one CPU there is no other")
+def test_one_thread_and_what_it_starts_can_keep_off_the_cpu_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpus, "_left_out", set())
+    found: dict[str, set[int]] = {}
+    is_pinned, is_over = threading.Event(), threading.Event()
+
+    def first() -> None:
+        os.sched_setaffinity(0, HERE[:1])
+        is_pinned.set()
+        is_over.wait()
+
+    def other() -> None:
+        pinned = pinning.native_id
+        assert pinned is not None and cpus.keep_off(pinned) and cpus.keep_off(pinned)
+        child = threading.Thread(target=lambda: found.update(child=os.sched_getaffinity(0)))
+        child.start()
+        child.join()
+        found["other"] = os.sched_getaffinity(0)
+        found["seen"] = set(Cpus.of_this_process().allowed)
+
+    pinning = threading.Thread(target=first)
+    pinning.start()
+    is_pinned.wait()
+    keeping = threading.Thread(target=other)
+    keeping.start()
+    keeping.join()
+    is_over.set()
+    pinning.join()
+    left = set(HERE[1:])
+    assert found == {"child": left, "other": left, "seen": set(HERE)}, "an engine that is made later has all of them"
+    assert not cpus.keep_off(threading.get_native_id()), "a thread that may run on several is in nobody's way"
+    assert os.sched_getaffinity(0) == set(HERE)

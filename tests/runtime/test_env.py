@@ -3,11 +3,13 @@
 import asyncio
 import contextvars
 import gc
+import os
 import threading
 import weakref
 
 import pytest
 
+from millrace.runtime import cpus
 from millrace.runtime.env import LiveEnv, WorkerClosed
 from millrace.runtime.simloop import SimEnv
 
@@ -228,3 +230,30 @@ def test_live_fault_points_never_strike_and_clocks_agree_with_the_loop():
 def test_a_secret_is_known_to_no_one_who_knows_the_seed():
     assert LiveEnv(0).secret("keys", 16) != LiveEnv(0).secret("keys", 16)
     assert SimEnv(0).secret("keys", 16) == SimEnv(0).secret("keys", 16)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="threads have one CPU"
+)
+def test_other_workers_and_whoever_gives_way_leave_the_first_workers_thread_its_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpus, "_left_out", set())
+    here = os.sched_getaffinity(0)
+    own = {min(here)}
+
+    async def main() -> tuple[set[int], ...]:
+        env = LiveEnv()
+        first, begun = env.worker("device"), env.worker("tokenizer")
+        await first.submit(os.sched_setaffinity, 0, own)
+        await begun.submit(int)
+        env.yield_to("device")
+        env.give_way()
+        late = env.worker("late")
+        found = [await worker.submit(os.sched_getaffinity, 0) for worker in (first, begun, late)]
+        await env.aclose()
+        return *found, os.sched_getaffinity(0)
+
+    found: list[set[int]] = []
+    loop = threading.Thread(target=lambda: found.extend(asyncio.run(main())))  # not this one: there is no way back
+    loop.start()
+    loop.join()
+    assert found == [own, here - own, here - own, here - own]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from .cgroups import read
 
 FIRST = os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0  # of this process, when it began
 LOWER = 5  # more nice than that: a third of the time of a thread of ours that computes on the same core
-_left_out: set[int] = set()  # CPUs of this process that some of its threads keep off
+_narrowed: dict[frozenset[int], frozenset[int]] = {}  # masks that `keep_off` left threads, and what they had before
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Cpus:
         if not hasattr(os, "sched_getaffinity"):
             allowed = tuple(range(os.cpu_count() or 1))
             return cls(allowed, allowed)
-        allowed = tuple(sorted(os.sched_getaffinity(0) | _left_out))
+        allowed = tuple(sorted(_before(os.sched_getaffinity(0))))
         return cls(allowed, tuple(_cores(root, allowed)), quota(root))
 
 
@@ -132,19 +132,26 @@ def keep_off(pinned: int, native_id: int | None = None) -> bool:
     """Has a thread of this process, by default the calling one, and those that it starts from now on, run on other CPUs
     than the one that thread `pinned` is pinned to: when that has something to do it need not wait for this one.
 
-    False, and nothing is changed, where that may run on several, where there is no other CPU, and where threads are not
-    kept to CPUs.
+    False, and nothing is changed, where that may run on several or on one that this one may not, where there is no
+    other CPU, and where threads are not kept to CPUs. An engine that such a thread makes later has all of them.
     """
     if not hasattr(os, "sched_getaffinity"):
         return False
     thread = threading.get_native_id() if native_id is None else native_id
     try:
         taken = os.sched_getaffinity(pinned)
-        left = os.sched_getaffinity(thread) - taken
-        if len(taken) > 1 or not left:
+        before = _before(os.sched_getaffinity(thread))
+        left = before - taken
+        if len(taken) > 1 or not left or left == before:
             return False
         os.sched_setaffinity(thread, left)
     except OSError:  # one of them has ended
         return False
-    _left_out.update(taken)
+    _narrowed[left] = before
     return True
+
+
+def _before(mask: Iterable[int]) -> frozenset[int]:
+    """The CPUs that a thread with this mask was given, less none that it keeps off."""
+    given = frozenset(mask)
+    return _narrowed.get(given, given)

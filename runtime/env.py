@@ -164,12 +164,13 @@ class Env(ABC):
 
     @abstractmethod
     def yield_to(self, name: str) -> None:
-        """From now on the thread of the worker `name` goes first: all others of this env, begun or not, run at a lower
-        priority where the system has such, and if that one is pinned to a CPU, on others. In simulation nothing."""
+        """From now on the thread of the worker `name` goes first: all other workers of this env, begun or not, run at a
+        lower priority where the system has such, and if that one is pinned to a CPU by now, on others. In simulation
+        nothing."""
 
     @abstractmethod
     def give_way(self) -> None:
-        """The calling thread, and what it starts from now on, does as those others do."""
+        """The calling thread, and what it starts from now on, does as those other workers do."""
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -158,7 +158,8 @@ class Engine(EngineBooks, Asking):
     def give_way(self) -> None:
         """For whoever owns the event loop's thread, to be called on it once the engine is ready: that thread, and what
         it starts from then on, runs at a lower priority than those that compute, and keeps off the CPU of the one that
-        begins each step. An engine does so with its own threads by itself, and with its caller's never."""
+        begins each step, if that is in this process. An engine does so with its own threads by itself, and with its
+        caller's never."""
         if self._computes_here:
             self._env.give_way()
 

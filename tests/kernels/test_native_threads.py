@@ -105,7 +105,7 @@ def test_each_thing_of_a_phase_is_done_once_before_the_next_whoever_comes_when(
 
 
 @pytest.mark.parametrize("num_threads", [2, 5])
-def test_threads_that_give_up_waiting_for_a_long_phase_come_to_a_later_one(
+def test_nothing_is_lost_or_done_twice_where_threads_give_up_waiting_for_a_long_phase(
     threads: ctypes.CDLL, num_threads: int
 ) -> None:
     """A phase of 200 us is over ten times as long as they spin."""

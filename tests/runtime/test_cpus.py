@@ -76,7 +76,7 @@ def test_the_quota_is_the_narrowest_of_the_processs_cgroups(tmp_path: Path, file
 
 def test_two_cpus_of_one_core_are_one_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 6}, raising=False)
-    monkeypatch.setattr(cpus, "_left_out", set())
+    monkeypatch.setattr(cpus, "_narrowed", {})
     siblings = {1: "1,5", 5: "1,5", 2: "2"}  # of 6 the system says nothing
     place = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     root = written(tmp_path, {place.format(cpu): text for cpu, text in siblings.items()})
@@ -146,13 +146,15 @@ def test_one_thread_and_what_it_starts_can_have_a_lower_priority_than_the_others
 
 @pytest.mark.skipif(len(HERE) < 2, reason="with one CPU there is no other")
 def test_one_thread_and_what_it_starts_can_keep_off_the_cpu_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpus, "_left_out", set())
+    monkeypatch.setattr(cpus, "_narrowed", {})
     found: dict[str, set[int]] = {}
     is_pinned, is_over = threading.Event(), threading.Event()
 
     def first() -> None:
-        os.sched_setaffinity(0, HERE[:1])
-        is_pinned.set()
+        try:
+            os.sched_setaffinity(0, HERE[:1])
+        finally:
+            is_pinned.set()
         is_over.wait()
 
     def other() -> None:

@@ -236,7 +236,7 @@ def test_a_secret_is_known_to_no_one_who_knows_the_seed():
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="threads have one CPU"
 )
 def test_other_workers_and_whoever_gives_way_leave_the_first_workers_thread_its_cpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpus, "_left_out", set())
+    monkeypatch.setattr(cpus, "_narrowed", {})
     here = os.sched_getaffinity(0)
     own = {min(here)}
 

@@ -251,9 +251,10 @@ class Product {
     using Input = InputOf<Weight>;
     // Tiles up to which each widens the weights for itself: that costs one of float32 less than a pass over memory.
     static constexpr int64_t WIDENING_TILES = sizeof(Input) == 2 ? 1 : 2;
-    static constexpr int64_t HELD_FOR_ONE = 2;  // panels, where there is one tile
-    // Rows up to which the sums of whole numbers of 16 or 32 bits take less time than memory, which a core then reads
-    // ahead by itself, and faster.
+    // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
+    static constexpr int64_t HELD_FOR_ONE = 2;
+    // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
+    // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76 GB/s.
     static constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
 
   public:

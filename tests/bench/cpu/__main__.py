@@ -88,9 +88,9 @@ def _say(line: str) -> None:
 
 
 async def _measure(engine: Running, workload: str, asked: list[Asked], weights_bytes: int) -> Figures:
-    """What an engine comes to, and the memory bandwidth, the mean of readings just before and just after. It was idle
-    for a moment then, as between requests of users: engines do some of their work there, as ours takes memory for its
-    cache."""
+    """What an engine comes to, and the memory bandwidth, the mean of readings just before and just after. Before that
+    it was idle for a moment, as between requests of users: engines do some of their work there, as ours takes memory
+    for its cache."""
     with engine.awake():
         await asyncio.sleep(SETTLE_S)
         bandwidth = read_bandwidth_gb_s()

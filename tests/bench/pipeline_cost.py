@@ -314,7 +314,7 @@ def measure(seconds: float) -> dict[str, Any]:
 def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
     """Which targets are met."""
     large, small = (figures["host_us_per_step"][n] for n in ("256", "16"))
-    core = [large[stage] for stage in ("schedule", "allocate", "execute", "sample")]
+    core = ("schedule", "allocate", "execute", "sample")
     budget = {
         "256 sequences: schedule, allocate, execute, sample and hops <= 250 us": (
             [large[stage] for stage in core],

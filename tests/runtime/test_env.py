@@ -142,6 +142,7 @@ def test_closing_waits_for_the_running_job_cancels_the_others_and_joins_the_thre
         begun, go_on = threading.Barrier(3), threading.Event()
         running = [worker.submit(lambda: begun.wait(5) >= 0 and go_on.wait(5)) for _ in range(2)]
         waiting = [worker.submit(int) for _ in range(3)]
+        await asyncio.sleep(0)  # a turn of the loop, at which a thread that is free hears of jobs
         begun.wait(5)
         assert threads_of("w") == ["millrace-w-0", "millrace-w-1"]
         closings = [asyncio.create_task(worker.aclose()) for _ in range(2)]
@@ -188,8 +189,24 @@ def test_a_loop_that_closes_over_a_running_job_is_no_error_in_the_thread():
     finally:
         threading.excepthook = hook
     assert thread.is_alive() and thread.daemon and errors == []  # it waits for jobs; the process may end without it
-    worker._queue.put(None)  # type: ignore[attr-defined]  # nobody else can end it: `aclose` needs the loop
+    worker._jobs.append(None)  # type: ignore[attr-defined]  # nobody else can end it: `aclose` needs the loop
+    worker._call()  # type: ignore[attr-defined]
     thread.join(5)
+
+
+def test_jobs_that_come_while_threads_go_to_sleep_are_all_done():
+    async def main() -> None:
+        env = LiveEnv()
+        worker = env.worker("w", threads=2)
+        for num_jobs in (1, 2, 3, 7) * 200:
+            jobs = [worker.submit(int, "5") for _ in range(num_jobs)]
+            if num_jobs == 3:
+                await asyncio.sleep(0)
+                jobs.append(worker.submit(int, "5"))
+            assert await asyncio.wait_for(asyncio.gather(*jobs), 5) == [5] * len(jobs)
+        await env.aclose()
+
+    asyncio.run(main())
 
 
 def test_an_env_used_on_a_second_loop_says_so():

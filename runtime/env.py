@@ -267,12 +267,13 @@ class Job(asyncio.Future[Any]):
     """A call and its future in one. It is waiting while it is a key of `waiting`; who pops it owns it, and as
     `dict.pop` is atomic neither the thread that begins a job nor the loop that cancels it needs a lock."""
 
-    __slots__ = ("args", "fn", "told", "waiting")
+    __slots__ = ("args", "fn", "is_hushed", "told", "waiting")
 
     fn: Callable[..., Any] | None
     args: tuple[Any, ...]
     waiting: dict[Job, bool]
     told: Told
+    is_hushed: bool  # nobody has to ask for its error
 
     @classmethod
     def of(
@@ -285,7 +286,7 @@ class Job(asyncio.Future[Any]):
     ) -> Self:
         """`fn(*args)`, waiting. In the place of an `__init__`, which would take as long again as all of it."""
         job = cls(loop=loop)
-        job.fn, job.args, job.waiting, job.told = fn, args, waiting, told
+        job.fn, job.args, job.waiting, job.told, job.is_hushed = fn, args, waiting, told, False
         waiting[job] = True
         return job
 
@@ -295,7 +296,7 @@ class Job(asyncio.Future[Any]):
 
     def set_exception(self, exception: type | BaseException) -> None:
         super().set_exception(exception)
-        if self.told is IF_ASKED or self.told is NEVER:
+        if self.is_hushed or self.told is IF_ASKED or self.told is NEVER:
             self.exception()  # else it is logged that nobody asked
 
     def cancel(self, msg: Any | None = None) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from ..runtime.env import AT_ONCE, BEFORE_WAITING, IF_ASKED, Env, Told, Worker
 from ..runtime.histogram import Histogram
 from ..runtime.stage import Context
-from ..runtime.steps import StepQueue, retrieve
+from ..runtime.steps import StepQueue, hush
 from ..runtime.trace import EventKind, Tracer
 from .messages import Started, StepGrant, StepTokens
 
@@ -107,7 +107,7 @@ class Device:
                 self._call_before_computing(self._worker.tell)
             if self._enter is not None:
                 self._entering = self._worker.submit(self._run_enter, self._enter)
-                self._entering.add_done_callback(retrieve)
+                hush(self._entering)
         self._sources[phase] = context.source
         self._num_phases = max(self._num_phases, phase + 1)
 
@@ -143,7 +143,7 @@ class Device:
     def _submit(self, step: int, phase: int, run: Callable[[], R], told: Told) -> asyncio.Future[R]:
         assert self._queue is not None, f"step {step} is sampled before its forward pass was submitted"
         result = self._queue.submit(step, phase, run, told)
-        result.add_done_callback(retrieve)
+        hush(result)
         return result
 
     def _or_fault(self, name: str, run: Callable[..., R]) -> Callable[..., R]:

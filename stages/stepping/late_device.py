@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ...runtime.env import Worker, WorkerClosed
 from ...runtime.histogram import Histogram
 from ...runtime.stage import Context
-from ...runtime.steps import chain, retrieve
+from ...runtime.steps import chain, hush
 from ..device import Device
 from ..messages import StepGrant, StepTokens
 from .submission import Step, StepLine
@@ -48,7 +48,7 @@ class LateDevice(Device):
         either phase raised, or the device itself, no earlier."""
         submitted = super().sample(grant, sample)
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        told.add_done_callback(retrieve)
+        hush(told)
 
         def hand_over(_: object) -> None:
             if submitted.cancelled() or told.done():

@@ -283,7 +283,7 @@ def test_a_recording_with_one_wrong_value_is_refused_with_its_line_or_differs(lo
     lines = loaded[0].read_bytes().splitlines()[:60]
     dice, path = Random(3), tmp_path / "hostile"
     outcomes = {"refused": 0, "differs": 0, "same": 0}
-    for _ in range(2000 if FULL else 40):
+    for _ in range(2000 if FULL else 100):
         number = dice.randrange(1, len(lines))
         told = orjson.loads(lines[number])
         spoil(told, dice)

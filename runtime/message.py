@@ -19,8 +19,11 @@ def message(cls: type[T]) -> type[T]:
     """Use it as `@dataclass(frozen=True, slots=True, eq=False)`: fields, defaults, `replace`, `match` and copies work.
 
     NOTE: the attributes are set while the object is still of the class `unfinished` below, which refuses nothing: what
-    calls a class goes on to the `__init__` of whatever `__new__` has given it. Dataclasses as bases are not supported.
+    calls a class goes on to the `__init__` of whatever `__new__` has given it. So dataclasses as bases, subclasses and
+    a `__post_init__` are not supported.
     """
+    if hasattr(cls, "__post_init__"):
+        raise TypeError(f"message {cls.__name__}: __post_init__ is not supported; check fields where it is made")
     if any(hasattr(base, "__dataclass_fields__") for base in cls.__bases__):
         raise TypeError(f"message {cls.__name__}: a dataclass as its base is not supported; repeat the fields")
 
@@ -40,6 +43,7 @@ def message(cls: type[T]) -> type[T]:
         "__setattr__": _refuse,
         "__delattr__": _refuse,
         "__reduce__": reduce,
+        "__init_subclass__": classmethod(_refuse_subclass),
     }
     for name, member in members.items():
         setattr(made, name, member)
@@ -48,3 +52,7 @@ def message(cls: type[T]) -> type[T]:
 
 def _refuse(self: object, name: str, value: object = None) -> Never:
     raise FrozenInstanceError(f"{type(self).__name__}.{name}: a message is made once, use dataclasses.replace")
+
+
+def _refuse_subclass(cls: type) -> Never:
+    raise TypeError(f"{cls.__name__}: a message as its base is not supported; repeat the fields")

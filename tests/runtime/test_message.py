@@ -76,3 +76,21 @@ def test_a_dataclass_as_its_base_is_refused() -> None:
         @message
         class Derived(Base):
             rows: int
+
+
+def test_a_message_as_its_base_is_refused() -> None:
+    with pytest.raises(TypeError, match="Derived: a message as its base"):
+
+        class Derived(Told):
+            pass
+
+
+def test_what_would_not_be_called_when_one_is_made_is_refused() -> None:
+    with pytest.raises(TypeError, match="message Checked: __post_init__ is not supported"):
+
+        @message
+        class Checked:
+            step: int
+
+            def __post_init__(self) -> None:
+                raise ValueError(self.step)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
 from .taken import LARGE_PAGE, NO_LIMIT, TakenAhead
 
+RUN_TOKENS = 128  # as in the library
+
 
 class NativeCache:
-    """The paged cache: `data` [layers, blocks, numbers of a block], uint16 for bfloat16; zero at the start, from pages
-    that the system hands out when they are first used, or ahead of that, while nothing is computed. What is inside a
-    block is the library's own."""
+    """The paged cache: `data` [layers, runs, pieces, blocks of a run, numbers], uint16 for bfloat16; zero at the start,
+    from pages that the system hands out when they are first used, or ahead of that, while nothing is computed. What is
+    inside the pieces of a block, as far apart as a run is long, is the library's own; `at` says where a block is."""
 
     def __init__(
         self,
@@ -32,40 +35,52 @@ class NativeCache:
         self.dtype = dtype
         item = np.dtype(CACHE_TYPES[dtype])
         block_bytes = shape.bytes_per_block(block_size, dtype) // shape.num_layers
-        self.blocks_apart = spread_layers(num_blocks, block_bytes, shape.num_layers)
+        num_pieces = 2 * shape.num_kv_heads
+        self._run = run = blocks_of_a_run(block_size)
+        num_runs = -(-num_blocks // run)
+        self.blocks_apart = spread_layers(num_runs * run, block_bytes, shape.num_layers)
         memory: Array = np.zeros((shape.num_layers, self.blocks_apart, block_bytes // item.itemsize), item)
-        self.data = memory[:, :num_blocks]  # the rest is address space
-        self._block_bytes = block_bytes
-        self.ahead = TakenAhead(self.data, blocks_ahead * block_bytes, room=room)
+        used = memory[:, : num_runs * run]  # the rest is address space
+        self.data = used.reshape(shape.num_layers, num_runs, num_pieces, run, -1)
+        assert np.may_share_memory(self.data, memory), "a copy of the cache is not the cache"
+        self._run_bytes = run * block_bytes
+        self.ahead = TakenAhead(used, blocks_ahead * block_bytes, room=room)
         weakref.finalize(self, self.ahead.stop)
 
     def note_used(self, block: int) -> None:
-        """A block is used, or about to be, and so were those with smaller numbers."""
-        self.ahead.note_used((block + 1) * self._block_bytes)
+        """A block is used, or about to be; those with smaller numbers are taken for used, too."""
+        self.ahead.note_used((block // self._run + 1) * self._run_bytes)
+
+    def at(self, blocks: Longs | int) -> tuple[Any, ...]:
+        """The index in `data` of one block, [layers, pieces, numbers], or of B, [B, layers, pieces, numbers]."""
+        return (slice(None), blocks // self._run, slice(None), blocks % self._run)
 
     def copy_blocks(self, sources: Longs, destinations: Longs) -> None:
         """Block `destinations[i]` becomes what block `sources[i]` is, [C] each, all layers; no block is both."""
-        self._copy(self.data, sources, self.data, destinations)
+        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+            self.data[self.at(destination)] = self.data[self.at(source)]
 
     def make_host_blocks(self, num_blocks: int) -> Array:
-        """Room for so many blocks, indexed as here, all layers of one side by side. What is never used takes address
-        space and no memory, and what is used no more than it needs: a page for each layer would be 60 MiB for four."""
-        num_layers, _, numbers = self.data.shape
-        host: Array = np.empty((num_blocks, num_layers, numbers), self.data.dtype)
-        return host.transpose(1, 0, 2)
+        """Room for so many blocks, [blocks, layers, pieces, numbers]. What is never used takes address space and no
+        memory, and what is used no more than it needs: a page for each layer would be 60 MiB for four."""
+        num_layers, _, num_pieces, _, numbers = self.data.shape
+        host: Array = np.empty((num_blocks, num_layers, num_pieces, numbers), self.data.dtype)
+        return host
 
     def copy_out(self, blocks: Longs, host: Array, places: Longs) -> None:
         """Block `places[i]` of `host` becomes block `blocks[i]`, [C] each."""
-        self._copy(self.data, blocks, host, places)
+        for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
+            host[place] = self.data[self.at(block)]
 
     def copy_in(self, host: Array, places: Longs, blocks: Longs) -> None:
         """Block `blocks[i]` becomes block `places[i]` of `host`, [C] each."""
-        self._copy(host, places, self.data, blocks)
+        for place, block in zip(places.tolist(), blocks.tolist(), strict=True):
+            self.data[self.at(block)] = host[place]
 
-    @staticmethod
-    def _copy(source: Array, source_ids: Longs, destination: Array, destination_ids: Longs) -> None:
-        for source_id, destination_id in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
-            destination[:, destination_id] = source[:, source_id]
+
+def blocks_of_a_run(block_size: int) -> int:
+    """Blocks whose pieces lie side by side: as many as hold `RUN_TOKENS`, or the power of two below; at least one."""
+    return 1 << max(0, (RUN_TOKENS // block_size).bit_length() - 1)
 
 
 def spread_layers(num_blocks: int, block_bytes: int, num_layers: int) -> int:

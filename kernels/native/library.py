@@ -31,7 +31,7 @@ class StepInputs(Structure):
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "table_width", "num_logits")),
         *((name, c_void_p) for name in ("input_ids", "positions", "slot_mapping")),
         *((name, c_void_p) for name in ("block_tables", "query_starts", "lengths", "logits_rows", "cache")),
-        *((name, c_int64) for name in ("num_blocks", "block_size")),
+        *((name, c_int64) for name in ("num_blocks", "blocks_apart", "block_size")),
         *((name, c_void_p) for name in ("hidden", "logits")),
     ]
 
@@ -43,7 +43,7 @@ class Decoding(Structure):
         *((name, c_void_p) for name in ("slots", "starts", "last_tokens", "num_known", "tables")),
         *((name, c_int64) for name in ("num_slots", "blocks_per_slot")),
         ("cache", c_void_p),
-        *((name, c_int64) for name in ("num_blocks", "block_size")),
+        *((name, c_int64) for name in ("num_blocks", "blocks_apart", "block_size")),
     ]
 
 

@@ -46,7 +46,8 @@ class Decoding:
                 num_slots=num_slots,
                 blocks_per_slot=blocks_per_slot,
                 cache=cache.data.ctypes.data,
-                num_blocks=cache.blocks_apart,
+                num_blocks=cache.num_blocks,
+                blocks_apart=cache.blocks_apart,
                 block_size=cache.block_size,
             )
         )

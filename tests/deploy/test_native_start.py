@@ -136,7 +136,7 @@ def test_an_idle_engine_has_memory_for_its_next_tokens_before_they_come() -> Non
     async def main() -> None:
         async with Engine(EngineConfig(device="cpu", kv_cache_bytes=256 << 20)) as engine:
             cache: NativeCache = engine._parts.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
-            token_bytes = cache.data[:, 0].nbytes / cache.block_size
+            token_bytes = cache.data[cache.at(0)].nbytes / cache.block_size
             await asyncio.to_thread(cache.ahead.join)
             begun = cache.ahead.num_taken
             assert begun >= 0.9 * TOKENS_AHEAD * token_bytes

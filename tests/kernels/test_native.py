@@ -182,7 +182,7 @@ def test_a_step_of_which_nobody_samples_only_fills_the_cache(dtype: DType) -> No
         logits=no_logits,
         **inputs,
     )
-    assert np.count_nonzero(cache.data[:, 0]) and not np.count_nonzero(cache.data[:, 1])
+    assert np.count_nonzero(cache.data[cache.at(0)]) and not np.count_nonzero(cache.data[cache.at(1)])
 
 
 def test_blocks_that_were_copied_go_on_as_the_originals() -> None:
@@ -196,7 +196,7 @@ def test_blocks_that_were_copied_go_on_as_the_originals() -> None:
     other.cache.copy_out(table, host, np.array([2, 0]))
     moved = np.array([other._free.pop(), other._free.pop()])
     other.cache.copy_in(host, np.array([2, 0]), moved)
-    other.cache.data[:, table] = 0x7FC0  # NaN: nothing reads the old ones
+    other.cache.data[other.cache.at(table)] = 0x7FC0  # NaN: nothing reads the old ones
     other._tables[0] = moved.tolist()
     other.step({0: prompt[32:]})
     assert np.array_equal(np.array(other.logits[0]), whole)

@@ -8,6 +8,7 @@ import pytest
 from millrace.kernels.native import build, machine
 from millrace.kernels.native import cache as native
 from millrace.kernels.native.cache import LARGE_PAGE, spread_layers
+from millrace.stages.blocks import BlockPool
 from tests.kernels.native_oracle import Checkpoint, Run
 
 NEEDS_LIBRARY = pytest.mark.skipif(
@@ -44,7 +45,7 @@ def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: in
         table = np.array(run._tables[0], np.int64)
         host = run.cache.make_host_blocks(len(table))
         run.cache.copy_out(table, host, np.arange(len(table)))
-        run.cache.data[:, table] = 0
+        run.cache.data[run.cache.at(table)] = 0
         moved = np.array([run._free.pop() for _ in table], np.int64)
         run.cache.copy_in(host, np.arange(len(table)), moved)
         run._tables[0] = moved.tolist()
@@ -56,7 +57,7 @@ def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: in
     assert usual.cache.blocks_apart == 64
     monkeypatch.setattr(native, "LARGE_PAGE", 1 << 14)
     spread, found = answers()
-    assert spread.cache.blocks_apart > 64 and len(spread.cache.data[0]) == 64
+    assert spread.cache.blocks_apart > 64 and spread.cache.data.shape == usual.cache.data.shape
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
@@ -64,7 +65,28 @@ def test_a_block_on_the_host_lies_in_one_piece_and_takes_no_more_pages_than_it_f
     shape = Checkpoint.random().shape
     cache = native.NativeCache(shape, 64, 16, "bfloat16")
     host = cache.make_host_blocks(5)
-    assert host.shape == (shape.num_layers, 5, cache.data.shape[2])
-    places = [host[:, block].ctypes.data for block in range(5)]
-    assert set(np.diff(places)) == {shape.bytes_per_block(16, "bfloat16")}
-    assert all(host[:, block].flags.c_contiguous for block in range(5))
+    assert host.shape == (5, *cache.data[cache.at(0)].shape)
+    assert host[0].nbytes == shape.bytes_per_block(16, "bfloat16") and host.flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks"), [(1, 128), (4, 32), (16, 8), (24, 4), (32, 4), (128, 1), (512, 1)]
+)
+def test_a_piece_of_a_block_lies_beside_that_of_the_next_one_for_128_tokens(block_size: int, num_blocks: int):
+    cache = native.NativeCache(Checkpoint.random().shape, 3 * num_blocks - 1, block_size, "bfloat16")
+    assert native.blocks_of_a_run(block_size) == num_blocks
+    if block_size & (block_size - 1) == 0:  # those that engines have
+        assert BlockPool(1, block_size).run_size == num_blocks
+    _, num_runs, num_pieces, _, numbers = cache.data.shape
+    assert num_runs == -(-cache.num_blocks // num_blocks) and num_pieces == 2 * Checkpoint.random().shape.num_kv_heads
+
+    def place(block: int, piece: int) -> int:  # numbers from the layer's beginning
+        return int(cache.data[cache.at(block)][0, piece].ctypes.data - cache.data.ctypes.data) // 2
+
+    run = num_pieces * num_blocks * numbers
+    for block in range(cache.num_blocks):
+        expected = [
+            block // num_blocks * run + piece * num_blocks * numbers + block % num_blocks * numbers
+            for piece in range(num_pieces)
+        ]
+        assert [place(block, piece) for piece in range(num_pieces)] == expected

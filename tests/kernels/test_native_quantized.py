@@ -227,7 +227,7 @@ def test_int8_blocks_that_were_copied_go_on_as_the_originals() -> None:
     other.cache.copy_out(table, host, np.array([2, 0]))
     moved = np.array([other._free.pop(), other._free.pop()])
     other.cache.copy_in(host, np.array([2, 0]), moved)
-    other.cache.data[:, table] = -1  # as scales NaN: nothing reads the old ones
+    other.cache.data[other.cache.at(table)] = -1  # as scales NaN: nothing reads the old ones
     other._tables[0] = moved.tolist()
     other.step({0: prompt[32:]})
     assert np.array_equal(np.array(other.logits[0]), whole)
@@ -238,7 +238,7 @@ def test_a_token_of_an_int8_cache_takes_a_byte_a_number_and_two_for_each_scale()
     assert shape.bytes_per_block(16, "int8") == 16 * 2 * 2 * 2 * (32 + 2)
     assert shape.bytes_per_block(16, "bfloat16") == 16 * 2 * 2 * 2 * 64
     cache = NativeCache(shape, 5, 16, "int8")
-    assert cache.data.nbytes == 5 * shape.bytes_per_block(16, "int8")
+    assert cache.data[cache.at(4)].nbytes == shape.bytes_per_block(16, "int8")
 
 
 @pytest.mark.parametrize("part", ["k", "v"])

@@ -60,7 +60,8 @@ def test_a_step_of_slots_gives_the_bits_of_one_that_is_told_all_it_reads(dtype: 
         expected = slots.expect(some)
         written = slots.run.cache.data.copy()
         begun = [slot for slot in some if slots.starts([slot])[0] % block_size == 0]
-        slots.run.cache.data[:, [slots.run._tables[slot][-1] for slot in begun]] = 0
+        cache = slots.run.cache
+        cache.data[cache.at(np.array([slots.run._tables[slot][-1] for slot in begun], np.int64))] = 0
         found = slots.decoding.step(np.array(some), slots.starts(some))
         assert found is not None and np.array_equal(found, expected)
         assert np.array_equal(slots.run.cache.data, written)
@@ -71,7 +72,8 @@ def test_a_step_with_a_row_that_reads_its_prompt_is_left_to_others() -> None:
     slots.expect([4, 3])
     slots.num_known[3] += 1  # as after a preemption: the token came with the sequence
     before = slots.run.cache.data.copy()
-    slots.run.cache.data[:, slots.run._tables[4][-1]] = before[:, slots.run._tables[4][-1]] = 1
+    place = slots.run.cache.at(slots.run._tables[4][-1])
+    slots.run.cache.data[place] = before[place] = 1
     assert slots.decoding.step(np.array([4, 3]), slots.starts([4, 3])) is None
     assert np.array_equal(slots.run.cache.data, before)
     assert slots.decoding.step(np.array([4]), slots.starts([4])) is not None

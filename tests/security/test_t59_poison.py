@@ -79,9 +79,8 @@ class Poison:
         runner = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
         self.num_poisoned = 0  # blocks, each as often as it came free
         cache = runner.cache
-        if isinstance(cache, NativeCache):
-            self._halves = list(cache.data)  # [N, numbers of a block] of each layer
-        else:
+        self._native = cache if isinstance(cache, NativeCache) else None
+        if self._native is None:
             self._halves = [half for i in range(runner.decoder.config.num_layers) for half in cache.layer(i)]
         self._value = value
         pool = engine.pool
@@ -93,10 +92,10 @@ class Poison:
             self._spoil(blocks[is_lost])
             push(blocks)
 
-        def evict_poisoned(count: int) -> None:
+        def evict_poisoned(blocks: list[int]) -> None:
             nonlocal is_spared
             is_spared = has_host  # whole ones are still to be copied there, before the step that gives them away
-            evict(count)
+            evict(blocks)
             is_spared = False
 
         pool._push = push_poisoned  # type: ignore[method-assign]
@@ -105,6 +104,9 @@ class Poison:
 
     def _spoil(self, blocks: Any) -> None:
         self.num_poisoned += len(blocks)
+        if self._native is not None:
+            self._native.data[self._native.at(blocks)] = self._value
+            return
         for half in self._halves:
             half[blocks] = self._value
 

@@ -44,7 +44,7 @@ class Step {
   public:
     Step(Model& model, const StepInputs& inputs, int num_threads)
         : model_(model), shape_(model.shape), num_threads_(num_threads),
-          layout_{inputs.num_blocks, inputs.block_size, shape_.num_kv_heads, shape_.head_dim}, asked_rows_(inputs),
+          layout_{inputs.blocks_apart, inputs.block_size, shape_.num_kv_heads, shape_.head_dim}, asked_rows_(inputs),
           all_(model, reserve(model, inputs, num_threads), inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)),
           since_ns_(now_ns()) {
         for (const Layer& layer : model.layers)

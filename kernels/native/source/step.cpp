@@ -73,7 +73,7 @@ Error decode(Model& model, const Decoding& in, int64_t num_rows, float* logits) 
     }
     StepInputs inputs{num_rows, num_rows, width, num_rows, made.input_ids.data(), in.starts, made.slot_mapping.data(),
                       made.block_tables.data(), made.query_starts.data(), made.lengths.data(), made.rows.data(),
-                      in.cache, in.num_blocks, in.block_size, nullptr, logits};
+                      in.cache, in.num_blocks, in.blocks_apart, in.block_size, nullptr, logits};
     Error error = check(model, inputs);
     if (error == FINE && num_rows > 0) run_step(model, inputs);
     return error;

@@ -14,7 +14,9 @@ struct StepInputs {  // as `_StepInputs` of library.py
     const int32_t *block_tables, *query_starts, *lengths;               // [S, M], [S + 1], [S]
     const int64_t* logits_rows;                                         // [L]
     void* cache;                                                        // [layers] of `CacheLayout`
-    int64_t num_blocks, block_size;
+    int64_t num_blocks;    // of a layer
+    int64_t blocks_apart;  // from the beginning of one layer to that of the next
+    int64_t block_size;    // tokens
     float* hidden;  // [T, hidden], or none
     float* logits;  // [L, V], or none
 };
@@ -35,7 +37,7 @@ struct Decoding {  // as `Decoding` of library.py
     const int32_t* tables;          // [S, blocks_per_slot] block ids in token order
     int64_t num_slots, blocks_per_slot;
     void* cache;  // this and the rest as in StepInputs
-    int64_t num_blocks, block_size;
+    int64_t num_blocks, blocks_apart, block_size;
 };
 
 // Runs a step of `num_rows` slots, each of which reads its newest token: logits [num_rows, V]. IS_PROMPT, and nothing is

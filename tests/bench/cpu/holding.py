@@ -102,8 +102,8 @@ def memory_mib(engine: Engine) -> dict[str, float]:
     was taken for those that come next."""
     assert isinstance(engine._parts, EngineParts)
     cache: Any = engine._parts.loaded.runner.cache  # type: ignore[attr-defined]
-    num_used = int(np.count_nonzero(cache.data[0].any(axis=1)))
-    used = num_used * cache.data[:, 0].nbytes
+    num_used = int(np.count_nonzero(cache.data[0].any(axis=(1, 3))))
+    used = num_used * cache.data[cache.at(0)].nbytes
     taken = max(used, cache.ahead.num_taken)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     weights = native_of(engine).weights_bytes

@@ -154,7 +154,7 @@ class Allocator:
     def _go_on(self, plan: StepPlan, stride: Stride) -> tuple[StepGrant, PlanReport]:
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
         if stride.num_blocks:
-            blocks = self.pool.take(stride.num_blocks)
+            blocks = self.pool.take_behind(stride.lasts(), [1] * stride.num_blocks, stride.num_blocks)
             table_slots, table_places = stride.grow(blocks)
         starts = stride.step()
         self.last_granted = plan.step

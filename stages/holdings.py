@@ -202,7 +202,7 @@ class Holdings:
     def grow(self, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
         """`num_blocks` new blocks, `counts[i]` for `slots[i]`, and those that sequences begin with: (slot, place,
         block) of each."""
-        blocks = self.pool.take(num_blocks)
+        blocks = self.pool.take_behind(self.tables.lasts(slots), counts.tolist(), num_blocks)
         table_slots, table_places = self.tables.append(slots, counts, blocks)
         for slot, beginning in self.begun.items():
             found = beginning.shared

@@ -57,6 +57,12 @@ class Stride:
         """That the next step needs."""
         return len(self._turns[self._turn].slots)
 
+    def lasts(self) -> list[int]:
+        """The last block of each row that needs one for the next step."""
+        turn = self._turns[self._turn]
+        lasts: list[int] = self._tables.blocks[turn.slots, turn.places - turn.ones].tolist()
+        return lasts
+
     def grow(self, blocks: Ints) -> tuple[Indices, Indices]:
         """Puts the blocks for the next step into the tables: (slot, place) of each."""
         turn, tables = self._turns[self._turn], self._tables

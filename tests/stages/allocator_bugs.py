@@ -146,15 +146,15 @@ def evicted_while_in_use() -> AbstractContextManager[None]:
 def eviction_untold() -> AbstractContextManager[None]:
     """The cache does not hear which blocks are taken from it."""
 
-    def change(evict: Any) -> Any:
-        def silent(self: BlockPool, block: int) -> None:
+    def change(tell: Any) -> Any:
+        def silent(self: BlockPool) -> None:
             self.on_evicted, told = (lambda block: None), self.on_evicted
-            evict(self, block)
+            tell(self)
             self.on_evicted = told
 
         return silent
 
-    return changed(BlockPool, "_evict", change)
+    return changed(BlockPool, "_tell_evicted", change)
 
 
 # -- the host

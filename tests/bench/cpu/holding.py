@@ -6,7 +6,7 @@ This engine in process, prefix cache and drafts off. Growth: output tokens/s of 
 tokens in and out. Drawn: W2 and W4 (16 in flight) at temperature 1.0 and top_p 0.95 beside greedy, in turn. Long: the
 time of attention in decoding steps at 8k tokens of context, beside that in which its keys and values are read once.
 Neighbour: the 95th percentile of a decoding step's time, eight sequences, with and without another process that is
-always busy, in turn. Memory: the most this process had, less weights and the blocks of the cache that were ever used.
+always busy, in turn. Memory: the most this process had, less weights and the cache as far as it was ever used.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ async def beside_a_neighbour(engine: Engine, run: int) -> tuple[float, float]:
 
 
 def memory_mib(engine: Engine) -> dict[str, float]:
-    """The most this process had so far, and what is neither weights nor cache: blocks that were used, and memory that
-    was taken for those that come next."""
+    """The most this process had so far, and what is neither weights nor cache: runs of blocks of which any was used,
+    and memory that was taken for those that come next."""
     assert isinstance(engine._parts, EngineParts)
     cache: Any = engine._parts.loaded.runner.cache  # type: ignore[attr-defined]
-    num_used = int(np.count_nonzero(cache.data[0].any(axis=(1, 3))))
-    used = num_used * cache.data[cache.at(0)].nbytes
+    num_used = int(np.count_nonzero(cache.data[0].any(axis=(1, 2, 3))))
+    used = num_used * cache.data[:, 0].nbytes
     taken = max(used, cache.ahead.num_taken)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     weights = native_of(engine).weights_bytes

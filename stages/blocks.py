@@ -41,8 +41,9 @@ class BlockPool:
 
     Ids that follow each other lie side by side in memory, which is then read faster: by a third on a CPU. So a table
     goes on with the block behind its last one, and begins in a run of `run_size` blocks of which none is taken: until
-    none is left, nobody takes what another table's next tokens need. Where nothing is free and much is cached, one
-    begins with the first of the blocks around that which has been cached longest, and goes on in what is old, too.
+    none is left, nobody takes what another table's next tokens need. Where much is cached, a table goes on in what has
+    been cached for long, too, though others are free; and where none is, it begins with the first of such blocks around
+    the one that has been cached longest.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

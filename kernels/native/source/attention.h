@@ -216,65 +216,79 @@ void score_tiles(const Factor<T>* queries, const T* const* tiles, const Reads<T>
     }
 }
 
+// Adds a pair of keys' values, C vectors of them from number `dim` on, by weights [R][CHUNK]; of a half pair the first
+// one's alone, as what lies past the last key may be anything. A function of its own, always inline: in a lambda, AVX2
+// kept the totals in memory, and took five times as long.
+template <int R, int C, class T>
+[[gnu::always_inline]] inline void add_pair(const T* tile, int64_t pair, int64_t width, int64_t dim,
+                                            const Factor<T>* weights, bool is_whole, F (&totals)[R][C]) {
+    F values[C];
+    if constexpr (sizeof(Factor<T>) == 2) {
+#ifdef MILLRACE_BF16_DOT
+        UNROLL for (int c = 0; c < C; c++)
+            values[c] = is_whole ? pairs_of(tile, pair, width, dim + c * W)
+                                 : join(even_of(tile, pair, width, dim + c * W), zero());
+        UNROLL for (int r = 0; r < R; r++) {
+            uint32_t both = pair_at(weights + r * CHUNK);
+            UNROLL for (int c = 0; c < C; c++) totals[r][c] = add_dots(totals[r][c], values[c], both);
+        }
+#endif
+    } else {
+        UNROLL for (int c = 0; c < C; c++) values[c] = even_of(tile, pair, width, dim + c * W);
+        UNROLL for (int r = 0; r < R; r++) {
+            F weight = splat(weights[r * CHUNK]);
+            UNROLL for (int c = 0; c < C; c++) fma_to(totals[r][c], weight, values[c]);
+        }
+        if (!is_whole) return;
+        UNROLL for (int c = 0; c < C; c++) values[c] = odd_of(tile, pair, width, dim + c * W);
+        UNROLL for (int r = 0; r < R; r++) {
+            F weight = splat(weights[r * CHUNK + 1]);
+            UNROLL for (int c = 0; c < C; c++) fma_to(totals[r][c], weight, values[c]);
+        }
+    }
+}
+
+// C vectors from number `dim` on of what `sum_values` tells; `fetches`: it is for them to read ahead.
+template <int R, int C, class T>
+void sum_columns(const Factor<T>* weights, const T* const* tiles, const Reads<T>& reads, bool fetches, int64_t first,
+                 int64_t last, int64_t width, int64_t dim, float* sums) {
+    int64_t first_tile = first / TILE, end_tile = ceil_div(last, TILE), tile_bytes = TILE * width * int64_t(sizeof(T));
+    F totals[R][C];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int c = 0; c < C; c++) totals[r][c] = zero();
+    for (int64_t tile = first_tile; tile < end_tile; tile++) {
+        const T* at = tiles[tile];
+        const Factor<T>* weights_of_tile = weights + tile * TILE;
+        int64_t begin = std::max(first - tile * TILE, int64_t(0)) / 2, num = std::min(last - tile * TILE, TILE);
+        const char* next = nullptr;
+        int64_t share = 0;  // bytes of the tile ahead that are fetched beside each pair
+        if (fetches) {
+            next = reinterpret_cast<const char*>(reads.ahead(end_tile - first_tile + tile - first_tile));
+            share = round_up(ceil_div(tile_bytes, ceil_div(num, 2) - begin), 64);
+        }
+        for (int64_t pair = begin; pair < num / 2; pair++, next += share) {
+            fetch(next, share);
+            add_pair<R, C>(at, pair, width, dim, weights_of_tile + 2 * pair, true, totals);
+        }
+        if (num % 2 == 0) continue;
+        fetch(next, share);
+        add_pair<R, C>(at, num / 2, width, dim, weights_of_tile + num - 1, false, totals);
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int c = 0; c < C; c++) store(sums + r * width + dim + c * W, totals[r][c]);
+}
+
 // Weighted sums [R][width] of the values of keys [first, last) of a chunk, with weights [R][CHUNK], which are 0 for the
 // other keys of the tiles.
 template <int R, class T>
 void sum_values(const Factor<T>* weights, const T* const* tiles, const Reads<T>& reads, int64_t first, int64_t last,
                 int64_t width, float* sums) {
-    constexpr bool is_dot = sizeof(Factor<T>) == 2;
-    constexpr int D = W == 16 && R <= 4 ? 4 : 2;  // vectors of values side by side
-    int64_t first_tile = first / TILE, end_tile = ceil_div(last, TILE), tile_bytes = TILE * width * int64_t(sizeof(T));
-    auto run = [&](int64_t dim, auto count) {
-        constexpr int C = decltype(count)::value;
-        F total[R][C];
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int c = 0; c < C; c++) total[r][c] = zero();
-        auto add_pair = [&](const T* tile, int64_t pair, int64_t key) {
-            F values[C];
-            if constexpr (is_dot) {
-#ifdef MILLRACE_BF16_DOT
-                UNROLL for (int c = 0; c < C; c++)
-                    values[c] = key + 1 < last ? pairs_of(tile, pair, width, dim + c * W)
-                                               : join(even_of(tile, pair, width, dim + c * W), zero());  // see below
-                UNROLL for (int r = 0; r < R; r++) {
-                    uint32_t both = pair_at(weights + r * CHUNK + key);
-                    UNROLL for (int c = 0; c < C; c++) total[r][c] = add_dots(total[r][c], values[c], both);
-                }
-#endif
-            } else {
-                UNROLL for (int c = 0; c < C; c++) values[c] = even_of(tile, pair, width, dim + c * W);
-                UNROLL for (int r = 0; r < R; r++) {
-                    F weight = splat(weights[r * CHUNK + key]);
-                    UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
-                }
-                if (key + 1 == last) return;  // what lies past the last key may be anything
-                UNROLL for (int c = 0; c < C; c++) values[c] = odd_of(tile, pair, width, dim + c * W);
-                UNROLL for (int r = 0; r < R; r++) {
-                    F weight = splat(weights[r * CHUNK + key + 1]);
-                    UNROLL for (int c = 0; c < C; c++) fma_to(total[r][c], weight, values[c]);
-                }
-            }
-        };
-        for (int64_t tile = first_tile; tile < end_tile; tile++) {
-            int64_t begin = std::max(first - tile * TILE, int64_t(0)) / 2;
-            int64_t end = ceil_div(std::min(last - tile * TILE, TILE), 2);
-            const char* next = nullptr;
-            int64_t share = 0;  // bytes of the tile ahead that are fetched beside each pair
-            if (is_fetched_ahead(R) && dim == 0) {
-                next = reinterpret_cast<const char*>(reads.ahead(end_tile - first_tile + tile - first_tile));
-                share = round_up(ceil_div(tile_bytes, end - begin), 64);
-            }
-            for (int64_t pair = begin; pair < end; pair++, next += share) {
-                fetch(next, share);
-                add_pair(tiles[tile], pair, tile * TILE + 2 * pair);
-            }
-        }
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int c = 0; c < C; c++) store(sums + r * width + dim + c * W, total[r][c]);
-    };
+    constexpr int D = W == 16 ? (R <= 4 ? 4 : 2) : R == 1 ? 8 : R == 2 ? 4 : 2;  // vectors of values side by side
     int64_t dim = 0;
-    for (; dim + D * W <= width; dim += D * W) run(dim, std::integral_constant<int, D>());
-    for (; dim < width; dim += W) run(dim, std::integral_constant<int, 1>());
+    for (; dim + D * W <= width; dim += D * W)
+        sum_columns<R, D>(weights, tiles, reads, is_fetched_ahead(R) && dim == 0, first, last, width, dim, sums);
+    for (; dim < width; dim += W)
+        sum_columns<R, 1>(weights, tiles, reads, is_fetched_ahead(R) && dim == 0, first, last, width, dim, sums);
 }
 
 constexpr int ROW_SIZES[] = {1, 2, 3, 4, 6, 8, 12};  // for which there is code; in between, rows of zeros fill up

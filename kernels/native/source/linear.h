@@ -4,8 +4,8 @@
 // and one of these times their scales), whatever the number of rows, of threads, or the tile it falls in: so the same row
 // gives the same bits in every batch.
 //
-// Weights of int8 and int4 become numbers of bf16 or float32, which hold them exactly, in registers where one tile holds
-// all rows; else a panel is widened to the model's dtype once, for all its tiles.
+// Weights become numbers of what is multiplied, which holds them exactly: in registers where there are few tiles of rows;
+// else a panel is widened once, for all its tiles.
 
 #pragma once
 
@@ -108,51 +108,62 @@ struct Ahead {
 // Vectors of a panel that are summed at a time. Each sum waits for the one before it, so few rows take all of them.
 constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_VECTORS; }
 
-// Sums of R rows by a panel of 32 columns over some pairs of k. x of a tile of `TiledRows`, out [R][32].
+// Sums of R rows by V vectors of a panel's columns, from `lane` on, over some pairs of k. x of a tile of `TiledRows`; a row
+// of out begins PANEL after the one before. Who fetches nothing does not look for that either: where two threads share a
+// core, as those of virtual machines do, instructions beside the sums cost as much as these.
+template <int R, int V, bool FETCHES, class Input, class Stored>
+void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out, const Ahead& ahead) {
+    const char* line = ahead.place;
+    const int64_t share = ahead.share, fetching = ahead.pairs;
+    F sums[R][V];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) sums[r][v] = zero();
+    for (int64_t pair = 0; pair < num_pairs; pair++) {
+        if (FETCHES && pair < fetching) {
+            _mm_prefetch(line, _MM_HINT_T1);
+            if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
+            if (share > 128) {
+                _mm_prefetch(line + 128, _MM_HINT_T1);
+                _mm_prefetch(line + 192, _MM_HINT_T1);
+            }
+            line += share;
+        }
+        F weights[V];
+        if constexpr (sizeof(Input) == 2) {
+#ifdef MILLRACE_BF16_DOT
+            UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, pair, PANEL, lane + v * W);
+            UNROLL for (int r = 0; r < R; r++) {
+                uint32_t both = pair_at(x + 2 * (pair * R + r));
+                UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[v], both);
+            }
+#endif
+        } else {
+            UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, pair, PANEL, lane + v * W);
+            UNROLL for (int r = 0; r < R; r++) {
+                F number = splat(x[2 * pair * R + r]);
+                UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
+            }
+            UNROLL for (int v = 0; v < V; v++) weights[v] = odd_of(panel, pair, PANEL, lane + v * W);
+            UNROLL for (int r = 0; r < R; r++) {
+                F number = splat(x[(2 * pair + 1) * R + r]);
+                UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) store(out + r * PANEL + v * W, sums[r][v]);
+}
+
+// The same by a whole panel of 32 columns: out [R][32].
 template <int R, class Input, class Stored>
 void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead) {
     constexpr int V = vectors_for(R);
-    constexpr bool is_dot = sizeof(Input) == 2;
-    int64_t share = ahead.share, fetching_pairs = ahead.pairs;
-    for (int64_t lane = 0; lane < PANEL; lane += V * W) {
-        F sums[R][V];
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < V; v++) sums[r][v] = zero();
-        for (int64_t pair = 0; pair < num_pairs; pair++) {
-            if (lane == 0 && pair < fetching_pairs) {
-                const char* line = ahead.place + pair * share;
-                _mm_prefetch(line, _MM_HINT_T1);
-                if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
-                if (share > 128) {
-                    _mm_prefetch(line + 128, _MM_HINT_T1);
-                    _mm_prefetch(line + 192, _MM_HINT_T1);
-                }
-            }
-            F weights[V];
-            if constexpr (is_dot) {
-#ifdef MILLRACE_BF16_DOT
-                UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, pair, PANEL, lane + v * W);
-                UNROLL for (int r = 0; r < R; r++) {
-                    uint32_t both = pair_at(x + 2 * (pair * R + r));
-                    UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[v], both);
-                }
-#endif
-            } else {
-                UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, pair, PANEL, lane + v * W);
-                UNROLL for (int r = 0; r < R; r++) {
-                    F number = splat(x[2 * pair * R + r]);
-                    UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
-                }
-                UNROLL for (int v = 0; v < V; v++) weights[v] = odd_of(panel, pair, PANEL, lane + v * W);
-                UNROLL for (int r = 0; r < R; r++) {
-                    F number = splat(x[(2 * pair + 1) * R + r]);
-                    UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
-                }
-            }
-        }
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < V; v++) store(out + r * PANEL + lane + v * W, sums[r][v]);
-    }
+    if (ahead.pairs > 0)
+        sum_vectors<R, V, true>(x, panel, 0, num_pairs, out, ahead);
+    else
+        sum_vectors<R, V, false>(x, panel, 0, num_pairs, out, ahead);
+    for (int64_t lane = V * W; lane < PANEL; lane += V * W)
+        sum_vectors<R, V, false>(x, panel, lane, num_pairs, out + lane, ahead);
 }
 
 // R rows by a panel of a product: one sum, or one for each group of k, times its scales [groups][32].
@@ -240,8 +251,9 @@ inline char* widened_memory(int64_t num_bytes) {
 // And how much of it a linear takes.
 template <class Weight>
 int64_t widened_bytes(const Linear& linear) {
-    int64_t panel = linear.k * PANEL * int64_t(sizeof(Weight));
-    return linear.is_quantized() ? std::max<int64_t>(1, CACHED / panel) * panel : 0;
+    int64_t panel = linear.k * PANEL * int64_t(sizeof(InputOf<Weight>));
+    bool is_wide = !linear.is_quantized() && sizeof(InputOf<Weight>) == sizeof(Weight);
+    return is_wide ? 0 : std::max<int64_t>(1, CACHED / panel) * panel;
 }
 
 // What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as
@@ -249,8 +261,10 @@ int64_t widened_bytes(const Linear& linear) {
 template <class Weight, class Out>
 class Product {
     using Input = InputOf<Weight>;
-    // Tiles up to which each widens the weights for itself: that costs one of float32 less than a pass over memory.
-    static constexpr int64_t WIDENING_TILES = sizeof(Input) == 2 ? 1 : 2;
+    // Tiles up to which each widens quantized weights, or bf16, for itself: that costs one of float32 less than a pass over
+    // memory. bf16 is widened by a shift, and a panel in float32 pays late: prompts then take up to 7 % less, but 16 and
+    // 24 rows (three and four tiles) 10 % more.
+    static constexpr int64_t WIDENING_TILES = sizeof(Input) == 2 ? 1 : 2, BF16_TILES = 8;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
     static constexpr int64_t HELD_FOR_ONE = 2;
     // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
@@ -261,7 +275,7 @@ class Product {
   public:
     Product(const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
         : linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
-          held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Weight))))) {
+          held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Input))))) {
         if (num_tiles_ == 1) held_ = HELD_FOR_ONE;
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_);
         share_ = 64 * ceil_div(num_lines, linear.k / 2), fetching_pairs_ = ceil_div(64 * num_lines, share_);
@@ -274,9 +288,9 @@ class Product {
     template <class Stored>
     void run(const Stored* weights) const {
         int64_t size = linear_.panel_bytes() / int64_t(sizeof(Stored)), wide_size = linear_.k * PANEL;
-        if constexpr (!std::is_same<Stored, Weight>::value) {
-            if (num_tiles_ > WIDENING_TILES) {
-                auto wide = reinterpret_cast<Weight*>(widened_memory(widened_bytes<Weight>(linear_)));
+        if constexpr (!std::is_same<Stored, Input>::value) {
+            if (num_tiles_ > (linear_.is_quantized() ? WIDENING_TILES : BF16_TILES)) {
+                auto wide = reinterpret_cast<Input*>(widened_memory(widened_bytes<Weight>(linear_)));
                 each_piece([&](int64_t first, int64_t last, int64_t end) {
                     for (int64_t p = first; p < last; p++)
                         widen_panel(weights + p * size, linear_.k / 2, wide + (p - first) * wide_size);

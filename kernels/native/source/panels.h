@@ -42,12 +42,12 @@ void read_row(const Linear& linear, int64_t row, float* to) {
     for (int64_t i = 0; i < linear.k; i++) to[i] *= widen(scales[i / linear.group_size * PANEL]);
 }
 
-// A panel of int8 or int4 in the model's dtype, which holds its numbers exactly; without the scales.
-template <class Stored, class Weight>
-void widen_panel(const Stored* panel, int64_t num_pairs, Weight* to) {
+// A panel as numbers of `Wide`, float32 or bf16, which holds its own exactly; without the scales.
+template <class Stored, class Wide>
+void widen_panel(const Stored* panel, int64_t num_pairs, Wide* to) {
     for (int64_t pair = 0; pair < num_pairs; pair++) {
         for (int64_t lane = 0; lane < PANEL; lane += W) {
-            if (sizeof(Weight) == 2) {
+            if (sizeof(Wide) == 2) {
                 store(reinterpret_cast<float*>(to + 2 * (pair * PANEL + lane)), pairs_of(panel, pair, PANEL, lane));
             } else {
                 auto rows = reinterpret_cast<float*>(to) + 2 * pair * PANEL + lane;

@@ -74,7 +74,7 @@ def test_ratios_are_those_of_each_round_and_where_less_is_better_the_other_way_r
 def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: dict[str, Any], tmp_path: Path):
     (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
     made = report.section(tmp_path)
-    for words in ("A <fast> one (AVX512), 2 threads, 2026-11-22", "other 7.5", "38.0 to 44.0", "A quiet machine."):
+    for words in ("A <fast> one (AVX512)\n\n2 threads, 2026-11-22", "other 7.5", "38.0 to 44.0", "A quiet machine."):
         assert words in made
     assert "| other | 150 (ours 1.75x) | 90 / 300 | 20 / 40 | 1.5 | 1,024 |" in made
     assert "| 8 | 10.00 | 6.00 | 2.00 | 0.50 | 1.50 | 7.50 | 75% |" in made

@@ -74,10 +74,10 @@ def chart_of(path: Path) -> Path:
 def _of_run(results: Mapping[str, Any], path: Path) -> Iterator[str]:
     bandwidth = results["read_bandwidth_gb_s"]
     yield ""
-    yield f"### {results['shape']}, {results['dtype']}, {results['cpu']}"
+    yield f"### {results['shape']}, {results['dtype']}, {results['cpu']} ({results['instructions']})"
     yield ""
     yield (
-        f"{results['cpu']} ({results['instructions']}), {results['threads']} threads, {results['measured_on']}, median "
+        f"{results['threads']} threads, {results['measured_on']}, median "
         f"of {results['rounds']}; memory read at {bandwidth['median']:.1f} GB/s ({bandwidth['least']:.1f} to "
         f"{bandwidth['greatest']:.1f}). {', '.join(_versions(results))}."
     )

@@ -119,9 +119,11 @@ class OpenVino:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens = 2, 256, 2048
         scheduler.dynamic_split_fuse = scheduler.enable_prefix_caching = True
+        has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        precision = "bf16" if has_bf16 else "f32"  # in bf16 it does not start on a CPU without such instructions
         settings = {
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
             "INFERENCE_NUM_THREADS": num_threads,
         }
         self.pipe = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", settings)

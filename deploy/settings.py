@@ -59,7 +59,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "scheduler": "priority, fifo, or package.module:Class, a millrace.stages.policy.Policy of your own",
         "priority_ageing_s": "seconds of waiting that are worth one priority; none: priorities are strict",
         "steps_in_flight": "2 overlaps planning with execution, 1 is the serial debug mode",
-        "async_scheduling": "submit steps to a GPU and do not wait for them; without, its thread waits for each",
+        "async_scheduling": "hand steps over while the one before runs (GPU, native model); else each is waited for",
         "enforce_eager": "on a GPU, launch each kernel by itself and capture no CUDA graphs",
     },
     "speculation": {

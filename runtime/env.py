@@ -164,10 +164,10 @@ class Env(ABC):
         thread."""
 
     @abstractmethod
-    def yield_to(self, name: str) -> None:
+    def yield_to(self, name: str, thread: int = 0) -> None:
         """From now on the thread of the worker `name` goes first: all other workers of this env, begun or not, run at a
-        lower priority where the system has such, and if that one is pinned to a CPU by now, on others. In simulation
-        nothing."""
+        lower priority where the system has such, and if that one is pinned to a CPU by now, on others. `thread` is one
+        that computes for it, by the system's id, whose CPU they leave instead; 0: none. In simulation nothing."""
 
     @abstractmethod
     def give_way(self) -> None:
@@ -213,6 +213,7 @@ class LiveEnv(Env):
         self._workers: dict[_ThreadWorker, None] = {}
         self._side_threads: list[LiveSideThread] = []
         self._first: str | None = None  # the worker whose threads go first
+        self._first_thread = 0  # that computes for it
 
     def secret(self, name: str, num_bytes: int) -> bytes:
         return os.urandom(num_bytes)  # a seed may be known: it is a setting, and 0 unless somebody says
@@ -228,8 +229,8 @@ class LiveEnv(Env):
         self._side_threads.append(thread)
         return thread
 
-    def yield_to(self, name: str) -> None:
-        self._first = name
+    def yield_to(self, name: str, thread: int = 0) -> None:
+        self._first, self._first_thread = name, thread
         for worker in self._workers:
             if worker.name != name:
                 worker.on_start = self._stand_back
@@ -241,6 +242,9 @@ class LiveEnv(Env):
 
     def _stand_back(self, thread: int) -> None:
         lower_priority(thread)
+        if self._first_thread:
+            keep_off(self._first_thread, thread)
+            return
         for worker in tuple(self._workers):
             if worker.name == self._first:
                 for first in worker.native_ids:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ..runtime.env import AT_ONCE, BEFORE_WAITING, IF_ASKED, Env, Told, Worker
 from ..runtime.histogram import Histogram
@@ -21,6 +21,7 @@ R = TypeVar("R")
 CallBefore = Callable[[Callable[[], object]], object]
 
 FORWARD, SAMPLE = 0, 1  # the phases of a step
+MOST_IN_FLIGHT = 64  # steps; engines have at most a few
 STEP_EXECUTED, STEP_SAMPLED = int(EventKind.STEP_EXECUTED), int(EventKind.STEP_SAMPLED)
 
 
@@ -30,6 +31,15 @@ class Forward(Protocol):
     def forward(self, grant: StepGrant) -> Any:
         """Runs one step. Called on the device thread, grant by grant in order, except for those that fell with an
         earlier one. Returns the handle of [L, V] logits that `Choose.sample` understands."""
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A model whose device begins a step by itself when the one before is over."""
+
+    def foresee(self, grant: StepGrant) -> None:
+        """Hears on the loop of each step that is on its way to the device and then to a sampler, before `forward` is
+        submitted; what `forward` returns may hold what was chosen, in the place of logits."""
 
 
 class Choose(Protocol):
@@ -116,6 +126,11 @@ class Device:
         if self._entering is not None:
             await asyncio.wait([self._entering])
 
+    @property
+    def is_sampling(self) -> bool:
+        """Whether steps have a second phase."""
+        return self._num_phases > SAMPLE
+
     def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
         """Queues the first phase. Resolves to what `forward(grant)` returned; raises what it raised, or `StepFell`.
         Where there is a second phase and nobody waits for this one, both are told together; who has not asked when the
@@ -126,7 +141,7 @@ class Device:
         run = self._or_fault("device.forward", forward)
         assert self._queue is not None
         timed = partial(self._timed_forward, self._now_ns(), grant, run)
-        if self._num_phases > 1:
+        if self.is_sampling:
             return self._queue.submit(grant.step, FORWARD, timed, IF_ASKED)
         return self._submit(grant.step, FORWARD, timed, AT_ONCE)
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from .device import FORWARD, Device, Forward, fail
+from .device import FORWARD, Device, Foresees, Forward, fail
 from .messages import Rates, StepGrant, StepLogits
 
 
@@ -29,6 +29,7 @@ class Execute(Stage[StepGrant, StepLogits]):
     def __init__(self, runner: Forward, device: Device, rates: Rates | None = None) -> None:
         self.runner = runner
         self.device = device
+        self._foresees = runner if isinstance(runner, Foresees) else None
         self._untold = rates
         self._last_sent = -1  # step
 
@@ -40,6 +41,8 @@ class Execute(Stage[StepGrant, StepLogits]):
             out.send(self._untold, port="rates")
             self._untold = None
         for grant in batch:
+            if self._foresees is not None and self.device.is_sampling:
+                self._foresees.foresee(grant)
             self._run(grant, self.runner.forward, out)
 
     async def recover(self, batch: Sequence[StepGrant], error: BaseException, out: Outlet[Any]) -> None:

@@ -64,6 +64,7 @@ class LoadedModel:
     sampler: Sampler | LateModel
     grammars: Grammars
     make_device: Callable[[], Device]  # whose thread is theirs
+    line_thread: int = 0  # as in `Computing`
 
     def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
         """For an answer, which goes on after its prompt: a space it begins with belongs to it."""
@@ -174,7 +175,7 @@ def _put_together(
     text_parts = (tokenizer, text.encoder, text_table)
     if computing.assemble is None:
         make_device = partial(Device, computing.enter, computing.call_before_computing)
-        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device)
+        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.line_thread)
     with phases("graphs"):
         late = computing.assemble(sampler, Ends(eos_token_ids, info.max_model_len))
     if late.captured is not None:

@@ -19,7 +19,7 @@ from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source
 from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
-from ..runtime.cpus import ComputeThreads
+from ..runtime.cpus import ComputeThreads, keep_off
 from ..runtime.log import get_logger
 from .computing import Computing
 from .config import EngineConfig
@@ -109,9 +109,10 @@ def load_natively(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        choosing=partial(NativeChoosing, model=model),
+        choosing=partial(NativeChoosing, model=model, runner=runner if config.async_scheduling else None),
         call_before_computing=model.call_before_steps,
-        enter=partial(_enter, threads, cache),
+        enter=partial(_enter, threads, cache, model.line_thread),
+        line_thread=model.line_thread,
     )
 
 
@@ -120,10 +121,13 @@ def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
     return min(-(-TOKENS_AHEAD // config.block_size), memory.num_blocks // 4)
 
 
-def _enter(threads: ComputeThreads, cache: NativeCache) -> None:
-    """What the device thread does first: all is loaded."""
+def _enter(threads: ComputeThreads, cache: NativeCache, line_thread: int) -> None:
+    """What the device thread does first: all is loaded. It computes where the model has no thread for that; else it
+    leaves that one its core."""
     cache.ahead.start()
-    if threads.pinned:
+    if line_thread:
+        keep_off(line_thread)
+    elif threads.pinned:
         os.sched_setaffinity(0, threads.pinned[:1])
 
 

@@ -1,32 +1,45 @@
-"""What a native model does without arrays being gathered for it: decoding steps, and the choice of their tokens.
+"""What a native model does without arrays being gathered for it: decoding steps, and the choice of their tokens; and
+both at once, each step right behind the one before, where no row needs more.
 
 Knows which columns the library reads. No torch.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..kernels.native.cache import NativeCache
+from ..kernels.native.chain import Chain
 from ..kernels.native.model import NativeModel
 from ..kernels.native.slots import NO_IDS, Chooser, Decoding
 from ..model.native_decoder import NativeDecoder
 from .arrays import Array
-from .choosing import Choosing, Rows
+from .choosing import Choice, Choosing, Rows
 from .columns import num_true
 from .config import LogprobsMode
+from .device import MOST_IN_FLIGHT
 from .grammar.masks import Allowed
 from .logits import Longs
-from .messages import Bools, StepGrant
+from .messages import Bools, Started, StepGrant
 from .pooler import Pooler
-from .prompt_logits import LogitsWithPrompts
+from .processors import LogitsProcessor
 from .runner import ModelRunner
 from .sampling_table import SamplingTable
+from .speculation import has_plain_choice
 
 
 class NativeRunner(ModelRunner):
     """As any runner; but a step whose rows all read their newest token is one call, and the cache hears what is used of
-    it, and when."""
+    it, and when.
+
+    Where `chain` was called such a step has its tokens chosen with it, if that takes nothing but logits, and is handed
+    over by `foresee`, on the loop, so that it begins when the one before it is over: nothing of what Python does then
+    is between two steps. (With more than two in flight the loop is further ahead, and they are begun one by one.) The
+    columns are the device thread's all the same: a step is handed over only right behind one that is running, so
+    whoever is in both was started before, and what `foresee` writes of a table lies behind what that one reads.
+    """
 
     def __init__(
         self,
@@ -40,22 +53,66 @@ class NativeRunner(ModelRunner):
         super().__init__(NativeDecoder(model), cache, last_tokens, max_blocks_per_slot, num_host_blocks, pooler)
         self._native_cache = cache
         self._decoding = Decoding(model, cache, last_tokens=last_tokens, num_known=self._num_known, tables=self.tables)
+        self.num_handed_over = 0  # steps
+        self._chain: Chain | None = None
+        self._is_plain = np.zeros(len(last_tokens), np.bool_)  # slots whose tokens take nothing but logits; the loop's
+        self._last_linked = np.full(
+            len(last_tokens), -1, np.int64
+        )  # the last step to be linked with the slot; its, too
+        self._links = [(-1, False)] * MOST_IN_FLIGHT  # step, and whether it is handed over; the newest ones
 
-    def forward(self, grant: StepGrant) -> Array | LogitsWithPrompts:
+    def chain(self, chooser: Chooser | None) -> None:
+        """From the next step on such steps are links of a chain, and chosen by `chooser`; None: none is. A model that
+        has no thread of its own for them has none."""
+        has_line = self._decoding.model.line_thread
+        self._chain = Chain(self._decoding, chooser) if chooser is not None and has_line else None
+
+    def foresee(self, grant: StepGrant) -> None:
+        """See `Foresees`."""
+        for started in grant.started:
+            self._is_plain[started.slot] = _is_plain(started)
+        if self._chain is None or not self._is_link(grant):
+            return
+        step, slots = grant.step, grant.slots
+        follows = bool((self._last_linked[slots] == step - 1).all())
+        if follows and len(grant.table_slots):
+            self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
+        self._last_linked[slots] = step
+        is_handed_over = follows and self._chain.follow(step, slots, grant.starts)
+        self.num_handed_over += is_handed_over
+        self._links[step % MOST_IN_FLIGHT] = step, is_handed_over
+
+    def _is_link(self, grant: StepGrant) -> bool:
+        if not grant.is_decode or grant.drafts is not None or grant.started or grant.copies or not len(grant.slots):
+            return False
+        return num_true(grant.is_sampled) == num_true(self._is_plain[grant.slots]) == len(grant.slots)
+
+    def forward(self, grant: StepGrant) -> Any:
+        """As any runner's; or the `Choice` of all its rows, of a link."""
         ahead = self._native_cache.ahead
         ahead.begin_step()
         try:
+            if self._chain is not None and grant.copies:
+                self._chain.drain()  # a step that fell with the one before it may still write
             return super().forward(grant)
         finally:
             ahead.end_step()
 
     def take_news(self, grant: StepGrant) -> None:
-        super().take_news(grant)
+        if self._links[grant.step % MOST_IN_FLIGHT] != (grant.step, True):
+            super().take_news(grant)
         if len(grant.table_blocks):
             self._native_cache.note_used(int(grant.table_blocks.max()))
 
-    def compute(self, grant: StepGrant) -> Array | LogitsWithPrompts:
+    def compute(self, grant: StepGrant) -> Any:
         count = len(grant.slots)
+        link, is_handed_over = self._links[grant.step % MOST_IN_FLIGHT]
+        if link == grant.step and self._chain is not None:
+            if not is_handed_over:
+                self._chain.begin(grant.step, grant.slots, grant.starts)
+            chosen = self._chain.wait(grant.step, count)
+            if chosen is not None:
+                return Choice(*chosen)
         is_plain = grant.is_decode and grant.drafts is None and self.pooler is not None and not self.pooler.num_pooled
         if is_plain and count and num_true(grant.is_sampled) == count:
             logits = self._decoding.step(grant.slots, grant.starts)
@@ -64,11 +121,24 @@ class NativeRunner(ModelRunner):
         return super().compute(grant)
 
 
-class NativeChoosing(Choosing):
-    """As any choosing; what slots asked for is read in the table itself."""
+def _is_plain(started: Started) -> bool:
+    return started.pooling is None and started.params.logprobs is None and has_plain_choice(started.params)
 
-    def __init__(self, table: SamplingTable, last_tokens: Array, mode: LogprobsMode, *, model: NativeModel) -> None:
+
+class NativeChoosing(Choosing):
+    """As any choosing; what slots asked for is read in the table itself, and by the links of `runner`, too."""
+
+    def __init__(
+        self,
+        table: SamplingTable,
+        last_tokens: Array,
+        mode: LogprobsMode,
+        *,
+        model: NativeModel,
+        runner: NativeRunner | None = None,
+    ) -> None:
         super().__init__(table, last_tokens, mode)
+        self._runner = runner
         self._chooser = Chooser(
             model,
             is_random=table.is_random,
@@ -79,6 +149,13 @@ class NativeChoosing(Choosing):
             seeds=table.seeds,
             num_prompt=table.num_prompt,
         )
+        if runner is not None:
+            runner.chain(self._chooser)
+
+    def use(self, processor: LogitsProcessor) -> None:
+        super().use(processor)
+        if self._runner is not None:
+            self._runner.chain(None)
 
     def _choose(self, rows: Rows, logits: Array, allowed: Allowed | None) -> tuple[Longs, Bools]:
         masks, mask_rows = None, NO_IDS

@@ -16,13 +16,12 @@ import numpy as np
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
 from .columns import num_true
-from .device import SAMPLE, Choose, Device, fail
+from .device import MOST_IN_FLIGHT, SAMPLE, Choose, Device, fail
 from .messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
 from .progress import PromptWatch
 from .step_pace import StepPace
 
 STEP_DONE = int(EventKind.STEP_DONE)
-MOST_IN_FLIGHT = 64  # steps; engines have at most a few
 
 
 class Sample(Stage[StepLogits, StepTokens]):

@@ -90,7 +90,7 @@ class Sampler:
         self.table.start(started)
         self.choosing.start(started)
 
-    def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts) -> StepTokens:
+    def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts | Choice) -> StepTokens:
         """One token for each sampled row of the grant whose sequence goes on, more where drafts turned out right, and
         what was made of those that are pooled. `logits` [L, V], of the others, may be changed.
 
@@ -99,6 +99,9 @@ class Sampler:
         """
         for started in grant.started:
             self.start(started)
+        if isinstance(logits, Choice):  # made with the forward pass, for each sampled row
+            errors = logits.is_broken * int(FinishReason.ERROR)
+            return self.settle(grant, np.stack([logits.token_ids, errors]))
         return self.choose(grant, logits)
 
     def choose(self, grant: StepGrant, logits: Array | LogitsWithPrompts) -> StepTokens:

@@ -45,8 +45,12 @@ def num_speculative_tokens(config: EngineConfig, info: ModelInfo) -> int:
 def may_draft(sequence: Sequence | TokenRequest) -> bool:
     """Whether the choice of each of its tokens depends on logits, seed and position alone, so that several may be
     chosen at once. Log-probabilities may be asked for."""
-    params = sequence.params
-    return sequence.pooling is None and not (_has_edits(params) or _is_steered(params))
+    return sequence.pooling is None and has_plain_choice(sequence.params)
+
+
+def has_plain_choice(params: SamplingParams) -> bool:
+    """Whether what is chosen is what logits, seed and position say."""
+    return not (_has_edits(params) or _is_steered(params))
 
 
 def _has_edits(params: SamplingParams) -> bool:

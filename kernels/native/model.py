@@ -59,8 +59,9 @@ class NativeModel:
         `quantization`: how matrices are kept; None: in `dtype`, in which all is computed. "int8": with a scale for each
         row. "int4": with a scale for each `group_size` numbers of a row, and the head in int8. An embedding that is not
         the head stays in `dtype`. `cache_dtype` None: as `dtype`. `num_threads` None: as many as
-        `machine.default_threads` says. The caller of `step` is the first of them, and each other one is pinned to the
-        processor of `cpus` in its place; None: all there are, in order; fewer than threads: none is pinned.
+        `machine.default_threads` says. Several are the model's own, who calls waits for them, and each is pinned to the
+        processor of `cpus` in its place; None: all there are, in order; fewer than threads: none is pinned. A single
+        one is whoever calls.
         `worth_a_thread`: bytes of weights to read below which another thread does not pay for a token. `neighbours`
         decides how many threads compute where others want the cores, too; None: it is made here.
         Weights come with `set_tensor`; all of them before the first step.
@@ -104,7 +105,8 @@ class NativeModel:
         self._shares = np.zeros(len(Share), np.int64)
         if self.num_threads > 1:
             self._library.millrace_count_shares(self._model, self._shares.ctypes.data)
-        weakref.finalize(self, self._library.millrace_model_delete, self._model)
+        self._kept: list[Array] = []
+        weakref.finalize(self, _delete, self._library, self._model, self._kept)
         self.set_positions(cos, sin)
 
     def set_positions(self, cos: Floats, sin: Floats) -> None:
@@ -215,6 +217,41 @@ class NativeModel:
         self._note_shares()
         return True
 
+    @property
+    def line_thread(self) -> int:
+        """The system's id of the thread that begins each step; 0: that is whoever calls."""
+        return int(self._library.millrace_line(self._model))
+
+    def keep(self, *arrays: Array) -> None:
+        """These are read while steps run that nobody waits for, so they last as long as the model."""
+        self._kept.extend(arrays)
+
+    def begin(self, number: int, rows: Any, asked: Any, num_rows: int) -> None:
+        """Puts a decoding step with the choice of its tokens in line, by references to a `Decoding` and an `Asked`: for
+        a `Chain`."""
+        self._check(self._library.millrace_begin(self._model, number, rows, asked, num_rows))
+
+    def follow(self, number: int, rows: Any, asked: Any, num_rows: int) -> bool:
+        """The same, but only right behind step `number - 1`: whether it is."""
+        return bool(self._library.millrace_follow(self._model, number, rows, asked, num_rows))
+
+    def wait(self, number: int, num_rows: int, token_ids: int, is_broken: int) -> bool:
+        """What a step came to, written to those addresses. False, and nothing was done, if a row reads a token of its
+        prompt, or one of a step that it follows."""
+        if self._before_step is not None:
+            self._before_step()
+        problem = self._library.millrace_wait(self._model, number, num_rows, token_ids, is_broken)
+        if problem == IS_PROMPT:
+            return False
+        if problem:
+            self._check(problem)
+        self._note_shares()
+        return True
+
+    def drain(self) -> None:
+        """Returns when nothing is in line."""
+        self._library.millrace_drain(self._model)
+
     def _note_shares(self) -> None:
         if self._neighbours.note(self._shares):
             told = self._neighbours.limit, self._neighbours.is_trying
@@ -265,6 +302,11 @@ class NativeModel:
             raise MemoryError(_PROBLEMS[problem])
         if problem:
             raise ValueError(f"native step: {_PROBLEMS[problem]}")
+
+
+def _delete(library: ctypes.CDLL, model: int, kept: list[Array]) -> None:
+    """When nothing runs any more, `kept` may go, too."""
+    library.millrace_model_delete(model)
 
 
 def address(array: Array, dtype: type[np.generic]) -> int:

@@ -8,6 +8,7 @@ that is kept, as each array that is made costs more than what a decoding step ha
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,33 +34,50 @@ class Decoding:
         tables: Ints,  # [S, M] block ids in token order
     ) -> None:
         model.check_cache(cache)
-        num_slots, blocks_per_slot = tables.shape
-        self._model, self._read = model, (cache, last_tokens, num_known, tables)
-        self._slots, self._starts = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
-        self._rows = ctypes.byref(
-            library.Decoding(
-                slots=address(self._slots, np.int64),
-                starts=address(self._starts, np.int64),
-                last_tokens=address(last_tokens, np.int64),
-                num_known=address(num_known, np.int64),
-                tables=address(tables, np.int32),
-                num_slots=num_slots,
-                blocks_per_slot=blocks_per_slot,
-                cache=cache.data.ctypes.data,
-                num_blocks=cache.num_blocks,
-                blocks_apart=cache.blocks_apart,
-                block_size=cache.block_size,
-            )
+        self.model = model
+        self._cache, self._last_tokens, self._num_known, self._tables = cache, last_tokens, num_known, tables
+        model.keep(cache.data, last_tokens, num_known, tables)
+        self._rows = self.rows()
+
+    def rows(self) -> DecodingRows:
+        """Room for whose the rows of a step are."""
+        num_slots, blocks_per_slot = self._tables.shape
+        slots, starts = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
+        columns = library.Decoding(
+            slots=address(slots, np.int64),
+            starts=address(starts, np.int64),
+            last_tokens=address(self._last_tokens, np.int64),
+            num_known=address(self._num_known, np.int64),
+            tables=address(self._tables, np.int32),
+            num_slots=num_slots,
+            blocks_per_slot=blocks_per_slot,
+            cache=self._cache.data.ctypes.data,
+            num_blocks=self._cache.num_blocks,
+            blocks_apart=self._cache.blocks_apart,
+            block_size=self._cache.block_size,
         )
+        return DecodingRows(slots, starts, ctypes.byref(columns))
 
     def step(self, slots: Longs, starts: Ints) -> Floats | None:
         """Runs a step of these slots, at most S, each of which has `starts` [L] tokens in the cache: logits [L, V].
         None, and nothing is done, if a row reads a token of its prompt. As `NativeModel.step` otherwise."""
+        logits = self.model.room_for_logits(len(slots))
+        rows, count = self._rows.of(slots, starts)
+        return logits if self.model.decode(rows, count, _place_of(logits)) else None
+
+
+class DecodingRows:
+    """What the library is told of a step, in memory of its own: who fills it is one thread."""
+
+    def __init__(self, slots: Longs, starts: Longs, rows: Any) -> None:
+        self._slots, self._starts, self._rows = slots, starts, rows
+
+    def of(self, slots: Longs, starts: Ints) -> tuple[Any, int]:
+        """(a reference to the `library.Decoding`, rows)."""
         count = len(slots)
-        logits = self._model.room_for_logits(count)
         self._slots[:count] = slots
         self._starts[:count] = starts
-        return logits if self._model.decode(self._rows, count, _place_of(logits)) else None
+        return self._rows, count
 
 
 class Chooser:
@@ -79,7 +97,7 @@ class Chooser:
         num_prompt: Ints,  # positions before the first token of an answer
     ) -> None:
         self._model = model
-        self._read: list[tuple[Array, type[np.generic]]] = [
+        columns: list[tuple[Array, type[np.generic]]] = [
             (is_random, np.bool_),
             (temperature, np.float64),
             (top_k, np.int64),
@@ -88,7 +106,8 @@ class Chooser:
             (seeds, np.uint64),
             (num_prompt, np.int32),
         ]
-        self._asked = ctypes.byref(library.Asked(*(address(column, dtype) for column, dtype in self._read)))
+        model.keep(*(column for column, _ in columns))
+        self.asked = ctypes.byref(library.Asked(*(address(column, dtype) for column, dtype in columns)))
         self._choices = library.Choices()
         self._make_room(len(is_random))
 
@@ -125,7 +144,7 @@ class Chooser:
             assert len(mask_rows) == count and mask_rows.max() < num_masks, f"rows {mask_rows} of {num_masks} masks"
             choices.masks, choices.mask_rows = address(masks, np.int32), address(mask_rows, np.int64)
         assert len(logits) == count, f"{len(logits)} rows of logits for {count} slots"
-        self._model.choose(self._asked, ctypes.byref(choices))
+        self._model.choose(self.asked, ctypes.byref(choices))
         return self._token_ids[:count].copy(), self._is_broken[:count].copy()
 
 

@@ -121,7 +121,7 @@ class EngineProcess:
             return False
         if loaded.info.attention_backend == "native":
             await device.entered()
-            self._env.yield_to("device")
+            self._env.yield_to("device", loaded.line_thread)
             self._env.give_way()
         gc.collect()
         gc.freeze()

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 
+#include "chain.h"
 #include "model.h"
 #include "sampling.h"
 #include "step.h"
@@ -25,7 +26,28 @@ EXPORT int32_t millrace_is_supported() {
 #endif
 }
 
-// windows [layers]: 0 for none. cpus [num_cpus]: see Pool. worth_a_thread: see Model.
+namespace {
+
+// The answer of `ask`, which throws nothing but bad_alloc; where the model has a thread for that, by that one.
+template <class Ask>
+int32_t ask_for(Model* model, const Ask& ask) {
+    int32_t answer = FINE;
+    auto run = [&] {
+        try {
+            answer = ask();
+        } catch (const std::bad_alloc&) {
+            answer = NO_MEMORY;
+        }
+    };
+    model->line ? model->line->call(run) : run();
+    if (model->shares) std::copy(model->pool->shares.begin(), model->pool->shares.end(), model->shares);
+    return answer;
+}
+
+}  // namespace
+
+// windows [layers]: 0 for none. cpus [num_cpus]: see Pool; the first is the line's, which who has several threads has.
+// worth_a_thread: see Model.
 EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int32_t num_threads, const int32_t* cpus,
                                  int32_t num_cpus, int64_t worth_a_thread) {
     try {
@@ -51,6 +73,10 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
         define(model->head, shape->vocab_size, hidden, shape->head);
         set_order(*model);
         model->pool = std::make_unique<Pool>(num_threads, std::vector<int>(cpus, cpus + num_cpus));
+        if (num_threads > 1) {
+            model->chain = std::make_unique<Chain>(*model);
+            model->line = std::make_unique<Line>(num_cpus >= num_threads ? cpus[0] : -1);
+        }
         return model.release();
     } catch (const std::exception&) {
         return nullptr;
@@ -58,6 +84,9 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
 }
 
 EXPORT void millrace_model_delete(Model* model) { delete model; }
+
+// The system's id of the thread that begins each step; 0: whoever asks does.
+EXPORT int32_t millrace_line(const Model* model) { return model->line ? model->line->thread_id() : 0; }
 
 // cos, sin [count, rotary_dim / 2]
 EXPORT int32_t millrace_set_positions(Model* model, const float* cos, const float* sin, int64_t count) {
@@ -98,17 +127,13 @@ EXPORT void millrace_time_parts(Model* model, int64_t* part_ns) {
     model->part_ns = part_ns;
 }
 
-// shares [NUM_SHARES]: see Pool; it is the caller's, and outlives the steps.
-EXPORT void millrace_count_shares(Model* model, int64_t* shares) {
-    std::lock_guard<std::mutex> lock(model->is_running);
-    model->pool->shares = shares;
-}
+// shares [NUM_SHARES]: see Model; it is the caller's, and outlives the steps.
+EXPORT void millrace_count_shares(Model* model, int64_t* shares) { model->shares = shares; }
 
 // Steps from now on have `num_threads` at most, and those left out try: see Pool.
 EXPORT void millrace_limit_threads(Model* model, int32_t num_threads, int32_t is_trying) {
-    std::lock_guard<std::mutex> lock(model->is_running);
     model->pool->limit = num_threads;
-    model->pool->is_trying = is_trying;
+    model->pool->is_trying = is_trying != 0;
 }
 
 // For tests: see Party.
@@ -118,21 +143,15 @@ EXPORT void millrace_come_late(Model* model, int32_t num_phases) {
 }
 
 EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
-    try {
+    return ask_for(model, [&] {
         Error error = check(*model, *inputs);
         if (error == FINE && inputs->num_tokens > 0) run_step(*model, *inputs);
         return error;
-    } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
-    }
+    });
 }
 
 EXPORT int32_t millrace_decode(Model* model, const Decoding* decoding, int64_t num_rows, float* logits) {
-    try {
-        return decode(*model, *decoding, num_rows, logits);
-    } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
-    }
+    return ask_for(model, [&] { return decode(*model, *decoding, num_rows, logits); });
 }
 
 EXPORT void millrace_norm(Model* model, const float* hidden, int64_t count, float* normed) {
@@ -140,20 +159,45 @@ EXPORT void millrace_norm(Model* model, const float* hidden, int64_t count, floa
 }
 
 EXPORT int32_t millrace_head(Model* model, const float* hidden, int64_t count, float* logits) {
-    try {
+    return ask_for(model, [&] {
         if (count > 0) run_head(*model, hidden, count, logits);
+        return FINE;
+    });
+}
+
+EXPORT int32_t millrace_choose(Model* model, const Asked* asked, const Choices* choices) {
+    return ask_for(model, [&] {
+        if (choices->num_rows > 0) choose(*model, *asked, *choices);
+        return FINE;
+    });
+}
+
+// These of a model that has a line, see Chain. An error: no memory.
+EXPORT int32_t millrace_begin(Model* model, int64_t number, const Decoding* decoding, const Asked* asked,
+                              int64_t num_rows) {
+    try {
+        model->chain->begin(number, *decoding, *asked, num_rows);
         return FINE;
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;
     }
 }
 
-EXPORT int32_t millrace_choose(Model* model, const Asked* asked, const Choices* choices) {
+// 1 if the step follows. Where there is no memory for that, it does not.
+EXPORT int32_t millrace_follow(Model* model, int64_t number, const Decoding* decoding, const Asked* asked,
+                               int64_t num_rows) {
     try {
-        std::lock_guard<std::mutex> lock(model->is_running);
-        if (choices->num_rows > 0) choose(*model->pool, *asked, *choices);
-        return FINE;
+        return model->chain->follow(number, *decoding, *asked, num_rows);
     } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
+        return 0;
     }
+}
+
+// Returns when nothing is in line.
+EXPORT void millrace_drain(Model* model) {
+    if (model->line) model->line->call([] {});
+}
+
+EXPORT int32_t millrace_wait(Model* model, int64_t number, int64_t num_rows, int64_t* token_ids, uint8_t* is_broken) {
+    return model->chain->wait(number, num_rows, token_ids, is_broken);
 }

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <chrono>
+#include <array>
 
 #include "batch.h"
 
@@ -73,6 +73,12 @@ class Step {
         finish(last_batch(), phases);
     }
 
+    // Adds the times of its parts, and 1 for itself.
+    void tell(int64_t* part_ns) const {
+        for (int part = 0; part < NUM_PARTS; part++) part_ns[part] += spent_ns_[part];
+        part_ns[NUM_PARTS]++;
+    }
+
   private:
     static char* reserve(Model& model, const StepInputs& inputs, int num_threads) {
         ensure(&model.activations, step_activation_bytes<Input>(model, inputs.num_tokens, inputs.num_logits));
@@ -94,13 +100,8 @@ class Step {
     void pass(Phases& phases, Part part, const Work& work) {
         if (!phases.run(work) || !model_.part_ns || phases.seat().rank > 0) return;
         int64_t now = now_ns();
-        model_.part_ns[part] += now - since_ns_;
+        spent_ns_[part] += now - since_ns_;
         since_ns_ = now;
-    }
-
-    static int64_t now_ns() {
-        return std::chrono::duration_cast<std::chrono::nanoseconds>(
-                   std::chrono::steady_clock::now().time_since_epoch()).count();
     }
 
     template <class Use>
@@ -303,13 +304,14 @@ class Step {
     AskedRows asked_rows_;
     Batch<Input> all_, asked_;
     int64_t since_ns_;  // end of the last phase, if somebody wants to know
+    std::array<int64_t, NUM_PARTS> spent_ns_{};
 };
 
 template <class Weight>
 void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
     auto run = [&](auto step) {
         model.pool->run(num_threads, [&](int thread) { step.run(thread); });
-        if (model.part_ns) model.part_ns[NUM_PARTS]++;
+        if (model.part_ns) step.tell(model.part_ns);
     };
     if (model.shape.cache == INT8)
         run(Step<Weight, int8_t>(model, inputs, num_threads));

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "line.h"
 #include "threads.h"
 
 namespace millrace {
@@ -104,6 +105,8 @@ struct DecodeInputs {
     std::vector<int32_t> block_tables, query_starts, lengths;
 };
 
+class Chain;
+
 struct Model {
     Shape shape;
     std::vector<Layer> layers;
@@ -122,6 +125,9 @@ struct Model {
     Memory partials;        // of attention that is split over keys
     DecodeInputs decode_inputs;  // for who decodes, one at a time
     int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks
+    int64_t* shares = nullptr;   // [NUM_SHARES] for those of the steps that somebody has waited for; none: nobody asks
+    std::unique_ptr<Chain> chain;  // of who has a line
+    std::unique_ptr<Line> line;    // computes what is asked for; none: whoever asks does. The last: it ends first
 
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
     int64_t attended_size() const { return shape.num_heads * shape.head_dim; }

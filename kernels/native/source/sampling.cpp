@@ -234,12 +234,14 @@ void choose_row(Row& row, const Asked& asked, const Choices& all, int64_t i) {
 
 int threads_for(const Pool& pool, int64_t num_rows, int64_t vocab_size) {
     constexpr int64_t WORTH = 1 << 16;  // logits that pay for another thread
-    return int(std::min<int64_t>({pool.limit, num_rows, 1 + num_rows * vocab_size / WORTH}));
+    return int(std::min<int64_t>({pool.limit.load(), num_rows, 1 + num_rows * vocab_size / WORTH}));
 }
 
 }  // namespace
 
-void choose(Pool& pool, const Asked& asked, const Choices& choices) {
+void choose(Model& model, const Asked& asked, const Choices& choices) {
+    std::lock_guard<std::mutex> lock(model.is_running);
+    Pool& pool = *model.pool;
     int num_threads = threads_for(pool, choices.num_rows, choices.vocab_size);
     pool.run(num_threads, [&](int thread) {
         thread_local Row row;

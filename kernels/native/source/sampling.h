@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "threads.h"
+#include "model.h"
 
 namespace millrace {
 
@@ -30,6 +30,7 @@ struct Choices {  // as `Choices` of library.py
     uint8_t* is_broken;         // rows without a finite maximum, or with a NaN; their token is 0
 };
 
-void choose(Pool& pool, const Asked& asked, const Choices& choices);
+// Waits for a step that runs.
+void choose(Model& model, const Asked& asked, const Choices& choices);
 
 }  // namespace millrace

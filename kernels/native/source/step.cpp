@@ -17,7 +17,7 @@ namespace {
 // Threads that pay: one for a model that is done before another has woken up.
 int threads_for(const Model& model, int64_t num_rows) {
     int64_t work = model.weights_bytes() * std::max<int64_t>(1, num_rows / 4);
-    return int(std::min<int64_t>(model.pool->limit, std::max<int64_t>(1, work / model.worth_a_thread)));
+    return int(std::min<int64_t>(model.pool->limit.load(), std::max<int64_t>(1, work / model.worth_a_thread)));
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ void run_step(Model& model, const StepInputs& inputs);
 // What is known of each slot's sequence, [S] each, and which slots a step has.
 struct Decoding {  // as `Decoding` of library.py
     const int64_t *slots, *starts;  // [S] whose the step's rows are, and where each row's token comes
-    const int64_t* last_tokens;     // [S] each slot's newest token
+    int64_t* last_tokens;           // [S] each slot's newest token
     const int64_t* num_known;       // [S] tokens from the first that are not newest ones, but of a prompt
     const int32_t* tables;          // [S, blocks_per_slot] block ids in token order
     int64_t num_slots, blocks_per_slot;

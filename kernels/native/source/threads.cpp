@@ -14,8 +14,15 @@ namespace millrace {
 
 namespace {
 
-constexpr int NUM_SPINS = 256;  // about 4 to 15 us
-constexpr int64_t AWAKE_NS = 300'000;  // after a region; a busy server's next step begins within that time
+int64_t clock_ns(clockid_t clock) {
+    timespec time;
+    clock_gettime(clock, &time);
+    return time.tv_sec * int64_t(1'000'000'000) + time.tv_nsec;
+}
+
+int64_t computed_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this thread
+
+}  // namespace
 
 void pin(int cpu) {
 #ifdef __linux__
@@ -28,16 +35,7 @@ void pin(int cpu) {
 #endif
 }
 
-int64_t clock_ns(clockid_t clock) {
-    timespec time;
-    clock_gettime(clock, &time);
-    return time.tv_sec * int64_t(1'000'000'000) + time.tv_nsec;
-}
-
 int64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
-int64_t computed_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this thread
-
-}  // namespace
 
 void Deal::clear(int num_threads) {
     if (int(hands_.size()) < num_threads) hands_ = std::vector<Hand>(num_threads);
@@ -190,31 +188,25 @@ void Pool::keep_busy() {
 void Pool::add_shares(int64_t passed_ns) {
     int64_t of_region[NUM_SHARES] = {passed_ns, used_ns_.exchange(0), lost_ns_.exchange(0), tried_ns_.exchange(0),
                                      lost_trying_ns_.exchange(0)};
-    for (int i = 0; shares && i < NUM_SHARES; i++) shares[i] += of_region[i];
+    for (int i = 0; i < NUM_SHARES; i++) shares[i] += of_region[i];
 }
 
 void Pool::work(int thread) {
     uint32_t seen = 0;
-    int64_t since_ns = now_ns();
-    for (int spin = 0;; spin++) {
+    auto is_called = [&] {
         Turn turn = turn_.load(std::memory_order_acquire);
-        if (turn.number != seen && thread < turn.num_called) {
-            seen = turn.number;
-            thread < turn.num_computing ? compute(thread) : keep_busy();
-            num_left_.fetch_sub(1, std::memory_order_release);
-            spin = 0, since_ns = now_ns();
-        } else if (spin < NUM_SPINS) {
-            _mm_pause();
-        } else if (now_ns() - since_ns < AWAKE_NS) {
-            std::this_thread::yield();
-        } else {
+        return turn.number != seen && thread < turn.num_called;
+    };
+    for (;;) {
+        if (!awake_until(is_called)) {
             std::unique_lock<std::mutex> lock(mutex_);
-            woken_.wait(lock, [&] {
-                Turn now = turn_.load(std::memory_order_acquire);
-                return is_over_ || (now.number != seen && thread < now.num_called);
-            });
+            woken_.wait(lock, [&] { return is_over_ || is_called(); });
             if (is_over_) return;
         }
+        Turn turn = turn_.load(std::memory_order_acquire);
+        seen = turn.number;
+        thread < turn.num_computing ? compute(thread) : keep_busy();
+        num_left_.fetch_sub(1, std::memory_order_release);
     }
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -15,7 +16,27 @@
 #include <thread>
 #include <vector>
 
+#include <immintrin.h>
+
 namespace millrace {
+
+constexpr int NUM_SPINS = 256;  // about 4 to 15 us
+constexpr int64_t AWAKE_NS = 300'000;  // after a region; a busy server's next step begins within that time
+
+void pin(int cpu);  // the calling thread
+int64_t now_ns();
+
+// Returns true when `is_so` is. False if that takes long, so that a thread had better sleep: it spins first, then yields.
+template <class Condition>
+bool awake_until(const Condition& is_so) {
+    for (int spin = 0; spin < NUM_SPINS; spin++) {
+        if (is_so()) return true;
+        _mm_pause();
+    }
+    for (int64_t began_ns = now_ns(); now_ns() - began_ns < AWAKE_NS; std::this_thread::yield())
+        if (is_so()) return true;
+    return false;
+}
 
 // What is left of a phase's work, in pieces that any thread may take: each its own in rising order, and once those are
 // taken what others have left, from their end. So what a thread has yet to begin need not wait until it has its core
@@ -107,10 +128,11 @@ class Pool {
     int size() const { return int(workers_.size()) + 1; }
 
     // How many threads a region is to have at most. With `is_trying` those left out compute nothing and keep their cores
-    // busy while a region runs, which shows whether anybody else is there. Not to be changed while one runs.
-    int limit = 0;
-    bool is_trying = false;
-    int64_t* shares = nullptr;  // [NUM_SHARES] to add each region's to; none: nobody asks
+    // busy while a region runs, which shows whether anybody else is there. A region that runs does not heed a change.
+    std::atomic<int> limit{0};
+    std::atomic<bool> is_trying{false};
+
+    std::array<int64_t, NUM_SHARES> shares{};  // of all regions so far; the caller's of `run`
 
     // Calls job(thread) for each thread in [0, num_threads) and returns when all of them have. One caller at a time.
     void run(int num_threads, const std::function<void(int)>& job);

@@ -47,7 +47,7 @@ def draw(results: Mapping[str, Any]) -> str:
 
 
 def _headline(results: Mapping[str, Any]) -> str:
-    return f"{results['shape']}, {results['dtype']}, {results['threads']} threads, {results['cpu']}"
+    return f"{results['shape']}, {results['dtype']}, {results['threads']} threads, {results['cpu']} ({results['instructions']})"
 
 
 def _bar(top: float, label: str, each: Mapping[str, float], longest: float) -> str:

@@ -153,7 +153,7 @@ def test_logits_are_those_of_float64_with_the_numbers_that_are_kept(name: str, f
 def test_no_bit_depends_on_how_a_prompt_is_cut_or_on_blocks_or_threads(
     form: str, dtype: DType, instruction_set: str
 ) -> None:
-    """Up to 12 rows are one tile, whose weights are widened in registers; for more of them panels are widened."""
+    """Of a few tiles of rows each widens the weights in registers; for more of them panels are widened."""
     prompt, name = tokens(280), "odd sizes" if dtype == "bfloat16" else "head norms, a window, part of a head rotated"
     model = load(name, form, dtype, instruction_set)
     whole = Run(model).whole(prompt)
@@ -187,11 +187,12 @@ def test_no_bit_depends_on_what_else_is_in_the_step(form: str, instruction_set: 
 
 
 def test_products_wider_than_what_is_held_at_a_time_give_the_same_bits() -> None:
-    """A panel of down_proj is 448 KiB of bfloat16: more than the bound; one of gate and up is 4 KiB."""
+    """A panel of down_proj is 448 KiB of bfloat16 and 896 of float32: more than the bound; one of gate and up is 4 and
+    8. 110 tokens are more than eight tiles by any instruction set."""
     made = Checkpoint.random(intermediate_size=7168, num_layers=1, sliding_windows=(None,))
-    for quantization in ("int8", "int4"):
+    for quantization in (None, "int8", "int4"):
         model = made.load("bfloat16", quantization=quantization, num_threads=2, worth_a_thread=1)
-        assert np.array_equal(Run(model).whole(tokens(40)), Run(model).whole(tokens(40), [1] * 40))
+        assert np.array_equal(Run(model).whole(tokens(110)), Run(model).whole(tokens(110), [1] * 40))
 
 
 # -- int8 keys and values

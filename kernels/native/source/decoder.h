@@ -34,6 +34,23 @@ void norm_to(const TiledRows<T>& rows, int64_t first, int64_t last, const Row& r
     }
 }
 
+// Bytes that panels of products of `num_rows` rows are widened in, for each thread.
+template <class Weight>
+int64_t most_widened_bytes(const Model& model, int64_t num_rows) {
+    int64_t num_tiles = ceil_div(num_rows, GEMM_ROWS), most = widened_bytes<Weight>(model.head, num_tiles);
+    for (const Layer& layer : model.layers)
+        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+            most = std::max(most, widened_bytes<Weight>(*linear, num_tiles));
+    return most;
+}
+
+// Before threads compute: here a lack of memory can be told.
+template <class Weight>
+void reserve_widened(Model* model, int64_t num_rows, int num_threads) {
+    model->widened_apart = round_up(most_widened_bytes<Weight>(*model, num_rows), 64);
+    ensure(&model->widened, model->widened_apart * num_threads);
+}
+
 constexpr int64_t ROWS = 16;  // a piece of the work between products
 
 template <class Weight, class Cached>
@@ -83,6 +100,7 @@ class Step {
     static char* reserve(Model& model, const StepInputs& inputs, int num_threads) {
         ensure(&model.activations, step_activation_bytes<Input>(model, inputs.num_tokens, inputs.num_logits));
         ensure(&model.scratch, int64_t(sizeof(Scratch<Cached>)) * num_threads);
+        reserve_widened<Weight>(&model, std::max(inputs.num_tokens, inputs.num_logits), num_threads);
         return model.activations.as<char>();
     }
 
@@ -128,7 +146,7 @@ class Step {
     Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }
 
     void pass_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Rows& out) {
-        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(linear, x, out, seat); });
+        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, linear, x, out, seat); });
     }
 
     // Until the cache has the layer's keys and values.
@@ -150,7 +168,7 @@ class Step {
         pass_product(phases, layer.output, at.attended, residual);
         pass(phases, REST, [&](Seat seat) { norm(batch, layer.post_norm, seat); });
         pass(phases, LINEARS, [&](Seat seat) {
-            multiply<Weight>(layer.gate_up, at.normed, SiluMul<Input>{at.inner}, seat);
+            multiply<Weight>(model_, layer.gate_up, at.normed, SiluMul<Input>{at.inner}, seat);
         });
         pass_product(phases, layer.down, at.inner, residual);
     }
@@ -294,7 +312,7 @@ class Step {
                 norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
             });
         });
-        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_.head, normed, logits, seat); });
+        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, model_.head, normed, logits, seat); });
     }
 
     Model& model_;
@@ -324,6 +342,7 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
     using Input = InputOf<Weight>;
     const Shape& shape = model.shape;
     ensure(&model.activations, activation_bytes<Input>(model, count));
+    reserve_widened<Weight>(&model, count, num_threads);
     TiledRows<Input> normed{model.activations.as<Input>(), count, shape.hidden_size};
     Rows out{logits, shape.vocab_size, Into::STORE};
     model.pool->run(num_threads, [&](int thread) {
@@ -334,7 +353,7 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
                 norm_to(normed, first, last, row, model.final_norm.data(), shape.rms_norm_eps);
             });
         });
-        phases.run([&](Party::Seat seat) { multiply<Weight>(model.head, normed, out, seat); });
+        phases.run([&](Party::Seat seat) { multiply<Weight>(model, model.head, normed, out, seat); });
     });
 }
 
@@ -346,10 +365,7 @@ inline void norm_rows(const Model& model, const float* hidden, int64_t count, fl
 
 template <class Weight>
 int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits) {
-    int64_t widened = widened_bytes<Weight>(model.head);
-    for (const Layer& layer : model.layers)
-        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-            widened = std::max(widened, widened_bytes<Weight>(*linear));
+    int64_t widened = round_up(most_widened_bytes<Weight>(model, std::max(num_tokens, num_logits)), 64);
     int64_t scratch = model.shape.cache == INT8 ? sizeof(Scratch<int8_t>) : sizeof(Scratch<Weight>);
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
     return activations + (scratch + widened) * model.pool->size();

@@ -241,19 +241,21 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
 // 5 % faster than 384 KiB.
 constexpr int64_t CACHED = 192 << 10;
 
-// Memory of this thread for panels that are widened.
-inline char* widened_memory(int64_t num_bytes) {
-    thread_local Memory memory;
-    ensure(&memory, num_bytes);
-    return memory.as<char>();
+// Whether panels of what is stored as such are made into those of what is computed with once for so many tiles, in a
+// pass of its own. Up to so many each tile does that for itself: for quantized weights it costs one of float32 less than
+// a pass over memory. bf16 is widened by a shift, and a panel in float32 pays late: prompts then take up to 7 % less,
+// but 16 and 24 rows (three and four tiles of AVX2, on a Zen 3 class EPYC) 10 % more.
+template <class Weight>
+bool is_widened(bool is_quantized, int64_t num_tiles) {
+    bool is_wide = !is_quantized && sizeof(InputOf<Weight>) == sizeof(Weight);
+    return !is_wide && num_tiles > (!is_quantized ? 8 : sizeof(InputOf<Weight>) == 2 ? 1 : 2);
 }
 
-// And how much of it a linear takes.
+// Bytes of a thread for that.
 template <class Weight>
-int64_t widened_bytes(const Linear& linear) {
+int64_t widened_bytes(const Linear& linear, int64_t num_tiles) {
     int64_t panel = linear.k * PANEL * int64_t(sizeof(InputOf<Weight>));
-    bool is_wide = !linear.is_quantized() && sizeof(InputOf<Weight>) == sizeof(Weight);
-    return is_wide ? 0 : std::max<int64_t>(1, CACHED / panel) * panel;
+    return is_widened<Weight>(linear.is_quantized(), num_tiles) ? std::max<int64_t>(1, CACHED / panel) * panel : 0;
 }
 
 // What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as
@@ -261,10 +263,6 @@ int64_t widened_bytes(const Linear& linear) {
 template <class Weight, class Out>
 class Product {
     using Input = InputOf<Weight>;
-    // Tiles up to which each widens quantized weights, or bf16, for itself: that costs one of float32 less than a pass over
-    // memory. bf16 is widened by a shift, and a panel in float32 pays late: prompts then take up to 7 % less, but 16 and
-    // 24 rows (three and four tiles) 10 % more.
-    static constexpr int64_t WIDENING_TILES = sizeof(Input) == 2 ? 1 : 2, BF16_TILES = 8;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
     static constexpr int64_t HELD_FOR_ONE = 2;
     // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
@@ -273,8 +271,8 @@ class Product {
     static constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
 
   public:
-    Product(const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
-        : linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
+    Product(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
+        : model_(model), linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
           held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Input))))) {
         if (num_tiles_ == 1) held_ = HELD_FOR_ONE;
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_);
@@ -289,8 +287,8 @@ class Product {
     void run(const Stored* weights) const {
         int64_t size = linear_.panel_bytes() / int64_t(sizeof(Stored)), wide_size = linear_.k * PANEL;
         if constexpr (!std::is_same<Stored, Input>::value) {
-            if (num_tiles_ > (linear_.is_quantized() ? WIDENING_TILES : BF16_TILES)) {
-                auto wide = reinterpret_cast<Input*>(widened_memory(widened_bytes<Weight>(linear_)));
+            if (is_widened<Weight>(!std::is_same<Stored, Weight>::value, num_tiles_)) {
+                auto wide = reinterpret_cast<Input*>(model_.widened.as<char>() + seat_.rank * model_.widened_apart);
                 each_piece([&](int64_t first, int64_t last, int64_t end) {
                     for (int64_t p = first; p < last; p++)
                         widen_panel(weights + p * size, linear_.k / 2, wide + (p - first) * wide_size);
@@ -343,6 +341,7 @@ class Product {
         return {place + part * fetching_pairs_ * share_, share_, fetching_pairs_};
     }
 
+    const Model& model_;
     const Linear& linear_;
     const TiledRows<Input>& x_;
     const Out& out_;
@@ -352,10 +351,12 @@ class Product {
     const char* after_;               // the panel of the next linear that this thread begins with
 };
 
+// `linear` is one of the model's, which has room for panels of so many rows: see `widened_bytes`.
 template <class Weight, class Out>
-void multiply(const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out, Party::Seat seat) {
+void multiply(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
+              Party::Seat seat) {
     if (x.num_rows == 0) return;  // a step of which nobody samples
-    Product<Weight, Out> product(linear, x, out, seat);
+    Product<Weight, Out> product(model, linear, x, out, seat);
     with_panels<Weight>(linear, [&](auto* panels) { product.run(panels); });
 }
 

@@ -47,7 +47,8 @@ def draw(results: Mapping[str, Any]) -> str:
 
 
 def _headline(results: Mapping[str, Any]) -> str:
-    return f"{results['shape']}, {results['dtype']}, {results['threads']} threads, {results['cpu']} ({results['instructions']})"
+    processor = f"{results['cpu']} ({results['instructions']})"
+    return f"{results['shape']}, {results['dtype']}, {results['threads']} threads, {processor}"
 
 
 def _bar(top: float, label: str, each: Mapping[str, float], longest: float) -> str:

@@ -234,8 +234,8 @@ class LiveEnv(Env):
         for worker in self._workers:
             if worker.name != name:
                 worker.on_start = self._stand_back
-                for thread in worker.native_ids:
-                    self._stand_back(thread)
+                for other in worker.native_ids:
+                    self._stand_back(other)
 
     def give_way(self) -> None:
         self._stand_back(threading.get_native_id())

@@ -51,9 +51,7 @@ class EngineConfig:
     scheduler: str = "priority"  # or "fifo", or package.module:Class, a subclass of millrace.stages.policy.Policy
     priority_ageing_s: float | None = None  # waiting so long is worth one priority; None: however long, it stays behind
     steps_in_flight: int = 2  # K: 2 overlaps planning with execution, 1 is the serial debug mode
-    async_scheduling: bool = (
-        True  # False: the thread that submits a step waits for it; of effect with triton and native
-    )
+    async_scheduling: bool = True  # False: each step is waited for; of effect with triton and native
     enforce_eager: bool = False  # True: no CUDA graphs; of effect where steps are submitted and not waited for
 
     # drafts

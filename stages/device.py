@@ -30,16 +30,17 @@ class Forward(Protocol):
 
     def forward(self, grant: StepGrant) -> Any:
         """Runs one step. Called on the device thread, grant by grant in order, except for those that fell with an
-        earlier one. Returns the handle of [L, V] logits that `Choose.sample` understands."""
+        earlier one. Returns the handle of [L, V] logits that `Choose.sample` understands. See `Foresees`, too."""
 
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A model whose device begins a step by itself when the one before is over."""
+    """A model that may begin a step by itself when the one before is over, and choose its tokens with it."""
 
     def foresee(self, grant: StepGrant) -> None:
         """Hears on the loop of each step that is on its way to the device and then to a sampler, before `forward` is
-        submitted; what `forward` returns may hold what was chosen, in the place of logits."""
+        submitted. What `forward` returns may be a `Choice` in the place of logits. A step that falls with an earlier
+        one may still run: the model sees to it that no later one is disturbed."""
 
 
 class Choose(Protocol):
@@ -50,7 +51,8 @@ class Choose(Protocol):
 
     def sample(self, grant: StepGrant, logits: Any) -> StepTokens:
         """Chooses one token for each sampled row of the grant. Called on the device thread, after the step's forward
-        pass and before the next one; also when no row is sampled, for the sake of what the grant tells."""
+        pass and before the next one, unless the model has chosen; also when no row is sampled, for the sake of what the
+        grant tells."""
 
 
 class StepFell(Exception):

@@ -15,7 +15,8 @@ from .messages import Rates, StepGrant, StepLogits
 
 
 class Execute(Stage[StepGrant, StepLogits]):
-    """Submits forward passes and waits for none: step n + 1 is queued while n runs.
+    """Submits forward passes and waits for none: step n + 1 is queued while n runs, and a model that foresees steps may
+    begin it by itself.
 
     Every grant becomes one `StepLogits`, in order. One that could not be run carries its error, and sample makes it a
     void: so each credit of the step loop comes back.

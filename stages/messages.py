@@ -281,7 +281,9 @@ class StepLogits:
     """A step on its way through the device. `logits` resolves to the device's handle on [L, V] logits, one row for each
     sampled row of the grant, in order, and one more for each of its drafts behind it; it raises what the forward pass
     raised. Ask for them before the step goes on to sample: from then on the sampler may change them, and once it has
-    chosen tokens nothing keeps them but who holds them."""
+    chosen tokens nothing keeps them but who holds them. Where steps are scheduled asynchronously the handle may be of
+    what was chosen instead; an engine with a stage of yours in the place of execute or sample, or between them, does
+    not do that."""
 
     grant: StepGrant
     logits: asyncio.Future[Any]

@@ -72,12 +72,14 @@ def load_natively(
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
         most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
         activations = model.step_bytes(config.num_step_tokens, min(config.num_step_tokens - 1, most_logits))
+        is_chained = config.async_scheduling and model.line_thread > 0
+        of_chain = config.max_num_seqs * shape.vocab_size * 4 if is_chained else 0  # its logits, beside those of others
         sizing = sizing_on_cpu(
             config,
             shape,
             max_model_len,
             weights=model.weights_bytes,
-            activations=lambda _: activations,
+            activations=lambda _: activations + of_chain,
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
         )
@@ -109,7 +111,7 @@ def load_natively(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        choosing=partial(NativeChoosing, model=model, runner=runner if config.async_scheduling else None),
+        choosing=partial(NativeChoosing, model=model, runner=runner if is_chained else None),
         call_before_computing=model.call_before_steps,
         enter=partial(_enter, threads, cache, model.line_thread),
         line_thread=model.line_thread,

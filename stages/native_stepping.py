@@ -29,6 +29,8 @@ from .runner import ModelRunner
 from .sampling_table import SamplingTable
 from .speculation import has_plain_choice
 
+NEVER = -2  # a step; none follows it
+
 
 class NativeRunner(ModelRunner):
     """As any runner; but a step whose rows all read their newest token is one call, and the cache hears what is used of
@@ -54,18 +56,17 @@ class NativeRunner(ModelRunner):
         self._native_cache = cache
         self._decoding = Decoding(model, cache, last_tokens=last_tokens, num_known=self._num_known, tables=self.tables)
         self.num_handed_over = 0  # steps
+        self._generation = -1  # the newest of any step
         self._chain: Chain | None = None
-        self._is_plain = np.zeros(len(last_tokens), np.bool_)  # slots whose tokens take nothing but logits; the loop's
-        self._last_linked = np.full(
-            len(last_tokens), -1, np.int64
-        )  # the last step to be linked with the slot; its, too
-        self._links = [(-1, False)] * MOST_IN_FLIGHT  # step, and whether it is handed over; the newest ones
+        # the loop's: slots whose tokens take nothing but logits, and the last link that each slot was in
+        self._is_plain = np.zeros(len(last_tokens), np.bool_)
+        self._last_link = np.full(len(last_tokens), NEVER, np.int64)
+        self._links = [(NEVER, False)] * MOST_IN_FLIGHT  # step, and whether it is handed over; the newest ones
 
     def chain(self, chooser: Chooser | None) -> None:
-        """From the next step on such steps are links of a chain, and chosen by `chooser`; None: none is. A model that
-        has no thread of its own for them has none."""
-        has_line = self._decoding.model.line_thread
-        self._chain = Chain(self._decoding, chooser) if chooser is not None and has_line else None
+        """From the next step on such steps are links of a chain, and chosen by `chooser`; None: none is. The model
+        has a thread of its own for them."""
+        self._chain = None if chooser is None else Chain(self._decoding, chooser)
 
     def foresee(self, grant: StepGrant) -> None:
         """See `Foresees`."""
@@ -74,10 +75,10 @@ class NativeRunner(ModelRunner):
         if self._chain is None or not self._is_link(grant):
             return
         step, slots = grant.step, grant.slots
-        follows = bool((self._last_linked[slots] == step - 1).all())
+        follows = bool((self._last_link[slots] == step - 1).all())
         if follows and len(grant.table_slots):
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
-        self._last_linked[slots] = step
+        self._last_link[slots] = step
         is_handed_over = follows and self._chain.follow(step, slots, grant.starts)
         self.num_handed_over += is_handed_over
         self._links[step % MOST_IN_FLIGHT] = step, is_handed_over
@@ -92,8 +93,9 @@ class NativeRunner(ModelRunner):
         ahead = self._native_cache.ahead
         ahead.begin_step()
         try:
-            if self._chain is not None and grant.copies:
-                self._chain.drain()  # a step that fell with the one before it may still write
+            is_new, self._generation = grant.generation > self._generation, grant.generation
+            if self._chain is not None and (is_new or grant.copies):
+                self._chain.drain()  # a step that fell with the one before it may still read columns, and write
             return super().forward(grant)
         finally:
             ahead.end_step()

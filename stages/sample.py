@@ -26,7 +26,8 @@ STEP_DONE = int(EventKind.STEP_DONE)
 
 class Sample(Stage[StepLogits, StepTokens]):
     """Every `StepLogits` becomes exactly one `StepDone` or `StepVoid` on `feedback`, in order, whatever fails: the step
-    loop's credits depend on it. It is sent when the device is done with the step, so blocks may be reused then.
+    loop's credits depend on it. It is sent when the device is done with the step, or does nothing of a later one before
+    it is, so blocks may be reused then.
 
     On a late device a step is submitted when it arrives, whatever is in flight, so that the device need not hear from
     here between two steps; each waits for its end in a task of its own, and for its turn to be answered. A device that

@@ -92,7 +92,7 @@ class Sampler:
 
     def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts | Choice) -> StepTokens:
         """One token for each sampled row of the grant whose sequence goes on, more where drafts turned out right, and
-        what was made of those that are pooled. `logits` [L, V], of the others, may be changed.
+        what was made of those that are pooled. `logits` [L, V], of the others, may be changed; or the choice was made.
 
         A row without a finite maximum (a NaN, an infinity, or nothing that is allowed) ends with `FinishReason.ERROR`
         and token 0, which means nothing. Every id is in [0, V).

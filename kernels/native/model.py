@@ -262,7 +262,8 @@ class NativeModel:
         return self._logits.take(num_rows)
 
     def call_before_steps(self, call: Callable[[], object]) -> None:
-        """From now on each step calls `call()` when all is ready, right before it lets go of the interpreter lock."""
+        """From now on each step calls `call()` when all is ready, right before its caller lets go of the interpreter
+        lock to wait for it."""
         self._before_step = call
 
     def time_parts(self) -> Longs:
@@ -305,7 +306,7 @@ class NativeModel:
 
 
 def _delete(library: ctypes.CDLL, model: int, kept: list[Array]) -> None:
-    """When nothing runs any more, `kept` may go, too."""
+    """When nothing runs any more, `kept` may go, too. Nobody may be waiting for a step then."""
     library.millrace_model_delete(model)
 
 

@@ -67,7 +67,7 @@ class Decoding:
 
 
 class DecodingRows:
-    """What the library is told of a step, in memory of its own: who fills it is one thread."""
+    """What the library is told of a step, in memory of its own that each `of` overwrites: one thread's."""
 
     def __init__(self, slots: Longs, starts: Longs, rows: Any) -> None:
         self._slots, self._starts, self._rows = slots, starts, rows

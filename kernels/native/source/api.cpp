@@ -38,9 +38,9 @@ int32_t ask_for(Model* model, const Ask& ask) {
         } catch (const std::bad_alloc&) {
             answer = NO_MEMORY;
         }
+        if (model->shares) std::copy(model->pool->shares.begin(), model->pool->shares.end(), model->shares);
     };
     model->line ? model->line->call(run) : run();
-    if (model->shares) std::copy(model->pool->shares.begin(), model->pool->shares.end(), model->shares);
     return answer;
 }
 
@@ -172,7 +172,12 @@ EXPORT int32_t millrace_choose(Model* model, const Asked* asked, const Choices* 
     });
 }
 
-// These of a model that has a line, see Chain. An error: no memory.
+// Returns when nothing is in line.
+EXPORT void millrace_drain(Model* model) {
+    if (model->line) model->line->call([] {});
+}
+
+// The next three of a model that has a line, see Chain. An error: no memory.
 EXPORT int32_t millrace_begin(Model* model, int64_t number, const Decoding* decoding, const Asked* asked,
                               int64_t num_rows) {
     try {
@@ -191,11 +196,6 @@ EXPORT int32_t millrace_follow(Model* model, int64_t number, const Decoding* dec
     } catch (const std::bad_alloc&) {
         return 0;
     }
-}
-
-// Returns when nothing is in line.
-EXPORT void millrace_drain(Model* model) {
-    if (model->line) model->line->call([] {});
 }
 
 EXPORT int32_t millrace_wait(Model* model, int64_t number, int64_t num_rows, int64_t* token_ids, uint8_t* is_broken) {

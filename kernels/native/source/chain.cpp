@@ -14,10 +14,10 @@ void Chain::begin(int64_t number, const Decoding& decoding, const Asked& asked, 
 }
 
 bool Chain::follow(int64_t number, const Decoding& decoding, const Asked& asked, int64_t num_rows) {
-    std::lock_guard<std::mutex> lock(filling_);
+    std::unique_lock<std::mutex> lock(filling_, std::try_to_lock);
+    if (!lock || number < 1) return false;
     const Link& before = link(number - 1);
-    if (before.number != number - 1 || !model_.line->is_in_line(&before) || model_.line->is_in_line(&link(number)))
-        return false;
+    if (before.number != number - 1 || link(number).number >= 0 || !model_.line->is_in_line(&before)) return false;
     fill(&link(number), number, decoding, asked, num_rows);
     link(number).before = &before;
     if (model_.line->add_behind(&link(number), &before)) return true;
@@ -26,11 +26,13 @@ bool Chain::follow(int64_t number, const Decoding& decoding, const Asked& asked,
 }
 
 Error Chain::wait(int64_t number, int64_t num_rows, int64_t* token_ids, uint8_t* is_broken) {
-    const Link& asked = link(number);
+    Link& asked = link(number);
     model_.line->wait(&asked);
+    std::lock_guard<std::mutex> lock(filling_);
     if (asked.number != number || int64_t(asked.slots.size()) != num_rows) return BAD_ROW;
     std::copy(asked.token_ids.begin(), asked.token_ids.end(), token_ids);
     std::copy(asked.is_broken.begin(), asked.is_broken.end(), is_broken);
+    asked.number = -1;
     if (model_.shares) std::copy(asked.shares.begin(), asked.shares.end(), model_.shares);
     return asked.error;
 }
@@ -56,13 +58,14 @@ Error Chain::run(Link& link) {
 
 Error Chain::decode_and_choose(Link& link) {
     int64_t num_rows = int64_t(link.slots.size()), vocab_size = model_.shape.vocab_size;
-    if (int64_t(logits_.size()) < num_rows * vocab_size) logits_.resize(num_rows * vocab_size);
-    Error error = decode(model_, link.decoding, num_rows, logits_.data());
+    ensure(&logits_, num_rows * vocab_size * 4);
+    auto logits = logits_.as<float>();
+    Error error = decode(model_, link.decoding, num_rows, logits);
     if (error != FINE) return error;
     for (int64_t row = 0; row < num_rows; row++)  // the token after the one that was read
         link.places[row] = link.starts[row] + 1 - link.asked.num_prompt[link.slots[row]];
     choose(model_, link.asked,
-           {logits_.data(), num_rows, vocab_size, link.slots.data(), link.places.data(), nullptr, 0, nullptr,
+           {logits, num_rows, vocab_size, link.slots.data(), link.places.data(), nullptr, 0, nullptr,
             link.token_ids.data(), link.is_broken.data()});
     for (int64_t row = 0; row < num_rows; row++) link.decoding.last_tokens[link.slots[row]] = link.token_ids[row];
     return FINE;

@@ -52,19 +52,23 @@ Line::~Line() {
 void Line::add(Job* job) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        jobs_.push_back(job);
-        job->is_in_line_ = true;
-        has_jobs_.store(true, std::memory_order_release);
+        append(job);
     }
     come_.notify_one();
 }
 
 bool Line::add_behind(Job* job, const Job* before) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (jobs_.empty() || jobs_.back() != before) return false;
-    jobs_.push_back(job);  // the thread runs, so nobody has to be woken
-    job->is_in_line_ = true;
+    if (!last_ || last_ != before) return false;
+    append(job);  // the thread runs, so nobody has to be woken
     return true;
+}
+
+void Line::append(Job* job) {
+    job->is_in_line_ = true, job->next_ = nullptr;
+    (last_ ? last_->next_ : first_) = job;
+    last_ = job;
+    has_jobs_.store(true, std::memory_order_release);
 }
 
 void Line::wait(const Job* job) {
@@ -86,10 +90,13 @@ void Line::call(const std::function<void()>& function) {
 void Line::work() {
     while (Job* job = first()) {
         job->run();
-        std::lock_guard<std::mutex> lock(mutex_);
-        jobs_.pop_front();
-        job->is_in_line_ = false;
-        has_jobs_.store(!jobs_.empty(), std::memory_order_release);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            first_ = job->next_;
+            if (!first_) last_ = nullptr;
+            has_jobs_.store(first_ != nullptr, std::memory_order_release);
+            job->is_in_line_ = false;
+        }
         over_.notify_all();
     }
 }
@@ -98,8 +105,8 @@ void Line::work() {
 Line::Job* Line::first() {
     awake_until([this] { return has_jobs_.load(std::memory_order_acquire); });
     std::unique_lock<std::mutex> lock(mutex_);
-    come_.wait(lock, [&] { return is_closed_ || !jobs_.empty(); });
-    return jobs_.empty() ? nullptr : jobs_.front();
+    come_.wait(lock, [&] { return is_closed_ || first_; });
+    return first_;
 }
 
 }  // namespace millrace

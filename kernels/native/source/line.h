@@ -8,7 +8,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -26,6 +25,7 @@ class Line {
       private:
         friend class Line;
         bool is_in_line_ = false;
+        Job* next_ = nullptr;  // in line; so a line takes no memory
     };
 
     // The thread is pinned to `cpu`; below 0 it is not.
@@ -46,12 +46,13 @@ class Line {
 
   private:
     void work();
+    void append(Job* job);
     Job* first();
 
     std::mutex mutex_;
     std::condition_variable come_, over_;
-    std::deque<Job*> jobs_;            // the first of them runs
-    std::atomic<bool> has_jobs_{false};  // as `jobs_` says, for who looks often
+    Job *first_ = nullptr, *last_ = nullptr;  // in line; the first runs
+    std::atomic<bool> has_jobs_{false};       // whether there is one, for who looks often
     bool is_closed_ = false;
     int32_t thread_id_ = 0;
     std::thread thread_;

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..kernels.native.errors import NativeUnavailableError, UnsupportedModelError
 from ..model import hub
@@ -74,6 +74,8 @@ class LoadedModel:
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelText:
     """What a process needs of a model that has the stages of text, and computes nothing."""
+
+    line_thread: ClassVar[int] = 0
 
     info: ModelInfo
     tokenizer: Tokenizer

@@ -73,9 +73,8 @@ def test_serve_answers_without_torch_in_little_memory_and_rests_when_idle() -> N
         peak_kib = int(re.search(r"VmHWM:\s+(\d+)", status)[1])
         weights = next(row["bytes"] for row in info["memory"]["rows"] if row["name"] == "weights")
         assert peak_kib * 1024 - weights < 250 * 2**20, "125 MiB where this was written"
-        before = cpu_s(server.process.pid)
-        time.sleep(0.5)
-        assert cpu_s(server.process.pid) - before <= 0.05, "nothing is under way"
+        used = [used_s(server.process.pid, 0.5) for _ in range(3)]  # in the first memory is taken ahead: 0.05 s
+        assert min(used) < 0.025, f"nothing is under way, and it computed {used} s"
         assert lowered(server.process.pid), "the event loop gives way to what computes"
         server.signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
@@ -84,6 +83,13 @@ def test_serve_answers_without_torch_in_little_memory_and_rests_when_idle() -> N
     events = [json.loads(line) for line in lines[:-1]]
     (threads,) = (event for event in events if event["event"] == "threads.chosen")
     assert threads["count"] >= 1 and threads["reason"]
+
+
+def used_s(pid: int, pause_s: float) -> float:
+    """What a process computes in the next `pause_s`."""
+    before = cpu_s(pid)
+    time.sleep(pause_s)
+    return cpu_s(pid) - before
 
 
 def cpu_s(pid: int) -> float:

@@ -19,7 +19,7 @@ from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source
 from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
-from ..runtime.cpus import ComputeThreads, keep_off
+from ..runtime.cpus import ComputeThreads
 from ..runtime.log import get_logger
 from .computing import Computing
 from .config import EngineConfig
@@ -124,12 +124,10 @@ def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
 
 
 def _enter(threads: ComputeThreads, cache: NativeCache, line_thread: int) -> None:
-    """What the device thread does first: all is loaded. It computes where the model has no thread for that; else it
-    leaves that one its core."""
+    """What the device thread does first: all is loaded. Where the model has no thread of its own it computes; else it
+    is wherever there is room: kept off that one's core, W3 took 4 % longer."""
     cache.ahead.start()
-    if line_thread:
-        keep_off(line_thread)
-    elif threads.pinned:
+    if threads.pinned and not line_thread:
         os.sched_setaffinity(0, threads.pinned[:1])
 
 

@@ -210,12 +210,7 @@ class NativeModel:
         if self._before_step is not None:
             self._before_step()
         problem = self._library.millrace_decode(self._model, rows, num_rows, logits)
-        if problem == IS_PROMPT:
-            return False
-        if problem:
-            self._check(problem)
-        self._note_shares()
-        return True
+        return self._is_done(problem)
 
     @property
     def line_thread(self) -> int:
@@ -241,16 +236,20 @@ class NativeModel:
         if self._before_step is not None:
             self._before_step()
         problem = self._library.millrace_wait(self._model, number, num_rows, token_ids, is_broken)
+        return self._is_done(problem)
+
+    def drain(self) -> None:
+        """Returns when nothing is in line."""
+        self._library.millrace_drain(self._model)
+
+    def _is_done(self, problem: int) -> bool:
+        """Whether a decoding step was computed; False if a row reads a token of its prompt."""
         if problem == IS_PROMPT:
             return False
         if problem:
             self._check(problem)
         self._note_shares()
         return True
-
-    def drain(self) -> None:
-        """Returns when nothing is in line."""
-        self._library.millrace_drain(self._model)
 
     def _note_shares(self) -> None:
         if self._neighbours.note(self._shares):

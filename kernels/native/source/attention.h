@@ -216,15 +216,37 @@ void score_tiles(const Factor<T>* queries, const T* const* tiles, const Reads<T>
     }
 }
 
+// Adds the values of one key of a pair, C vectors of them from number `dim` on, by weights [R][CHUNK]. Beside the sums the
+// registers hold the weights or the values, of which there are fewer.
+template <bool IS_SECOND, int R, int C, class T>
+[[gnu::always_inline]] inline void add_values(const T* tile, int64_t pair, int64_t width, int64_t dim,
+                                              const float* weights, F (&totals)[R][C]) {
+    if constexpr (R < C) {
+        F all[R];
+        UNROLL for (int r = 0; r < R; r++) all[r] = splat(weights[r * CHUNK + IS_SECOND]);
+        UNROLL for (int c = 0; c < C; c++) {
+            F values = number_of<IS_SECOND>(tile, pair, width, dim + c * W);
+            UNROLL for (int r = 0; r < R; r++) fma_to(totals[r][c], all[r], values);
+        }
+    } else {
+        F all[C];
+        UNROLL for (int c = 0; c < C; c++) all[c] = number_of<IS_SECOND>(tile, pair, width, dim + c * W);
+        UNROLL for (int r = 0; r < R; r++) {
+            F weight = splat(weights[r * CHUNK + IS_SECOND]);
+            UNROLL for (int c = 0; c < C; c++) fma_to(totals[r][c], weight, all[c]);
+        }
+    }
+}
+
 // Adds a pair of keys' values, C vectors of them from number `dim` on, by weights [R][CHUNK]; of a half pair the first
 // one's alone, as what lies past the last key may be anything. A function of its own, always inline: in a lambda,
 // compilers kept the totals in memory, and attention of prompts took twice as long (AVX2 on a Zen 3 class EPYC).
 template <int R, int C, class T>
 [[gnu::always_inline]] inline void add_pair(const T* tile, int64_t pair, int64_t width, int64_t dim,
                                             const Factor<T>* weights, bool is_whole, F (&totals)[R][C]) {
-    F values[C];
     if constexpr (sizeof(Factor<T>) == 2) {
 #ifdef MILLRACE_BF16_DOT
+        F values[C];
         UNROLL for (int c = 0; c < C; c++)
             values[c] = is_whole ? pairs_of(tile, pair, width, dim + c * W)
                                  : join(even_of(tile, pair, width, dim + c * W), zero());
@@ -234,17 +256,8 @@ template <int R, int C, class T>
         }
 #endif
     } else {
-        UNROLL for (int c = 0; c < C; c++) values[c] = even_of(tile, pair, width, dim + c * W);
-        UNROLL for (int r = 0; r < R; r++) {
-            F weight = splat(weights[r * CHUNK]);
-            UNROLL for (int c = 0; c < C; c++) fma_to(totals[r][c], weight, values[c]);
-        }
-        if (!is_whole) return;
-        UNROLL for (int c = 0; c < C; c++) values[c] = odd_of(tile, pair, width, dim + c * W);
-        UNROLL for (int r = 0; r < R; r++) {
-            F weight = splat(weights[r * CHUNK + 1]);
-            UNROLL for (int c = 0; c < C; c++) fma_to(totals[r][c], weight, values[c]);
-        }
+        add_values<false>(tile, pair, width, dim, weights, totals);
+        if (is_whole) add_values<true>(tile, pair, width, dim, weights, totals);
     }
 }
 
@@ -283,7 +296,7 @@ void sum_columns(const Factor<T>* weights, const T* const* tiles, const Reads<T>
 template <int R, class T>
 void sum_values(const Factor<T>* weights, const T* const* tiles, const Reads<T>& reads, int64_t first, int64_t last,
                 int64_t width, float* sums) {
-    constexpr int D = W == 16 ? (R <= 4 ? 4 : 2) : R == 1 ? 8 : R == 2 ? 4 : 2;  // vectors of values side by side
+    constexpr int D = W == 16 ? (R <= 4 ? 4 : 2) : R == 1 ? 8 : R <= 3 ? 4 : 2;  // vectors of values side by side
     int64_t dim = 0;
     for (; dim + D * W <= width; dim += D * W)
         sum_columns<R, D>(weights, tiles, reads, is_fetched_ahead(R) && dim == 0, first, last, width, dim, sums);

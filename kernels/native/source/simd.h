@@ -243,6 +243,18 @@ inline void turn_4x4(const T* rows, int64_t apart, T* to, int64_t to_apart) {
     UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float*>(to + i * to_apart), a[i]);
 }
 
+// Two rows of four times 4 bytes as four columns of two.
+template <class T>
+inline void turn_2x4(const T* rows, int64_t apart, T* to, int64_t to_apart) {
+    __m128 a = _mm_loadu_ps(reinterpret_cast<const float*>(rows));
+    __m128 b = _mm_loadu_ps(reinterpret_cast<const float*>(rows + apart));
+    __m128 low = _mm_unpacklo_ps(a, b), high = _mm_unpackhi_ps(a, b);
+    _mm_storel_pi(reinterpret_cast<__m64*>(to), low);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(to + to_apart), low);
+    _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * to_apart), high);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(to + 3 * to_apart), high);
+}
+
 // Two bf16 numbers that lie side by side.
 inline uint32_t pair_at(const bf16* p) {
     uint32_t both;

@@ -16,6 +16,11 @@ from tests.kernels.test_native import AVAILABLE, SETS, error, tokens
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 
 
+def drawn_size(draw: random.Random) -> int:
+    """Of what is summed: of any, or as many as panels lie in streams for, of which some do not fill them."""
+    return draw.choice([draw.randrange(2, 140, 2), draw.randrange(256, 300, 4)])
+
+
 def drawn_shape(draw: random.Random) -> dict[str, Any]:
     head_dim, num_kv_heads = draw.choice([2, 6, 14, 26, 48, 80, 96, 130]), draw.choice([1, 2, 3])
     return {
@@ -23,8 +28,8 @@ def drawn_shape(draw: random.Random) -> dict[str, Any]:
         "rotary_dim": draw.randrange(2, head_dim + 1, 2),
         "num_kv_heads": num_kv_heads,
         "num_heads": num_kv_heads * draw.randint(1, 9),
-        "hidden_size": draw.randrange(2, 140, 2),
-        "intermediate_size": draw.randrange(2, 140, 2),
+        "hidden_size": drawn_size(draw),
+        "intermediate_size": drawn_size(draw),
         "vocab_size": 70 + draw.randrange(40),
         "num_layers": 2,
         "sliding_windows": (draw.choice([None, 1, 5, 40, 257]), None),
@@ -38,7 +43,7 @@ def drawn_form(draw: random.Random) -> dict[str, Any]:
     return {
         "dtype": draw.choice(["float32", "bfloat16"]),
         "quantization": draw.choice([None, None, "int8", "int4"]),
-        "group_size": draw.choice([2, 6, 20, 32, 200]),
+        "group_size": draw.choice([2, 6, 20, 32, 200, 256]),
         "cache_dtype": draw.choice([None, None, "int8"]),
         "num_threads": draw.randint(1, 4),
         "worth_a_thread": 1,

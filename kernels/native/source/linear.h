@@ -133,45 +133,48 @@ struct Ahead {
 // Vectors of a panel that are summed at a time. Each sum waits for the one before it, so few rows take all of them.
 constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_VECTORS; }
 
-// Sums of R rows by V vectors of a panel's columns, from `lane` on, over some pairs of k. x of a tile of `TiledRows`; a row
-// of out begins PANEL after the one before. Who fetches nothing does not look for that either: where two threads share a
-// core, as those of virtual machines do, instructions beside the sums cost as much as these.
-template <int R, int V, bool FETCHES, class Input, class Stored>
+// Sums of R rows by V vectors of a panel's columns, from `lane` on, over some pairs of k, which lie in S streams. x of a
+// tile of `TiledRows`; a row of out begins PANEL after the one before. Who fetches nothing does not look for that either:
+// where two threads share a core, as those of virtual machines do, instructions beside the sums cost as much as these.
+template <int R, int V, int S, bool FETCHES, class Input, class Stored>
 void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out, const Ahead& ahead) {
     const char* line = ahead.place;
-    const int64_t share = ahead.share, fetching = ahead.pairs;
+    const int64_t share = ahead.share, fetching = ahead.pairs, apart = num_pairs / S;
     F sums[R][V];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) sums[r][v] = zero();
-    for (int64_t pair = 0; pair < num_pairs; pair++) {
-        if (FETCHES && pair < fetching) {
-            _mm_prefetch(line, _MM_HINT_T1);
-            if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
-            if (share > 128) {
-                _mm_prefetch(line + 128, _MM_HINT_T1);
-                _mm_prefetch(line + 192, _MM_HINT_T1);
+    for (int64_t place = 0, pair = 0; place < apart; place++) {
+        UNROLL for (int stream = 0; stream < S; stream++, pair++, x += 2 * R) {
+            if (FETCHES && pair < fetching) {
+                _mm_prefetch(line, _MM_HINT_T1);
+                if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
+                if (share > 128) {
+                    _mm_prefetch(line + 128, _MM_HINT_T1);
+                    _mm_prefetch(line + 192, _MM_HINT_T1);
+                }
+                line += share;
             }
-            line += share;
-        }
-        F weights[V];
-        if constexpr (sizeof(Input) == 2) {
+            int64_t at = place + stream * apart;
+            F weights[V];
+            if constexpr (sizeof(Input) == 2) {
 #ifdef MILLRACE_BF16_DOT
-            UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, pair, PANEL, lane + v * W);
-            UNROLL for (int r = 0; r < R; r++) {
-                uint32_t both = pair_at(x + 2 * (pair * R + r));
-                UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[v], both);
-            }
+                UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, at, PANEL, lane + v * W);
+                UNROLL for (int r = 0; r < R; r++) {
+                    uint32_t both = pair_at(x + 2 * r);
+                    UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[v], both);
+                }
 #endif
-        } else {
-            UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, pair, PANEL, lane + v * W);
-            UNROLL for (int r = 0; r < R; r++) {
-                F number = splat(x[2 * pair * R + r]);
-                UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
-            }
-            UNROLL for (int v = 0; v < V; v++) weights[v] = odd_of(panel, pair, PANEL, lane + v * W);
-            UNROLL for (int r = 0; r < R; r++) {
-                F number = splat(x[(2 * pair + 1) * R + r]);
-                UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
+            } else {
+                UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, at, PANEL, lane + v * W);
+                UNROLL for (int r = 0; r < R; r++) {
+                    F number = splat(x[r]);
+                    UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
+                }
+                UNROLL for (int v = 0; v < V; v++) weights[v] = odd_of(panel, at, PANEL, lane + v * W);
+                UNROLL for (int r = 0; r < R; r++) {
+                    F number = splat(x[R + r]);
+                    UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
+                }
             }
         }
     }
@@ -180,23 +183,30 @@ void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_
 }
 
 // The same by a whole panel of 32 columns: out [R][32].
-template <int R, class Input, class Stored>
-void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead) {
+template <int R, int S, class Input, class Stored>
+void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead) {
     constexpr int V = vectors_for(R);
     if (ahead.pairs > 0)
-        sum_vectors<R, V, true>(x, panel, 0, num_pairs, out, ahead);
+        sum_vectors<R, V, S, true>(x, panel, 0, num_pairs, out, ahead);
     else
-        sum_vectors<R, V, false>(x, panel, 0, num_pairs, out, ahead);
-    if (ahead.pairs <= 0 || ahead.apart == 0) {
-        for (int64_t lane = V * W; lane < PANEL; lane += V * W)
-            sum_vectors<R, V, false>(x, panel, lane, num_pairs, out + lane, ahead);
-        return;
-    }
-    Ahead next = ahead;
+        sum_vectors<R, V, S, false>(x, panel, 0, num_pairs, out, ahead);
     for (int64_t lane = V * W; lane < PANEL; lane += V * W) {
-        next.place += ahead.apart;
-        sum_vectors<R, V, true>(x, panel, lane, num_pairs, out + lane, next);
+        if (ahead.pairs > 0 && ahead.apart > 0) {
+            Ahead next{ahead.place + lane / (V * W) * ahead.apart, ahead.share, ahead.pairs, ahead.apart};
+            sum_vectors<R, V, S, true>(x, panel, lane, num_pairs, out + lane, next);
+        } else {
+            sum_vectors<R, V, S, false>(x, panel, lane, num_pairs, out + lane, ahead);
+        }
     }
+}
+
+// And in as many streams as there are.
+template <int R, class Input, class Stored>
+void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead) {
+    if (num_streams(num_pairs) == 1)
+        sum_panel<R, 1>(x, panel, num_pairs, out, ahead);
+    else
+        sum_panel<R, STREAMS>(x, panel, num_pairs, out, ahead);
 }
 
 // R rows by a panel of a product: one sum, or one for each group of k, times its scales [groups][32].
@@ -370,7 +380,7 @@ class Product {
             for (int64_t panel = first; panel < last; panel++) {
                 out_.expect(row, rows, panel);
                 multiply_rows(x_.tile(part), numbers + (panel - first) * size,
-                              scales ? scales + panel * scales_apart : nullptr, linear_.group_size / 2, linear_.k / 2,
+                              scales ? scales + panel * scales_apart : nullptr, linear_.group_pairs(), linear_.k / 2,
                               tile, ahead_of(panel, end, part));
                 take(panel, row, rows, tile);
             }

@@ -68,7 +68,8 @@ class Memory {
 };
 
 // A weight [n, k] in panels of 32 of its n rows, which are columns of the product: [n / 32][k / 2][32][2] in bf16,
-// [n / 32][k][32] in float32 and int8, [n / 32][k / 2][32] bytes of two numbers in int4. What is past n is zero.
+// [n / 32][k][32] in float32 and int8, [n / 32][k / 2][32] bytes of two numbers in int4. What is past n is zero. In which
+// order the pairs of k lie is told by `each_pair`.
 // A number of int8 and int4 is to be multiplied by the scale of its row and its group of k.
 struct Linear {
     int64_t n = 0, k = 0;
@@ -83,6 +84,7 @@ struct Linear {
     int64_t num_panels() const { return ceil_div(n, PANEL); }
     bool is_quantized() const { return type == INT8 || type == INT4; }
     int64_t num_groups() const { return is_quantized() ? ceil_div(k, group_size) : 0; }
+    int64_t group_pairs() const { return (is_quantized() ? group_size : k) / 2; }  // that are summed without a scale between
     int64_t weight_bytes() const { return num_panels() * panel_bytes(); }
     int64_t panel_bytes() const {
         int64_t numbers = k * PANEL;

@@ -128,14 +128,22 @@ Matrix matrix_of(Model& model, int64_t index, Kind kind) {
     }
 }
 
+template <class T>
+void put_numbers(Linear& linear, int64_t column, const T* numbers) {
+    int64_t lane = column % PANEL, second = place_in_pairs<T>(1, PANEL, lane) - place_in_pairs<T>(0, PANEL, lane);
+    T* panel = linear.weight.as<T>() + column / PANEL * linear.k * PANEL + place_in_pairs<T>(0, PANEL, lane);
+    each_pair(linear, [=](int64_t pair, int64_t place) {
+        T* to = panel + 2 * PANEL * place;
+        to[0] = numbers[2 * pair], to[second] = numbers[2 * pair + 1];
+    });
+}
+
 // Puts a row where its panel has it. False if a number is not finite. `codes` [4 k] is for use meanwhile.
 template <class T>
 bool put_row(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>& codes) {
-    constexpr int64_t TOGETHER = 4 / sizeof(T);  // numbers of a row that lie side by side
     auto numbers = reinterpret_cast<T*>(codes.data());
     bool is_finite = round_all(row, linear.k, numbers);
-    T* to = linear.weight.as<T>() + column / PANEL * linear.k * PANEL + place_in_pairs<T>(0, PANEL, column % PANEL);
-    for (int64_t i = 0; i < linear.k; i += TOGETHER, to += TOGETHER * PANEL) std::memcpy(to, numbers + i, 4);
+    put_numbers(linear, column, numbers);
     return is_finite;
 }
 
@@ -147,8 +155,7 @@ template <>
 bool put_row<int8_t>(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>& codes) {
     auto numbers = reinterpret_cast<int8_t*>(codes.data());
     bf16 scale = *scale_of(linear, column, 0) = to_int8(row, linear.k, numbers);
-    int8_t* panel = linear.weight.as<int8_t>() + column / PANEL * linear.k * PANEL;
-    for (int64_t i = 0; i < linear.k; i++) panel[place_in_pairs<int8_t>(i, PANEL, column % PANEL)] = numbers[i];
+    put_numbers(linear, column, numbers);
     return std::isfinite(widen(scale));
 }
 
@@ -162,8 +169,10 @@ bool put_row<Nibbles>(Linear& linear, int64_t column, const float* row, std::vec
         is_finite &= std::isfinite(widen(scale));
     }
     Nibbles* panel = linear.weight.as<Nibbles>() + column / PANEL * (linear.k / 2) * PANEL;
-    for (int64_t i = 0; i < linear.k; i += 2)
-        panel[place_in_pairs<Nibbles>(i, PANEL, column % PANEL)].codes = uint8_t(codes[i] | codes[i + 1] << 4);
+    each_pair(linear, [&](int64_t pair, int64_t place) {
+        uint8_t both = uint8_t(codes[2 * pair] | codes[2 * pair + 1] << 4);
+        panel[place_in_pairs<Nibbles>(2 * place, PANEL, column % PANEL)].codes = both;
+    });
     return is_finite;
 }
 

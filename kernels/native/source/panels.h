@@ -1,8 +1,15 @@
 // A weight's panels, number by number and panel by panel.
 //
 // Knows how numbers of each type lie in a panel. Refuses to know what is multiplied with them.
+//
+// Pairs of k that are summed one after the other lie in streams: pair 0 at the first place of the first stream, pair 1 at
+// that of the second one, and so on in turn. A core that goes through a panel then reads from as many pages as there are
+// streams, and fetches ahead in all of them by itself: from one place to the next it gets 41 GB/s, in three to six streams
+// 52 (one row, AVX2 on two cores of a Zen 3 class EPYC; eight: 47).
 
 #pragma once
+
+#include <algorithm>
 
 #include "model.h"
 #include "simd.h"
@@ -19,7 +26,23 @@ void with_panels(const Linear& linear, const Use& use) {
     }
 }
 
-// Number `index` of row `lane` of a panel, without its scale.
+constexpr int64_t STREAMS = W == 8 ? 4 : 1;  // with AVX-512 nobody has measured more yet
+
+// Of `num` pairs that are summed one after the other; as many places each, and none shorter than a page of bf16.
+constexpr int64_t num_streams(int64_t num) { return num % STREAMS || num < 32 * STREAMS ? 1 : STREAMS; }
+
+// use(pair, place) for the pairs of a linear's k, by their places.
+template <class Use>
+void each_pair(const Linear& linear, const Use& use) {
+    int64_t num = linear.k / 2, size = linear.group_pairs();
+    for (int64_t begin = 0; begin < num; begin += size) {
+        int64_t count = std::min(size, num - begin), streams = num_streams(count), place = begin;
+        for (int64_t stream = 0; stream < streams; stream++)
+            for (int64_t pair = begin + stream; pair < begin + count; pair += streams) use(pair, place++);
+    }
+}
+
+// Number `index` of row `lane` of a panel, by its place and without its scale.
 template <class T>
 float number_at(const T* panel, int64_t index, int64_t lane) {
     return widen(panel[place_in_pairs<T>(index, PANEL, lane)]);
@@ -35,7 +58,9 @@ void read_row(const Linear& linear, int64_t row, float* to) {
     int64_t panel = row / PANEL, lane = row % PANEL;
     with_panels<Weight>(linear, [&](auto* panels) {
         auto from = panels + panel * (linear.panel_bytes() / int64_t(sizeof(*panels)));
-        for (int64_t i = 0; i < linear.k; i++) to[i] = number_at(from, i, lane);
+        each_pair(linear, [&](int64_t pair, int64_t place) {
+            for (int64_t i : {0, 1}) to[2 * pair + i] = number_at(from, 2 * place + i, lane);
+        });
     });
     if (!linear.is_quantized()) return;
     const bf16* scales = linear.scales.as<bf16>() + panel * linear.num_groups() * PANEL + lane;

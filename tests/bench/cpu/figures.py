@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .contenders import Figures
-from .peers import OUR_SERVER, OURS
+from .peers import OUR_SERVER, OURS, instructions
 
 HEADLINE = {  # workload -> figure it is compared by
     "w1": "decode_tok_s",
@@ -88,7 +88,7 @@ def machine(threads: int) -> dict[str, Any]:
     family = said.get("cpu family")  # of some the host tells no better name
     return {
         "cpu": said.get("model name", platform.processor()) + (f", family {family}" if family else ""),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": instructions(),
         "threads": threads,
         "python": platform.python_version(),
         "torch": torch.__version__,

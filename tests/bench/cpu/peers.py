@@ -31,6 +31,13 @@ NO_W4 = frozenset({"w4"})  # in process there is no serving
 NO_BATCHES = frozenset({"w2", "w3", "w4"})  # llama.cpp's binding answers one after the other
 
 
+def instructions() -> str:
+    """The widest vectors of this processor, as torch names them."""
+    import torch
+
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """An engine that is installed: its Python or program, and the converted model, if it needs one."""
@@ -88,7 +95,8 @@ def contenders_of(peer: Peer, model: str, threads: int, max_model_len: int = MAX
             env = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30)}
             sizes = ["--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)]
             module = [peer.program, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-            serve = [*module, "--dtype", "bfloat16", "--port", "{port}", *sizes]
+            dtype = "bfloat16" if instructions() == "AVX512" else "float32"  # as in `worker.py`
+            serve = [*module, "--dtype", dtype, "--port", "{port}", *sizes]
             server = Served("vLLM server", serve, version=version, environment=env)
             return [in_process("vLLM", "vllm", environment=env), server]
         case "openvino-genai":

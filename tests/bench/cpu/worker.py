@@ -148,11 +148,14 @@ class Vllm:
     """vLLM's offline API."""
 
     def __init__(self, model: str, num_threads: int) -> None:
+        import torch
         from vllm import LLM, SamplingParams
 
+        # where bf16 has no instructions it falls back to plain torch, which takes several times as long
+        dtype = "bfloat16" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "float32"
         self.params = SamplingParams
         sizes = {"max_model_len": 2048, "max_num_seqs": 64}
-        self.llm = LLM(model, dtype="bfloat16", enable_prefix_caching=True, **sizes)
+        self.llm = LLM(model, dtype=dtype, enable_prefix_caching=True, **sizes)
 
     def run(self, asked: list[Asked]) -> float | None:
         prompts = [{"prompt_token_ids": ids} for ids, _ in asked]

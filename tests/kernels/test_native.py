@@ -37,7 +37,7 @@ DTYPES: list[DType] = ["float32", "bfloat16"]
 
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {},
-    "untied, biases": {"is_tied": False, "has_bias": True},
+    "untied, biases": {"is_tied": False, "has_bias": True, "intermediate_size": 264},  # so many lie in streams
     "head norms, a window, part of a head rotated": {
         "has_qk_norm": True,
         "sliding_windows": (40, None),

@@ -218,21 +218,21 @@ void score_tiles(const Factor<T>* queries, const T* const* tiles, const Reads<T>
 
 // Adds the values of one key of a pair, C vectors of them from number `dim` on, by weights [R][CHUNK]. Beside the sums the
 // registers hold the weights or the values, of which there are fewer.
-template <bool IS_SECOND, int R, int C, class T>
+template <bool IS_ODD, int R, int C, class T>
 [[gnu::always_inline]] inline void add_values(const T* tile, int64_t pair, int64_t width, int64_t dim,
                                               const float* weights, F (&totals)[R][C]) {
     if constexpr (R < C) {
         F all[R];
-        UNROLL for (int r = 0; r < R; r++) all[r] = splat(weights[r * CHUNK + IS_SECOND]);
+        UNROLL for (int r = 0; r < R; r++) all[r] = splat(weights[r * CHUNK + IS_ODD]);
         UNROLL for (int c = 0; c < C; c++) {
-            F values = number_of<IS_SECOND>(tile, pair, width, dim + c * W);
+            F values = half_of<IS_ODD>(tile, pair, width, dim + c * W);
             UNROLL for (int r = 0; r < R; r++) fma_to(totals[r][c], all[r], values);
         }
     } else {
         F all[C];
-        UNROLL for (int c = 0; c < C; c++) all[c] = number_of<IS_SECOND>(tile, pair, width, dim + c * W);
+        UNROLL for (int c = 0; c < C; c++) all[c] = half_of<IS_ODD>(tile, pair, width, dim + c * W);
         UNROLL for (int r = 0; r < R; r++) {
-            F weight = splat(weights[r * CHUNK + IS_SECOND]);
+            F weight = splat(weights[r * CHUNK + IS_ODD]);
             UNROLL for (int c = 0; c < C; c++) fma_to(totals[r][c], weight, all[c]);
         }
     }

@@ -40,33 +40,23 @@ void put_among(const float* numbers, int64_t begin, int64_t count, int64_t rows,
     }
 }
 
-// The same of four rows, which are `apart` from each other in `numbers`.
-template <class T>
-void put_four_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
-    alignas(64) T narrowed[4][64];
+// The same of R rows, two or four, which are `apart` from each other in `numbers`.
+template <int R, class T>
+void put_some_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
+    alignas(64) T narrowed[R][64];
     constexpr int64_t LINE = TOGETHER<T>;
     to += begin * rows + row * LINE;
     for (int64_t done = 0; done < count; done += 64) {
         int64_t some = std::min<int64_t>(64, count - done), i = 0;
-        UNROLL for (int r = 0; r < 4; r++) narrow_all(numbers + r * apart + done, some, narrowed[r]);
-        for (; i + 4 * LINE <= some; i += 4 * LINE, to += 4 * rows * LINE) turn_4x4(narrowed[0] + i, 64, to, rows * LINE);
+        UNROLL for (int r = 0; r < R; r++) narrow_all(numbers + r * apart + done, some, narrowed[r]);
+        for (; i + 4 * LINE <= some; i += 4 * LINE, to += 4 * rows * LINE) {
+            if constexpr (R == 4)
+                turn_4x4(narrowed[0] + i, 64, to, rows * LINE);
+            else
+                turn_2x4(narrowed[0] + i, 64, to, rows * LINE);
+        }
         for (; i < some; i += LINE, to += rows * LINE)
-            UNROLL for (int r = 0; r < 4; r++) std::memcpy(to + r * LINE, narrowed[r] + i, 4);
-    }
-}
-
-// The same of two.
-template <class T>
-void put_two_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
-    alignas(64) T narrowed[2][64];
-    constexpr int64_t LINE = TOGETHER<T>;
-    to += begin * rows + row * LINE;
-    for (int64_t done = 0; done < count; done += 64) {
-        int64_t some = std::min<int64_t>(64, count - done), i = 0;
-        UNROLL for (int r = 0; r < 2; r++) narrow_all(numbers + r * apart + done, some, narrowed[r]);
-        for (; i + 4 * LINE <= some; i += 4 * LINE, to += 4 * rows * LINE) turn_2x4(narrowed[0] + i, 64, to, rows * LINE);
-        for (; i < some; i += LINE, to += rows * LINE)
-            UNROLL for (int r = 0; r < 2; r++) std::memcpy(to + r * LINE, narrowed[r] + i, 4);
+            UNROLL for (int r = 0; r < R; r++) std::memcpy(to + r * LINE, narrowed[r] + i, 4);
     }
 }
 
@@ -74,9 +64,9 @@ void put_two_among(const float* numbers, int64_t apart, int64_t begin, int64_t c
 template <class T>
 void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, T* to) {
     int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) put_four_among(numbers + r * apart, apart, begin, count, rows, r, to);
-    for (; r + 2 <= rows; r += 2) put_two_among(numbers + r * apart, apart, begin, count, rows, r, to);
-    for (; r < rows; r++) put_among(numbers + r * apart, begin, count, rows, r, to);
+    for (; r + 4 <= rows; r += 4) put_some_among<4>(numbers + r * apart, apart, begin, count, rows, r, to);
+    if (r + 2 <= rows) put_some_among<2>(numbers + r * apart, apart, begin, count, rows, r, to), r += 2;
+    if (r < rows) put_among(numbers + r * apart, begin, count, rows, r, to);
 }
 
 // Rows of numbers as products read them: in tiles of up to GEMM_ROWS rows, as equal as may be, each with the numbers of
@@ -107,24 +97,28 @@ struct TiledRows {
             some = left >= 4 ? 4 : left >= 2 ? 2 : 1;
             T* tile = data + first * size;
             if (some == 4)
-                put_four_among(numbers, apart, begin, count, rows, row - first, tile);
+                put_some_among<4>(numbers, apart, begin, count, rows, row - first, tile);
             else if (some == 2)
-                put_two_among(numbers, apart, begin, count, rows, row - first, tile);
+                put_some_among<2>(numbers, apart, begin, count, rows, row - first, tile);
             else
                 put(row, begin, count, numbers);
         }
     }
 };
 
-// The other thread's core may have a line of what is about to be written: asked for before a tile is summed, it is there
-// after it. Steps of 16 rows and more, and prompts, take 2 to 4 % less (AVX2 on a Zen 3 class EPYC).
+// Another thread's core may have a line of what is about to be written: asked for before a tile is summed, it is there
+// after it. An instruction, since compilers know it only with a flag of its own.
 inline void fetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
+
+// Whether that is done. Linears of 16 rows and more take 2 to 4 % less with AVX2 on a Zen 3 class EPYC; with AVX-512
+// nobody has measured it yet.
+constexpr bool IS_FETCHED_TO_WRITE = W == 8;
 
 enum class Into { STORE, ADD };  // out = product, out += product
 
 // What is to be fetched while a tile is computed, so that memory is busy meanwhile: `share` bytes from `place` on, whole
-// lines of the cache, with each of the first `pairs` pairs. Where not all of the tile's columns are summed at a time as many
-// are fetched with the next ones, `apart` further on; 0: with the first ones all.
+// lines of the cache, with each of the first `pairs` pairs. Where not all of the tile's columns are summed at a time, as
+// many are fetched with the next ones, `apart` further on; 0: all are fetched with the first ones.
 struct Ahead {
     const char* place;
     int64_t share, pairs, apart;
@@ -139,11 +133,11 @@ constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_V
 template <int R, int V, int S, bool FETCHES, class Input, class Stored>
 void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out, const Ahead& ahead) {
     const char* line = ahead.place;
-    const int64_t share = ahead.share, fetching = ahead.pairs, apart = num_pairs / S;
+    const int64_t share = ahead.share, fetching = ahead.pairs, stream_size = num_pairs / S;
     F sums[R][V];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) sums[r][v] = zero();
-    for (int64_t place = 0, pair = 0; place < apart; place++) {
+    for (int64_t turn = 0, pair = 0; turn < stream_size; turn++) {
         UNROLL for (int stream = 0; stream < S; stream++, pair++, x += 2 * R) {
             if (FETCHES && pair < fetching) {
                 _mm_prefetch(line, _MM_HINT_T1);
@@ -154,23 +148,23 @@ void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_
                 }
                 line += share;
             }
-            int64_t at = place + stream * apart;
+            int64_t place = turn + stream * stream_size;
             F weights[V];
             if constexpr (sizeof(Input) == 2) {
 #ifdef MILLRACE_BF16_DOT
-                UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, at, PANEL, lane + v * W);
+                UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, place, PANEL, lane + v * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     uint32_t both = pair_at(x + 2 * r);
                     UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[v], both);
                 }
 #endif
             } else {
-                UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, at, PANEL, lane + v * W);
+                UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, place, PANEL, lane + v * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     F number = splat(x[r]);
                     UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
                 }
-                UNROLL for (int v = 0; v < V; v++) weights[v] = odd_of(panel, at, PANEL, lane + v * W);
+                UNROLL for (int v = 0; v < V; v++) weights[v] = odd_of(panel, place, PANEL, lane + v * W);
                 UNROLL for (int r = 0; r < R; r++) {
                     F number = splat(x[R + r]);
                     UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
@@ -243,7 +237,7 @@ inline void add_bias(float* tile, int rows, const float* bias) {
         for (int v = 0; v < PANEL; v += W) store(tile + v, add(load(tile + v), load(bias + v)));
 }
 
-// What becomes of a tile [rows][32] of a product, of which `columns` are there.
+// What becomes of a tile [rows][32] of a product, of which `columns` are there. `expect`: it is about to be summed.
 struct Rows {  // rows of float32, one after the other
     float* data;
     int64_t stride;
@@ -321,7 +315,7 @@ class Product {
     static constexpr int64_t HELD_FOR_ONE = 2;
     // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
     // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76
-    // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47.
+    // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
     static constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
 
   public:
@@ -330,11 +324,12 @@ class Product {
           held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Input))))) {
         if (num_tiles_ == 1) held_ = HELD_FOR_ONE;
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_), num_pairs = linear.k / 2;
-        // A line or more for each pair would come too fast for memory, and nothing after them.
+        // Where that is a line or more for each pair it is spread over all passes over the columns: with the first one
+        // alone it came twice as fast as memory gives it, and nothing with the second.
         int64_t parts = num_lines < num_pairs ? 1 : PANEL / W / vectors_for(int(x.first_row(1)));
         num_lines = ceil_div(num_lines, parts);
         share_ = 64 * ceil_div(num_lines, num_pairs), fetching_pairs_ = ceil_div(64 * num_lines, share_);
-        apart_ = parts > 1 ? fetching_pairs_ * share_ : 0, of_tile_ = parts * fetching_pairs_ * share_;
+        apart_ = parts > 1 ? fetching_pairs_ * share_ : 0, tile_bytes_ = parts * fetching_pairs_ * share_;
         if (x.num_rows <= FEW_ROWS && !linear.is_quantized()) fetching_pairs_ = 0;
         int64_t first, last;
         share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
@@ -378,7 +373,7 @@ class Product {
             int rows = int(x_.first_row(part + 1) - row);
             auto multiply_rows = tile_for<Input, Stored>(rows, sizes);
             for (int64_t panel = first; panel < last; panel++) {
-                out_.expect(row, rows, panel);
+                if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel);
                 multiply_rows(x_.tile(part), numbers + (panel - first) * size,
                               scales ? scales + panel * scales_apart : nullptr, linear_.group_pairs(), linear_.k / 2,
                               tile, ahead_of(panel, end, part));
@@ -397,7 +392,7 @@ class Product {
     Ahead ahead_of(int64_t panel, int64_t end, int64_t part) const {
         int64_t next = panel + held_, size = linear_.panel_bytes();
         const char* place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;
-        return {place + part * of_tile_, share_, fetching_pairs_, apart_};
+        return {place + part * tile_bytes_, share_, fetching_pairs_, apart_};
     }
 
     const Model& model_;
@@ -407,7 +402,7 @@ class Product {
     Party::Seat seat_;
     int64_t num_tiles_, held_;
     int64_t share_, fetching_pairs_, apart_;  // of each tile, as in `Ahead`
-    int64_t of_tile_;                         // bytes that a tile fetches
+    int64_t tile_bytes_;                      // that a tile fetches
     const char* after_;                       // the panel of the next linear that this thread begins with
 };
 

@@ -74,7 +74,7 @@ class Memory {
 struct Linear {
     int64_t n = 0, k = 0;
     Type type = FLOAT32;
-    int64_t group_size = 0;   // of k; the last group may be smaller
+    int64_t group_size = 0;   // of k, and k where there is one group; the last one may be smaller
     const Linear* next = nullptr;  // what is multiplied after it, and after a step's last one the first
     int64_t offset = 0;       // of a layer's weight in the memory of all
     Memory weight;            // none until a tensor is set
@@ -84,7 +84,7 @@ struct Linear {
     int64_t num_panels() const { return ceil_div(n, PANEL); }
     bool is_quantized() const { return type == INT8 || type == INT4; }
     int64_t num_groups() const { return is_quantized() ? ceil_div(k, group_size) : 0; }
-    int64_t group_pairs() const { return (is_quantized() ? group_size : k) / 2; }  // that are summed without a scale between
+    int64_t group_pairs() const { return group_size / 2; }  // summed one after the other
     int64_t weight_bytes() const { return num_panels() * panel_bytes(); }
     int64_t panel_bytes() const {
         int64_t numbers = k * PANEL;

@@ -3,9 +3,9 @@
 // Knows how numbers of each type lie in a panel. Refuses to know what is multiplied with them.
 //
 // Pairs of k that are summed one after the other lie in streams: pair 0 at the first place of the first stream, pair 1 at
-// that of the second one, and so on in turn. A core that goes through a panel then reads from as many pages as there are
-// streams, and fetches ahead in all of them by itself: from one place to the next it gets 41 GB/s, in three to six streams
-// 52 (one row, AVX2 on two cores of a Zen 3 class EPYC; eight: 47).
+// that of the second one, and so on in turn; so the order of no sum changes. A core that goes through a panel then reads
+// from as many pages as there are streams, and fetches ahead in all of them by itself: from one place to the next it gets
+// 41 GB/s, in three to six streams 52 (one row in bf16, AVX2 on two cores of a Zen 3 class EPYC; in eight streams 47).
 
 #pragma once
 
@@ -28,7 +28,7 @@ void with_panels(const Linear& linear, const Use& use) {
 
 constexpr int64_t STREAMS = W == 8 ? 4 : 1;  // with AVX-512 nobody has measured more yet
 
-// Of `num` pairs that are summed one after the other; as many places each, and none shorter than a page of bf16.
+// Of `num` pairs that are summed one after the other; as many places each, and in bf16 none shorter than a page.
 constexpr int64_t num_streams(int64_t num) { return num % STREAMS || num < 32 * STREAMS ? 1 : STREAMS; }
 
 // use(pair, place) for the pairs of a linear's k, by their places.
@@ -67,17 +67,17 @@ void read_row(const Linear& linear, int64_t row, float* to) {
     for (int64_t i = 0; i < linear.k; i++) to[i] *= widen(scales[i / linear.group_size * PANEL]);
 }
 
-// A panel as numbers of `Wide`, float32 or bf16, which holds its own exactly; without the scales.
+// A panel, place by place, as numbers of `Wide`, float32 or bf16, which holds its own exactly; without the scales.
 template <class Stored, class Wide>
-void widen_panel(const Stored* panel, int64_t num_pairs, Wide* to) {
-    for (int64_t pair = 0; pair < num_pairs; pair++) {
+void widen_panel(const Stored* panel, int64_t num_places, Wide* to) {
+    for (int64_t place = 0; place < num_places; place++) {
         for (int64_t lane = 0; lane < PANEL; lane += W) {
             if (sizeof(Wide) == 2) {
-                store(reinterpret_cast<float*>(to + 2 * (pair * PANEL + lane)), pairs_of(panel, pair, PANEL, lane));
+                store(reinterpret_cast<float*>(to + 2 * (place * PANEL + lane)), pairs_of(panel, place, PANEL, lane));
             } else {
-                auto rows = reinterpret_cast<float*>(to) + 2 * pair * PANEL + lane;
-                store(rows, even_of(panel, pair, PANEL, lane));
-                store(rows + PANEL, odd_of(panel, pair, PANEL, lane));
+                auto rows = reinterpret_cast<float*>(to) + 2 * place * PANEL + lane;
+                store(rows, even_of(panel, place, PANEL, lane));
+                store(rows + PANEL, odd_of(panel, place, PANEL, lane));
             }
         }
     }

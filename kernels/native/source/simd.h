@@ -214,11 +214,12 @@ template <class T>
 inline F odd_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
     return load(base + (2 * pair + 1) * width + lane);
 }
+// One or the other.
 template <bool IS_ODD, class T>
-inline F number_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
+inline F half_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
     return IS_ODD ? odd_of(base, pair, width, lane) : even_of(base, pair, width, lane);
 }
-// The same as W pairs of bf16, where that holds them exactly.
+// Both as W pairs of bf16, where that holds them exactly.
 inline F pairs_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
     return load(reinterpret_cast<const float*>(base + 2 * (pair * width + lane)));
 }

@@ -63,6 +63,8 @@ class Subject:
         self.cache = NativeCache(
             self.model.shape, self.blocks_of_each * max(BATCHES), BLOCK_SIZE, self.model.cache_dtype
         )
+        # Memory of its own: what was never written to is one page of zeros for all, and that is always near.
+        self.cache.data[...] = 0x3F80 if self.model.cache_dtype == "bfloat16" else 1
         self.logits = np.empty((max(BATCHES), self.model.shape.vocab_size), np.float32)
 
     def decode_s(self, batch: int) -> float:

@@ -261,10 +261,10 @@ template <int R, int C, class T>
     }
 }
 
-// C vectors from number `dim` on of what `sum_values` tells; `fetches`: it is for them to read ahead.
-template <int R, int C, class T>
-void sum_columns(const Factor<T>* weights, const T* const* tiles, const Reads<T>& reads, bool fetches, int64_t first,
-                 int64_t last, int64_t width, int64_t dim, float* sums) {
+// C vectors from number `dim` on of what `sum_values` tells; FETCHES: it is for them to read ahead.
+template <int R, int C, bool FETCHES, class T>
+void sum_columns(const Factor<T>* weights, const T* const* tiles, const Reads<T>& reads, int64_t first, int64_t last,
+                 int64_t width, int64_t dim, float* sums) {
     int64_t first_tile = first / TILE, end_tile = ceil_div(last, TILE), tile_bytes = TILE * width * int64_t(sizeof(T));
     F totals[R][C];
     UNROLL for (int r = 0; r < R; r++)
@@ -275,16 +275,16 @@ void sum_columns(const Factor<T>* weights, const T* const* tiles, const Reads<T>
         int64_t begin = std::max(first - tile * TILE, int64_t(0)) / 2, num = std::min(last - tile * TILE, TILE);
         const char* next = nullptr;
         int64_t share = 0;  // bytes of the tile ahead that are fetched beside each pair
-        if (fetches) {
+        if (FETCHES) {
             next = reinterpret_cast<const char*>(reads.ahead(end_tile - first_tile + tile - first_tile));
             share = round_up(ceil_div(tile_bytes, ceil_div(num, 2) - begin), 64);
         }
         for (int64_t pair = begin; pair < num / 2; pair++, next += share) {
-            fetch(next, share);
+            if (FETCHES) fetch(next, share);
             add_pair<R, C>(at, pair, width, dim, weights_of_tile + 2 * pair, true, totals);
         }
         if (num % 2 == 0) continue;
-        fetch(next, share);
+        if (FETCHES) fetch(next, share);
         add_pair<R, C>(at, num / 2, width, dim, weights_of_tile + num - 1, false, totals);
     }
     UNROLL for (int r = 0; r < R; r++)
@@ -298,10 +298,12 @@ void sum_values(const Factor<T>* weights, const T* const* tiles, const Reads<T>&
                 int64_t width, float* sums) {
     constexpr int D = W == 16 ? (R <= 4 ? 4 : 2) : R == 1 ? 8 : R <= 3 ? 4 : 2;  // vectors of values side by side
     int64_t dim = 0;
-    for (; dim + D * W <= width; dim += D * W)
-        sum_columns<R, D>(weights, tiles, reads, is_fetched_ahead(R) && dim == 0, first, last, width, dim, sums);
-    for (; dim < width; dim += W)
-        sum_columns<R, 1>(weights, tiles, reads, is_fetched_ahead(R) && dim == 0, first, last, width, dim, sums);
+    if (width >= D * W) {
+        sum_columns<R, D, is_fetched_ahead(R)>(weights, tiles, reads, first, last, width, 0, sums);
+        for (dim = D * W; dim + D * W <= width; dim += D * W)
+            sum_columns<R, D, false>(weights, tiles, reads, first, last, width, dim, sums);
+    }
+    for (; dim < width; dim += W) sum_columns<R, 1, false>(weights, tiles, reads, first, last, width, dim, sums);
 }
 
 constexpr int ROW_SIZES[] = {1, 2, 3, 4, 6, 8, 12};  // for which there is code; in between, rows of zeros fill up

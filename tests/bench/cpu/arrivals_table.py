@@ -34,14 +34,14 @@ def of_arrivals(results: Mapping[str, Any]) -> Iterator[str]:
     asked, bounds, rate = results["asked"], results["bounds"], results["rate"]
     versions = ", ".join(f"{_name(label)} {version}" for label, version in results["versions"].items())
     yield ""
-    yield f"### Arrivals of a trace, {results['shape']}, {results['dtype']}, {results['cpu']}"
+    yield f"### Arrivals of a trace, {results['shape']}, {results['dtype']}, {results['cpu']} ({results['instructions']})"
     yield ""
     yield (
         f"`{asked['trace']}` from its minute {asked['from_minute']:g} on: {asked['requests']} requests in "
         f"{asked['minutes']:g} minutes, {rate:.3g} a second (gaps {asked['stretched']:.3g} times the trace's), "
         f"{asked['mean_prompt']:,.0f} tokens in and {asked['mean_answer']:,.0f} out in the mean, "
         f"{asked['greatest_prompt']:,} in at most, {asked['cut']} cut to fit {asked['max_model_len']:,}. "
-        f"{results['cpu']} ({results['instructions']}), {results['threads']} threads, {results['measured_on']}. "
+        f"{results['threads']} threads, {results['measured_on']}. "
         f"Python {results['python']}, {versions}."
     )
     yield (

@@ -34,7 +34,8 @@ def of_arrivals(results: Mapping[str, Any]) -> Iterator[str]:
     asked, bounds, rate = results["asked"], results["bounds"], results["rate"]
     versions = ", ".join(f"{_name(label)} {version}" for label, version in results["versions"].items())
     yield ""
-    yield f"### Arrivals of a trace, {results['shape']}, {results['dtype']}, {results['cpu']} ({results['instructions']})"
+    machine = f"{results['cpu']} ({results['instructions']})"
+    yield f"### Arrivals of a trace, {results['shape']}, {results['dtype']}, {machine}"
     yield ""
     yield (
         f"`{asked['trace']}` from its minute {asked['from_minute']:g} on: {asked['requests']} requests in "

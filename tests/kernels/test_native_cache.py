@@ -62,11 +62,10 @@ def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: in
 
 
 @pytest.mark.parametrize(("num_blocks", "alignment"), [(1, 64), (9, 64), (4096, LARGE_PAGE)])
-def test_no_vector_of_a_piece_lies_in_two_lines_and_a_large_cache_begins_with_a_page(num_blocks: int, alignment: int):
+def test_a_cache_begins_with_a_line_and_a_large_one_with_a_page(num_blocks: int, alignment: int):
     for _ in range(3):  # memory that was just given back may lie well by chance
         cache = native.NativeCache(Checkpoint.random().shape, num_blocks, 16, "bfloat16")
-        assert cache.data.ctypes.data % alignment == 0 and all(stride % 64 == 0 for stride in cache.data.strides[:4])
-        assert not cache.data[:, -1].any()
+        assert cache.data.ctypes.data % alignment == 0
 
 
 def test_a_block_on_the_host_lies_in_one_piece_and_takes_no_more_pages_than_it_fills():

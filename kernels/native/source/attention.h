@@ -297,12 +297,13 @@ template <int R, class T>
 void sum_values(const Factor<T>* weights, const T* const* tiles, const Reads<T>& reads, int64_t first, int64_t last,
                 int64_t width, float* sums) {
     constexpr int D = W == 16 ? (R <= 4 ? 4 : 2) : R == 1 ? 8 : R <= 3 ? 4 : 2;  // vectors of values side by side
-    int64_t dim = 0;
-    if (width >= D * W) {
+    int64_t dim = width >= D * W ? D * W : W;  // after the pass that reads ahead
+    if (dim > W)
         sum_columns<R, D, is_fetched_ahead(R)>(weights, tiles, reads, first, last, width, 0, sums);
-        for (dim = D * W; dim + D * W <= width; dim += D * W)
-            sum_columns<R, D, false>(weights, tiles, reads, first, last, width, dim, sums);
-    }
+    else
+        sum_columns<R, 1, is_fetched_ahead(R)>(weights, tiles, reads, first, last, width, 0, sums);
+    for (; dim + D * W <= width; dim += D * W)
+        sum_columns<R, D, false>(weights, tiles, reads, first, last, width, dim, sums);
     for (; dim < width; dim += W) sum_columns<R, 1, false>(weights, tiles, reads, first, last, width, dim, sums);
 }
 

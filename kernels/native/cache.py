@@ -83,7 +83,7 @@ class NativeCache:
 def aligned_zeros(shape: tuple[int, ...], item: np.dtype[Any]) -> Array:
     """An array that begins with a large page of the system or, if it is smaller, with a line of the processor's caches.
     One of numpy's own begins 16 bytes into a page, where many a vector lies in two lines: with that, attention of
-    prompts took 4 to 9 % longer (AVX2 on a Zen 3 class EPYC)."""
+    prompts took 1 to 4 % longer (256 and 512 tokens, AVX2 on a Zen 3 class EPYC)."""
     num_bytes = math.prod(shape) * item.itemsize
     alignment = LARGE_PAGE if num_bytes >= LARGE_PAGE else CACHE_LINE
     memory = np.zeros(num_bytes + alignment, np.uint8)

@@ -28,35 +28,33 @@ using InputOf = float;
 template <class T>
 constexpr int64_t TOGETHER = 4 / sizeof(T);
 
-// Puts numbers [begin, begin + count) of a row, both even, among `rows` that lie side by side.
-template <class T>
-void put_among(const float* numbers, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
-    T narrowed[64];
-    to += begin * rows + row * TOGETHER<T>;
-    for (int64_t done = 0; done < count; done += 64) {
-        int64_t some = std::min<int64_t>(64, count - done);
-        narrow_all(numbers + done, some, narrowed);
-        for (int64_t i = 0; i < some; i += TOGETHER<T>, to += rows * TOGETHER<T>) std::memcpy(to, narrowed + i, 4);
-    }
+// Some numbers as products read them: these themselves in float32, in bf16 what `narrowed` then holds.
+inline const float* as_read(const float* numbers, int64_t, float*) { return numbers; }
+inline const bf16* as_read(const float* numbers, int64_t count, bf16* narrowed) {
+    narrow_all(numbers, count, narrowed);
+    return narrowed;
 }
 
-// The same of R rows, two or four, which are `apart` from each other in `numbers`.
+// Puts numbers [begin, begin + count) of R rows, both even, among `rows` that lie side by side: one, two or four from `row`
+// on, which are `apart` from each other in `numbers`.
 template <int R, class T>
-void put_some_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
-    alignas(64) T narrowed[R][64];
-    constexpr int64_t LINE = TOGETHER<T>;
+void put_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
+    constexpr int64_t LINE = TOGETHER<T>, SOME = 64;
+    alignas(64) T narrowed[R][SOME];
     to += begin * rows + row * LINE;
-    for (int64_t done = 0; done < count; done += 64) {
-        int64_t some = std::min<int64_t>(64, count - done), i = 0;
-        UNROLL for (int r = 0; r < R; r++) narrow_all(numbers + r * apart + done, some, narrowed[r]);
-        for (; i + 4 * LINE <= some; i += 4 * LINE, to += 4 * rows * LINE) {
-            if constexpr (R == 4)
-                turn_4x4(narrowed[0] + i, 64, to, rows * LINE);
-            else
-                turn_2x4(narrowed[0] + i, 64, to, rows * LINE);
+    for (int64_t done = 0; done < count; done += SOME) {
+        int64_t some = std::min(SOME, count - done), i = 0;
+        const T* from[R];
+        UNROLL for (int r = 0; r < R; r++) from[r] = as_read(numbers + r * apart + done, some, narrowed[r]);
+        if constexpr (R > 1) {
+            for (; i + 4 * LINE <= some; i += 4 * LINE, to += 4 * rows * LINE) {
+                const T* four[R];
+                UNROLL for (int r = 0; r < R; r++) four[r] = from[r] + i;
+                turn_4(four, to, rows * LINE);
+            }
         }
         for (; i < some; i += LINE, to += rows * LINE)
-            UNROLL for (int r = 0; r < R; r++) std::memcpy(to + r * LINE, narrowed[r] + i, 4);
+            UNROLL for (int r = 0; r < R; r++) std::memcpy(to + r * LINE, from[r] + i, 4);
     }
 }
 
@@ -64,9 +62,9 @@ void put_some_among(const float* numbers, int64_t apart, int64_t begin, int64_t 
 template <class T>
 void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, T* to) {
     int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) put_some_among<4>(numbers + r * apart, apart, begin, count, rows, r, to);
-    if (r + 2 <= rows) put_some_among<2>(numbers + r * apart, apart, begin, count, rows, r, to), r += 2;
-    if (r < rows) put_among(numbers + r * apart, begin, count, rows, r, to);
+    for (; r + 4 <= rows; r += 4) put_among<4>(numbers + r * apart, apart, begin, count, rows, r, to);
+    if (r + 2 <= rows) put_among<2>(numbers + r * apart, apart, begin, count, rows, r, to), r += 2;
+    if (r < rows) put_among<1>(numbers + r * apart, apart, begin, count, rows, r, to);
 }
 
 // Rows of numbers as products read them: in tiles of up to GEMM_ROWS rows, as equal as may be, each with the numbers of
@@ -86,7 +84,7 @@ struct TiledRows {
         int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
         T* to = data + first * size;
         if (rows == 1) return narrow_all(numbers, count, to + begin);
-        put_among(numbers, begin, count, rows, row - first, to);
+        put_among<1>(numbers, 0, begin, count, rows, row - first, to);
     }
 
     // The same of `num` rows from `row` on, which are `apart` from each other in `numbers`.
@@ -97,9 +95,9 @@ struct TiledRows {
             some = left >= 4 ? 4 : left >= 2 ? 2 : 1;
             T* tile = data + first * size;
             if (some == 4)
-                put_some_among<4>(numbers, apart, begin, count, rows, row - first, tile);
+                put_among<4>(numbers, apart, begin, count, rows, row - first, tile);
             else if (some == 2)
-                put_some_among<2>(numbers, apart, begin, count, rows, row - first, tile);
+                put_among<2>(numbers, apart, begin, count, rows, row - first, tile);
             else
                 put(row, begin, count, numbers);
         }
@@ -270,14 +268,24 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         for (int64_t i = 0; i < rows * PANEL / 2 * int64_t(sizeof(T)); i += 64) fetch_to_write(out + i);
     }
 
-    void take(float* tile, int64_t first_row, int rows, int64_t panel, int64_t) const {
-        for (int r = 0; r < rows; r++) {
-            for (int v = 0; v < PANEL / 2; v += W) {
-                F gate = load(tile + r * PANEL + v);
-                F silu = div(gate, add(splat(1.0f), exp(min(splat(88.0f), sub(zero(), gate)))));
-                store(tile + r * PANEL + v, mul(silu, load(tile + r * PANEL + PANEL / 2 + v)));
-            }
+    // Of R rows of a tile, in the place of the gates.
+    template <int R>
+    static void compute(float* rows) {
+        constexpr int V = PANEL / 2 / W;  // vectors of gates in a row
+        F gates[R * V], powers[R * V];
+        UNROLL for (int i = 0; i < R * V; i++) gates[i] = load(rows + i / V * PANEL + i % V * W);
+        UNROLL for (int i = 0; i < R * V; i++) powers[i] = min(splat(88.0f), sub(zero(), gates[i]));
+        exp_all(powers);
+        UNROLL for (int i = 0; i < R * V; i++) {
+            float* to = rows + i / V * PANEL + i % V * W;
+            store(to, mul(div(gates[i], add(splat(1.0f), powers[i])), load(to + PANEL / 2)));
         }
+    }
+
+    void take(float* tile, int64_t first_row, int rows, int64_t panel, int64_t) const {
+        int r = 0;
+        for (; r + 2 <= rows; r += 2) compute<2>(tile + r * PANEL);
+        if (r < rows) compute<1>(tile + r * PANEL);
         int64_t begin = panel * PANEL / 2, count = std::min(PANEL / 2, rows_out.size - begin);
         T* out = rows_out.data + first_row * rows_out.size;  // the same tiles of rows as the input's
         put_side_by_side(tile, PANEL, begin, count, rows, out);

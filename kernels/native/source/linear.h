@@ -4,8 +4,8 @@
 // and one of these times their scales), whatever the number of rows, of threads, or the tile it falls in: so the same row
 // gives the same bits in every batch.
 //
-// Weights become numbers of what is multiplied, which holds them exactly: in registers where there are few tiles of rows;
-// else a panel is widened once, for all its tiles.
+// Weights become numbers of what is multiplied, which holds them exactly, in registers. Where there are several tiles of
+// rows, the first one leaves a panel behind as these numbers, for the others.
 
 #pragma once
 
@@ -128,8 +128,11 @@ constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_V
 // Sums of R rows by V vectors of a panel's columns, from `lane` on, over some pairs of k, which lie in S streams. x of a
 // tile of `TiledRows`; a row of out begins PANEL after the one before. Who fetches nothing does not look for that either:
 // where two threads share a core, as those of virtual machines do, instructions beside the sums cost as much as these.
-template <int R, int V, int S, bool FETCHES, class Input, class Stored>
-void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out, const Ahead& ahead) {
+// WIDENS: `wide` becomes the panel in numbers of what is multiplied. A function of its own: within the loop over columns
+// GCC had too few registers for it (4 rows in int4 took 1.3 times as long).
+template <int R, int V, int S, bool FETCHES, bool WIDENS, class Input, class Stored>
+[[gnu::noinline]] void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out, const Ahead& ahead,
+                 Input* wide) {
     const char* line = ahead.place;
     const int64_t share = ahead.share, fetching = ahead.pairs, stream_size = num_pairs / S;
     F sums[R][V];
@@ -147,10 +150,12 @@ void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_
                 line += share;
             }
             int64_t place = turn + stream * stream_size;
+            float* to = WIDENS ? reinterpret_cast<float*>(wide + 2 * place * PANEL) + lane : nullptr;  // lanes of 4 bytes
             F weights[V];
             if constexpr (sizeof(Input) == 2) {
 #ifdef MILLRACE_BF16_DOT
                 UNROLL for (int v = 0; v < V; v++) weights[v] = pairs_of(panel, place, PANEL, lane + v * W);
+                if (WIDENS) UNROLL for (int v = 0; v < V; v++) store(to + v * W, weights[v]);
                 UNROLL for (int r = 0; r < R; r++) {
                     uint32_t both = pair_at(x + 2 * r);
                     UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[v], both);
@@ -158,11 +163,13 @@ void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_
 #endif
             } else {
                 UNROLL for (int v = 0; v < V; v++) weights[v] = even_of(panel, place, PANEL, lane + v * W);
+                if (WIDENS) UNROLL for (int v = 0; v < V; v++) store(to + v * W, weights[v]);
                 UNROLL for (int r = 0; r < R; r++) {
                     F number = splat(x[r]);
                     UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
                 }
                 UNROLL for (int v = 0; v < V; v++) weights[v] = odd_of(panel, place, PANEL, lane + v * W);
+                if (WIDENS) UNROLL for (int v = 0; v < V; v++) store(to + PANEL + v * W, weights[v]);
                 UNROLL for (int r = 0; r < R; r++) {
                     F number = splat(x[R + r]);
                     UNROLL for (int v = 0; v < V; v++) fma_to(sums[r][v], number, weights[v]);
@@ -175,42 +182,45 @@ void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_
 }
 
 // The same by a whole panel of 32 columns: out [R][32].
-template <int R, int S, class Input, class Stored>
-void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead) {
+template <int R, int S, bool WIDENS, class Input, class Stored>
+void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead, Input* wide) {
     constexpr int V = vectors_for(R);
-    if (ahead.pairs > 0)
-        sum_vectors<R, V, S, true>(x, panel, 0, num_pairs, out, ahead);
-    else
-        sum_vectors<R, V, S, false>(x, panel, 0, num_pairs, out, ahead);
+    auto sum = [&](int64_t lane, const Ahead& some, bool fetches) {
+        if constexpr (WIDENS)  // one tile of several: no code of its own for what fetches nothing
+            sum_vectors<R, V, S, true, true>(x, panel, lane, num_pairs, out + lane, some, wide);
+        else if (fetches)
+            sum_vectors<R, V, S, true, false>(x, panel, lane, num_pairs, out + lane, some, wide);
+        else
+            sum_vectors<R, V, S, false, false>(x, panel, lane, num_pairs, out + lane, some, wide);
+    };
+    sum(0, ahead, ahead.pairs > 0);
     for (int64_t lane = V * W; lane < PANEL; lane += V * W) {
-        if (ahead.pairs > 0 && ahead.apart > 0) {
-            Ahead next{ahead.place + lane / (V * W) * ahead.apart, ahead.share, ahead.pairs, ahead.apart};
-            sum_vectors<R, V, S, true>(x, panel, lane, num_pairs, out + lane, next);
-        } else {
-            sum_vectors<R, V, S, false>(x, panel, lane, num_pairs, out + lane, ahead);
-        }
+        bool fetches = ahead.pairs > 0 && ahead.apart > 0;
+        Ahead next{ahead.place + lane / (V * W) * ahead.apart, ahead.share, fetches ? ahead.pairs : 0, ahead.apart};
+        sum(lane, next, fetches);
     }
 }
 
 // And in as many streams as there are.
-template <int R, class Input, class Stored>
-void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead) {
+template <int R, bool WIDENS, class Input, class Stored>
+void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead, Input* wide) {
     if (num_streams(num_pairs) == 1)
-        sum_panel<R, 1>(x, panel, num_pairs, out, ahead);
+        sum_panel<R, 1, WIDENS>(x, panel, num_pairs, out, ahead, wide);
     else
-        sum_panel<R, STREAMS>(x, panel, num_pairs, out, ahead);
+        sum_panel<R, STREAMS, WIDENS>(x, panel, num_pairs, out, ahead, wide);
 }
 
 // R rows by a panel of a product: one sum, or one for each group of k, times its scales [groups][32].
-template <int R, class Input, class Stored>
+template <int R, bool WIDENS, class Input, class Stored>
 void multiply_tile(const Input* x, const Stored* panel, const bf16* scales, int64_t group_pairs, int64_t num_pairs,
-                   float* out, Ahead ahead) {
-    if (!scales) return sum_tile<R>(x, panel, num_pairs, out, ahead);
+                   float* out, Ahead ahead, Input* wide) {
+    if (!scales) return sum_tile<R, WIDENS>(x, panel, num_pairs, out, ahead, wide);
     alignas(64) float sums[R * PANEL];
     int64_t pair_size = place_in_pairs<Stored>(2, PANEL, 0);
     for (int64_t begin = 0; begin < num_pairs; begin += group_pairs, scales += PANEL) {
         int64_t count = std::min(group_pairs, num_pairs - begin);
-        sum_tile<R>(x + 2 * begin * R, panel + begin * pair_size, count, sums, ahead);
+        sum_tile<R, WIDENS>(x + 2 * begin * R, panel + begin * pair_size, count, sums, ahead, wide);
+        if (WIDENS) wide += 2 * count * PANEL;
         ahead.place += count * ahead.share, ahead.pairs -= count;
         for (int64_t lane = 0; lane < PANEL; lane += W) {
             F scale = load(scales + lane);
@@ -221,12 +231,21 @@ void multiply_tile(const Input* x, const Stored* panel, const bf16* scales, int6
 }
 
 template <class Input, class Stored>
-using MultiplyTile = void (*)(const Input*, const Stored*, const bf16*, int64_t, int64_t, float*, Ahead);
+using MultiplyTile = void (*)(const Input*, const Stored*, const bf16*, int64_t, int64_t, float*, Ahead, Input*);
+
+// None for rows that are no half of a tile: the first of several is that at least.
+template <int R, bool WIDENS, class Input, class Stored>
+constexpr MultiplyTile<Input, Stored> tile_of() {
+    if constexpr (WIDENS && R < GEMM_ROWS / 2)
+        return nullptr;
+    else
+        return multiply_tile<R, WIDENS, Input, Stored>;
+}
 
 // The tile for each number of rows, from 1.
-template <class Input, class Stored, int... R>
+template <bool WIDENS, class Input, class Stored, int... R>
 MultiplyTile<Input, Stored> tile_for(int rows, std::integer_sequence<int, R...>) {
-    static constexpr MultiplyTile<Input, Stored> TILES[] = {multiply_tile<R + 1, Input, Stored>...};
+    static constexpr MultiplyTile<Input, Stored> TILES[] = {tile_of<R + 1, WIDENS, Input, Stored>()...};
     return TILES[rows - 1];
 }
 
@@ -297,10 +316,9 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
 // as many bytes of bf16 then: as many would make 8 to 32 rows 3 to 9 % slower (AVX2 on a Zen 3 class EPYC).
 constexpr int64_t CACHED = 192 << 10;
 
-// Whether panels of what is stored as such are made into those of what is computed with once for so many tiles, in a
-// pass of its own. Up to so many each tile does that for itself: for quantized weights it costs one of float32 less than
-// a pass over memory. bf16 is widened by a shift, and a panel in float32 pays late: prompts then take up to 7 % less,
-// but 16 and 24 rows (three and four tiles of AVX2, on a Zen 3 class EPYC) 10 % more.
+// Whether the first of so many tiles of rows widens panels for the others, who read more bytes then. Widening is a shift
+// in bf16 and pays late: prompts take 1 to 8 % less, but three to six tiles up to 10 % more (AVX2 on a Zen 3 class EPYC).
+// Of quantized weights it is several instructions.
 template <class Weight>
 bool is_widened(bool is_quantized, int64_t num_tiles) {
     bool is_wide = !is_quantized && sizeof(InputOf<Weight>) == sizeof(Weight);
@@ -346,48 +364,44 @@ class Product {
 
     template <class Stored>
     void run(const Stored* weights) const {
-        int64_t size = linear_.panel_bytes() / int64_t(sizeof(Stored)), wide_size = linear_.k * PANEL;
-        if constexpr (!std::is_same<Stored, Input>::value) {
-            if (is_widened<Weight>(!std::is_same<Stored, Weight>::value, num_tiles_)) {
-                auto wide = reinterpret_cast<Input*>(model_.widened.as<char>() + seat_.rank * model_.widened_apart);
-                each_piece([&](int64_t first, int64_t last, int64_t end) {
-                    for (int64_t p = first; p < last; p++)
-                        widen_panel(weights + p * size, linear_.k / 2, wide + (p - first) * wide_size);
-                    multiply(first, last, end, wide, wide_size);
-                });
-                return;
-            }
-        }
-        each_piece([&](int64_t first, int64_t last, int64_t end) {
-            multiply(first, last, end, weights + first * size, size);
+        bool widens = is_widened<Weight>(linear_.is_quantized(), num_tiles_);
+        seat_.each_piece(linear_.num_panels(), held_, [&](int64_t first, int64_t last, int64_t end) {
+            for (int64_t part = 0; part < num_tiles_; part++)
+                for (int64_t panel = first; panel < last; panel++)
+                    multiply(weights, part, panel, end, widens ? wide_panel(panel - first) : nullptr);
         });
     }
 
   private:
-    template <class Use>
-    void each_piece(const Use& use) const {
-        seat_.each_piece(linear_.num_panels(), held_, use);
+    // The `index`-th of those that this thread holds.
+    Input* wide_panel(int64_t index) const {
+        auto wide = reinterpret_cast<Input*>(model_.widened.as<char>() + seat_.rank * model_.widened_apart);
+        return wide + index * linear_.k * PANEL;
     }
 
-    // Panels [first, last), which lie at `numbers`, `size` apart; those after them, until `end`, come next.
+    // Rows of tile `part` by `panel`; panels until `end` come next. `wide`: what that becomes for the other tiles, if it
+    // does.
     template <class Stored>
-    void multiply(int64_t first, int64_t last, int64_t end, const Stored* numbers, int64_t size) const {
-        alignas(64) float tile[GEMM_ROWS * PANEL];
-        auto sizes = std::make_integer_sequence<int, GEMM_ROWS>();
-        const bf16* scales = linear_.scales.as<bf16>();  // none where numbers are what they are
-        int64_t scales_apart = linear_.num_groups() * PANEL;
-        for (int64_t part = 0; part < num_tiles_; part++) {
-            int64_t row = x_.first_row(part);
-            int rows = int(x_.first_row(part + 1) - row);
-            auto multiply_rows = tile_for<Input, Stored>(rows, sizes);
-            for (int64_t panel = first; panel < last; panel++) {
-                if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel);
-                multiply_rows(x_.tile(part), numbers + (panel - first) * size,
-                              scales ? scales + panel * scales_apart : nullptr, linear_.group_pairs(), linear_.k / 2,
-                              tile, ahead_of(panel, end, part));
-                take(panel, row, rows, tile);
-            }
+    void multiply(const Stored* weights, int64_t part, int64_t panel, int64_t end, Input* wide) const {
+        const Stored* numbers = weights + panel * (linear_.panel_bytes() / int64_t(sizeof(Stored)));
+        if constexpr (!std::is_same<Stored, Input>::value) {
+            if (wide && part == 0) return multiply_by<true>(numbers, part, panel, end, wide);
+            if (wide) return multiply_by<false, Input>(wide, part, panel, end, nullptr);
         }
+        multiply_by<false>(numbers, part, panel, end, nullptr);
+    }
+
+    template <bool WIDENS, class Stored>
+    void multiply_by(const Stored* numbers, int64_t part, int64_t panel, int64_t end, Input* wide) const {
+        alignas(64) float tile[GEMM_ROWS * PANEL];
+        const bf16* scales = linear_.scales.as<bf16>();  // none where numbers are what they are
+        int64_t row = x_.first_row(part);
+        int rows = int(x_.first_row(part + 1) - row);
+        auto multiply_rows = tile_for<WIDENS, Input, Stored>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
+        if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel);
+        multiply_rows(x_.tile(part), numbers, scales ? scales + panel * linear_.num_groups() * PANEL : nullptr,
+                      linear_.group_pairs(), linear_.k / 2, tile, ahead_of(panel, end, part), wide);
+        take(panel, row, rows, tile);
     }
 
     void take(int64_t panel, int64_t row, int rows, float* tile) const {

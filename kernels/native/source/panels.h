@@ -67,20 +67,4 @@ void read_row(const Linear& linear, int64_t row, float* to) {
     for (int64_t i = 0; i < linear.k; i++) to[i] *= widen(scales[i / linear.group_size * PANEL]);
 }
 
-// A panel, place by place, as numbers of `Wide`, float32 or bf16, which holds its own exactly; without the scales.
-template <class Stored, class Wide>
-void widen_panel(const Stored* panel, int64_t num_places, Wide* to) {
-    for (int64_t place = 0; place < num_places; place++) {
-        for (int64_t lane = 0; lane < PANEL; lane += W) {
-            if (sizeof(Wide) == 2) {
-                store(reinterpret_cast<float*>(to + 2 * (place * PANEL + lane)), pairs_of(panel, place, PANEL, lane));
-            } else {
-                auto rows = reinterpret_cast<float*>(to) + 2 * place * PANEL + lane;
-                store(rows, even_of(panel, place, PANEL, lane));
-                store(rows + PANEL, odd_of(panel, place, PANEL, lane));
-            }
-        }
-    }
-}
-
 }  // namespace millrace

@@ -131,8 +131,8 @@ constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_V
 // WIDENS: `wide` becomes the panel in numbers of what is multiplied. A function of its own: within the loop over columns
 // GCC had too few registers for it (4 rows in int4 took 1.3 times as long).
 template <int R, int V, int S, bool FETCHES, bool WIDENS, class Input, class Stored>
-[[gnu::noinline]] void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out, const Ahead& ahead,
-                 Input* wide) {
+[[gnu::noinline]] void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out,
+                                   const Ahead& ahead, Input* wide) {
     const char* line = ahead.place;
     const int64_t share = ahead.share, fetching = ahead.pairs, stream_size = num_pairs / S;
     F sums[R][V];

@@ -4,8 +4,8 @@
 // and one of these times their scales), whatever the number of rows, of threads, or the tile it falls in: so the same row
 // gives the same bits in every batch.
 //
-// Weights become numbers of what is multiplied, which holds them exactly, in registers. Where there are several tiles of
-// rows, the first one leaves a panel behind as these numbers, for the others.
+// Weights become numbers of what is multiplied, which holds them exactly, in registers. Where there are enough tiles of
+// rows (`is_widened`), the first one leaves a panel behind as these numbers, for the others.
 
 #pragma once
 
@@ -35,8 +35,8 @@ inline const bf16* as_read(const float* numbers, int64_t count, bf16* narrowed) 
     return narrowed;
 }
 
-// Puts numbers [begin, begin + count) of R rows, both even, among `rows` that lie side by side: one, two or four from `row`
-// on, which are `apart` from each other in `numbers`.
+// Puts numbers [begin, begin + count) of R rows, both even, among `rows` that lie side by side: one, two or four of them
+// from `row` on, which are `apart` from each other in `numbers`.
 template <int R, class T>
 void put_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
     constexpr int64_t LINE = TOGETHER<T>, SOME = 64;
@@ -115,16 +115,17 @@ constexpr bool IS_FETCHED_TO_WRITE = W == 8;
 enum class Into { STORE, ADD };  // out = product, out += product
 
 // What is to be fetched while a tile is computed, so that memory is busy meanwhile: so many `times` the next `share` bytes
-// from `place` on, whole lines of the cache. Where not all of the tile's columns are summed at a time, as many are fetched
-// with the next ones, `apart` further on; 0: all are fetched with the first ones.
+// from `place` on, one to four lines of the cache. Where not all of the tile's columns are summed at a time, as many are
+// fetched with the next ones, `apart` further on; 0: all are fetched with the first ones.
 struct Ahead {
     const char* place;
     int64_t share, times, apart;
 };
+constexpr int64_t MOST_SHARE = 256;
 
 // Pairs of k from one time to the next. With each pair lines came faster than memory has them, and what the sums
-// themselves read waited behind them: every second one takes 4 to 9 % less with 8 to 12 rows, and 0 to 5 with more of them
-// (AVX2 on a Zen 3 class EPYC).
+// themselves read waited behind them: every second one takes 4 to 9 % less with 8 to 12 rows, and 0 to 5 with more
+// (AVX2 on a Zen 3 class EPYC). Where panels are one stream (AVX-512, and short groups) nobody has measured it yet.
 constexpr int pairs_apart(int64_t num_streams) { return num_streams == 1 ? 1 : 2; }
 constexpr int64_t num_times(int64_t num_pairs) { return num_pairs / pairs_apart(num_streams(num_pairs)); }
 
@@ -134,8 +135,8 @@ constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_V
 // Sums of R rows by V vectors of a panel's columns, from `lane` on, over some pairs of k, which lie in S streams. x of a
 // tile of `TiledRows`; a row of out begins PANEL after the one before. Who fetches nothing does not look for that either:
 // where two threads share a core, as those of virtual machines do, instructions beside the sums cost as much as these.
-// WIDENS: `wide` becomes the panel in numbers of what is multiplied. A function of its own: within the loop over columns
-// GCC had too few registers for it (4 rows in int4 took 1.3 times as long).
+// WIDENS: these columns of `wide` become the panel's, as numbers of what is multiplied. A function of its own: within the
+// loop over columns GCC had too few registers for it (4 rows in int4 took 1.3 times as long).
 template <int R, int V, int S, bool FETCHES, bool WIDENS, class Input, class Stored>
 [[gnu::noinline]] void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out,
                                    const Ahead& ahead, Input* wide) {
@@ -157,7 +158,7 @@ template <int R, int V, int S, bool FETCHES, bool WIDENS, class Input, class Sto
                 line += share;
             }
             int64_t place = turn + stream * stream_size;
-            float* to = WIDENS ? reinterpret_cast<float*>(wide + 2 * place * PANEL) + lane : nullptr;  // lanes of 4 bytes
+            float* to = WIDENS ? reinterpret_cast<float*>(wide + 2 * place * PANEL) + lane : nullptr;  // 4 bytes a lane
             F weights[V];
             if constexpr (sizeof(Input) == 2) {
 #ifdef MILLRACE_BF16_DOT
@@ -193,7 +194,7 @@ template <int R, int S, bool WIDENS, class Input, class Stored>
 void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead, Input* wide) {
     constexpr int V = vectors_for(R);
     auto sum = [&](int64_t lane, const Ahead& some, bool fetches) {
-        if constexpr (WIDENS)  // one tile of several: no code of its own for what fetches nothing
+        if constexpr (WIDENS)  // one tile of several: it may look for what to fetch in vain, for the sake of less code
             sum_vectors<R, V, S, true, true>(x, panel, lane, num_pairs, out + lane, some, wide);
         else if (fetches)
             sum_vectors<R, V, S, true, false>(x, panel, lane, num_pairs, out + lane, some, wide);
@@ -242,7 +243,7 @@ using MultiplyTile = void (*)(const Input*, const Stored*, const bf16*, int64_t,
 
 // None for rows that are no half of a tile: the first of several is that at least.
 template <int R, bool WIDENS, class Input, class Stored>
-constexpr MultiplyTile<Input, Stored> tile_of() {
+constexpr MultiplyTile<Input, Stored> multiply_tile_or_none() {
     if constexpr (WIDENS && R < GEMM_ROWS / 2)
         return nullptr;
     else
@@ -252,7 +253,7 @@ constexpr MultiplyTile<Input, Stored> tile_of() {
 // The tile for each number of rows, from 1.
 template <bool WIDENS, class Input, class Stored, int... R>
 MultiplyTile<Input, Stored> tile_for(int rows, std::integer_sequence<int, R...>) {
-    static constexpr MultiplyTile<Input, Stored> TILES[] = {tile_of<R + 1, WIDENS, Input, Stored>()...};
+    static constexpr MultiplyTile<Input, Stored> TILES[] = {multiply_tile_or_none<R + 1, WIDENS, Input, Stored>()...};
     return TILES[rows - 1];
 }
 
@@ -294,7 +295,8 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         for (int64_t i = 0; i < rows * PANEL / 2 * int64_t(sizeof(T)); i += 64) fetch_to_write(out + i);
     }
 
-    // Of R rows of a tile, in the place of the gates.
+    // silu(gate) * up of R rows of a tile, in the place of the gates. Of two rows at a time, since a power's steps wait for
+    // each other: 147 cycles for 6 rows instead of 176 (AVX2 on a Zen 3 class EPYC).
     template <int R>
     static void compute(float* rows) {
         constexpr int V = PANEL / 2 / W;  // vectors of gates in a row
@@ -323,20 +325,27 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
 // as many bytes of bf16 then: as many would make 8 to 32 rows 3 to 9 % slower (AVX2 on a Zen 3 class EPYC).
 constexpr int64_t CACHED = 192 << 10;
 
+// Panels that stay there.
+template <class Weight>
+int64_t num_held(const Linear& linear) {
+    return std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(InputOf<Weight>))));
+}
+
 // Whether the first of so many tiles of rows widens panels for the others, who read more bytes then. Widening is a shift
 // in bf16 and pays late: eight tiles take 4 % less, seven as long, three to six up to 10 % more (AVX2 on a Zen 3 class
-// EPYC). Of quantized weights it is several instructions: three tiles take 4 to 15 % less, two up to 10 % more.
+// EPYC). Of quantized weights it is several instructions: three tiles take 4 to 15 % less, two up to 10 % more. Where
+// bf16 is multiplied two tiles widen, too; with AVX-512 nobody has measured any of this since the first tile does it.
 template <class Weight>
 bool is_widened(bool is_quantized, int64_t num_tiles) {
     bool is_wide = !is_quantized && sizeof(InputOf<Weight>) == sizeof(Weight);
-    return !is_wide && num_tiles > (!is_quantized ? 7 : sizeof(InputOf<Weight>) == 2 ? 1 : 2);
+    return !is_wide && num_tiles >= (!is_quantized ? 8 : sizeof(InputOf<Weight>) == 2 ? 2 : 3);
 }
 
-// Bytes of a thread for that.
+// Bytes that the held panels of a thread take, widened.
 template <class Weight>
 int64_t widened_bytes(const Linear& linear, int64_t num_tiles) {
-    int64_t panel = linear.k * PANEL * int64_t(sizeof(InputOf<Weight>));
-    return is_widened<Weight>(linear.is_quantized(), num_tiles) ? std::max<int64_t>(1, CACHED / panel) * panel : 0;
+    if (!is_widened<Weight>(linear.is_quantized(), num_tiles)) return 0;
+    return num_held<Weight>(linear) * linear.k * PANEL * int64_t(sizeof(InputOf<Weight>));
 }
 
 // What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as
@@ -354,16 +363,15 @@ class Product {
   public:
     Product(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
         : model_(model), linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
-          held_(std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(Input))))) {
-        if (num_tiles_ == 1) held_ = HELD_FOR_ONE;
+          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)) {
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_), num_pairs = linear.k / 2;
         int64_t together = std::min(num_pairs, linear.is_quantized() ? linear.group_pairs() : num_pairs);
-        int64_t most_times = num_pairs / together * num_times(together);
+        int64_t most_times = num_pairs / together * num_times(together) + num_times(num_pairs % together);
         // Where that is a line or more each time it is spread over all passes over the columns: with the first one alone
         // it came twice as fast as memory gives it, and nothing with the second.
         int64_t parts = num_lines < most_times ? 1 : PANEL / W / vectors_for(int(x.first_row(1)));
         num_lines = ceil_div(num_lines, parts);
-        share_ = 64 * ceil_div(num_lines, most_times), times_ = ceil_div(64 * num_lines, share_);
+        share_ = std::min(MOST_SHARE, 64 * ceil_div(num_lines, most_times)), times_ = ceil_div(64 * num_lines, share_);
         apart_ = parts > 1 ? times_ * share_ : 0, tile_bytes_ = parts * times_ * share_;
         if (x.num_rows <= FEW_ROWS && !linear.is_quantized()) times_ = 0;
         int64_t first, last;
@@ -433,8 +441,8 @@ class Product {
     Party::Seat seat_;
     int64_t num_tiles_, held_;
     int64_t share_, times_, apart_;  // of each tile, as in `Ahead`
-    int64_t tile_bytes_;                      // that a tile fetches
-    const char* after_;                       // the panel of the next linear that this thread begins with
+    int64_t tile_bytes_;             // that a tile fetches
+    const char* after_;              // the panel of the next linear that this thread begins with
 };
 
 // `linear` is one of the model's, which has room for panels of so many rows: see `widened_bytes`.

@@ -235,25 +235,25 @@ inline int64_t place_in_pairs(int64_t index, int64_t width, int64_t lane) {
     return index * width + lane;
 }
 
-// Four rows of four times 4 bytes as four columns, `apart` from each other.
+// Four rows of four times 4 bytes as four columns, `to_apart` from each other.
 template <class T>
-inline void turn_4(const T* const (&rows)[4], T* to, int64_t apart) {
+inline void turn_4(const T* const (&rows)[4], T* to, int64_t to_apart) {
     __m128 a[4];
     UNROLL for (int i = 0; i < 4; i++) a[i] = _mm_loadu_ps(reinterpret_cast<const float*>(rows[i]));
     _MM_TRANSPOSE4_PS(a[0], a[1], a[2], a[3]);
-    UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float*>(to + i * apart), a[i]);
+    UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float*>(to + i * to_apart), a[i]);
 }
 
 // Two rows of four times 4 bytes as four columns of two.
 template <class T>
-inline void turn_4(const T* const (&rows)[2], T* to, int64_t apart) {
+inline void turn_4(const T* const (&rows)[2], T* to, int64_t to_apart) {
     __m128 a = _mm_loadu_ps(reinterpret_cast<const float*>(rows[0]));
     __m128 b = _mm_loadu_ps(reinterpret_cast<const float*>(rows[1]));
     __m128 low = _mm_unpacklo_ps(a, b), high = _mm_unpackhi_ps(a, b);
     _mm_storel_pi(reinterpret_cast<__m64*>(to), low);
-    _mm_storeh_pi(reinterpret_cast<__m64*>(to + apart), low);
-    _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * apart), high);
-    _mm_storeh_pi(reinterpret_cast<__m64*>(to + 3 * apart), high);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(to + to_apart), low);
+    _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * to_apart), high);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(to + 3 * to_apart), high);
 }
 
 // Two bf16 numbers that lie side by side.
@@ -303,7 +303,8 @@ void narrow_all(const float* x, int64_t count, T* to) {
 // subnormal, and for a NaN. Of N vectors side by side, as each step waits for the one before it.
 template <int N>
 [[gnu::always_inline]] inline void exp_all(F (&x)[N]) {
-    constexpr float FACTORS[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    constexpr float FACTORS[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                                 5.0000001201e-1f};
     F n[N], r[N], sum[N];
     UNROLL for (int i = 0; i < N; i++) n[i] = round(mul(x[i], splat(1.44269504f)));
     UNROLL for (int i = 0; i < N; i++) r[i] = fma(n[i], splat(-0.693359375f), x[i]);

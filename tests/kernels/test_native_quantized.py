@@ -154,7 +154,7 @@ def test_logits_are_those_of_float64_with_the_numbers_that_are_kept(name: str, f
 def test_no_bit_depends_on_how_a_prompt_is_cut_or_on_blocks_or_threads(
     form: str, dtype: DType, instruction_set: str
 ) -> None:
-    """Of a few tiles of rows each widens the weights in registers; for more of them panels are widened."""
+    """Of a few tiles of rows each widens the weights in registers; of more the first one does it for the others."""
     prompt, name = tokens(280), "odd sizes" if dtype == "bfloat16" else "head norms, a window, part of a head rotated"
     model = load(name, form, dtype, instruction_set)
     whole = Run(model).whole(prompt)

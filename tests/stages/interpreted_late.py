@@ -36,7 +36,7 @@ def _interpreted() -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint("qwen3", path, num_hidden_layers=1)
+    make_checkpoint("qwen3", path, num_hidden_layers=2)
     return path
 
 

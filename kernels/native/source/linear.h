@@ -114,18 +114,20 @@ constexpr bool IS_FETCHED_TO_WRITE = W == 8;
 
 enum class Into { STORE, ADD };  // out = product, out += product
 
-// What is to be fetched while a tile is computed, so that memory is busy meanwhile: so many `times` the next `share` bytes
-// from `place` on, one to four lines of the cache. Where not all of the tile's columns are summed at a time, as many are
-// fetched with the next ones, `apart` further on; 0: all are fetched with the first ones.
+constexpr int64_t MOST_SHARE = 256;  // bytes: the four lines of the cache that `sum_vectors` fetches at most at a time
+
+// What is to be fetched while a tile is computed, so that memory is busy meanwhile: so many `times` the next `share`
+// bytes from `place` on, whole lines. Where not all of the tile's columns are summed at a time, as many are fetched with
+// the next ones, `apart` further on; 0: all are fetched with the first ones.
 struct Ahead {
     const char* place;
     int64_t share, times, apart;
 };
-constexpr int64_t MOST_SHARE = 256;
 
 // Pairs of k from one time to the next. With each pair lines came faster than memory has them, and what the sums
-// themselves read waited behind them: every second one takes 4 to 9 % less with 8 to 12 rows, and 0 to 5 with more
-// (AVX2 on a Zen 3 class EPYC). Where panels are one stream (AVX-512, and short groups) nobody has measured it yet.
+// themselves read waited behind them: every second one takes 4 to 11 % less with 8 and 10 rows and up to 5 with more, and
+// in int4 from 5 % less to 5 more (AVX2 on a Zen 3 class EPYC). Where panels are one stream (AVX-512, and short groups)
+// nobody has measured it yet.
 constexpr int pairs_apart(int64_t num_streams) { return num_streams == 1 ? 1 : 2; }
 constexpr int64_t num_times(int64_t num_pairs) { return num_pairs / pairs_apart(num_streams(num_pairs)); }
 
@@ -193,13 +195,13 @@ template <int R, int V, int S, bool FETCHES, bool WIDENS, class Input, class Sto
 template <int R, int S, bool WIDENS, class Input, class Stored>
 void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead, Input* wide) {
     constexpr int V = vectors_for(R);
-    auto sum = [&](int64_t lane, const Ahead& some, bool fetches) {
+    auto sum = [&](int64_t lane, const Ahead& fetched, bool fetches) {
         if constexpr (WIDENS)  // one tile of several: it may look for what to fetch in vain, for the sake of less code
-            sum_vectors<R, V, S, true, true>(x, panel, lane, num_pairs, out + lane, some, wide);
+            sum_vectors<R, V, S, true, true>(x, panel, lane, num_pairs, out + lane, fetched, wide);
         else if (fetches)
-            sum_vectors<R, V, S, true, false>(x, panel, lane, num_pairs, out + lane, some, wide);
+            sum_vectors<R, V, S, true, false>(x, panel, lane, num_pairs, out + lane, fetched, wide);
         else
-            sum_vectors<R, V, S, false, false>(x, panel, lane, num_pairs, out + lane, some, wide);
+            sum_vectors<R, V, S, false, false>(x, panel, lane, num_pairs, out + lane, fetched, wide);
     };
     sum(0, ahead, ahead.times > 0);
     for (int64_t lane = V * W; lane < PANEL; lane += V * W) {
@@ -365,7 +367,7 @@ class Product {
         : model_(model), linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
           held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)) {
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_), num_pairs = linear.k / 2;
-        int64_t together = std::min(num_pairs, linear.is_quantized() ? linear.group_pairs() : num_pairs);
+        int64_t together = std::min(num_pairs, linear.group_pairs());
         int64_t most_times = num_pairs / together * num_times(together) + num_times(num_pairs % together);
         // Where that is a line or more each time it is spread over all passes over the columns: with the first one alone
         // it came twice as fast as memory gives it, and nothing with the second.
@@ -396,8 +398,8 @@ class Product {
         return wide + index * linear_.k * PANEL;
     }
 
-    // Rows of tile `part` by `panel`; panels until `end` come next. `wide`: what that becomes for the other tiles, if it
-    // does.
+    // Rows of tile `part` by `panel`; panels until `end` come next. `wide`: where the first tile leaves the panel for the
+    // others, who read it there; none: each reads it as it is.
     template <class Stored>
     void multiply(const Stored* weights, int64_t part, int64_t panel, int64_t end, Input* wide) const {
         const Stored* numbers = weights + panel * (linear_.panel_bytes() / int64_t(sizeof(Stored)));

@@ -315,6 +315,7 @@ template <int N>
     UNROLL for (int i = 0; i < N; i++) sum[i] = add(fma(mul(sum[i], r[i]), r[i], r[i]), splat(1.0f));
     UNROLL for (int i = 0; i < N; i++) x[i] = times_power_where_ge(x[i], splat(-87.3f), sum[i], n[i]);
 }
+
 inline F exp(F x) {
     F one[] = {x};
     exp_all(one);

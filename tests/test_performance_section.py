@@ -12,6 +12,7 @@ import pytest
 from tests.bench.cpu import report
 from tests.bench.cpu.chart import draw
 from tests.bench.cpu.figures import summary, table
+from tests.bench.cpu.glance import glance
 from tests.bench.cpu.peers import contenders_of, find_peers
 
 
@@ -74,12 +75,30 @@ def test_ratios_are_those_of_each_round_and_where_less_is_better_the_other_way_r
 def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: dict[str, Any], tmp_path: Path):
     (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
     made = report.section(tmp_path)
-    for words in ("A <fast> one (AVX512)\n\n2 threads, 2026-11-22", "other 7.5", "38.0 to 44.0", "A quiet machine."):
+    folded = "<details><summary>smollm2-135m, bfloat16, A &lt;fast&gt; one (AVX512)</summary>\n\n2 threads, 2026-11-22"
+    for words in (folded, "other 7.5", "38.0 to 44.0", "A quiet machine."):
         assert words in made
     assert "| other | 150 (ours 1.75x) | 90 / 300 | 20 / 40 | 1.5 | 1,024 |" in made
     assert "| 8 | 10.00 | 6.00 | 2.00 | 0.50 | 1.50 | 7.50 | 75% |" in made
     losses = [line for line in made.splitlines() if line.startswith("- W4")]
-    assert losses == ["- W4, gap between tokens, p99: other server is 1.36 times as good"]
+    lost = "- W4, gap between tokens, p99: other server is 1.36 times as good"
+    assert losses == [f"{lost}, in this run", lost]
+
+
+def test_a_glance_has_the_best_of_the_others_for_each_run_and_the_worst_of_what_is_lost(results: dict[str, Any]):
+    faster = json.loads(json.dumps(results)) | {"cpu": "Another"}
+    theirs = faster["workloads"]["w4"]["ours_to_theirs"]
+    theirs["third server"] = {"output_tok_s": {"median": 1.2}, "p99_itl_ms": {"median": 0.5}}
+    theirs["third"] = {"output_tok_s": {"median": 0.9}}
+    lines = list(glance([results, faster]))
+    assert "| smollm2-135m, bfloat16, A <fast> one (AVX512) | - | - | - | - | 1.75 other | 0.73 other | - |" in lines
+    assert "| smollm2-135m, bfloat16, Another (AVX512) | - | - | - | - | 1.20 third | 0.50 third | - |" in lines
+    assert lines[-3:] == [
+        "- W4, gap between tokens, p99: third server is 2.00 times as good, in 1 of 2 runs",
+        "- W4, gap between tokens, p99: other server is up to 1.36 times as good, in 2 of 2 runs",
+        "- W4, tokens/s: third is 1.11 times as good, in 1 of 2 runs",
+    ]
+    assert list(glance([])) == []
 
 
 def test_where_nothing_is_lost_the_section_says_to_whom(results: dict[str, Any], tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .glance import name_of
 from .peers import OUR_SERVER
 
 LESS_IS_BETTER = {
@@ -29,13 +30,16 @@ HEADINGS = (
 )
 
 
+def title_of(results: Mapping[str, Any]) -> str:
+    """The model, the machine, the rate, and how many each finished in time."""
+    shares = ", ".join(f"{_name(label)} {each['finished_in_time']:.0%}" for label, each in results["engines"].items())
+    return f"Arrivals of a trace, {results['rate']:.3g} a second, {name_of(results)}: in time {shares}"
+
+
 def of_arrivals(results: Mapping[str, Any]) -> Iterator[str]:
-    """A heading, what was asked and when it counts as good, the table, and where we lose."""
+    """What was asked and when it counts as good, the table, and where we lose."""
     asked, bounds, rate = results["asked"], results["bounds"], results["rate"]
     versions = ", ".join(f"{_name(label)} {version}" for label, version in results["versions"].items())
-    yield ""
-    machine = f"{results['cpu']} ({results['instructions']})"
-    yield f"### Arrivals of a trace, {results['shape']}, {results['dtype']}, {machine}"
     yield ""
     yield (
         f"`{asked['trace']}` from its minute {asked['from_minute']:g} on: {asked['requests']} requests in "

@@ -9,12 +9,14 @@ changes the results runs this; what is written there is never written by hand.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from .arrivals_table import of_arrivals
+from .arrivals_table import of_arrivals, title_of
 from .chart import draw
+from .glance import WORDS, glance, losses_of, name_of
 from .peers import OUR_SERVER, OURS
 
 ROOT = Path(__file__).parents[3]
@@ -33,24 +35,24 @@ SERVED = {
     "w4": ("output_tok_s", "W4 tok/s"),
 }
 LATENCIES = (("ttft", "W4 TTFT p50 / p99 ms"), ("itl", "W4 ITL p50 / p99 ms"))
-WORDS = {
-    "decode_tok_s": "decode rate",
-    "output_tok_s": "tokens/s",
-    "wall_s": "time",
-    "ttft_ms": "time to the first token",
-    "median_ttft_ms": "time to the first token, p50",
-    "p99_ttft_ms": "time to the first token, p99",
-    "median_itl_ms": "gap between tokens, p50",
-    "p99_itl_ms": "gap between tokens, p99",
-}
 
 
 def section(folder: Path = RESULTS) -> str:
-    """The section for the results that are there."""
-    lines = [line for path in found(folder) for line in _of_run(json.loads(path.read_text()), path)]
+    """The section for the results that are there: all at a glance, and each folded up."""
+    runs = {path: json.loads(path.read_text()) for path in found(folder)}
+    lines = [*glance(list(runs.values())), ""]
+    for path, run in runs.items():
+        lines += _folded(name_of(run), _of_run(run, path))
     for path in sorted(folder.glob(ARRIVALS)):
-        lines += of_arrivals(json.loads(path.read_text()))
+        run = json.loads(path.read_text())
+        lines += _folded(title_of(run), of_arrivals(run))
     return "\n".join([BEGIN, *lines, END])
+
+
+def _folded(title: str, lines: Iterable[str]) -> Iterator[str]:
+    yield f"<details><summary>{escape(title)}</summary>"
+    yield from lines
+    yield "</details>"
 
 
 def found(folder: Path = RESULTS) -> list[Path]:
@@ -73,8 +75,6 @@ def chart_of(path: Path) -> Path:
 
 def _of_run(results: Mapping[str, Any], path: Path) -> Iterator[str]:
     bandwidth = results["read_bandwidth_gb_s"]
-    yield ""
-    yield f"### {results['shape']}, {results['dtype']}, {results['cpu']} ({results['instructions']})"
     yield ""
     yield (
         f"{results['threads']} threads, {results['measured_on']}, median "
@@ -160,13 +160,10 @@ def _parts(rows: list[Mapping[str, float]]) -> Iterator[str]:
 
 def _where_we_lose(results: Mapping[str, Any]) -> Iterator[str]:
     """Every figure of every workload by which a peer is better."""
-    losses = []
-    for name, found in results["workloads"].items():
-        for label, ratios in found["ours_to_theirs"].items():
-            for figure, ratio in ratios.items():
-                if ratio["median"] < 1:
-                    times = f"{1 / ratio['median']:.2f}"
-                    losses.append(f"- {name.upper()}, {WORDS[figure]}: {label} is {times} times as good")
+    losses = [
+        f"- {workload.upper()}, {WORDS[figure]}: {label} is {times:.2f} times as good"
+        for workload, figure, label, times in losses_of(results)
+    ]
     peers = [label for label in results["versions"] if label not in (OURS, OUR_SERVER)]
     if losses:
         yield "Where we lose:"

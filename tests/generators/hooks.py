@@ -2,7 +2,7 @@
 that are meant to be wrong stay as they are, and every check is on. Counts the requests of each operation.
 
 Random cases are drawn, and that is all: left to itself, Hypothesis would spend more than half of its time on steering
-towards answers of 200, and on making small what it has steered to.
+towards answers of 200, on making small what it has steered to, and on choosing what to keep in a database.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.generators.tamed import tamed
 CONTEXT = int(os.environ["MILLRACE_TEST_CONTEXT"])
 COUNTS = Path(os.environ["MILLRACE_TEST_COUNTS"])
 
-hypothesis.settings.register_profile("drawn", phases=set(Phase) - {Phase.target, Phase.explain})
+hypothesis.settings.register_profile("drawn", phases=set(Phase) - {Phase.target, Phase.explain}, database=None)
 hypothesis.settings.load_profile("drawn")  # what a profile says goes before what Schemathesis would say
 num_requests: Counter[str] = Counter()  # by operation
 atexit.register(lambda: COUNTS.write_text(json.dumps(num_requests)))

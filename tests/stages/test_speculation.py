@@ -142,7 +142,7 @@ async def test_drafts_change_no_token_when_memory_runs_out(
     config = replace(TIGHT, steps_in_flight=steps_in_flight, **sizes, **WIDE)
 
     async with scripted_engine(config, script=script, env=env) as engine:
-        asked = requests(30, seed=3)
+        asked = requests(16, seed=3)
         outboxes = [await engine.submit(request) for request in asked]
         for request, outbox in zip(asked, outboxes, strict=True):
             answers: dict[int, list[int]] = {}

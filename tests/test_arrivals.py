@@ -310,11 +310,21 @@ def test_the_section_has_a_table_of_the_arrivals_and_says_where_we_lose(results:
     assert "minute 20 on: 2 requests in 10 minutes, 0.4 a second (gaps 12.3 times the trace's), 1,208 tokens" in made
     for words in ("p99 TTFT below 10 s", "TTFT below 2 s and ITL below 100 ms", "other 7.5", "A quiet machine."):
         assert words in made
-    assert "| millrace | 0.4 | 2 of 2 | 100% | 0 | 0 | 1 | 0.9 / 0.9 | 40 / 40 | 0.2 (100%) | 33.0 / 34.0 |" in made
-    assert "| other | - | 1 of 2 | 50% | 1 | 0 | 0 | 0.5 / 0.5 | 200 / 200 | 0 (0%) | 35.0 / 36.0 |" in made
+    title = "Arrivals of a trace, 0.4 a second, smollm2-135m, bfloat16, A fast one (AVX512)"
+    ends = "finished by the end millrace 100%, other 50%; goodput millrace 0.2, other 0"
+    assert f"<summary>{title}: {ends}</summary>" in made
+    row = "| millrace | up to 0.4 | 2 of 2 | 100% | 0 | 0 | 1 | 0.9 / 0.9 | 40 / 40 | 0.2 (100%) | 33.0 / 34.0 |"
+    assert row in made
+    assert "| other | no | 1 of 2 | 50% | 1 | 0 | 0 | 0.5 / 0.5 | 200 / 200 | 0 (0%) | 35.0 / 36.0 |" in made
     losses = [line for line in made.splitlines() if line.startswith("- ")]
     assert losses == [f"- time to the first token, {which}: other is 1.80 times as good" for which in ("p50", "p99")]
     assert "W4" not in made and report.found(tmp_path) == []  # no chart is drawn of these
+
+
+def test_where_the_rate_was_given_the_table_says_whether_it_was_kept_up_with(results: dict[str, Any], tmp_path: Path):
+    results["sustained"] = {}
+    (tmp_path / "arrivals-shape-machine.json").write_text(json.dumps(results))
+    assert "| millrace | yes | 2 of 2" in report.section(tmp_path)
 
 
 def test_who_finished_nothing_was_not_faster(results: dict[str, Any], tmp_path: Path):

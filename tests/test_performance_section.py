@@ -82,29 +82,39 @@ def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: di
     assert "| 8 | 10.00 | 6.00 | 2.00 | 0.50 | 1.50 | 7.50 | 75% |" in made
     losses = [line for line in made.splitlines() if line.startswith("- W4")]
     lost = "- W4, gap between tokens, p99: other server is 1.36 times as good"
-    assert losses == [f"{lost}, in this run", lost]
+    assert losses == [f"{lost}, in 1 of its 1 runs", lost]
 
 
 def test_a_glance_has_the_best_of_the_others_for_each_run_and_the_worst_of_what_is_lost(results: dict[str, Any]):
-    faster = json.loads(json.dumps(results)) | {"cpu": "Another"}
-    theirs = faster["workloads"]["w4"]["ours_to_theirs"]
-    theirs["third server"] = {"output_tok_s": {"median": 1.2}, "p99_itl_ms": {"median": 0.5}}
-    theirs["third"] = {"output_tok_s": {"median": 0.9}}
-    lines = list(glance([results, faster]))
-    assert "| smollm2-135m, bfloat16, A <fast> one (AVX512) | - | - | - | - | 1.75 other | 0.73 other | - |" in lines
-    assert "| smollm2-135m, bfloat16, Another (AVX512) | - | - | - | - | 1.20 third | 0.50 third | - |" in lines
-    assert lines[-3:] == [
-        "- W4, gap between tokens, p99: third server is 2.00 times as good, in 1 of 2 runs",
-        "- W4, gap between tokens, p99: other server is up to 1.36 times as good, in 2 of 2 runs",
-        "- W4, tokens/s: third is 1.11 times as good, in 1 of 2 runs",
+    w1 = {"millrace": [{"decode_tok_s": 90.0, "share_of_bandwidth": 0.875}], "third": [{"decode_tok_s": 100.0}]}
+    w3 = {"millrace server": [{"wall_s": 2.0}], "other server": [{"wall_s": 3.0}], "third server": [{"wall_s": 2.5}]}
+    workloads = {"w1": summary("w1", w1), "w3": summary("w3", w3), **results["workloads"]}
+    another = results | {"cpu": "Another", "note": None, "workloads": workloads}
+    lines = list(glance([results, another]))
+    shape = "smollm2-135m, bfloat16"
+    row = "- | - | - | - | 1.75 other | 1.00 other | 0.73 other | -"
+    assert f"| {shape}, A &lt;fast&gt; one (AVX512) | {row} |" in lines
+    row = "0.90 third | - | - | 1.25 third | 1.75 other | 1.00 other | 0.73 other | 0.88"
+    assert f"| {shape}, Another (AVX512) | {row} |" in lines
+    assert [line for line in lines if line.startswith("- ")] == [
+        f"- {shape}, A &lt;fast&gt; one (AVX512): A quiet machine.",
+        "- W1, decode rate: third is 1.11 times as good, in 1 of its 1 runs",
+        "- W4, gap between tokens, p99: other server is up to 1.36 times as good, in 2 of its 2 runs",
     ]
+
+
+def test_a_glance_without_peers_says_that_there_was_nobody_to_lose_to(results: dict[str, Any]):
+    results["workloads"]["w4"]["ours_to_theirs"] = {}
+    assert list(glance([results]))[-1] == "Where we lose: there was no peer to lose to."
     assert list(glance([])) == []
 
 
 def test_where_nothing_is_lost_the_section_says_to_whom(results: dict[str, Any], tmp_path: Path):
     results["workloads"]["w4"]["ours_to_theirs"]["other server"] = {"output_tok_s": {"median": 1.1}}
     (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
-    assert "Where we lose: by none of the figures of these workloads, to other server." in report.section(tmp_path)
+    made = report.section(tmp_path)
+    assert "Where we lose: nowhere in these runs." in made
+    assert "Where we lose: by none of the figures of these workloads, to other server." in made
 
 
 def test_a_section_takes_the_place_of_the_one_before():

@@ -21,9 +21,12 @@ from millrace.stages.testing import ScriptedEngine, scripted_engine
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_frozen() -> Iterator[None]:
+def only_what_stays_is_frozen() -> Iterator[None]:
+    """A server freezes what there is, and what a test made of it with that; see `pytest_collection_finish`."""
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, seen: list[bool], error: Exception | None = None) -> int:

@@ -4,7 +4,9 @@ is, and by which figures somebody is better.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 from .peers import OURS
@@ -20,30 +22,39 @@ WORDS = {
     "p99_itl_ms": "gap between tokens, p99",
 }
 COLUMNS = (  # heading, workload, figure, whether over HTTP
-    ("W1", "w1", "decode_tok_s", False),
-    ("W2", "w2", "output_tok_s", False),
+    ("W1 in process", "w1", "decode_tok_s", False),
+    ("W2 in process", "w2", "output_tok_s", False),
     ("W2 over HTTP", "w2", "output_tok_s", True),
     ("W3 over HTTP", "w3", "wall_s", True),
     ("W4 over HTTP", "w4", "output_tok_s", True),
-    ("W4, p99 gap", "w4", "p99_itl_ms", True),
+    ("W4, TTFT p50", "w4", "median_ttft_ms", True),
+    ("W4, ITL p99", "w4", "p99_itl_ms", True),
 )
 
 Run = Mapping[str, Any]  # one file of results
 
 
 def glance(runs: Sequence[Run]) -> Iterator[str]:
-    """A table with a row for each run, and a line for each figure by which somebody is better."""
+    """A table with a row for each run, what is to be known of some, and a line for each figure by which somebody is
+    better."""
     if not runs:
         return
     yield ""
-    yield "How many times as good ours is as the best of the others, in the median of the rounds:"
+    yield (
+        "How many times as good ours is as the best of the others, in the median of the rounds (-: nobody to compare "
+        "with); and the share of the memory's read rate at which ours reads the weights in W1, in process:"
+    )
     yield ""
-    headings = ("", *(heading for heading, *_ in COLUMNS), "W1 of the memory's rate")
+    headings = ("", *(heading for heading, *_ in COLUMNS), "W1, of memory's rate")
     yield f"| {' | '.join(headings)} |"
     yield f"|{'---|' * len(headings)}"
     for run in runs:
         cells = [_ratio_to_best(run, *column) for _, *column in COLUMNS]
-        yield f"| {' | '.join([name_of(run), *cells, _share_of_bandwidth(run)])} |"
+        yield f"| {' | '.join([_in_a_cell(run), *cells, _share_of_bandwidth(run)])} |"
+    yield ""
+    for run in runs:
+        if run.get("note"):
+            yield f"- {escape(name_of(run))}: {run['note']}"
     yield ""
     yield from _losses(runs)
 
@@ -55,18 +66,32 @@ def name_of(run: Run) -> str:
 
 def losses_of(run: Run) -> Iterator[tuple[str, str, str, float]]:
     """(workload, figure, whose, how many times as good) wherever a peer is better."""
+    for workload, label, figure, ratio in _ratios(run):
+        if ratio < 1:
+            yield workload, figure, label, 1 / ratio
+
+
+def told(workload: str, figure: str, label: str, times: str) -> str:
+    """A loss, in a line."""
+    return f"- {workload.upper()}, {WORDS[figure]}: {label} is {times} times as good"
+
+
+def _ratios(run: Run) -> Iterator[tuple[str, str, str, float]]:
     for workload, found in run["workloads"].items():
         for label, ratios in found["ours_to_theirs"].items():
             for figure, ratio in ratios.items():
-                if ratio["median"] < 1:
-                    yield workload, figure, label, 1 / ratio["median"]
+                yield workload, label, figure, ratio["median"]
+
+
+def _in_a_cell(run: Run) -> str:
+    return escape(name_of(run)).replace("|", "\\|")
 
 
 def _ratio_to_best(run: Run, workload: str, figure: str, is_served: bool) -> str:
     ratios = {
-        label.removesuffix(" server"): each[figure]["median"]
-        for label, each in run["workloads"].get(workload, {}).get("ours_to_theirs", {}).items()
-        if label.endswith(" server") == is_served and figure in each
+        label.removesuffix(" server"): ratio
+        for its_workload, label, its_figure, ratio in _ratios(run)
+        if (its_workload, its_figure, label.endswith(" server")) == (workload, figure, is_served)
     }
     best = min(ratios, key=ratios.__getitem__, default=None)
     return "-" if best is None else f"{ratios[best]:.2f} {best}"
@@ -79,16 +104,17 @@ def _share_of_bandwidth(run: Run) -> str:
 
 
 def _losses(runs: Sequence[Run]) -> Iterator[str]:
-    worst: dict[tuple[str, str, str], list[float]] = {}
+    """Each with the worst of its runs, and in how many of those in which there was something to compare with."""
+    compared = Counter((workload, figure, label) for run in runs for workload, label, figure, _ in _ratios(run))
+    lost: dict[tuple[str, str, str], list[float]] = {}
     for run in runs:
-        for *lost, times in losses_of(run):
-            worst.setdefault((lost[0], lost[1], lost[2]), []).append(times)
-    if not worst:
-        yield "Where we lose: nowhere in these runs."
+        for workload, figure, label, times in losses_of(run):
+            lost.setdefault((workload, figure, label), []).append(times)
+    if not lost:
+        yield f"Where we lose: {'nowhere in these runs' if compared else 'there was no peer to lose to'}."
         return
     yield "Where we lose:"
     yield ""
-    for (workload, figure, label), times in sorted(worst.items(), key=lambda item: (item[0][0], -max(item[1]))):
-        often = f"in {len(times)} of {len(runs)} runs" if len(runs) > 1 else "in this run"
-        up_to = "up to " if len(times) > 1 else ""
-        yield f"- {workload.upper()}, {WORDS[figure]}: {label} is {up_to}{max(times):.2f} times as good, {often}"
+    for one, all_times in sorted(lost.items(), key=lambda item: (item[0][0], -max(item[1]))):
+        worst = f"{'up to ' if len(all_times) > 1 else ''}{max(all_times):.2f}"
+        yield f"{told(*one, worst)}, in {len(all_times)} of its {compared[one]} runs"

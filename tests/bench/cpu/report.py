@@ -16,7 +16,7 @@ from typing import Any
 
 from .arrivals_table import of_arrivals, title_of
 from .chart import draw
-from .glance import WORDS, glance, losses_of, name_of
+from .glance import glance, losses_of, name_of, told
 from .peers import OUR_SERVER, OURS
 
 ROOT = Path(__file__).parents[3]
@@ -160,10 +160,7 @@ def _parts(rows: list[Mapping[str, float]]) -> Iterator[str]:
 
 def _where_we_lose(results: Mapping[str, Any]) -> Iterator[str]:
     """Every figure of every workload by which a peer is better."""
-    losses = [
-        f"- {workload.upper()}, {WORDS[figure]}: {label} is {times:.2f} times as good"
-        for workload, figure, label, times in losses_of(results)
-    ]
+    losses = [told(*lost, f"{times:.2f}") for *lost, times in losses_of(results)]
     peers = [label for label in results["versions"] if label not in (OURS, OUR_SERVER)]
     if losses:
         yield "Where we lose:"

@@ -11,11 +11,13 @@ import pytest
 from tests.counts import FULL
 from tests.simulation import background
 from tests.simulation.background import (
+    FOUND_LATE_BY,
     MAX_SEEDS_TO_FIND,
     NUM_LATE_SEEDS,
     Totals,
     find_device_bug,
     run_late_seeds,
+    tell_if_late,
 )
 from tests.simulation.device_bugs import DEVICE_BUGS
 from tests.simulation.setups import SETTLE_FAULT, on_streams
@@ -59,7 +61,9 @@ def test_what_makes_a_late_device_hard_happens_in_those_runs(totals: Totals) -> 
 
 @pytest.mark.parametrize("name", DEVICE_BUGS)
 def test_a_planted_bug_of_the_device_is_found(name: str) -> None:
-    assert background.result(find_device_bug, name) is not None, f"{name} stayed hidden for {MAX_SEEDS_TO_FIND} seeds"
+    found = background.result(find_device_bug, name)
+    assert found is not None, f"{name} stayed hidden for {MAX_SEEDS_TO_FIND} seeds"
+    tell_if_late(name, found[0], found, FOUND_LATE_BY.get(name, ()))
 
 
 def test_a_seed_is_the_same_run_each_time() -> None:

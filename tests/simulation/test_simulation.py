@@ -12,7 +12,15 @@ import pytest
 from millrace.stages.params import SamplingParams
 from millrace.stages.scripted.script import Script
 from tests.simulation import background
-from tests.simulation.background import MAX_SEEDS_TO_FIND, NUM_SEEDS, Totals, find_bug, run_seeds
+from tests.simulation.background import (
+    FOUND_BY,
+    MAX_SEEDS_TO_FIND,
+    NUM_SEEDS,
+    Totals,
+    find_bug,
+    run_seeds,
+    tell_if_late,
+)
 from tests.simulation.bugs import BUGS
 from tests.simulation.right_answers import right_answer
 from tests.simulation.setups import FAULTS
@@ -77,6 +85,7 @@ def test_every_sometimes_state_and_outcome_is_reached(totals: Totals) -> None:
 def test_a_planted_bug_is_found(name: str) -> None:
     seed = background.result(find_bug, name)
     assert seed is not None, f"{name} stayed hidden for {MAX_SEEDS_TO_FIND} seeds"
+    tell_if_late(name, seed, seed, FOUND_BY.get(name, ()))
 
 
 def test_a_seed_is_the_same_run_in_processes_of_other_hash_seeds() -> None:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from millrace.runtime.testing import sim_test
 from millrace.stages.recordings.traces import Trace, TraceRequest, read_trace
 from tests.bench.cpu import arrivals, report
 from tests.bench.cpu.arrivals import UNFINISHED, drive
-from tests.bench.cpu.contenders import Served
+from tests.bench.cpu.contenders import Served, start
 from tests.bench.cpu.peers import OUR_SERVER
 from tests.bench.cpu.sustained import Bounds, Window, highest, summary, window
 
@@ -272,6 +273,33 @@ def test_without_our_own_server_nothing_is_compared(busy: Trace, tmp_path: Path)
     servers = [served(OUR_SERVER, "raise SystemExit(3)"), served("peer", ANSWERS)]
     with pytest.raises(RuntimeError, match=f"{OUR_SERVER} did not come up"):
         asyncio.run(arrivals.compare(servers, busy, OPTIONS, BOUNDS, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_server_whose_start_is_cut_short_is_ended(tmp_path: Path):
+    process_id = tmp_path / "pid"
+    write = f"import os, pathlib, time; pathlib.Path({str(process_id)!r}).write_text(str(os.getpid())); time.sleep(60)"
+
+    async def cut_short() -> None:
+        starting = asyncio.create_task(start(served("peer", write), tmp_path / "log"))
+        await _until(lambda: process_id.exists() and bool(process_id.read_text()))
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await _until(lambda: not _runs(int(process_id.read_text())))
+
+    asyncio.run(cut_short())
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():  # noqa: ASYNC110 - another process tells nobody
+            await asyncio.sleep(0.01)
+
+
+def _runs(process_id: int) -> bool:
+    status = Path(f"/proc/{process_id}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 # -- README

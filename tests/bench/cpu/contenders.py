@@ -167,18 +167,31 @@ async def start(contender: Contender, log: Path) -> Running:
         if isinstance(contender, InProcess):
             streams = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": out}
             process = await _spawn(contender, contender.command, **streams)
-            await _read_line(process, contender.label)
+            with _ended_if_it_fails(process):
+                await _read_line(process, contender.label)
             running: Running = RunningWorker(contender.label, process, time.perf_counter() - began_s)
         else:
             port = _free_port()
             url = f"http://127.0.0.1:{port}"
             command = [part.replace("{port}", str(port)) for part in contender.command]
             process = await _spawn(contender, command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out)
-            await _wait_for(url, process, contender.label)
+            with _ended_if_it_fails(process):
+                await _wait_for(url, process, contender.label)
             ready_s = time.perf_counter() - began_s
             running = RunningServer(contender.label, process, ready_s, url, contender.keeps_connections)
     running.pause()
     return running
+
+
+@contextmanager
+def _ended_if_it_fails(process: asyncio.subprocess.Process) -> Iterator[None]:
+    """A start that is given up, or cut short by who stops the benchmark, leaves no engine behind."""
+    try:
+        yield
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 async def _spawn(contender: Contender, command: Sequence[str], **streams: Any) -> asyncio.subprocess.Process:

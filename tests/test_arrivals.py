@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.bench.cpu.arrivals import UNFINISHED, drive
 from tests.bench.cpu.contenders import Served, start
 from tests.bench.cpu.peers import OUR_SERVER
 from tests.bench.cpu.sustained import Bounds, Window, highest, summary, window
+from tests.deploy.sockets import until
 
 SECONDS = (0.0, 4.0, 5.0, 10.0, 12.0)
 BOUNDS = Bounds(ttft_ms=1_000.0, itl_ms=50.0, p99_ttft_ms=4_000.0, share=0.95, settle_s=2.0)
@@ -282,19 +282,13 @@ def test_a_server_whose_start_is_cut_short_is_ended(tmp_path: Path):
 
     async def cut_short() -> None:
         starting = asyncio.create_task(start(served("peer", write), tmp_path / "log"))
-        await _until(lambda: process_id.exists() and bool(process_id.read_text()))
+        await until(lambda: process_id.exists() and bool(process_id.read_text()))
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        await _until(lambda: not _runs(int(process_id.read_text())))
+        await until(lambda: not _runs(int(process_id.read_text())))
 
     asyncio.run(cut_short())
-
-
-async def _until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110 - another process tells nobody
-            await asyncio.sleep(0.01)
 
 
 def _runs(process_id: int) -> bool:

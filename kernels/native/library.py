@@ -76,13 +76,26 @@ def choose_instruction_set(asked: str | None = None) -> str:
     """
     asked = asked or os.environ.get(ENVIRONMENT) or None
     available = machine.instruction_sets()
-    if asked == "avx512_bf16_emulated" and "avx512" in available:
+    if (asked == "avx512_bf16_emulated" and "avx512" in available) or (asked == "amx_emulated" and available):
         return asked
     if asked is not None and asked not in available:
         raise NativeUnavailableError(f"instruction set {asked}: this machine has {', '.join(available) or 'none'}")
     if not available:
         raise NativeUnavailableError("the native step needs AVX2 and FMA, or AVX-512, on Linux")
     return asked or available[0]
+
+
+def load_best(asked: str | None = None) -> tuple[str, ctypes.CDLL]:
+    """The instruction set of `choose_instruction_set` and its library; if nobody asks for one and a compiler is too old
+    for the best, the best that can be had. Raises NativeUnavailableError."""
+    chosen, is_asked = choose_instruction_set(asked), bool(asked or os.environ.get(ENVIRONMENT))
+    errors = []
+    for name in (chosen,) if is_asked else machine.instruction_sets():
+        try:
+            return name, load(name)
+        except NativeUnavailableError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 @cache

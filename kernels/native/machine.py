@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
 from functools import cache
 from pathlib import Path
 
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 # what each needs of /proc/cpuinfo; AMD's best first
 INSTRUCTION_SETS: dict[str, frozenset[str]] = {
-    "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    "amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512_bf16": AVX512 | {"avx512_bf16"},
+    "avx512": AVX512,
     "avx2": frozenset({"avx2", "fma"}),
 }
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
 @cache
@@ -22,9 +26,16 @@ def instruction_sets() -> tuple[str, ...]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ()
     try:
-        return best_first(Path("/proc/cpuinfo").read_text())
+        found = best_first(Path("/proc/cpuinfo").read_text())
     except OSError:
         return ()
+    return tuple(name for name in found if name != "amx" or is_granted_tiles())
+
+
+@cache
+def is_granted_tiles() -> bool:
+    """Whether this process may use AMX's tile registers, which the system grants who asks, from Linux 5.16 on."""
+    return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) == 0
 
 
 def best_first(cpuinfo: str) -> tuple[str, ...]:
@@ -39,7 +50,8 @@ def best_first(cpuinfo: str) -> tuple[str, ...]:
     flags = frozenset(said.get("flags", "").split())
     found = [name for name, needed in INSTRUCTION_SETS.items() if needed <= flags]
     if said.get("vendor_id") == "GenuineIntel" and "avx512_bf16" in found:
-        found[:2] = "avx512", "avx512_bf16"
+        first = found.index("avx512_bf16")
+        found[first : first + 2] = "avx512", "avx512_bf16"
     return tuple(found)
 
 

@@ -73,9 +73,8 @@ class NativeModel:
             raise ValueError(f"group_size = {group_size}: must be even, as numbers are kept in pairs")
         self.shape, self.dtype, self.quantization = shape, dtype, quantization
         self.cache_dtype = cache_dtype or dtype
-        self.instruction_set = library.choose_instruction_set(instruction_set)
         self.num_threads = num_threads or machine.default_threads()
-        self._library = library.load(self.instruction_set)
+        self.instruction_set, self._library = library.load_best(instruction_set)
         names = [name for name, _ in library.Shape._fields_]  # type: ignore[misc]
         sizes = {name: getattr(shape, name) for name in names if hasattr(shape, name)}
         c_shape = library.Shape(

@@ -18,7 +18,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 BUILD: dict[str, Any] = runpy.run_path(str(HERE / "build.py"))
-IN_WHEELS = ("avx512_bf16", "avx512", "avx2")
+IN_WHEELS = ("amx", "avx512_bf16", "avx512", "avx2")
 
 
 def is_possible() -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from millrace.kernels.native import library, machine
+from millrace.kernels.native.errors import NativeUnavailableError
 from millrace.kernels.native.machine import best_first
 
 AVX512 = "avx512f avx512bw avx512vl avx512dq"
+AMX = "avx512_bf16 amx_tile amx_bf16"
 
 
 @pytest.mark.parametrize(
@@ -14,6 +17,7 @@ AVX512 = "avx512f avx512bw avx512vl avx512dq"
     [
         ("AuthenticAMD", f"sse2 fma avx2 {AVX512} avx512_bf16", ("avx512_bf16", "avx512", "avx2")),
         ("GenuineIntel", f"sse2 fma avx2 {AVX512} avx512_bf16", ("avx512", "avx512_bf16", "avx2")),
+        ("GenuineIntel", f"sse2 fma avx2 {AVX512} {AMX}", ("amx", "avx512", "avx512_bf16", "avx2")),
         ("GenuineIntel", f"sse2 fma avx2 {AVX512}", ("avx512", "avx2")),
         ("AuthenticAMD", "sse2 fma avx2 avx512f", ("avx2",)),
         ("GenuineIntel", "sse2 avx", ()),
@@ -26,3 +30,35 @@ def test_the_first_is_the_fastest_there_is(vendor: str, flags: str, expected: tu
 
 def test_a_system_that_says_nothing_of_its_processors_has_none() -> None:
     assert best_first("") == ()
+
+
+def test_a_processor_with_tile_registers_that_the_system_does_not_grant_goes_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "best_first", lambda _: ("amx", "avx512", "avx2"))
+    monkeypatch.setattr(machine, "is_granted_tiles", lambda: False)
+    machine.instruction_sets.cache_clear()
+    try:
+        assert machine.instruction_sets() == ("avx512", "avx2")
+    finally:
+        machine.instruction_sets.cache_clear()
+
+
+def test_the_best_library_that_can_be_had_is_taken_and_the_one_asked_for_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(name: str) -> str:
+        if name == "amx":
+            raise NativeUnavailableError("the compiler knows no -mamx-tile")
+        return f"library of {name}"
+
+    monkeypatch.setattr(machine, "instruction_sets", lambda: ("amx", "avx512", "avx2"))
+    monkeypatch.setattr(library, "load", load)
+    monkeypatch.delenv(library.ENVIRONMENT, raising=False)
+    assert library.load_best() == ("avx512", "library of avx512")
+    assert library.load_best("avx2") == ("avx2", "library of avx2")
+    with pytest.raises(NativeUnavailableError, match="mamx-tile"):
+        library.load_best("amx")
+    monkeypatch.setenv(library.ENVIRONMENT, "amx")
+    with pytest.raises(NativeUnavailableError, match="mamx-tile"):
+        library.load_best()

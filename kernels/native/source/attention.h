@@ -4,15 +4,6 @@
 // score, the sum of weights and the weighted sum of values, and chunks are put together in rising order. So a query gets
 // the same bits in a prompt's chunk, alone, among others, and whichever thread sees which chunk. A key that a query may
 // not see has weight 0, which changes no bit of any sum.
-//
-// A block's keys are stored in tiles of 16 tokens, [dim / 2][16][2], so that a vector holds scores of 16 keys, and its
-// values in tiles of [8][dim][2] (float32 and int8: [dim][16] and [16][dim]). Blocks smaller than a tile keep rows of
-// [token][dim], which are put into tiles when they are read. In int8 each key and each value has a scale of bf16; a key's
-// multiplies its score, a value's its weight.
-//
-// Blocks that hold 128 tokens are a run, in which a head's keys lie side by side, then its values. So those of a sequence
-// whose blocks follow each other are read from their beginning to their end: memory gives 1.4 times what it gives where
-// keys and values, or heads, take turns from block to block.
 
 #pragma once
 
@@ -20,109 +11,22 @@
 #include <cmath>
 #include <limits>
 
+#include "amx_attention.h"
 #include "linear.h"
-#include "quantize.h"
 
 namespace millrace {
 
-constexpr int64_t TILE = 16;    // keys
-constexpr int64_t CHUNK = 256;  // keys
-constexpr int64_t RUN = 128;    // tokens
-constexpr int64_t AHEAD = 8;    // tiles
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // the largest score where no key is seen
-constexpr int MAX_ROWS = GEMM_ROWS;  // queries (tokens x heads of a group) that share the reading of keys
-constexpr int64_t MAX_HEAD_DIM = 1024;
-
-// One layer of the cache: [runs][kv heads][keys, values][blocks of a run] heads of T, each [block_size * padded dim] numbers
-// and in int8 [block_size] scales. The next layer begins `blocks_apart` blocks after this one.
-template <class T>
-struct CacheLayout {
-    static constexpr bool HAS_SCALES = std::is_same<T, int8_t>::value;
-    int64_t blocks_apart, block_size, num_kv_heads, head_dim;
-    int run_bits = 0;  // a run has 1 << run_bits blocks: RUN tokens or less, but at least one
-
-    CacheLayout(int64_t blocks_apart, int64_t block_size, int64_t num_kv_heads, int64_t head_dim)
-        : blocks_apart(blocks_apart), block_size(block_size), num_kv_heads(num_kv_heads), head_dim(head_dim) {
-        while (block_size << (run_bits + 1) <= RUN) run_bits++;
-    }
-
-    int64_t padded_dim() const { return round_up(head_dim, 16); }
-    int64_t head_numbers() const { return block_size * padded_dim(); }
-    int64_t head_size() const { return head_numbers() + (HAS_SCALES ? block_size * 2 : 0); }
-    int64_t block_stride() const { return 2 * num_kv_heads * head_size(); }
-    int64_t layer_stride() const { return blocks_apart * block_stride(); }
-    bool is_tiled() const { return block_size % TILE == 0; }
-
-    int64_t to_values() const { return head_size() << run_bits; }  // from the keys of the same block and head
-
-    template <class P>  // T* or const T*
-    P keys(P layer, int64_t block, int64_t head) const {
-        int64_t first = block >> run_bits << run_bits;  // of the run
-        return layer + first * block_stride() + ((2 * head << run_bits) + block - first) * head_size();
-    }
-    template <class P>
-    P values(P layer, int64_t block, int64_t head) const { return keys(layer, block, head) + to_values(); }
-    const bf16* scales(const T* head) const { return reinterpret_cast<const bf16*>(head + head_numbers()); }
-};
-
-// A token's numbers as the cache has them, and `scale` of them if it has one.
-template <class T>
-void to_cached(const float* x, int64_t count, T* to, bf16*) {
-    narrow_all(x, count, to);
-}
-inline void to_cached(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
-
-// Puts a token's key in its place in a tile.
-template <class T>
-void put_key(const T* key, int64_t dim, T* tile, int64_t token) {
-    for (int64_t d = 0; d < dim; d++) tile[d * TILE + token] = key[d];
-}
-inline void put_key(const bf16* key, int64_t dim, bf16* tile, int64_t token) {
-    for (int64_t d = 0; d < dim; d += 2) std::memcpy(tile + d * TILE + 2 * token, key + d, 4);
-}
-
-// And its value, which changes nothing of what lies beside it: another thread may be writing that.
-template <class T>
-void put_value(const T* value, int64_t dim, int64_t width, T* tile, int64_t token) {
-    std::copy(value, value + dim, tile + token * width);
-}
-inline void put_value(const bf16* value, int64_t dim, int64_t width, bf16* tile, int64_t token) {
-    tile += token / 2 * 2 * width;
-    int64_t d = 0;
-#if defined(__AVX512F__)
-    for (; d + W <= dim; d += W) store_in_pairs(tile + 2 * d, value + d, token % 2);
-#endif
-    for (; d < dim; d++) tile[2 * d + token % 2] = value[d];
-}
-
-// Puts a token's key and value, [head_dim] each, at `offset` of a block's keys and values of that head.
-template <class T>
-void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offset, const float* key,
-                 const float* value) {
-    int64_t dim = layout.head_dim, width = layout.padded_dim();
-    T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
-    auto scale_of = [&](T* head) { return const_cast<bf16*>(layout.scales(head)) + offset; };
-    to_cached(key, dim, k, scale_of(keys));
-    to_cached(value, dim, v, scale_of(values));
-    if (!layout.is_tiled()) {
-        std::copy(k, k + dim, keys + offset * width);
-        std::copy(v, v + dim, values + offset * width);
-        return;
-    }
-    keys += offset / TILE * TILE * width, values += offset / TILE * TILE * width, offset %= TILE;
-    put_key(k, dim, keys, offset);
-    put_value(v, dim, width, values, offset);
-}
 
 // What scores and sums of values are computed of: queries and weights in float32, or in bf16 where the cache is and the
-// machine multiplies pairs of it.
-#ifdef MILLRACE_BF16_DOT
+// machine multiplies that.
 template <class T>
-using Factor = typename std::conditional<std::is_same<T, bf16>::value, bf16, float>::type;
-#else
+using Factor = typename std::conditional<MULTIPLIES_BF16 && std::is_same<T, bf16>::value, bf16, float>::type;
+
+// Queries (tokens x heads of a group) that share the reading of keys, where these are T, and where they are anything.
 template <class T>
-using Factor = float;
-#endif
+constexpr int ROWS_TOGETHER = IN_AMX<T> ? AMX_ROWS : GEMM_ROWS;
+constexpr int MAX_ROWS = std::max(ROWS_TOGETHER<bf16>, ROWS_TOGETHER<float>);
 
 // Queries of one sequence and kv head that are seen together, and the keys [first_key, last_key) that some of them see.
 struct Item {
@@ -159,22 +63,6 @@ struct Scratch {
     T keys[CHUNK * MAX_HEAD_DIM], values[CHUNK * MAX_HEAD_DIM];  // tiles put together from small blocks
     bf16 key_scales[CHUNK], value_scales[CHUNK];
 };
-
-// Tiles of a layer in the order in which a thread reads them, from the one it reads next. While it computes with a tile it
-// fetches the one that is AHEAD of it, so that memory is busy all the time. Nobody needs that where many rows share what
-// was read.
-template <class T>
-struct Reads {
-    const T* layer;
-    const int64_t* tiles;  // where they begin in the layer; with AHEAD more after the last that is read
-
-    const T* ahead(int64_t tile) const { return layer + tiles[AHEAD + tile]; }
-};
-constexpr bool is_fetched_ahead(int rows) { return rows <= 6; }
-
-inline void fetch(const void* from, int64_t num_bytes) {
-    for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T0);
-}
 
 // Scores [R][CHUNK] of the keys in tiles [first, last), for queries [R][dim]. Tile by tile, in the order in which they lie:
 // several side by side would keep the core busier, and memory idle.
@@ -344,7 +232,7 @@ class ItemAttention {
                   int64_t group, int64_t window, Scratch<T>* scratch)
         : layout_(layout), item_(item), layer_(layer), group_(group), window_(window), scratch_(scratch),
           table_(sequences.tables + item.sequence * sequences.table_width),
-          num_rows_(rows_with_code(item.num_rows)), width_(layout.padded_dim()) {
+          num_rows_(IN_AMX<T> ? item.num_rows : rows_with_code(item.num_rows)), width_(layout.padded_dim()) {
         int64_t new_tokens = sequences.query_starts[item.sequence + 1] - sequences.query_starts[item.sequence];
         start_ = sequences.lengths[item.sequence] - new_tokens;
         first_token_ = sequences.query_starts[item.sequence];
@@ -352,13 +240,14 @@ class ItemAttention {
 
     // q: the step's queries, [T][stride], heads of head_dim; `scale` multiplies them first.
     void take_queries(const float* q, int64_t stride, float scale) {
-        int64_t dim = layout_.head_dim;
+        int64_t dim = layout_.head_dim, apart = IN_AMX<T> ? width_ : dim;
         for (int r = 0; r < num_rows_; r++) {
-            Factor<T>* to = scratch_->queries + r * dim;
+            Factor<T>* to = scratch_->queries + r * apart;
             if (r >= item_.num_rows) {
                 std::fill(to, to + dim, Factor<T>());
                 continue;
             }
+            std::fill(to + dim, to + apart, Factor<T>());
             const float* from = q + token(r) * stride + (item_.head * group_ + (item_.first_row + r) % group_) * dim;
             int64_t d = 0;
             for (; d + W <= dim; d += W) store(to + d, mul(load(from + d), splat(scale)));
@@ -386,10 +275,7 @@ class ItemAttention {
         Span span = item_.span_of(chunk);
         Tiles keys, vals;
         find_tiles(base, span, &keys, &vals);
-        with_rows(num_rows_, [&](auto rows) {
-            score_tiles<decltype(rows)::value, T>(scratch_->queries, keys.numbers, *reads, span.first_tile,
-                                                  span.last_tile, layout_.head_dim, scratch_->scores);
-        });
+        score(keys, *reads, span);
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(keys, scratch_->scores, span);
         int64_t begin = span.first_tile * TILE, end = span.last_tile * TILE;
         for (int r = 0; r < item_.num_rows; r++) {  // one pass over all rows, then the other: neither waits for a row's end
@@ -399,10 +285,7 @@ class ItemAttention {
         for (int r = 0; r < item_.num_rows; r++)
             sum[r] = weigh(scratch_->scores + r * CHUNK, begin, end, largest[r], scratch_->weights + r * CHUNK);
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(vals, scratch_->weights, span);
-        with_rows(num_rows_, [&](auto rows) {
-            sum_values<decltype(rows)::value, T>(scratch_->weights, vals.numbers, *reads, span.first, span.last, width_,
-                                                 values);
-        });
+        sum_up(vals, *reads, span, values);
         if (is_fetched_ahead(num_rows_)) reads->tiles += 2 * span.num_tiles();
     }
 
@@ -449,6 +332,37 @@ class ItemAttention {
     };
     int64_t token(int r) const { return first_token_ + (item_.first_row + r) / group_; }
     int64_t position(int r) const { return start_ + (item_.first_row + r) / group_; }
+
+    void score(const Tiles& keys, const Reads<T>& reads, const Span& span) {
+        const Factor<T>* queries = scratch_->queries;
+        if constexpr (IN_AMX<T>)
+            score_in_tiles(queries, keys.numbers, reads, is_fetched_ahead(num_rows_), span.first_tile, span.last_tile, width_,
+                           scratch_->scores);
+        else
+            with_rows(num_rows_, [&](auto rows) {
+                score_tiles<decltype(rows)::value, T>(queries, keys.numbers, reads, span.first_tile, span.last_tile,
+                                                      layout_.head_dim, scratch_->scores);
+            });
+    }
+
+    void sum_up(Tiles& values, const Reads<T>& reads, const Span& span, float* sums) {
+        const Factor<T>* weights = scratch_->weights;
+        if constexpr (IN_AMX<T>) {
+            for (int64_t tile : {span.first_tile, span.last_tile - 1}) {
+                int64_t first = span.first - tile * TILE, last = span.last - tile * TILE;
+                if (first <= 0 && last >= TILE) continue;
+                T* kept = scratch_->values + tile * TILE * width_;
+                keep_values(values.numbers[tile], first, last, width_, kept);
+                values.numbers[tile] = kept;
+            }
+            sum_in_tiles(weights, values.numbers, reads, is_fetched_ahead(num_rows_), span.first_tile, span.last_tile, width_,
+                         sums);
+        } else {
+            with_rows(num_rows_, [&](auto rows) {
+                sum_values<decltype(rows)::value, T>(weights, values.numbers, reads, span.first, span.last, width_, sums);
+            });
+        }
+    }
 
     static float factor(float largest, float most) {
         if (largest == most) return 1.0f;

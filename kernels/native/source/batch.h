@@ -24,7 +24,7 @@ struct Activations {
         };
         auto take_tiled = [&](TiledRows<Input>* rows, int64_t size) {
             rows->num_rows = num_rows, rows->size = size;
-            take(&rows->data, size);
+            take(&rows->data, rows->padded_size());
         };
         take(&residual, hidden_stride);
         take(&qkv, qkv_stride);

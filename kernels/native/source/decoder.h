@@ -37,10 +37,10 @@ void norm_to(const TiledRows<T>& rows, int64_t first, int64_t last, const Row& r
 // Bytes that panels of products of `num_rows` rows are widened in, for each thread.
 template <class Weight>
 int64_t most_widened_bytes(const Model& model, int64_t num_rows) {
-    int64_t num_tiles = ceil_div(num_rows, GEMM_ROWS), most = widened_bytes<Weight>(model.head, num_tiles);
+    int64_t most = widened_bytes<Weight>(model.head, num_rows);
     for (const Layer& layer : model.layers)
         for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-            most = std::max(most, widened_bytes<Weight>(*linear, num_tiles));
+            most = std::max(most, widened_bytes<Weight>(*linear, num_rows));
     return most;
 }
 
@@ -226,18 +226,21 @@ class Step {
     }
 
     void attend(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
+        TilesInUse tiles;
         seat.each_piece(plan.num_parts(), 1, [&](int64_t part, int64_t, int64_t) {
-            attend_part(batch, plan, cache, part, seat.rank);
+            attend_part(batch, plan, cache, part, seat.rank, tiles);
         });
     }
 
-    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int64_t part, int rank) {
+    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int64_t part, int rank,
+                     TilesInUse& tiles) {
         Reads<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
         Scratch<Cached>* scratch = scratch_of(rank);
         for (int64_t i = plan.first_chunk[part]; i < plan.first_chunk[part + 1]; i++) {
             const Item& item = plan.items[plan.chunks[i].first];
             int64_t chunk = plan.chunks[i].second;
             ItemAttention<Cached> attention = look(batch, plan, item, cache, rank);
+            if (IN_AMX<Cached>) tiles.shape(attention_shapes(item.num_rows));
             if (plan.is_split || chunk == item.first_chunk())
                 attention.take_queries(batch.at.qkv, batch.at.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
             if (plan.is_split) {

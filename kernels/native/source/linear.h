@@ -6,27 +6,29 @@
 //
 // Weights become numbers of what is multiplied, which holds them exactly, in registers. Where there are enough tiles of
 // rows (`is_widened`), the first one leaves a panel behind as these numbers, for the others.
+//
+// Where the machine has tile registers, bf16 is multiplied in these: see amx_product.h.
 
 #pragma once
 
 #include <algorithm>
 
-#include "panels.h"
+#include "amx_product.h"
 
 namespace millrace {
 
 // What a product reads: float32, or bf16 where the machine multiplies pairs of it.
-#ifdef MILLRACE_BF16_DOT
 template <class Weight>
-using InputOf = Weight;
-#else
-template <class Weight>
-using InputOf = float;
-#endif
+using InputOf = typename std::conditional<MULTIPLIES_BF16, Weight, float>::type;
 
-// Of a row, what lies together is always four bytes, a pair of bf16 or a number of float32.
+// Of a row, what lies together among the rows of a tile: four bytes, a pair of bf16 or a number of float32; in AMX a row of
+// a register.
 template <class T>
-constexpr int64_t TOGETHER = 4 / sizeof(T);
+constexpr int64_t TOGETHER = IN_AMX<T> ? AMX_STEP : 4 / sizeof(T);
+
+// Rows that a tile has at most.
+template <class T>
+constexpr int TILE_ROWS = IN_AMX<T> ? AMX_TILE_ROWS : GEMM_ROWS;
 
 // Some numbers as products read them: these themselves in float32, in bf16 what `narrowed` then holds.
 inline const float* as_read(const float* numbers, int64_t, float*) { return numbers; }
@@ -40,6 +42,14 @@ inline const bf16* as_read(const float* numbers, int64_t count, bf16* narrowed) 
 template <int R, class T>
 void put_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
     constexpr int64_t LINE = TOGETHER<T>, SOME = 64;
+    if constexpr (IN_AMX<T>) {
+        for (int64_t i = begin, end = begin + count, next; i < end; i = next) {
+            next = std::min(end, round_up(i + 1, LINE));
+            T* line = to + (i - i % LINE) * rows + row * LINE + i % LINE;
+            for (int r = 0; r < R; r++) narrow_all(numbers + r * apart + i - begin, next - i, line + r * LINE);
+        }
+        return;
+    }
     alignas(64) T narrowed[R][SOME];
     to += begin * rows + row * LINE;
     for (int64_t done = 0; done < count; done += SOME) {
@@ -67,24 +77,33 @@ void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_
     if (r < rows) put_among<1>(numbers + r * apart, apart, begin, count, rows, r, to);
 }
 
-// Rows of numbers as products read them: in tiles of up to GEMM_ROWS rows, as equal as may be, each with the numbers of
-// all its rows side by side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile.
+// Rows of numbers as products read them: in tiles of up to TILE_ROWS rows, each with the numbers of all its rows side by
+// side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile. Tiles are as equal as may
+// be; in AMX, [size / 32][rows][32] and zeros past the size, whole ones come first.
 template <class T>
 struct TiledRows {
     T* data;
     int64_t num_rows, size;
 
-    int64_t num_tiles() const { return ceil_div(num_rows, GEMM_ROWS); }
-    int64_t first_row(int64_t tile) const { return num_rows * tile / num_tiles(); }
-    int64_t tile_of(int64_t row) const { return ((row + 1) * num_tiles() - 1) / num_rows; }
-    T* tile(int64_t tile) const { return data + first_row(tile) * size; }
+    int64_t num_tiles() const { return ceil_div(num_rows, TILE_ROWS<T>); }
+    int64_t first_row(int64_t tile) const {
+        return IN_AMX<T> ? std::min(num_rows, tile * TILE_ROWS<T>) : num_rows * tile / num_tiles();
+    }
+    int64_t tile_of(int64_t row) const {
+        return IN_AMX<T> ? row / TILE_ROWS<T> : ((row + 1) * num_tiles() - 1) / num_rows;
+    }
+    int64_t padded_size() const { return IN_AMX<T> ? round_up(size, TOGETHER<T>) : size; }
+    T* tile(int64_t tile) const { return data + first_row(tile) * padded_size(); }
 
     // Puts `count` numbers of a row in their place, from number `begin`.
     void put(int64_t row, int64_t begin, int64_t count, const float* numbers) const {
         int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
-        T* to = data + first * size;
-        if (rows == 1) return narrow_all(numbers, count, to + begin);
-        put_among<1>(numbers, 0, begin, count, rows, row - first, to);
+        T* to = tile(at);
+        if (rows == 1)
+            narrow_all(numbers, count, to + begin);
+        else
+            put_among<1>(numbers, 0, begin, count, rows, row - first, to);
+        pad(row, 1, begin + count);
     }
 
     // The same of `num` rows from `row` on, which are `apart` from each other in `numbers`.
@@ -93,14 +112,29 @@ struct TiledRows {
             int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
             int64_t left = std::min(end, first + rows) - row;
             some = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            T* tile = data + first * size;
             if (some == 4)
-                put_among<4>(numbers, apart, begin, count, rows, row - first, tile);
+                put_among<4>(numbers, apart, begin, count, rows, row - first, tile(at));
             else if (some == 2)
-                put_among<2>(numbers, apart, begin, count, rows, row - first, tile);
+                put_among<2>(numbers, apart, begin, count, rows, row - first, tile(at));
             else
                 put(row, begin, count, numbers);
+            pad(row, some, begin + count);
         }
+    }
+
+    // The same of all rows of the tile that begins with row `first`.
+    void put_tile(int64_t first, int64_t rows, int64_t begin, int64_t count, const float* numbers, int64_t apart) const {
+        put_side_by_side(numbers, apart, begin, count, rows, data + first * padded_size());
+        pad(first, rows, begin + count);
+    }
+
+  private:
+    // Zeros past the size of rows of a tile, once their last numbers are there: until `end`.
+    void pad(int64_t row, int64_t num, int64_t end) const {
+        if (end < size || padded_size() == size) return;
+        int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first, line = TOGETHER<T>;
+        T* last = tile(at) + (size - size % line) * rows + (row - first) * line;
+        for (int64_t i = 0; i < num; i++) std::fill(last + i * line + size % line, last + (i + 1) * line, T());
     }
 };
 
@@ -108,9 +142,9 @@ struct TiledRows {
 // after it. An instruction, since compilers know it only with a flag of its own.
 inline void fetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
 
-// Whether that is done. Linears of 16 rows and more take 2 to 4 % less with AVX2 on a Zen 3 class EPYC; with AVX-512
-// nobody has measured it yet.
-constexpr bool IS_FETCHED_TO_WRITE = W == 8;
+// Whether that is done. Linears of 16 rows and more take 2 to 4 % less with AVX2 on a Zen 3 class EPYC, and of 512 rows
+// 2 to 4 % less in AMX; with AVX-512 nobody has measured it yet.
+constexpr bool IS_FETCHED_TO_WRITE = W == 8 || HAS_AMX;
 
 enum class Into { STORE, ADD };  // out = product, out += product
 
@@ -293,8 +327,10 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
     TiledRows<T> rows_out;
 
     void expect(int64_t first_row, int rows, int64_t panel) const {
-        auto out = reinterpret_cast<const char*>(rows_out.data + first_row * rows_out.size + panel * PANEL / 2 * rows);
-        for (int64_t i = 0; i < rows * PANEL / 2 * int64_t(sizeof(T)); i += 64) fetch_to_write(out + i);
+        int64_t begin = panel * PANEL / 2, line = TOGETHER<T>, size = std::max(PANEL / 2, line);
+        auto out = rows_out.data + first_row * rows_out.padded_size() + (begin - begin % line) * rows;
+        for (int64_t i = 0; i < rows * size * int64_t(sizeof(T)); i += 64)
+            fetch_to_write(reinterpret_cast<const char*>(out) + i);
     }
 
     // silu(gate) * up of R rows of a tile, in the place of the gates. Of two rows at a time, since a power's steps wait for
@@ -317,8 +353,7 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         for (; r + 2 <= rows; r += 2) compute<2>(tile + r * PANEL);
         if (r < rows) compute<1>(tile + r * PANEL);
         int64_t begin = panel * PANEL / 2, count = std::min(PANEL / 2, rows_out.size - begin);
-        T* out = rows_out.data + first_row * rows_out.size;  // the same tiles of rows as the input's
-        put_side_by_side(tile, PANEL, begin, count, rows, out);
+        rows_out.put_tile(first_row, rows, begin, count, tile, PANEL);  // the same tiles of rows as the input's
     }
 };
 
@@ -338,16 +373,24 @@ int64_t num_held(const Linear& linear) {
 // EPYC). Of quantized weights it is several instructions: three tiles take 4 to 15 % less, two up to 10 % more. Where
 // bf16 is multiplied two tiles widen, too; with AVX-512 nobody has measured any of this since the first tile does it.
 template <class Weight>
-bool is_widened(bool is_quantized, int64_t num_tiles) {
-    bool is_wide = !is_quantized && sizeof(InputOf<Weight>) == sizeof(Weight);
-    return !is_wide && num_tiles >= (!is_quantized ? 8 : sizeof(InputOf<Weight>) == 2 ? 2 : 3);
+bool is_widened(const Linear& linear, int64_t num_tiles) {
+    using Input = InputOf<Weight>;
+    if (!linear.is_quantized()) return sizeof(Input) != sizeof(Weight) && num_tiles >= 8;
+    return num_tiles >= (sizeof(Input) == 2 ? 2 : 3) && (!IN_AMX<Input> || has_whole_steps(linear));
+}
+
+// Numbers of a widened panel.
+template <class Weight>
+int64_t widened_size(const Linear& linear) {
+    return PANEL * (IN_AMX<InputOf<Weight>> ? round_up(linear.k, AMX_STEP) : linear.k);
 }
 
 // Bytes that the held panels of a thread take, widened.
 template <class Weight>
-int64_t widened_bytes(const Linear& linear, int64_t num_tiles) {
-    if (!is_widened<Weight>(linear.is_quantized(), num_tiles)) return 0;
-    return num_held<Weight>(linear) * linear.k * PANEL * int64_t(sizeof(InputOf<Weight>));
+int64_t widened_bytes(const Linear& linear, int64_t num_rows) {
+    using Input = InputOf<Weight>;
+    if (!is_widened<Weight>(linear, ceil_div(num_rows, TILE_ROWS<Input>))) return 0;
+    return num_held<Weight>(linear) * widened_size<Weight>(linear) * int64_t(sizeof(Input));
 }
 
 // What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as
@@ -366,7 +409,15 @@ class Product {
     Product(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
         : model_(model), linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
           held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)) {
+        int64_t first, last;
+        share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
+        after_ = linear.next->weight.as<char>() + first * linear.next->panel_bytes();
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_), num_pairs = linear.k / 2;
+        if (IN_AMX<Input>) {
+            int64_t num_steps = ceil_div(linear.k, AMX_STEP);
+            share_ = 64 * ceil_div(num_lines, num_steps), times_ = num_steps, apart_ = 0, tile_bytes_ = num_steps * share_;
+            return;
+        }
         int64_t together = std::min(num_pairs, linear.group_pairs());
         int64_t most_times = num_pairs / together * num_times(together) + num_times(num_pairs % together);
         // Where that is a line or more each time it is spread over all passes over the columns: with the first one alone
@@ -376,33 +427,47 @@ class Product {
         share_ = std::min(MOST_SHARE, 64 * ceil_div(num_lines, most_times)), times_ = ceil_div(64 * num_lines, share_);
         apart_ = parts > 1 ? times_ * share_ : 0, tile_bytes_ = parts * times_ * share_;
         if (x.num_rows <= FEW_ROWS && !linear.is_quantized()) times_ = 0;
-        int64_t first, last;
-        share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
-        after_ = linear.next->weight.as<char>() + first * linear.next->panel_bytes();
     }
 
     template <class Stored>
     void run(const Stored* weights) const {
-        bool widens = is_widened<Weight>(linear_.is_quantized(), num_tiles_);
+        bool widens = is_widened<Weight>(linear_, num_tiles_);
+        TilesInUse tiles;
         seat_.each_piece(linear_.num_panels(), held_, [&](int64_t first, int64_t last, int64_t end) {
-            for (int64_t part = 0; part < num_tiles_; part++)
-                for (int64_t panel = first; panel < last; panel++)
-                    multiply(weights, part, panel, end, widens ? wide_panel(panel - first) : nullptr);
+            for (int64_t part = 0; part < num_tiles_; part++) {
+                for (int64_t panel = first; panel < last; panel++) {
+                    Input* wide = widens ? wide_panel(panel - first) : nullptr;
+                    if constexpr (IN_AMX<Input>)
+                        multiply_in(tiles, weights + panel * panel_size<Stored>(), part, panel, end, wide);
+                    else
+                        multiply(weights + panel * panel_size<Stored>(), part, panel, end, wide);
+                }
+            }
         });
     }
 
   private:
+    template <class Stored>
+    int64_t panel_size() const {
+        return linear_.panel_bytes() / int64_t(sizeof(Stored));
+    }
+
     // The `index`-th of those that this thread holds.
     Input* wide_panel(int64_t index) const {
         auto wide = reinterpret_cast<Input*>(model_.widened.as<char>() + seat_.rank * model_.widened_apart);
-        return wide + index * linear_.k * PANEL;
+        return wide + index * widened_size<Weight>(linear_);
     }
 
-    // Rows of tile `part` by `panel`; panels until `end` come next. `wide`: where the first tile leaves the panel for the
-    // others, who read it there; none: each reads it as it is.
+    // None where numbers are what they are.
+    const bf16* scales_of(int64_t panel) const {
+        const bf16* scales = linear_.scales.as<bf16>();
+        return scales ? scales + panel * linear_.num_groups() * PANEL : nullptr;
+    }
+
+    // Rows of tile `part` by `panel`, which holds `numbers`; panels until `end` come next. `wide`: where the first tile
+    // leaves the panel for the others, who read it there; none: each reads it as it is.
     template <class Stored>
-    void multiply(const Stored* weights, int64_t part, int64_t panel, int64_t end, Input* wide) const {
-        const Stored* numbers = weights + panel * (linear_.panel_bytes() / int64_t(sizeof(Stored)));
+    void multiply(const Stored* numbers, int64_t part, int64_t panel, int64_t end, Input* wide) const {
         if constexpr (!std::is_same<Stored, Input>::value) {
             if (wide && part == 0) return multiply_by<true>(numbers, part, panel, end, wide);
             if (wide) return multiply_by<false, Input>(wide, part, panel, end, nullptr);
@@ -412,14 +477,29 @@ class Product {
 
     template <bool WIDENS, class Stored>
     void multiply_by(const Stored* numbers, int64_t part, int64_t panel, int64_t end, Input* wide) const {
-        alignas(64) float tile[GEMM_ROWS * PANEL];
-        const bf16* scales = linear_.scales.as<bf16>();  // none where numbers are what they are
+        alignas(64) float tile[TILE_ROWS<Input> * PANEL];
         int64_t row = x_.first_row(part);
         int rows = int(x_.first_row(part + 1) - row);
         auto multiply_rows = tile_for<WIDENS, Input, Stored>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
         if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel);
-        multiply_rows(x_.tile(part), numbers, scales ? scales + panel * linear_.num_groups() * PANEL : nullptr,
-                      linear_.group_pairs(), linear_.k / 2, tile, ahead_of(panel, end, part), wide);
+        multiply_rows(x_.tile(part), numbers, scales_of(panel), linear_.group_pairs(), linear_.k / 2, tile,
+                      ahead_of(panel, end, part), wide);
+        take(panel, row, rows, tile);
+    }
+
+    // The same in tile registers.
+    template <class Stored>
+    void multiply_in(TilesInUse& tiles, const Stored* numbers, int64_t part, int64_t panel, int64_t end,
+                     Input* wide) const {
+        alignas(64) float tile[TILE_ROWS<Input> * PANEL];
+        int64_t row = x_.first_row(part);
+        int rows = int(x_.first_row(part + 1) - row);
+        Ahead ahead = ahead_of(panel, end, part);
+        auto multiply_rows = rows > AMX_ROWS ? multiply_in_tiles<2, Stored> : multiply_in_tiles<1, Stored>;
+        tiles.shape(product_shapes(rows));
+        if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel);
+        multiply_rows(x_.tile(part), rows, numbers, linear_, scales_of(panel), {ahead.place, ahead.share},
+                      {wide, part > 0}, tile);
         take(panel, row, rows, tile);
     }
 

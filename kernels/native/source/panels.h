@@ -26,7 +26,7 @@ void with_panels(const Linear& linear, const Use& use) {
     }
 }
 
-constexpr int64_t STREAMS = W == 8 ? 4 : 1;  // with AVX-512 nobody has measured more yet
+constexpr int64_t STREAMS = W == 8 && !HAS_AMX ? 4 : 1;  // with AVX-512 nobody has measured more yet; AMX reads in order
 
 // Of `num` pairs that are summed one after the other; as many places each, and in bf16 none shorter than a page.
 constexpr int64_t num_streams(int64_t num) { return num % STREAMS || num < 32 * STREAMS ? 1 : STREAMS; }

@@ -61,12 +61,13 @@ inline Plan make_plan(const Model& model, const StepInputs& inputs, int64_t wind
     plan.window = window;
     plan.partial_size = MAX_ROWS * (round_up(model.shape.head_dim, 16) + 2);
     int64_t group = model.shape.num_heads / model.shape.num_kv_heads, num_chunks = 0;
+    int64_t together = model.shape.cache == BFLOAT16 ? ROWS_TOGETHER<bf16> : ROWS_TOGETHER<float>;
     for (int32_t s = 0; s < inputs.num_sequences; s++) {
         int64_t count = inputs.query_starts[s + 1] - inputs.query_starts[s], start = inputs.lengths[s] - count;
         if (count <= 0) continue;
         for (int32_t head = 0; head < model.shape.num_kv_heads; head++) {
-            for (int64_t row = 0; row < count * group; row += MAX_ROWS) {
-                int64_t rows = std::min<int64_t>(MAX_ROWS, count * group - row);
+            for (int64_t row = 0; row < count * group; row += together) {
+                int64_t rows = std::min<int64_t>(together, count * group - row);
                 int64_t first = first_seen(start + row / group, window), last = start + (row + rows - 1) / group + 1;
                 plan.items.push_back({s, head, int32_t(row), int32_t(rows), first, last, num_chunks});
                 num_chunks += plan.items.back().num_chunks();

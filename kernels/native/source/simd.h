@@ -263,6 +263,15 @@ inline uint32_t pair_at(const bf16* p) {
     return both;
 }
 
+// Whether products of bf16 numbers are computed in the tile registers of AMX: see amx.h.
+#if defined(__AMX_BF16__) || defined(MILLRACE_EMULATE_AMX)
+constexpr bool HAS_AMX = true;
+#else
+constexpr bool HAS_AMX = false;
+#endif
+template <class T>
+constexpr bool IN_AMX = HAS_AMX && std::is_same<T, bf16>::value;
+
 // Sums of two products of bf16 numbers: each lane's pair, of `pairs_of`, with one pair `x` for all lanes.
 #if defined(__AVX512BF16__)
 #define MILLRACE_BF16_DOT 1
@@ -278,6 +287,13 @@ inline F add_dots(F sums, F pairs, uint32_t x) {
     sums = fma(load_odd(at), splat(widen(bf16(x >> 16))), sums);
     return fma(load_even(at), splat(widen(bf16(x))), sums);
 }
+#endif
+
+// Whether bf16 is multiplied as such, one way or the other.
+#if defined(MILLRACE_BF16_DOT)
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = HAS_AMX;
 #endif
 
 // W numbers, rounded to bf16.

@@ -97,12 +97,12 @@ inline void sum_in_tiles(const bf16* weights, const bf16* const* tiles, const Re
 // A tile of values, [8][width][2], in which those of keys that are not in [first, last) are zeros: what lies there may be
 // anything, and is multiplied. `to` may be `from`.
 inline void keep_values(const bf16* from, int64_t first, int64_t last, int64_t width, bf16* to) {
-    for (int64_t pair = 0; pair < TILE / 2; pair++) {
+    for (int64_t pair = 0; pair < TILE / 2; pair++, from += 2 * width, to += 2 * width) {
         bool has_even = first <= 2 * pair && 2 * pair < last, has_odd = first <= 2 * pair + 1 && 2 * pair + 1 < last;
-        uint32_t kept = (has_even ? 0xffff : 0) | (has_odd ? 0xffff0000 : 0);
-        for (int64_t i = pair * width; i < (pair + 1) * width; i++) {
-            uint32_t both = pair_at(from + 2 * i) & kept;
-            std::memcpy(to + 2 * i, &both, 4);
+        if (!has_even || !has_odd) {
+            for (int64_t i = 0; i < 2 * width; i++) to[i] = (i % 2 ? has_odd : has_even) ? from[i] : bf16();
+        } else if (to != from) {
+            std::memcpy(to, from, 4 * width);
         }
     }
 }

@@ -282,7 +282,7 @@ class Step {
             }
             plan->first_read.push_back(int64_t(plan->reads.size()));
         }
-        plan->reads.resize(plan->reads.size() + AHEAD);
+        plan->reads.resize(plan->reads.size() + MOST_AHEAD);
     }
 
     // An item before it has its queries.

@@ -46,7 +46,14 @@ void put_among(const float* numbers, int64_t apart, int64_t begin, int64_t count
         for (int64_t i = begin, end = begin + count, next; i < end; i = next) {
             next = std::min(end, round_up(i + 1, LINE));
             T* line = to + (i - i % LINE) * rows + row * LINE + i % LINE;
-            for (int r = 0; r < R; r++) narrow_all(numbers + r * apart + i - begin, next - i, line + r * LINE);
+            for (int r = 0; r < R; r++, line += LINE) {
+                const float* from = numbers + r * apart + i - begin;
+                if (next - i < LINE) {
+                    narrow_all(from, next - i, line);
+                } else {
+                    UNROLL for (int64_t at = 0; at < LINE; at += W) store(line + at, load(from + at));
+                }
+            }
         }
         return;
     }
@@ -404,6 +411,10 @@ class Product {
     // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76
     // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
     static constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
+    // Bytes that tile registers' numbers are fetched before they are read, where there is one tile of rows. Two panels at a
+    // time and this near: 34 to 37 GB/s; what comes two panels later, as above: 29; nothing: 29 (up to 16 rows, two cores of
+    // a Granite Rapids class Xeon, where plain reading gives 37 in the same way and 31 from 8 KiB on).
+    static constexpr int64_t NEAR_AHEAD = 1024;
 
   public:
     Product(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
@@ -431,22 +442,55 @@ class Product {
 
     template <class Stored>
     void run(const Stored* weights) const {
+        if constexpr (IN_AMX<Input>) return run_in_tiles(weights);
         bool widens = is_widened<Weight>(linear_, num_tiles_);
-        TilesInUse tiles;
         seat_.each_piece(linear_.num_panels(), held_, [&](int64_t first, int64_t last, int64_t end) {
-            for (int64_t part = 0; part < num_tiles_; part++) {
-                for (int64_t panel = first; panel < last; panel++) {
-                    Input* wide = widens ? wide_panel(panel - first) : nullptr;
-                    if constexpr (IN_AMX<Input>)
-                        multiply_in(tiles, weights + panel * panel_size<Stored>(), part, panel, end, wide);
-                    else
-                        multiply(weights + panel * panel_size<Stored>(), part, panel, end, wide);
-                }
-            }
+            for (int64_t part = 0; part < num_tiles_; part++)
+                for (int64_t panel = first; panel < last; panel++)
+                    multiply(weights + panel * panel_size<Stored>(), part, panel, end,
+                             widens ? wide_panel(panel - first) : nullptr);
         });
     }
 
   private:
+    // The same in tile registers.
+    template <class Stored>
+    void run_in_tiles(const Stored* weights) const {
+        TilesInUse tiles;
+        seat_.each_piece(linear_.num_panels(), held_, [&](int64_t first, int64_t last, int64_t end) {
+            for (int64_t part = 0; part < num_tiles_; part++) {
+                int64_t row = x_.first_row(part);
+                int rows = int(x_.first_row(part + 1) - row);
+                tiles.shape(product_shapes(rows));
+                int64_t panel = first;
+                if (rows > AMX_ROWS)
+                    for (; panel < last; panel++) multiply_in<2, 1>(weights, part, row, rows, panel, first, end);
+                for (; panel + 2 <= last; panel += 2) multiply_in<1, 2>(weights, part, row, rows, panel, first, end);
+                if (panel < last) multiply_in<1, 1>(weights, part, row, rows, panel, first, end);
+            }
+        });
+    }
+
+    // Rows of tile `part` by some panels from `panel` on; of those that are held `first` is the first one.
+    template <int HALVES, int PANELS, class Stored>
+    void multiply_in(const Stored* weights, int64_t part, int64_t row, int rows, int64_t panel, int64_t first,
+                     int64_t end) const {
+        alignas(64) float out[std::max(HALVES, PANELS) * OUT_SIZE];
+        PanelInTiles<Stored> panels[PANELS];
+        bool widens = is_widened<Weight>(linear_, num_tiles_);
+        for (int i = 0; i < PANELS; i++) {
+            const Stored* numbers = weights + (panel + i) * panel_size<Stored>();
+            Ahead ahead = ahead_of(panel + i, end, part);
+            // Who reads each number once is ahead of itself.
+            if (num_tiles_ == 1) ahead.place = reinterpret_cast<const char*>(numbers) + NEAR_AHEAD;
+            panels[i] = {numbers, scales_of(panel + i), {ahead.place, ahead.share}, {}};
+            if (widens) panels[i].wide = {wide_panel(panel + i - first), part > 0};
+            if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel + i);
+        }
+        multiply_in_tiles<HALVES, PANELS>(x_.tile(part), rows, linear_, panels, out);
+        for (int i = 0; i < PANELS; i++) take(panel + i, row, rows, out + i * OUT_SIZE);
+    }
+
     template <class Stored>
     int64_t panel_size() const {
         return linear_.panel_bytes() / int64_t(sizeof(Stored));
@@ -477,29 +521,13 @@ class Product {
 
     template <bool WIDENS, class Stored>
     void multiply_by(const Stored* numbers, int64_t part, int64_t panel, int64_t end, Input* wide) const {
-        alignas(64) float tile[TILE_ROWS<Input> * PANEL];
+        alignas(64) float tile[GEMM_ROWS * PANEL];
         int64_t row = x_.first_row(part);
         int rows = int(x_.first_row(part + 1) - row);
         auto multiply_rows = tile_for<WIDENS, Input, Stored>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
         if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel);
         multiply_rows(x_.tile(part), numbers, scales_of(panel), linear_.group_pairs(), linear_.k / 2, tile,
                       ahead_of(panel, end, part), wide);
-        take(panel, row, rows, tile);
-    }
-
-    // The same in tile registers.
-    template <class Stored>
-    void multiply_in(TilesInUse& tiles, const Stored* numbers, int64_t part, int64_t panel, int64_t end,
-                     Input* wide) const {
-        alignas(64) float tile[TILE_ROWS<Input> * PANEL];
-        int64_t row = x_.first_row(part);
-        int rows = int(x_.first_row(part + 1) - row);
-        Ahead ahead = ahead_of(panel, end, part);
-        auto multiply_rows = rows > AMX_ROWS ? multiply_in_tiles<2, Stored> : multiply_in_tiles<1, Stored>;
-        tiles.shape(product_shapes(rows));
-        if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel);
-        multiply_rows(x_.tile(part), rows, numbers, linear_, scales_of(panel), {ahead.place, ahead.share},
-                      {wide, part > 0}, tile);
         take(panel, row, rows, tile);
     }
 

@@ -75,7 +75,7 @@ inline Plan make_plan(const Model& model, const StepInputs& inputs, int64_t wind
         }
     }
     list_chunks(&plan, num_threads);
-    int64_t total = 0, seen = 0, most_reads = AHEAD, num_parts = num_threads * PARTS;
+    int64_t total = 0, seen = 0, most_reads = MOST_AHEAD, num_parts = num_threads * PARTS;
     for (size_t i = 0; i < plan.chunks.size(); i++) total += plan.cost(i), most_reads += 2 * plan.num_tiles(i);
     for (size_t i = 0, end; i < plan.chunks.size(); i = end) {
         int64_t cost = 0;

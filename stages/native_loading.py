@@ -11,6 +11,7 @@ import numpy as np
 
 from ..kernels.native.cache import NativeCache
 from ..kernels.native.errors import NonFiniteError
+from ..kernels.native.machine import instruction_sets
 from ..kernels.native.model import GROUP_SIZE, NativeModel
 from ..kernels.native.neighbours import Neighbours
 from ..kernels.native.shape import CacheDType, DType
@@ -62,6 +63,7 @@ def load_natively(
             cpus=threads.pinned,
             neighbours=Neighbours(threads.count, partial(_log_threads, threads.count)),
         )
+    log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
     with phases("weights"):
         check_room_for_weights(
             shape, config.quantization or dtype, lambda name: ITEM_SIZES[model.type_of(name)], "cpu", free_host_bytes()

@@ -74,7 +74,7 @@ def choose_instruction_set(asked: str | None = None) -> str:
 
     Raises NativeUnavailableError for one that it lacks, and where it has none of them.
     """
-    asked = asked or os.environ.get(ENVIRONMENT) or None
+    asked = asked_for(asked)
     available = machine.instruction_sets()
     if (asked == "avx512_bf16_emulated" and "avx512" in available) or (asked == "amx_emulated" and available):
         return asked
@@ -85,17 +85,31 @@ def choose_instruction_set(asked: str | None = None) -> str:
     return asked or available[0]
 
 
+def asked_for(asked: str | None) -> str | None:
+    """The instruction set that is asked for, here or in the environment."""
+    return asked or os.environ.get(ENVIRONMENT) or None
+
+
 def load_best(asked: str | None = None) -> tuple[str, ctypes.CDLL]:
     """The instruction set of `choose_instruction_set` and its library; if nobody asks for one and a compiler is too old
     for the best, the best that can be had. Raises NativeUnavailableError."""
-    chosen, is_asked = choose_instruction_set(asked), bool(asked or os.environ.get(ENVIRONMENT))
-    errors = []
-    for name in (chosen,) if is_asked else machine.instruction_sets():
-        try:
-            return name, load(name)
-        except NativeUnavailableError as error:
-            errors.append(error)
-    raise errors[0]
+    chosen = choose_instruction_set(asked)
+    failures = []
+    for name in (chosen,) if asked_for(asked) else machine.instruction_sets():
+        found = _load_once(name)
+        if not isinstance(found, NativeUnavailableError):
+            return name, found
+        failures.append(found)
+    raise failures[0]
+
+
+@cache
+def _load_once(instruction_set: str) -> ctypes.CDLL | NativeUnavailableError:
+    """The library, or why there is none: a compiler that lacks instructions is not tried again for each model."""
+    try:
+        return load(instruction_set)
+    except NativeUnavailableError as error:
+        return error
 
 
 @cache

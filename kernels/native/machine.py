@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
-# what each needs of /proc/cpuinfo; AMD's best first
+# What each needs of /proc/cpuinfo, best first; of AMD's.
 INSTRUCTION_SETS: dict[str, frozenset[str]] = {
     "amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
     "avx512_bf16": AVX512 | {"avx512_bf16"},
@@ -29,12 +29,16 @@ def instruction_sets() -> tuple[str, ...]:
         found = best_first(Path("/proc/cpuinfo").read_text())
     except OSError:
         return ()
-    return tuple(name for name in found if name != "amx" or is_granted_tiles())
+    return tuple(name for name in found if name != "amx" or ask_for_tiles())
 
 
 @cache
-def is_granted_tiles() -> bool:
-    """Whether this process may use AMX's tile registers, which the system grants who asks, from Linux 5.16 on."""
+def ask_for_tiles() -> bool:
+    """Whether this process may use AMX's tile registers, which Linux, from 5.16 on, grants who asks.
+
+    It is a grant to all threads and to processes that are forked, not to programs that these execute. It is refused
+    where a thread has a stack for signals that could not hold the registers.
+    """
     return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) == 0
 
 

@@ -37,19 +37,20 @@ class BuildWithLibrary(build_py):
             return
         if self.editable_mode:
             available = runpy.run_path(str(HERE / "machine.py"))["instruction_sets"]()
-            for name in available[:1]:
-                self._try(name, BUILD["library_path"])
+            any(self._try(name, BUILD["library_path"]) for name in available)  # the first that can be had
             return
         folder = Path(self.build_lib) / "millrace" / "kernels" / "native" / "built"
         folder.mkdir(parents=True, exist_ok=True)
         for name in IN_WHEELS:
             self._try(name, lambda name: BUILD["compile_library"](name, folder / BUILD["file_name"](name)))
 
-    def _try(self, name: str, compile_library: Callable[[str], object]) -> None:
+    def _try(self, name: str, compile_library: Callable[[str], object]) -> bool:
         try:
             compile_library(name)
         except BUILD["BuildError"] as error:  # an old compiler lacks the newest instructions
             print(f"native library for {name} left out: {error}", file=sys.stderr)
+            return False
+        return True
 
 
 class PlatformWheel(bdist_wheel):

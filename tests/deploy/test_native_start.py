@@ -83,6 +83,8 @@ def test_serve_answers_without_torch_in_little_memory_and_rests_when_idle() -> N
     events = [json.loads(line) for line in lines[:-1]]
     (threads,) = (event for event in events if event["event"] == "threads.chosen")
     assert threads["count"] >= 1 and threads["reason"]
+    (instructions,) = (event for event in events if event["event"] == "instructions.chosen")
+    assert instructions["name"] in instructions["machine_has"]
 
 
 def used_s(pid: int, pause_s: float) -> float:

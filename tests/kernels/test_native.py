@@ -160,12 +160,22 @@ def test_a_long_context_that_is_split_over_threads_gives_the_same_bits(dtype: DT
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [4, 16, 32])
-def test_what_lies_in_unused_places_of_the_cache_has_no_influence(dtype: DType, block_size: int) -> None:
-    name, prompt = "head norms, a window, part of a head rotated", tokens(75)
-    model = load(name, dtype)
+@pytest.mark.parametrize("name", ["head norms, a window, part of a head rotated", "odd sizes"])
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_what_lies_in_unused_places_of_the_cache_has_no_influence(
+    instruction_set: str, name: str, dtype: DType, block_size: int
+) -> None:
+    model, prompt = load(name, dtype, instruction_set), tokens(75)
     clean = Run(model, block_size).whole(prompt, [30, 1, 1])
     for poison in (float("nan"), float("inf")):
         assert np.array_equal(Run(model, block_size, poison=poison).whole(prompt, [30, 1, 1]), clean)
+
+
+@pytest.mark.skipif(not FULL or "amx" not in AVAILABLE, reason="a library to build; this processor has no amx")
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_code_stands_in_for_tile_registers(name: str) -> None:
+    plain, real = (Run(load(name, "bfloat16", each)).whole(tokens(300), [7]) for each in ("amx_emulated", "amx"))
+    assert error(plain, real) < 5e-3  # what lies on the edge between two numbers of bfloat16 may fall on either side
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from millrace.kernels.native import library, machine
@@ -35,27 +37,31 @@ def test_a_system_that_says_nothing_of_its_processors_has_none() -> None:
 def test_a_processor_with_tile_registers_that_the_system_does_not_grant_goes_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(machine.Path, "read_text", lambda _: "")
     monkeypatch.setattr(machine, "best_first", lambda _: ("amx", "avx512", "avx2"))
-    monkeypatch.setattr(machine, "is_granted_tiles", lambda: False)
-    machine.instruction_sets.cache_clear()
-    try:
-        assert machine.instruction_sets() == ("avx512", "avx2")
-    finally:
-        machine.instruction_sets.cache_clear()
+    for is_granted, expected in ((False, ("avx512", "avx2")), (True, ("amx", "avx512", "avx2"))):
+        monkeypatch.setattr(machine, "ask_for_tiles", lambda is_granted=is_granted: is_granted)
+        assert machine.instruction_sets.__wrapped__() == expected
 
 
 def test_the_best_library_that_can_be_had_is_taken_and_the_one_asked_for_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tried = []
+
     def load(name: str) -> str:
+        tried.append(name)
         if name == "amx":
             raise NativeUnavailableError("the compiler knows no -mamx-tile")
         return f"library of {name}"
 
     monkeypatch.setattr(machine, "instruction_sets", lambda: ("amx", "avx512", "avx2"))
+    monkeypatch.setattr(library, "_load_once", cache(library._load_once.__wrapped__))
     monkeypatch.setattr(library, "load", load)
     monkeypatch.delenv(library.ENVIRONMENT, raising=False)
-    assert library.load_best() == ("avx512", "library of avx512")
+    assert [library.load_best(), library.load_best()] == [("avx512", "library of avx512")] * 2
+    assert tried == ["amx", "avx512"]
     assert library.load_best("avx2") == ("avx2", "library of avx2")
     with pytest.raises(NativeUnavailableError, match="mamx-tile"):
         library.load_best("amx")

@@ -173,10 +173,10 @@ def test_no_bit_depends_on_how_a_prompt_is_cut_or_on_blocks_or_threads(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("instruction_set", SETS)
 def test_no_bit_changes_where_the_first_tile_begins_to_widen_for_the_others(form: str, instruction_set: str) -> None:
-    """Tiles have 6 or 12 rows; two, three or eight of them are enough, and the first one is the smallest."""
+    """Tiles have 6, 12 or 32 rows; two, three or eight of them are enough. In AMX 16 rows are half of one."""
     model, prompt = load("untied, biases", form, "bfloat16", instruction_set), tokens(90)
     one_by_one = Run(model).whole(prompt, [1] * 90)
-    for rows in (7, 12, 13, 18, 24, 25, 42, 43, 48, 84, 85):
+    for rows in (7, 12, 13, 16, 17, 18, 24, 25, 32, 33, 42, 43, 48, 49, 64, 65, 84, 85):
         assert np.array_equal(Run(model).whole(prompt[:rows]), one_by_one[:rows]), rows
 
 
@@ -212,7 +212,7 @@ def test_groups_of_int4_that_lie_in_streams_and_a_last_one_that_does_not_are_sum
 
 def test_products_wider_than_what_is_held_at_a_time_give_the_same_bits() -> None:
     """A panel of down_proj is 448 KiB of bfloat16 and 896 of float32: more than the bound; one of gate and up is 4 and
-    8. 110 tokens are eight tiles and more by any instruction set."""
+    8. 110 tokens are eight tiles and more in vectors, and four in AMX."""
     made = Checkpoint.random(intermediate_size=7168, num_layers=1, sliding_windows=(None,))
     for quantization in (None, "int8", "int4"):
         model = made.load("bfloat16", quantization=quantization, num_threads=2, worth_a_thread=1)

@@ -5,12 +5,15 @@
 
 #pragma once
 
+#include <cstdlib>
+
 #include "simd.h"
 
 namespace millrace {
 
-constexpr int AMX_ROWS = 16;   // of a register
-constexpr int AMX_PAIRS = 16;  // of bf16 in one of its rows
+constexpr int AMX_ROWS = 16;     // of a register
+constexpr int AMX_PAIRS = 16;    // of bf16 in one of its rows
+constexpr int AMX_COLUMNS = 16;  // of sums, float32, in one of its rows
 
 // What of each register is in use, as the processor reads it.
 struct alignas(64) TileShapes {
@@ -19,7 +22,7 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 
     void set(int tile, int num_rows, int num_pairs) {
-        rows[tile] = uint8_t(num_rows), row_bytes[tile] = uint16_t(num_rows ? 4 * num_pairs : 0);
+        rows[tile] = uint8_t(num_rows), row_bytes[tile] = uint16_t(4 * num_pairs);
     }
 };
 
@@ -83,22 +86,26 @@ inline void clear_tile() {
 template <int SUMS, int ROWS, int COLUMNS>
 inline void add_products() {
     TileRegisters& all = tile_registers;
-    for (int row = 0; row < all.shapes.rows[SUMS]; row++) {
-        float even[AMX_PAIRS] = {}, odd[AMX_PAIRS] = {}, sums[AMX_PAIRS];
-        for (int pair = 0; pair < all.shapes.rows[COLUMNS]; pair++) {
+    auto rows = all.shapes.rows;
+    auto bytes = all.shapes.row_bytes;
+    bool fits = rows[SUMS] > 0 && rows[SUMS] == rows[ROWS] && bytes[ROWS] == 4 * rows[COLUMNS] && bytes[SUMS] == bytes[COLUMNS];
+    if (!fits) std::abort();  // where the processor would fault
+    for (int row = 0; row < rows[SUMS]; row++) {
+        float even[AMX_COLUMNS] = {}, odd[AMX_COLUMNS] = {}, sums[AMX_COLUMNS];
+        for (int pair = 0; pair < rows[COLUMNS]; pair++) {
             uint32_t x = all.rows[ROWS][row][pair];
-            for (int i = 0; i < AMX_PAIRS; i++) {
+            for (int i = 0; i < AMX_COLUMNS; i++) {
                 uint32_t y = all.rows[COLUMNS][pair][i];
                 even[i] += widen(bf16(x)) * widen(bf16(y)), odd[i] += widen(bf16(x >> 16)) * widen(bf16(y >> 16));
             }
         }
         std::memcpy(sums, all.rows[SUMS][row], sizeof sums);
-        for (int i = 0; i < AMX_PAIRS; i++) sums[i] += even[i] + odd[i];
+        for (int i = 0; i < AMX_COLUMNS; i++) sums[i] += even[i] + odd[i];
         std::memcpy(all.rows[SUMS][row], sums, sizeof sums);
     }
 }
 inline void load_shapes(const TileShapes& shapes) { tile_registers.shapes = shapes; }
-inline void release_tiles() {}
+inline void release_tiles() { tile_registers.shapes = TileShapes(); }
 
 #endif
 
@@ -108,6 +115,7 @@ class TilesInUse {
   public:
     TilesInUse() = default;
     TilesInUse(const TilesInUse&) = delete;
+    TilesInUse& operator=(const TilesInUse&) = delete;
     ~TilesInUse() {
         if (current_) release_tiles();
     }

@@ -1,7 +1,9 @@
 // Attention's products in tile registers: scores of 16 keys at a time, and sums of their values.
 //
 // A tile of keys, [dim / 2][16][2], and one of values, [8][dim][2], are read as they lie in the cache. Who shares them are
-// up to 16 queries, and each gets what it would get alone.
+// up to 16 queries, and each gets what it would get alone. Padding of keys and queries, up to 16 numbers, is zeros.
+//
+// Knows tiles and registers; refuses to know blocks, and which of the keys a query sees.
 
 #pragma once
 
@@ -63,7 +65,7 @@ void sum_columns_in_tiles(const bf16* weights, const bf16* const* tiles, const R
         load_tile<6>(weights + tile * TILE, 2 * CHUNK);
         auto add = [&](auto column) {
             constexpr int i = decltype(column)::value;
-            load_tile<7>(at + 2 * AMX_PAIRS * i, 4 * width);
+            load_tile<7>(at + 2 * AMX_COLUMNS * i, 4 * width);
             add_products<i, 6, 7>();
         };
         add(std::integral_constant<int, 0>());
@@ -72,20 +74,20 @@ void sum_columns_in_tiles(const bf16* weights, const bf16* const* tiles, const R
         if constexpr (C > 3) add(std::integral_constant<int, 3>());
     }
     store_tile<0>(sums + dim, 4 * width);
-    if (C > 1) store_tile<1>(sums + dim + AMX_PAIRS, 4 * width);
-    if (C > 2) store_tile<2>(sums + dim + 2 * AMX_PAIRS, 4 * width);
-    if (C > 3) store_tile<3>(sums + dim + 3 * AMX_PAIRS, 4 * width);
+    if (C > 1) store_tile<1>(sums + dim + AMX_COLUMNS, 4 * width);
+    if (C > 2) store_tile<2>(sums + dim + 2 * AMX_COLUMNS, 4 * width);
+    if (C > 3) store_tile<3>(sums + dim + 3 * AMX_COLUMNS, 4 * width);
 }
 
 // Weighted sums [rows][width] of the values in tiles [first, last), with weights [rows][CHUNK].
 inline void sum_in_tiles(const bf16* weights, const bf16* const* tiles, const Reads<bf16>& reads, bool is_fetching,
                          int64_t first, int64_t last, int64_t width, float* sums) {
-    for (int64_t dim = 0; dim < width; dim += 4 * AMX_PAIRS) {
+    for (int64_t dim = 0; dim < width; dim += 4 * AMX_COLUMNS) {
         bool fetches = is_fetching && dim == 0;  // the first pass is for all
         auto sum = [&](auto columns) {
             sum_columns_in_tiles<decltype(columns)::value>(weights, tiles, reads, fetches, first, last, width, sums, dim);
         };
-        switch (std::min<int64_t>(4, (width - dim) / AMX_PAIRS)) {
+        switch (std::min<int64_t>(4, (width - dim) / AMX_COLUMNS)) {
             case 1: sum(std::integral_constant<int, 1>()); break;
             case 2: sum(std::integral_constant<int, 2>()); break;
             case 3: sum(std::integral_constant<int, 3>()); break;

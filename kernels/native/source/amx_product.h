@@ -3,6 +3,8 @@
 // Each sum is put together in the same way whatever the number of rows: the even and the odd products of 32 numbers of k,
 // then these in rising order of k; in int4 by groups, times their scales. So the same row gives the same bits in every
 // batch. Weights that are not kept in bf16 become that first, which holds their numbers exactly.
+//
+// Knows panels and registers; refuses to know whose rows these are, which thread is where, and what becomes of sums.
 
 #pragma once
 
@@ -58,13 +60,13 @@ constexpr int64_t OUT_SIZE = AMX_ROWS * PANEL;  // of the sums of 16 rows
 
 inline void clear_sums() { clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>(); }
 
-// To [rows][32], or twice that, one panel after the other.
+// To [rows][32], of two panels one after the other.
 template <int HALVES, int PANELS>
 inline void store_sums(float* to) {
     constexpr int64_t APART = 4 * PANEL;
-    store_tile<0>(to, APART), store_tile<1>(to + AMX_PAIRS, APART);
+    store_tile<0>(to, APART), store_tile<1>(to + AMX_COLUMNS, APART);
     if (HALVES * PANELS == 1) return;
-    store_tile<2>(to + OUT_SIZE, APART), store_tile<3>(to + OUT_SIZE + AMX_PAIRS, APART);
+    store_tile<2>(to + OUT_SIZE, APART), store_tile<3>(to + OUT_SIZE + AMX_COLUMNS, APART);
 }
 
 // A step's columns in bf16; those pairs that are not in [begin, end) are zeros.
@@ -76,17 +78,17 @@ void widen_step(const Stored* panel, int64_t step, int64_t begin, int64_t end, b
                   pair >= begin && pair < end ? pairs_of(panel, pair, PANEL, lane) : zero());
 }
 
-// Lines that are fetched while a panel is multiplied: `share` bytes from `place` on with each step.
+// Lines that are fetched while a panel is multiplied: `share` bytes from `place` on with each step, until `end`.
 struct StepsAhead {
-    const char* place;
+    const char *place, *end;
     int64_t share;
 
     void fetch_next() {
-        for (const char* end = place + share; place < end; place += 64) _mm_prefetch(place, _MM_HINT_T1);
+        for (const char* last = std::min(end, place + share); place < last; place += 64) _mm_prefetch(place, _MM_HINT_T1);
     }
 };
 
-// What is left of a panel as bf16 for other rows, and by whom.
+// A panel as bf16, which the first tile of rows leaves for the others; whether it is there yet.
 struct WidePanel {
     bf16* place = nullptr;  // none: nothing is
     bool is_made = false;
@@ -97,7 +99,7 @@ inline bool has_whole_steps(const Linear& linear) {
     return linear.num_groups() <= 1 || linear.group_pairs() % AMX_PAIRS == 0;
 }
 
-// Panels that are multiplied together, by which numbers are in them and what becomes of these.
+// One of the panels that are multiplied together.
 template <class Stored>
 struct PanelInTiles {
     const Stored* numbers;

@@ -13,6 +13,7 @@ using namespace millrace;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+// AMX is not asked for here: who may use it is found in machine.py, which asks the system, too.
 EXPORT int32_t millrace_is_supported() {
 #if defined(__AVX512F__)
     bool is = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

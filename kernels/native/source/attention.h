@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "amx_attention.h"
+#include "keys.h"
 #include "linear.h"
 
 namespace millrace {

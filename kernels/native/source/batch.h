@@ -57,8 +57,8 @@ struct Batch {
     Batch(const Model& model, char* memory, const StepInputs& inputs)
         : inputs(inputs), at(model, memory, inputs.num_tokens) {}
 
-    void plan(const Model& model, int64_t window, int num_threads) {
-        if (!plans.count(window)) plans[window] = make_plan(model, inputs, window, num_threads);
+    void plan(const Model& model, int64_t window, int num_threads, int rows_together) {
+        if (!plans.count(window)) plans[window] = make_plan(model, inputs, window, num_threads, rows_together);
     }
     Sequences sequences() const {
         return {inputs.block_tables, inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width};

@@ -65,7 +65,7 @@ class Step {
           all_(model, reserve(model, inputs, num_threads), inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)),
           since_ns_(now_ns()) {
         for (const Layer& layer : model.layers)
-            (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads);
+            (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads, ROWS_TOGETHER<Cached>);
         int64_t num_floats = 0;
         each_plan([&](const Batch<Input>&, const Plan& plan) {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
@@ -240,7 +240,7 @@ class Step {
             const Item& item = plan.items[plan.chunks[i].first];
             int64_t chunk = plan.chunks[i].second;
             ItemAttention<Cached> attention = look(batch, plan, item, cache, rank);
-            if (IN_AMX<Cached>) tiles.shape(attention_shapes(item.num_rows));
+            if constexpr (IN_AMX<Cached>) tiles.shape(attention_shapes(item.num_rows));
             if (plan.is_split || chunk == item.first_chunk())
                 attention.take_queries(batch.at.qkv, batch.at.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
             if (plan.is_split) {

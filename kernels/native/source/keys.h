@@ -11,6 +11,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+
 #include "model.h"
 #include "quantize.h"
 
@@ -99,7 +102,8 @@ void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offse
         return;
     }
     keys += offset / TILE * TILE * width, values += offset / TILE * TILE * width, offset %= TILE;
-    put_key(k, dim, keys, offset);
+    if (IN_AMX<T>) std::fill(k + dim, k + width, T());  // there a tile's padding is multiplied, by zeros
+    put_key(k, IN_AMX<T> ? width : dim, keys, offset);
     put_value(v, dim, width, values, offset);
 }
 

@@ -1,7 +1,7 @@
 // Products of a step's rows with packed weights.
 //
-// Each number of a product is one chain of fused multiply-adds over k in rising order (in int4 a chain for each group,
-// and one of these times their scales), whatever the number of rows, of threads, or the tile it falls in: so the same row
+// In vectors each number of a product is one chain of fused multiply-adds over k in rising order (in int4 a chain for each
+// group, and one of these times their scales), whatever the number of rows, of threads, or the tile it falls in: so the same row
 // gives the same bits in every batch.
 //
 // Weights become numbers of what is multiplied, which holds them exactly, in registers. Where there are enough tiles of
@@ -37,26 +37,32 @@ inline const bf16* as_read(const float* numbers, int64_t count, bf16* narrowed) 
     return narrowed;
 }
 
+// Puts numbers [begin, begin + count) of `num` rows among `rows` of a tile in AMX, from `row` on, which are `apart` from
+// each other in `numbers`.
+template <class T>
+void put_among_in_amx(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, int num,
+                      T* to) {
+    constexpr int64_t LINE = TOGETHER<T>;
+    for (int64_t i = begin, end = begin + count, next; i < end; i = next) {
+        next = std::min(end, round_up(i + 1, LINE));
+        T* line = to + (i - i % LINE) * rows + row * LINE + i % LINE;
+        for (int r = 0; r < num; r++, line += LINE) {
+            const float* from = numbers + r * apart + i - begin;
+            if (next - i < LINE) {
+                narrow_all(from, next - i, line);
+            } else {
+                UNROLL for (int64_t at = 0; at < LINE; at += W) store(line + at, load(from + at));
+            }
+        }
+    }
+}
+
 // Puts numbers [begin, begin + count) of R rows, both even, among `rows` that lie side by side: one, two or four of them
 // from `row` on, which are `apart` from each other in `numbers`.
 template <int R, class T>
 void put_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
     constexpr int64_t LINE = TOGETHER<T>, SOME = 64;
-    if constexpr (IN_AMX<T>) {
-        for (int64_t i = begin, end = begin + count, next; i < end; i = next) {
-            next = std::min(end, round_up(i + 1, LINE));
-            T* line = to + (i - i % LINE) * rows + row * LINE + i % LINE;
-            for (int r = 0; r < R; r++, line += LINE) {
-                const float* from = numbers + r * apart + i - begin;
-                if (next - i < LINE) {
-                    narrow_all(from, next - i, line);
-                } else {
-                    UNROLL for (int64_t at = 0; at < LINE; at += W) store(line + at, load(from + at));
-                }
-            }
-        }
-        return;
-    }
+    if constexpr (IN_AMX<T>) return put_among_in_amx(numbers, apart, begin, count, rows, row, R, to);
     alignas(64) T narrowed[R][SOME];
     to += begin * rows + row * LINE;
     for (int64_t done = 0; done < count; done += SOME) {
@@ -86,7 +92,7 @@ void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_
 
 // Rows of numbers as products read them: in tiles of up to TILE_ROWS rows, each with the numbers of all its rows side by
 // side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile. Tiles are as equal as may
-// be; in AMX, [size / 32][rows][32] and zeros past the size, whole ones come first.
+// be; in AMX all but the last are whole, laid out [size / 32][rows][32] with zeros past the size.
 template <class T>
 struct TiledRows {
     T* data;
@@ -106,7 +112,7 @@ struct TiledRows {
     void put(int64_t row, int64_t begin, int64_t count, const float* numbers) const {
         int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
         T* to = tile(at);
-        if (rows == 1)
+        if (rows == 1 && !IN_AMX<T>)
             narrow_all(numbers, count, to + begin);
         else
             put_among<1>(numbers, 0, begin, count, rows, row - first, to);
@@ -125,7 +131,7 @@ struct TiledRows {
                 put_among<2>(numbers, apart, begin, count, rows, row - first, tile(at));
             else
                 put(row, begin, count, numbers);
-            pad(row, some, begin + count);
+            if (some > 1) pad(row, some, begin + count);
         }
     }
 
@@ -151,7 +157,8 @@ inline void fetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(
 
 // Whether that is done. Linears of 16 rows and more take 2 to 4 % less with AVX2 on a Zen 3 class EPYC, and of 512 rows
 // 2 to 4 % less in AMX; with AVX-512 nobody has measured it yet.
-constexpr bool IS_FETCHED_TO_WRITE = W == 8 || HAS_AMX;
+template <class Input>
+constexpr bool IS_FETCHED_TO_WRITE = W == 8 || IN_AMX<Input>;
 
 enum class Into { STORE, ADD };  // out = product, out += product
 
@@ -366,7 +373,8 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
 
 // Bytes of panels, as numbers that are multiplied, that stay in the second-level cache for all rows, while as many are
 // fetched. With 16 and 32 rows up to 5 % faster than 384 KiB (Zen 5 class EPYC); where bf16 is multiplied in float32, half
-// as many bytes of bf16 then: as many would make 8 to 32 rows 3 to 9 % slower (AVX2 on a Zen 3 class EPYC).
+// as many bytes of bf16 then: as many would make 8 to 32 rows 3 to 9 % slower (AVX2 on a Zen 3 class EPYC). In AMX 512 and
+// 768 KiB make 128 and 512 rows no faster, or slower.
 constexpr int64_t CACHED = 192 << 10;
 
 // Panels that stay there.
@@ -407,13 +415,15 @@ class Product {
     using Input = InputOf<Weight>;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
     static constexpr int64_t HELD_FOR_ONE = 2;
+    static_assert(!IN_AMX<Input> || HELD_FOR_ONE % 2 == 0, "in AMX panels are multiplied in pairs");
     // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
     // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76
     // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
     static constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
     // Bytes that tile registers' numbers are fetched before they are read, where there is one tile of rows. Two panels at a
     // time and this near: 34 to 37 GB/s; what comes two panels later, as above: 29; nothing: 29 (up to 16 rows, two cores of
-    // a Granite Rapids class Xeon, where plain reading gives 37 in the same way and 31 from 8 KiB on).
+    // a Granite Rapids class Xeon, where plain reading gives 37 in the same way and 31 from 8 KiB on). For int8 and int4
+    // nobody has looked for another distance.
     static constexpr int64_t NEAR_AHEAD = 1024;
 
   public:
@@ -425,8 +435,8 @@ class Product {
         after_ = linear.next->weight.as<char>() + first * linear.next->panel_bytes();
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_), num_pairs = linear.k / 2;
         if (IN_AMX<Input>) {
-            int64_t num_steps = ceil_div(linear.k, AMX_STEP);
-            share_ = 64 * ceil_div(num_lines, num_steps), times_ = num_steps, apart_ = 0, tile_bytes_ = num_steps * share_;
+            share_ = 64 * ceil_div(num_lines, ceil_div(linear.k, AMX_STEP)), times_ = 0, apart_ = 0;
+            tile_bytes_ = 64 * num_lines;
             return;
         }
         int64_t together = std::min(num_pairs, linear.group_pairs());
@@ -442,7 +452,15 @@ class Product {
 
     template <class Stored>
     void run(const Stored* weights) const {
-        if constexpr (IN_AMX<Input>) return run_in_tiles(weights);
+        if constexpr (IN_AMX<Input>)
+            run_in_tiles(weights);
+        else
+            run_in_vectors(weights);
+    }
+
+  private:
+    template <class Stored>
+    void run_in_vectors(const Stored* weights) const {
         bool widens = is_widened<Weight>(linear_, num_tiles_);
         seat_.each_piece(linear_.num_panels(), held_, [&](int64_t first, int64_t last, int64_t end) {
             for (int64_t part = 0; part < num_tiles_; part++)
@@ -452,8 +470,6 @@ class Product {
         });
     }
 
-  private:
-    // The same in tile registers.
     template <class Stored>
     void run_in_tiles(const Stored* weights) const {
         TilesInUse tiles;
@@ -483,9 +499,9 @@ class Product {
             Ahead ahead = ahead_of(panel + i, end, part);
             // Who reads each number once is ahead of itself.
             if (num_tiles_ == 1) ahead.place = reinterpret_cast<const char*>(numbers) + NEAR_AHEAD;
-            panels[i] = {numbers, scales_of(panel + i), {ahead.place, ahead.share}, {}};
+            panels[i] = {numbers, scales_of(panel + i), {ahead.place, ahead.place + tile_bytes_, share_}, {}};
             if (widens) panels[i].wide = {wide_panel(panel + i - first), part > 0};
-            if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel + i);
+            if (IS_FETCHED_TO_WRITE<Input>) out_.expect(row, rows, panel + i);
         }
         multiply_in_tiles<HALVES, PANELS>(x_.tile(part), rows, linear_, panels, out);
         for (int i = 0; i < PANELS; i++) take(panel + i, row, rows, out + i * OUT_SIZE);
@@ -525,7 +541,7 @@ class Product {
         int64_t row = x_.first_row(part);
         int rows = int(x_.first_row(part + 1) - row);
         auto multiply_rows = tile_for<WIDENS, Input, Stored>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
-        if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel);
+        if (IS_FETCHED_TO_WRITE<Input>) out_.expect(row, rows, panel);
         multiply_rows(x_.tile(part), numbers, scales_of(panel), linear_.group_pairs(), linear_.k / 2, tile,
                       ahead_of(panel, end, part), wide);
         take(panel, row, rows, tile);

@@ -21,7 +21,8 @@ struct Plan {
     int64_t num_parts() const { return int64_t(first_chunk.size()) - 1; }
     int64_t num_tiles(size_t i) const { return items[chunks[i].first].span_of(chunks[i].second).num_tiles(); }
 
-    // What a chunk costs: its beginning and its end take as long as a tile, and reading a tile as long as three rows.
+    // What a chunk costs: its beginning and its end take as long as a tile, and reading a tile as long as three rows (in
+    // vectors; in AMX nobody has looked).
     int64_t cost(size_t i) const { return (num_tiles(i) + 1) * (items[chunks[i].first].num_rows + 3); }
 
     // Chunks from `i` that one thread sees.
@@ -43,7 +44,7 @@ inline void list_chunks(Plan* plan, int num_threads) {
         total += item.num_chunks(), largest = std::max(largest, item.num_chunks());
         most_rows = std::max<int64_t>(most_rows, item.num_rows);
     }
-    bool is_little = is_fetched_ahead(int(most_rows)) && total * plan->partial_size * 4 <= PARTIALS;
+    bool is_little = is_fetched_ahead(most_rows) && total * plan->partial_size * 4 <= PARTIALS;
     plan->is_split = num_threads > 1 && largest > 1 && (is_little || largest * num_threads * 2 > total);
     for (size_t first = 0, end; first < plan->items.size(); first = end) {
         auto is_same = [&](size_t i) { return plan->items[i].sequence == plan->items[first].sequence; };
@@ -56,18 +57,19 @@ inline void list_chunks(Plan* plan, int num_threads) {
     }
 }
 
-inline Plan make_plan(const Model& model, const StepInputs& inputs, int64_t window, int num_threads) {
+// `rows_together`: that an item has at most.
+inline Plan make_plan(const Model& model, const StepInputs& inputs, int64_t window, int num_threads,
+                      int rows_together) {
     Plan plan;
     plan.window = window;
     plan.partial_size = MAX_ROWS * (round_up(model.shape.head_dim, 16) + 2);
     int64_t group = model.shape.num_heads / model.shape.num_kv_heads, num_chunks = 0;
-    int64_t together = model.shape.cache == BFLOAT16 ? ROWS_TOGETHER<bf16> : ROWS_TOGETHER<float>;
     for (int32_t s = 0; s < inputs.num_sequences; s++) {
         int64_t count = inputs.query_starts[s + 1] - inputs.query_starts[s], start = inputs.lengths[s] - count;
         if (count <= 0) continue;
         for (int32_t head = 0; head < model.shape.num_kv_heads; head++) {
-            for (int64_t row = 0; row < count * group; row += together) {
-                int64_t rows = std::min<int64_t>(together, count * group - row);
+            for (int64_t row = 0; row < count * group; row += rows_together) {
+                int64_t rows = std::min<int64_t>(rows_together, count * group - row);
                 int64_t first = first_seen(start + row / group, window), last = start + (row + rows - 1) / group + 1;
                 plan.items.push_back({s, head, int32_t(row), int32_t(rows), first, last, num_chunks});
                 num_chunks += plan.items.back().num_chunks();

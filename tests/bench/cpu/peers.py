@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.kernels.native.machine import instruction_sets
+
 from .contenders import Contender, InProcess, Served
 
 OURS, OUR_SERVER = "millrace", "millrace server"
@@ -32,10 +34,10 @@ NO_BATCHES = frozenset({"w2", "w3", "w4"})  # llama.cpp's binding answers one af
 
 
 def instructions() -> str:
-    """The widest vectors of this processor, as torch names them."""
+    """What this processor multiplies with at best: AMX, or the widest vectors, as torch names them."""
     import torch
 
-    return str(torch.backends.cpu.get_cpu_capability())
+    return "AMX" if "amx" in instruction_sets() else str(torch.backends.cpu.get_cpu_capability())
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def contenders_of(peer: Peer, model: str, threads: int, max_model_len: int = MAX
             env = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30)}
             sizes = ["--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)]
             module = [peer.program, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-            dtype = "bfloat16" if instructions() == "AVX512" else "float32"  # as in `worker.py`
+            dtype = "bfloat16" if instructions() in ("AMX", "AVX512") else "float32"  # as in `worker.py`
             serve = [*module, "--dtype", dtype, "--port", "{port}", *sizes]
             server = Served("vLLM server", serve, version=version, environment=env)
             return [in_process("vLLM", "vllm", environment=env), server]

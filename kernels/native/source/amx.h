@@ -14,6 +14,8 @@ namespace millrace {
 constexpr int AMX_ROWS = 16;     // of a register
 constexpr int AMX_PAIRS = 16;    // of bf16 in one of its rows
 constexpr int AMX_COLUMNS = 16;  // of sums, float32, in one of its rows
+constexpr int AMX_TILE_ROWS = 2 * AMX_ROWS;      // of a product: two registers
+constexpr int64_t AMX_STEP = 2 * AMX_PAIRS;      // numbers of k that are multiplied at a time
 
 // What of each register is in use, as the processor reads it.
 struct alignas(64) TileShapes {

@@ -1,4 +1,4 @@
-// Products of up to 32 rows of bf16 with a packed panel, in tile registers: 32 numbers of k at a time.
+// Products of up to 32 rows of bf16 with packed panels, in tile registers: 32 numbers of k at a time.
 //
 // Each sum is put together in the same way whatever the number of rows: the even and the odd products of 32 numbers of k,
 // then these in rising order of k; in int4 by groups, times their scales. So the same row gives the same bits in every
@@ -16,9 +16,8 @@
 
 namespace millrace {
 
-constexpr int64_t AMX_STEP = 2 * AMX_PAIRS;      // numbers of k that are multiplied at a time
 constexpr int64_t STEP_SIZE = AMX_STEP * PANEL;  // numbers of a panel in a step
-constexpr int AMX_TILE_ROWS = 2 * AMX_ROWS;      // of a product: two registers
+constexpr int64_t OUT_SIZE = AMX_ROWS * PANEL;   // of the sums of 16 rows
 
 // Registers 0 to 3 are sums: of up to 16 rows with one panel or two, of more with one. 4 and 5 are rows, 6 and 7 columns.
 inline const TileShapes& product_shapes(int num_rows) {
@@ -35,32 +34,61 @@ inline const TileShapes& product_shapes(int num_rows) {
     return all[num_rows];
 }
 
-// Adds a step: rows [rows][32] by the columns [16 pairs][32][2] of each panel. HALVES: 2 if there are more than 16 rows.
-template <int HALVES, int PANELS>
-inline void add_step(const bf16* x, const bf16* const (&columns)[PANELS]) {
-    load_tile<4>(x, 2 * AMX_STEP);
-    stream_tile<6>(columns[0], 4 * PANEL);
-    stream_tile<7>(columns[0] + PANEL, 4 * PANEL);
-    add_products<0, 4, 6>();
-    add_products<1, 4, 7>();
-    if constexpr (HALVES == 2) {
-        load_tile<5>(x + AMX_ROWS * AMX_STEP, 2 * AMX_STEP);
-        add_products<2, 5, 6>();
-        add_products<3, 5, 7>();
+// Lines that are fetched while steps are multiplied: `share` of them with each step from each of `streams` places, which
+// are `apart` bytes from each other, the first one from `place` to `end`.
+struct StepsAhead {
+    const char *place, *end;
+    int64_t share, streams, apart;
+
+    void fetch_next() {
+        for (const char* last = std::min(end, place + 64 * share); place < last; place += 64)
+            for (int64_t i = 0; i < streams; i++) _mm_prefetch(place + i * apart, _MM_HINT_T1);
     }
-    if constexpr (PANELS == 2) {
-        stream_tile<6>(columns[1], 4 * PANEL);
-        stream_tile<7>(columns[1] + PANEL, 4 * PANEL);
-        add_products<2, 4, 6>();
-        add_products<3, 4, 7>();
+};
+
+// Adds steps: rows [steps][rows][32] by the columns [steps][16 pairs][32][2] of each panel. HALVES: 2 if there are more than
+// 16 rows. IS_ONCE: nobody else reads these columns soon.
+template <int HALVES, int PANELS, bool IS_ONCE>
+inline void add_steps(const bf16* x, int rows, const bf16* const (&columns)[PANELS], int64_t num_steps,
+                      StepsAhead (&ahead)[PANELS]) {
+    static_assert(HALVES * PANELS <= 2, "there are four registers of sums");
+    constexpr auto load_columns = [](auto tile, const bf16* from) {
+        if constexpr (IS_ONCE)
+            stream_tile<decltype(tile)::value>(from, 4 * PANEL);
+        else
+            load_tile<decltype(tile)::value>(from, 4 * PANEL);
+    };
+    constexpr std::integral_constant<int, 6> LEFT;
+    constexpr std::integral_constant<int, 7> RIGHT;
+    const bf16* at[PANELS];
+    UNROLL for (int i = 0; i < PANELS; i++) at[i] = columns[i];
+    for (int64_t step = 0; step < num_steps; step++, x += AMX_STEP * rows) {
+        UNROLL for (int i = 0; i < PANELS; i++) ahead[i].fetch_next();
+        load_tile<4>(x, 2 * AMX_STEP);
+        load_columns(LEFT, at[0]), load_columns(RIGHT, at[0] + PANEL);
+        add_products<0, 4, 6>(), add_products<1, 4, 7>();
+        if constexpr (HALVES == 2) {
+            load_tile<5>(x + AMX_ROWS * AMX_STEP, 2 * AMX_STEP);
+            add_products<2, 5, 6>(), add_products<3, 5, 7>();
+        }
+        if constexpr (PANELS == 2) {
+            load_columns(LEFT, at[1]), load_columns(RIGHT, at[1] + PANEL);
+            add_products<2, 4, 6>(), add_products<3, 4, 7>();
+        }
+        UNROLL for (int i = 0; i < PANELS; i++) at[i] += STEP_SIZE;
     }
 }
 
-constexpr int64_t OUT_SIZE = AMX_ROWS * PANEL;  // of the sums of 16 rows
-
 inline void clear_sums() { clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>(); }
 
-// To [rows][32], of two panels one after the other.
+// Of [rows][32], of two panels one after the other.
+template <int HALVES, int PANELS>
+inline void load_sums(const float* from) {
+    constexpr int64_t APART = 4 * PANEL;
+    load_tile<0>(from, APART), load_tile<1>(from + AMX_COLUMNS, APART);
+    if (HALVES * PANELS == 1) return;
+    load_tile<2>(from + OUT_SIZE, APART), load_tile<3>(from + OUT_SIZE + AMX_COLUMNS, APART);
+}
 template <int HALVES, int PANELS>
 inline void store_sums(float* to) {
     constexpr int64_t APART = 4 * PANEL;
@@ -68,6 +96,35 @@ inline void store_sums(float* to) {
     if (HALVES * PANELS == 1) return;
     store_tile<2>(to + OUT_SIZE, APART), store_tile<3>(to + OUT_SIZE + AMX_COLUMNS, APART);
 }
+
+// Sums [rows][32] times a panel's scales [32], on top of those `before`, if there are any. All may be the same place.
+inline void scale_sums(const float* sums, const bf16* scales, int rows, const float* before, float* to) {
+    for (int64_t lane = 0; lane < PANEL; lane += W) {
+        F scale = load(scales + lane);
+        for (int64_t i = lane; i < rows * PANEL; i += PANEL)
+            store(to + i, before ? fma(load(sums + i), scale, load(before + i)) : mul(load(sums + i), scale));
+    }
+}
+
+// Pairs of k that are multiplied before anything else is. `part` of them are summed one after the other: all, or a group.
+struct Block {
+    int64_t begin, end, part;
+    bool is_grouped;
+
+    // use(first, last, step, end_step) for the parts' pairs [first, last), and the steps that these are in.
+    template <class Use>
+    void each_part(const Use& use) const {
+        for (int64_t first = begin; first < end; first += part) {
+            int64_t last = std::min(first + part, end);
+            use(first, last, first / AMX_PAIRS, ceil_div(last, AMX_PAIRS));
+        }
+    }
+    int64_t num_steps() const {
+        int64_t num = 0;
+        each_part([&](int64_t, int64_t, int64_t step, int64_t end_step) { num += end_step - step; });
+        return num;
+    }
+};
 
 // A step's columns in bf16; those pairs that are not in [begin, end) are zeros.
 template <class Stored>
@@ -78,25 +135,36 @@ void widen_step(const Stored* panel, int64_t step, int64_t begin, int64_t end, b
                   pair >= begin && pair < end ? pairs_of(panel, pair, PANEL, lane) : zero());
 }
 
-// Lines that are fetched while a panel is multiplied: `share` bytes from `place` on with each step, until `end`.
-struct StepsAhead {
-    const char *place, *end;
-    int64_t share;
+// A block's columns as they are multiplied, part by part: in `made`, or where they lie if they lie like that.
+template <class Stored>
+const bf16* columns_of(const Stored* panel, const Block& block, bf16* made) {
+    if constexpr (std::is_same<Stored, bf16>::value)
+        if (block.end % AMX_PAIRS == 0) return panel + block.begin / AMX_PAIRS * STEP_SIZE;
+    const bf16* columns = made;
+    block.each_part([&](int64_t first, int64_t last, int64_t step, int64_t end_step) {
+        for (; step < end_step; step++, made += STEP_SIZE) widen_step(panel, step, first, last, made);
+    });
+    return columns;
+}
 
-    void fetch_next() {
-        for (const char* last = std::min(end, place + share); place < last; place += 64) _mm_prefetch(place, _MM_HINT_T1);
-    }
-};
-
-// A panel as bf16, which the first tile of rows leaves for the others; whether it is there yet.
-struct WidePanel {
-    bf16* place = nullptr;  // none: nothing is
-    bool is_made = false;
-};
-
-// Whether a panel's steps lie in one group each, and so may be left behind.
-inline bool has_whole_steps(const Linear& linear) {
-    return linear.num_groups() <= 1 || linear.group_pairs() % AMX_PAIRS == 0;
+// Rows x [k / 32][rows][32] by a block's columns, on top of the sums [rows][32] `before`, if any pair comes before it.
+template <int HALVES>
+void multiply_block(const bf16* x, int rows, const Block& block, const bf16* columns, const bf16* scales,
+                    StepsAhead (&ahead)[1], const float* before, float* to) {
+    alignas(64) float sums[HALVES * OUT_SIZE];
+    block.each_part([&](int64_t first, int64_t, int64_t step, int64_t end_step) {
+        bool is_continued = first > 0 && !block.is_grouped;
+        if (is_continued)
+            load_sums<HALVES, 1>(before);
+        else
+            clear_sums();
+        add_steps<HALVES, 1, false>(x + step * AMX_STEP * rows, rows, {columns}, end_step - step, ahead);
+        columns += (end_step - step) * STEP_SIZE;
+        store_sums<HALVES, 1>(block.is_grouped ? sums : to);
+        if (!block.is_grouped) return;
+        scale_sums(sums, scales + first / block.part * PANEL, rows, first > 0 ? before : nullptr, to);
+        before = to;
+    });
 }
 
 // One of the panels that are multiplied together.
@@ -105,57 +173,47 @@ struct PanelInTiles {
     const Stored* numbers;
     const bf16* scales;  // [groups][32] or none
     StepsAhead ahead;
-    WidePanel wide;
 };
 
-// x [k / 32][rows][32] by some panels, to out [rows][32], OUT_SIZE from one panel to the next one.
+// The same by whole panels, which nobody reads after this: out [rows][32], OUT_SIZE from one panel to the next one.
 template <int HALVES, int PANELS, class Stored>
-void multiply_in_tiles(const bf16* x, int rows, const Linear& linear, PanelInTiles<Stored> (&panels)[PANELS], float* out) {
+void multiply_once(const bf16* x, int rows, const Linear& linear, PanelInTiles<Stored> (&panels)[PANELS], float* out) {
     constexpr int64_t SOME = 4;  // steps whose columns are made before they are read
-    constexpr bool IS_READ = std::is_same<Stored, bf16>::value;  // as it is stored, where a step is whole
     alignas(64) bf16 made[PANELS][SOME * STEP_SIZE];
     alignas(64) float sums[std::max(HALVES, PANELS) * OUT_SIZE];
+    StepsAhead ahead[PANELS], none[PANELS] = {};
+    for (int i = 0; i < PANELS; i++) ahead[i] = panels[i].ahead;
     int64_t num_pairs = linear.k / 2, size = linear.group_pairs();
     for (int64_t begin = 0; begin < num_pairs; begin += size) {
         int64_t end = std::min(begin + size, num_pairs), step = begin / AMX_PAIRS;
-        const bf16* columns[PANELS];
-        auto add = [&] { add_step<HALVES, PANELS>(x + step++ * AMX_STEP * rows, columns); };
+        auto add = [&](const bf16* const (&columns)[PANELS], int64_t num_steps, StepsAhead (&fetched)[PANELS]) {
+            add_steps<HALVES, PANELS, true>(x + step * AMX_STEP * rows, rows, columns, num_steps, fetched);
+            step += num_steps;
+        };
         clear_sums();
-        if constexpr (IS_READ) {
-            for (; (step + 1) * AMX_PAIRS <= end; add()) {
-                UNROLL for (int i = 0; i < PANELS; i++) panels[i].ahead.fetch_next();
-                UNROLL for (int i = 0; i < PANELS; i++) columns[i] = panels[i].numbers + step * STEP_SIZE;
-            }
-        } else if (panels[0].wide.is_made) {
-            for (; step * AMX_PAIRS < end; add()) {
-                UNROLL for (int i = 0; i < PANELS; i++) panels[i].ahead.fetch_next();
-                UNROLL for (int i = 0; i < PANELS; i++) columns[i] = panels[i].wide.place + step * STEP_SIZE;
-            }
+        if constexpr (std::is_same<Stored, bf16>::value) {
+            const bf16* columns[PANELS];
+            UNROLL for (int i = 0; i < PANELS; i++) columns[i] = panels[i].numbers;
+            add(columns, end / AMX_PAIRS, ahead);
         }
         while (step * AMX_PAIRS < end) {
-            int64_t first = step, last = std::min(first + SOME, ceil_div(end, AMX_PAIRS));
-            bf16* to[PANELS];
+            int64_t last = std::min(step + SOME, ceil_div(end, AMX_PAIRS));
+            const bf16* columns[PANELS];
             for (int i = 0; i < PANELS; i++) {
-                to[i] = panels[i].wide.place ? panels[i].wide.place + first * STEP_SIZE : made[i];
-                for (int64_t some = first; some < last; some++) {
-                    panels[i].ahead.fetch_next();
-                    widen_step(panels[i].numbers, some, begin, end, to[i] + (some - first) * STEP_SIZE);
+                columns[i] = made[i];
+                for (int64_t some = step; some < last; some++) {
+                    ahead[i].fetch_next();
+                    widen_step(panels[i].numbers, some, begin, end, made[i] + (some - step) * STEP_SIZE);
                 }
             }
-            for (; step < last; add())
-                UNROLL for (int i = 0; i < PANELS; i++) columns[i] = to[i] + (step - first) * STEP_SIZE;
+            add(columns, last - step, none);
         }
         bool is_scaled = panels[0].scales != nullptr;
         store_sums<HALVES, PANELS>(is_scaled ? sums : out);
         if (!is_scaled) return;
-        for (int panel = 0; panel < PANELS; panel++) {
-            const float* from = sums + panel * OUT_SIZE;
-            float* to = out + panel * OUT_SIZE;
-            for (int64_t lane = 0; lane < PANEL; lane += W) {
-                F scale = load(panels[panel].scales + begin / size * PANEL + lane);
-                for (int64_t i = lane; i < rows * PANEL; i += PANEL)
-                    store(to + i, begin ? fma(load(from + i), scale, load(to + i)) : mul(load(from + i), scale));
-            }
+        for (int i = 0; i < PANELS; i++) {
+            float* to = out + i * OUT_SIZE;
+            scale_sums(sums + i * OUT_SIZE, panels[i].scales + begin / size * PANEL, rows, begin ? to : nullptr, to);
         }
     }
 }

@@ -34,21 +34,21 @@ void norm_to(const TiledRows<T>& rows, int64_t first, int64_t last, const Row& r
     }
 }
 
-// Bytes that panels of products of `num_rows` rows are widened in, for each thread.
+// Bytes of room for each thread in any of the products of `num_rows` rows.
 template <class Weight>
-int64_t most_widened_bytes(const Model& model, int64_t num_rows) {
-    int64_t most = widened_bytes<Weight>(model.head, num_rows);
+int64_t most_room_bytes(const Model& model, int64_t num_rows) {
+    int64_t most = room_bytes<Weight>(model.head, num_rows);
     for (const Layer& layer : model.layers)
         for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-            most = std::max(most, widened_bytes<Weight>(*linear, num_rows));
-    return most;
+            most = std::max(most, room_bytes<Weight>(*linear, num_rows));
+    return round_up(most, 64);
 }
 
 // Before threads compute: here a lack of memory can be told.
 template <class Weight>
-void reserve_widened(Model* model, int64_t num_rows, int num_threads) {
-    model->widened_apart = round_up(most_widened_bytes<Weight>(*model, num_rows), 64);
-    ensure(&model->widened, model->widened_apart * num_threads);
+void reserve_room(Model* model, int64_t num_rows, int num_threads) {
+    model->room_apart = most_room_bytes<Weight>(*model, num_rows);
+    ensure(&model->room, model->room_apart * num_threads);
 }
 
 constexpr int64_t ROWS = 16;  // a piece of the work between products
@@ -100,7 +100,7 @@ class Step {
     static char* reserve(Model& model, const StepInputs& inputs, int num_threads) {
         ensure(&model.activations, step_activation_bytes<Input>(model, inputs.num_tokens, inputs.num_logits));
         ensure(&model.scratch, int64_t(sizeof(Scratch<Cached>)) * num_threads);
-        reserve_widened<Weight>(&model, std::max(inputs.num_tokens, inputs.num_logits), num_threads);
+        reserve_room<Weight>(&model, std::max(inputs.num_tokens, inputs.num_logits), num_threads);
         return model.activations.as<char>();
     }
 
@@ -345,7 +345,7 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
     using Input = InputOf<Weight>;
     const Shape& shape = model.shape;
     ensure(&model.activations, activation_bytes<Input>(model, count));
-    reserve_widened<Weight>(&model, count, num_threads);
+    reserve_room<Weight>(&model, count, num_threads);
     TiledRows<Input> normed{model.activations.as<Input>(), count, shape.hidden_size};
     Rows out{logits, shape.vocab_size, Into::STORE};
     model.pool->run(num_threads, [&](int thread) {
@@ -368,10 +368,10 @@ inline void norm_rows(const Model& model, const float* hidden, int64_t count, fl
 
 template <class Weight>
 int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits) {
-    int64_t widened = round_up(most_widened_bytes<Weight>(model, std::max(num_tokens, num_logits)), 64);
+    int64_t room = most_room_bytes<Weight>(model, std::max(num_tokens, num_logits));
     int64_t scratch = model.shape.cache == INT8 ? sizeof(Scratch<int8_t>) : sizeof(Scratch<Weight>);
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
-    return activations + (scratch + widened) * model.pool->size();
+    return activations + (scratch + room) * model.pool->size();
 }
 
 }  // namespace millrace

@@ -7,160 +7,15 @@
 // Weights become numbers of what is multiplied, which holds them exactly, in registers. Where there are enough tiles of
 // rows (`is_widened`), the first one leaves a panel behind as these numbers, for the others.
 //
-// Where the machine has tile registers, bf16 is multiplied in these: see amx_product.h.
+// Where the machine has tile registers, bf16 is multiplied in these: see amx_linear.h.
 
 #pragma once
 
 #include <algorithm>
 
-#include "amx_product.h"
+#include "amx_linear.h"
 
 namespace millrace {
-
-// What a product reads: float32, or bf16 where the machine multiplies pairs of it.
-template <class Weight>
-using InputOf = typename std::conditional<MULTIPLIES_BF16, Weight, float>::type;
-
-// Of a row, what lies together among the rows of a tile: four bytes, a pair of bf16 or a number of float32; in AMX a row of
-// a register.
-template <class T>
-constexpr int64_t TOGETHER = IN_AMX<T> ? AMX_STEP : 4 / sizeof(T);
-
-// Rows that a tile has at most.
-template <class T>
-constexpr int TILE_ROWS = IN_AMX<T> ? AMX_TILE_ROWS : GEMM_ROWS;
-
-// Some numbers as products read them: these themselves in float32, in bf16 what `narrowed` then holds.
-inline const float* as_read(const float* numbers, int64_t, float*) { return numbers; }
-inline const bf16* as_read(const float* numbers, int64_t count, bf16* narrowed) {
-    narrow_all(numbers, count, narrowed);
-    return narrowed;
-}
-
-// Puts numbers [begin, begin + count) of `num` rows among `rows` of a tile in AMX, from `row` on, which are `apart` from
-// each other in `numbers`.
-template <class T>
-void put_among_in_amx(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, int num,
-                      T* to) {
-    constexpr int64_t LINE = TOGETHER<T>;
-    for (int64_t i = begin, end = begin + count, next; i < end; i = next) {
-        next = std::min(end, round_up(i + 1, LINE));
-        T* line = to + (i - i % LINE) * rows + row * LINE + i % LINE;
-        for (int r = 0; r < num; r++, line += LINE) {
-            const float* from = numbers + r * apart + i - begin;
-            if (next - i < LINE) {
-                narrow_all(from, next - i, line);
-            } else {
-                UNROLL for (int64_t at = 0; at < LINE; at += W) store(line + at, load(from + at));
-            }
-        }
-    }
-}
-
-// Puts numbers [begin, begin + count) of R rows, both even, among `rows` that lie side by side: one, two or four of them
-// from `row` on, which are `apart` from each other in `numbers`.
-template <int R, class T>
-void put_among(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
-    constexpr int64_t LINE = TOGETHER<T>, SOME = 64;
-    if constexpr (IN_AMX<T>) return put_among_in_amx(numbers, apart, begin, count, rows, row, R, to);
-    alignas(64) T narrowed[R][SOME];
-    to += begin * rows + row * LINE;
-    for (int64_t done = 0; done < count; done += SOME) {
-        int64_t some = std::min(SOME, count - done), i = 0;
-        const T* from[R];
-        UNROLL for (int r = 0; r < R; r++) from[r] = as_read(numbers + r * apart + done, some, narrowed[r]);
-        if constexpr (R > 1) {
-            for (; i + 4 * LINE <= some; i += 4 * LINE, to += 4 * rows * LINE) {
-                const T* four[R];
-                UNROLL for (int r = 0; r < R; r++) four[r] = from[r] + i;
-                turn_4(four, to, rows * LINE);
-            }
-        }
-        for (; i < some; i += LINE, to += rows * LINE)
-            UNROLL for (int r = 0; r < R; r++) std::memcpy(to + r * LINE, from[r] + i, 4);
-    }
-}
-
-// The same of all rows.
-template <class T>
-void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_t count, int64_t rows, T* to) {
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) put_among<4>(numbers + r * apart, apart, begin, count, rows, r, to);
-    if (r + 2 <= rows) put_among<2>(numbers + r * apart, apart, begin, count, rows, r, to), r += 2;
-    if (r < rows) put_among<1>(numbers + r * apart, apart, begin, count, rows, r, to);
-}
-
-// Rows of numbers as products read them: in tiles of up to TILE_ROWS rows, each with the numbers of all its rows side by
-// side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile. Tiles are as equal as may
-// be; in AMX all but the last are whole, laid out [size / 32][rows][32] with zeros past the size.
-template <class T>
-struct TiledRows {
-    T* data;
-    int64_t num_rows, size;
-
-    int64_t num_tiles() const { return ceil_div(num_rows, TILE_ROWS<T>); }
-    int64_t first_row(int64_t tile) const {
-        return IN_AMX<T> ? std::min(num_rows, tile * TILE_ROWS<T>) : num_rows * tile / num_tiles();
-    }
-    int64_t tile_of(int64_t row) const {
-        return IN_AMX<T> ? row / TILE_ROWS<T> : ((row + 1) * num_tiles() - 1) / num_rows;
-    }
-    int64_t padded_size() const { return IN_AMX<T> ? round_up(size, TOGETHER<T>) : size; }
-    T* tile(int64_t tile) const { return data + first_row(tile) * padded_size(); }
-
-    // Puts `count` numbers of a row in their place, from number `begin`.
-    void put(int64_t row, int64_t begin, int64_t count, const float* numbers) const {
-        int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
-        T* to = tile(at);
-        if (rows == 1 && !IN_AMX<T>)
-            narrow_all(numbers, count, to + begin);
-        else
-            put_among<1>(numbers, 0, begin, count, rows, row - first, to);
-        pad(row, 1, begin + count);
-    }
-
-    // The same of `num` rows from `row` on, which are `apart` from each other in `numbers`.
-    void put_rows(int64_t row, int64_t num, int64_t begin, int64_t count, const float* numbers, int64_t apart) const {
-        for (int64_t end = row + num, some; row < end; row += some, numbers += some * apart) {
-            int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
-            int64_t left = std::min(end, first + rows) - row;
-            some = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            if (some == 4)
-                put_among<4>(numbers, apart, begin, count, rows, row - first, tile(at));
-            else if (some == 2)
-                put_among<2>(numbers, apart, begin, count, rows, row - first, tile(at));
-            else
-                put(row, begin, count, numbers);
-            if (some > 1) pad(row, some, begin + count);
-        }
-    }
-
-    // The same of all rows of the tile that begins with row `first`.
-    void put_tile(int64_t first, int64_t rows, int64_t begin, int64_t count, const float* numbers, int64_t apart) const {
-        put_side_by_side(numbers, apart, begin, count, rows, data + first * padded_size());
-        pad(first, rows, begin + count);
-    }
-
-  private:
-    // Zeros past the size of rows of a tile, once their last numbers are there: until `end`.
-    void pad(int64_t row, int64_t num, int64_t end) const {
-        if (end < size || padded_size() == size) return;
-        int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first, line = TOGETHER<T>;
-        T* last = tile(at) + (size - size % line) * rows + (row - first) * line;
-        for (int64_t i = 0; i < num; i++) std::fill(last + i * line + size % line, last + (i + 1) * line, T());
-    }
-};
-
-// Another thread's core may have a line of what is about to be written: asked for before a tile is summed, it is there
-// after it. An instruction, since compilers know it only with a flag of its own.
-inline void fetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
-
-// Whether that is done. Linears of 16 rows and more take 2 to 4 % less with AVX2 on a Zen 3 class EPYC, and of 512 rows
-// 2 to 4 % less in AMX; with AVX-512 nobody has measured it yet.
-template <class Input>
-constexpr bool IS_FETCHED_TO_WRITE = W == 8 || IN_AMX<Input>;
-
-enum class Into { STORE, ADD };  // out = product, out += product
 
 constexpr int64_t MOST_SHARE = 256;  // bytes: the four lines of the cache that `sum_vectors` fetches at most at a time
 
@@ -307,74 +162,9 @@ MultiplyTile<Input, Stored> tile_for(int rows, std::integer_sequence<int, R...>)
     return TILES[rows - 1];
 }
 
-inline void add_bias(float* tile, int rows, const float* bias) {
-    for (int r = 0; r < rows; r++, tile += PANEL)
-        for (int v = 0; v < PANEL; v += W) store(tile + v, add(load(tile + v), load(bias + v)));
-}
-
-// What becomes of a tile [rows][32] of a product, of which `columns` are there. `expect`: it is about to be summed.
-struct Rows {  // rows of float32, one after the other
-    float* data;
-    int64_t stride;
-    Into into;
-
-    void expect(int64_t first_row, int rows, int64_t panel) const {
-        const float* out = data + first_row * stride + panel * PANEL;
-        for (int r = 0; r < rows; r++, out += stride) fetch_to_write(out), fetch_to_write(out + 16);
-    }
-
-    void take(const float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
-        float* out = data + first_row * stride + panel * PANEL;
-        for (int r = 0; r < rows; r++, tile += PANEL, out += stride) {
-            int64_t c = 0;
-            for (; c + W <= columns; c += W) {
-                F numbers = load(tile + c);
-                store(out + c, into == Into::ADD ? add(load(out + c), numbers) : numbers);
-            }
-            for (; c < columns; c++) out[c] = into == Into::ADD ? out[c] + tile[c] : tile[c];
-        }
-    }
-};
-
-template <class T>
-struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates and 16 ups in turn
-    TiledRows<T> rows_out;
-
-    void expect(int64_t first_row, int rows, int64_t panel) const {
-        int64_t begin = panel * PANEL / 2, line = TOGETHER<T>, size = std::max(PANEL / 2, line);
-        auto out = rows_out.data + first_row * rows_out.padded_size() + (begin - begin % line) * rows;
-        for (int64_t i = 0; i < rows * size * int64_t(sizeof(T)); i += 64)
-            fetch_to_write(reinterpret_cast<const char*>(out) + i);
-    }
-
-    // silu(gate) * up of R rows of a tile, in the place of the gates. Of two rows at a time, since a power's steps wait for
-    // each other: 147 cycles for 6 rows instead of 176 (AVX2 on a Zen 3 class EPYC).
-    template <int R>
-    static void compute(float* rows) {
-        constexpr int V = PANEL / 2 / W;  // vectors of gates in a row
-        F gates[R * V], powers[R * V];
-        UNROLL for (int i = 0; i < R * V; i++) gates[i] = load(rows + i / V * PANEL + i % V * W);
-        UNROLL for (int i = 0; i < R * V; i++) powers[i] = min(splat(88.0f), sub(zero(), gates[i]));
-        exp_all(powers);
-        UNROLL for (int i = 0; i < R * V; i++) {
-            float* to = rows + i / V * PANEL + i % V * W;
-            store(to, mul(div(gates[i], add(splat(1.0f), powers[i])), load(to + PANEL / 2)));
-        }
-    }
-
-    void take(float* tile, int64_t first_row, int rows, int64_t panel, int64_t) const {
-        int r = 0;
-        for (; r + 2 <= rows; r += 2) compute<2>(tile + r * PANEL);
-        if (r < rows) compute<1>(tile + r * PANEL);
-        int64_t begin = panel * PANEL / 2, count = std::min(PANEL / 2, rows_out.size - begin);
-        rows_out.put_tile(first_row, rows, begin, count, tile, PANEL);  // the same tiles of rows as the input's
-    }
-};
-
 // Bytes of panels, as numbers that are multiplied, that stay in the second-level cache for all rows, while as many are
 // fetched. With 16 and 32 rows up to 5 % faster than 384 KiB (Zen 5 class EPYC); where bf16 is multiplied in float32, half
-// as many bytes of bf16 then: as many would make 8 to 32 rows 3 to 9 % slower (AVX2 on a Zen 3 class EPYC). In AMX 512 and
-// 768 KiB make 128 and 512 rows no faster, or slower.
+// as many bytes of bf16 then: as many would make 8 to 32 rows 3 to 9 % slower (AVX2 on a Zen 3 class EPYC).
 constexpr int64_t CACHED = 192 << 10;
 
 // Panels that stay there.
@@ -391,54 +181,35 @@ template <class Weight>
 bool is_widened(const Linear& linear, int64_t num_tiles) {
     using Input = InputOf<Weight>;
     if (!linear.is_quantized()) return sizeof(Input) != sizeof(Weight) && num_tiles >= 8;
-    return num_tiles >= (sizeof(Input) == 2 ? 2 : 3) && (!IN_AMX<Input> || has_whole_steps(linear));
+    return num_tiles >= (sizeof(Input) == 2 ? 2 : 3);
 }
 
-// Numbers of a widened panel.
+// Bytes of room for each thread in a product of so many rows: in vectors, for the held panels, widened.
 template <class Weight>
-int64_t widened_size(const Linear& linear) {
-    return PANEL * (IN_AMX<InputOf<Weight>> ? round_up(linear.k, AMX_STEP) : linear.k);
-}
-
-// Bytes that the held panels of a thread take, widened.
-template <class Weight>
-int64_t widened_bytes(const Linear& linear, int64_t num_rows) {
+int64_t room_bytes(const Linear& linear, int64_t num_rows) {
     using Input = InputOf<Weight>;
+    if constexpr (IN_AMX<Input>) return RoomInTiles(linear, num_rows).num_bytes();
     if (!is_widened<Weight>(linear, ceil_div(num_rows, TILE_ROWS<Input>))) return 0;
-    return num_held<Weight>(linear) * widened_size<Weight>(linear) * int64_t(sizeof(Input));
+    return num_held<Weight>(linear) * linear.k * PANEL * int64_t(sizeof(Input));
 }
 
 // What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as
 // are held at a time are a piece of the work.
 template <class Weight, class Out>
-class Product {
+class ProductInVectors {
     using Input = InputOf<Weight>;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
     static constexpr int64_t HELD_FOR_ONE = 2;
-    static_assert(!IN_AMX<Input> || HELD_FOR_ONE % 2 == 0, "in AMX panels are multiplied in pairs");
     // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
     // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76
     // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
     static constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
-    // Bytes that tile registers' numbers are fetched before they are read, where there is one tile of rows. Two panels at a
-    // time and this near: 34 to 37 GB/s; what comes two panels later, as above: 29; nothing: 29 (up to 16 rows, two cores of
-    // a Granite Rapids class Xeon, where plain reading gives 37 in the same way and 31 from 8 KiB on). For int8 and int4
-    // nobody has looked for another distance.
-    static constexpr int64_t NEAR_AHEAD = 1024;
 
   public:
-    Product(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
+    ProductInVectors(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
         : model_(model), linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
-          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)) {
-        int64_t first, last;
-        share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
-        after_ = linear.next->weight.as<char>() + first * linear.next->panel_bytes();
+          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)), after_(place_after(linear, seat)) {
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_), num_pairs = linear.k / 2;
-        if (IN_AMX<Input>) {
-            share_ = 64 * ceil_div(num_lines, ceil_div(linear.k, AMX_STEP)), times_ = 0, apart_ = 0;
-            tile_bytes_ = 64 * num_lines;
-            return;
-        }
         int64_t together = std::min(num_pairs, linear.group_pairs());
         int64_t most_times = num_pairs / together * num_times(together) + num_times(num_pairs % together);
         // Where that is a line or more each time it is spread over all passes over the columns: with the first one alone
@@ -452,15 +223,6 @@ class Product {
 
     template <class Stored>
     void run(const Stored* weights) const {
-        if constexpr (IN_AMX<Input>)
-            run_in_tiles(weights);
-        else
-            run_in_vectors(weights);
-    }
-
-  private:
-    template <class Stored>
-    void run_in_vectors(const Stored* weights) const {
         bool widens = is_widened<Weight>(linear_, num_tiles_);
         seat_.each_piece(linear_.num_panels(), held_, [&](int64_t first, int64_t last, int64_t end) {
             for (int64_t part = 0; part < num_tiles_; part++)
@@ -470,43 +232,7 @@ class Product {
         });
     }
 
-    template <class Stored>
-    void run_in_tiles(const Stored* weights) const {
-        TilesInUse tiles;
-        seat_.each_piece(linear_.num_panels(), held_, [&](int64_t first, int64_t last, int64_t end) {
-            for (int64_t part = 0; part < num_tiles_; part++) {
-                int64_t row = x_.first_row(part);
-                int rows = int(x_.first_row(part + 1) - row);
-                tiles.shape(product_shapes(rows));
-                int64_t panel = first;
-                if (rows > AMX_ROWS)
-                    for (; panel < last; panel++) multiply_in<2, 1>(weights, part, row, rows, panel, first, end);
-                for (; panel + 2 <= last; panel += 2) multiply_in<1, 2>(weights, part, row, rows, panel, first, end);
-                if (panel < last) multiply_in<1, 1>(weights, part, row, rows, panel, first, end);
-            }
-        });
-    }
-
-    // Rows of tile `part` by some panels from `panel` on; of those that are held `first` is the first one.
-    template <int HALVES, int PANELS, class Stored>
-    void multiply_in(const Stored* weights, int64_t part, int64_t row, int rows, int64_t panel, int64_t first,
-                     int64_t end) const {
-        alignas(64) float out[std::max(HALVES, PANELS) * OUT_SIZE];
-        PanelInTiles<Stored> panels[PANELS];
-        bool widens = is_widened<Weight>(linear_, num_tiles_);
-        for (int i = 0; i < PANELS; i++) {
-            const Stored* numbers = weights + (panel + i) * panel_size<Stored>();
-            Ahead ahead = ahead_of(panel + i, end, part);
-            // Who reads each number once is ahead of itself.
-            if (num_tiles_ == 1) ahead.place = reinterpret_cast<const char*>(numbers) + NEAR_AHEAD;
-            panels[i] = {numbers, scales_of(panel + i), {ahead.place, ahead.place + tile_bytes_, share_}, {}};
-            if (widens) panels[i].wide = {wide_panel(panel + i - first), part > 0};
-            if (IS_FETCHED_TO_WRITE<Input>) out_.expect(row, rows, panel + i);
-        }
-        multiply_in_tiles<HALVES, PANELS>(x_.tile(part), rows, linear_, panels, out);
-        for (int i = 0; i < PANELS; i++) take(panel + i, row, rows, out + i * OUT_SIZE);
-    }
-
+  private:
     template <class Stored>
     int64_t panel_size() const {
         return linear_.panel_bytes() / int64_t(sizeof(Stored));
@@ -514,14 +240,7 @@ class Product {
 
     // The `index`-th of those that this thread holds.
     Input* wide_panel(int64_t index) const {
-        auto wide = reinterpret_cast<Input*>(model_.widened.as<char>() + seat_.rank * model_.widened_apart);
-        return wide + index * widened_size<Weight>(linear_);
-    }
-
-    // None where numbers are what they are.
-    const bf16* scales_of(int64_t panel) const {
-        const bf16* scales = linear_.scales.as<bf16>();
-        return scales ? scales + panel * linear_.num_groups() * PANEL : nullptr;
+        return reinterpret_cast<Input*>(model_.room_of(seat_.rank)) + index * linear_.k * PANEL;
     }
 
     // Rows of tile `part` by `panel`, which holds `numbers`; panels until `end` come next. `wide`: where the first tile
@@ -542,14 +261,9 @@ class Product {
         int rows = int(x_.first_row(part + 1) - row);
         auto multiply_rows = tile_for<WIDENS, Input, Stored>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
         if (IS_FETCHED_TO_WRITE<Input>) out_.expect(row, rows, panel);
-        multiply_rows(x_.tile(part), numbers, scales_of(panel), linear_.group_pairs(), linear_.k / 2, tile,
+        multiply_rows(x_.tile(part), numbers, scales_of(linear_, panel), linear_.group_pairs(), linear_.k / 2, tile,
                       ahead_of(panel, end, part), wide);
-        take(panel, row, rows, tile);
-    }
-
-    void take(int64_t panel, int64_t row, int rows, float* tile) const {
-        if (!linear_.bias.empty()) add_bias(tile, rows, linear_.bias.data() + panel * PANEL);
-        out_.take(tile, row, rows, panel, std::min(PANEL, linear_.n - panel * PANEL));
+        hand_over(linear_, out_, tile, row, rows, panel);
     }
 
     // A tile's share of what this thread multiplies `held_` panels later: more of them, or as many bytes of the next
@@ -568,15 +282,17 @@ class Product {
     int64_t num_tiles_, held_;
     int64_t share_, times_, apart_;  // of each tile, as in `Ahead`
     int64_t tile_bytes_;             // that a tile fetches
-    const char* after_;              // the panel of the next linear that this thread begins with
+    const char* after_;              // what this thread reads first of the next linear
 };
 
-// `linear` is one of the model's, which has room for panels of so many rows: see `widened_bytes`.
+// `linear` is one of the model's, which has room for panels of so many rows: see `room_bytes`.
 template <class Weight, class Out>
 void multiply(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
               Party::Seat seat) {
     if (x.num_rows == 0) return;  // a step of which nobody samples
-    Product<Weight, Out> product(model, linear, x, out, seat);
+    using Product =
+        typename std::conditional<IN_AMX<InputOf<Weight>>, ProductInTiles<Out>, ProductInVectors<Weight, Out>>::type;
+    Product product(model, linear, x, out, seat);
     with_panels<Weight>(linear, [&](auto* panels) { product.run(panels); });
 }
 

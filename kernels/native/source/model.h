@@ -125,8 +125,8 @@ struct Model {
     Memory activations;     // of the largest step so far
     Memory scratch;         // of attention, for every thread
     Memory partials;        // of attention that is split over keys
-    Memory widened;         // of panels in another type, for every thread
-    int64_t widened_apart = 0;  // bytes from one thread's to the next one's
+    Memory room;            // of products, for every thread: see `room_bytes`
+    int64_t room_apart = 0;  // bytes from one thread's to the next one's
     DecodeInputs decode_inputs;  // for who decodes, one at a time
     int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks
     int64_t* shares = nullptr;   // [NUM_SHARES] for those of the steps that somebody has waited for; none: nobody asks
@@ -136,6 +136,7 @@ struct Model {
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
     int64_t attended_size() const { return shape.num_heads * shape.head_dim; }
     int64_t weights_bytes() const;
+    char* room_of(int rank) const { return room.as<char>() + rank * room_apart; }
 };
 
 // Grows memory that holds nothing of worth.

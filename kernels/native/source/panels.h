@@ -26,6 +26,12 @@ void with_panels(const Linear& linear, const Use& use) {
     }
 }
 
+// Of a panel, [groups][32]; none where numbers are what they are.
+inline const bf16* scales_of(const Linear& linear, int64_t panel) {
+    const bf16* scales = linear.scales.as<bf16>();
+    return scales ? scales + panel * linear.num_groups() * PANEL : nullptr;
+}
+
 constexpr int64_t STREAMS = W == 8 && !HAS_AMX ? 4 : 1;  // with AVX-512 nobody has measured more yet; AMX reads in order
 
 // Of `num` pairs that are summed one after the other; as many places each, and in bf16 none shorter than a page.

@@ -19,7 +19,7 @@ TARGET_MS = 50.0  # on a CPU: what it computes in that time, 190 tokens of a mod
 NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # of a step, at most
 FIRST_TOKENS = 64  # of prompts, while nothing is known
 LEAST_TOKENS = 16  # of prompts, in any step that has room for one: they make progress whatever the target
-LEAST_SHARE = 1.0  # of the time of the decoding rows, for prompts, whatever the target
+MOST_SHARE = 2.0  # of the time of the decoding rows, for prompts, where these rows alone take the target or longer
 PATIENCE_S = 0.5  # that prompts may be to compute, all of them, before the target is stretched, in proportion
 MOST_STRETCH = 3.0  # times the target
 MOST_LOOKED_AT = 100  # prompts, of those that wait
@@ -52,9 +52,10 @@ class Wish:
 class StepSize:
     """Chooses a step's tokens by a target for its time, which it learns to foresee.
 
-    Prompts never starve: where the target leaves them less, they get as much time as the decoding rows take, and at
-    least `LEAST_TOKENS`. When it would take longer than `PATIENCE_S` to compute all that is known of, a step may take
-    as many times its target, up to `MOST_STRETCH`.
+    Prompts never starve: where decoding rows alone take half of the target, prompts get as much time as these, and up
+    to `MOST_SHARE` times that the nearer the rows come to missing the target by themselves; and at least
+    `LEAST_TOKENS`. When it would take longer than `PATIENCE_S` to compute all that is known of, a step may take as many
+    times its target, up to `MOST_STRETCH`.
     """
 
     def __init__(self, target_s: float, most: int) -> None:
@@ -79,8 +80,10 @@ class StepSize:
             return FIRST_TOKENS
         costs, slowness = self._costs.read()
         decoding_s = costs.decoding_s(num_decode, num_context)
-        target_s = self.target_s * stretch(costs, chain(wishes, in_line))
-        left_s = max(target_s / slowness - decoding_s, LEAST_SHARE * decoding_s)
+        target_s = self.target_s / slowness
+        left_s = target_s * stretch(costs, chain(wishes, in_line)) - decoding_s
+        share = MOST_SHARE * min(1.0, decoding_s / target_s)  # at half of the target 1: as much as is left of it
+        left_s = max(left_s, share * decoding_s)
         return tokens_within(left_s, costs, wishes, self.most)
 
 

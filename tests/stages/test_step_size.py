@@ -24,6 +24,7 @@ from millrace.stages.step_size import (
     FIRST_TOKENS,
     LEAST_TOKENS,
     MOST_LOOKED_AT,
+    MOST_SHARE,
     MOST_STRETCH,
     PATIENCE_S,
     TARGET_MS,
@@ -139,10 +140,25 @@ def test_prompts_go_on_whatever_the_target():
         size.note(*sample)
     decoding_s = MODEL.seconds(StepContents(num_decode=16, num_context=3200))
     num_prefill = size.choose(16, 3200, [Wish(1000, 0)]) - 16
-    assert num_prefill * MODEL.prefill_token_s == pytest.approx(decoding_s, rel=0.1)  # as long as the answers take
-    slow = StepSize(0.001, 512)
-    slow.note(StepContents(num_prefill=10), 100.0)
-    assert slow.choose(1, 10, [Wish(1000, 0)]) == 1 + LEAST_TOKENS
+    assert num_prefill * MODEL.prefill_token_s == pytest.approx(MOST_SHARE * decoding_s, rel=0.1)
+    slow = StepSize(0.05, 512)
+    for _ in range(50):
+        slow.note(StepContents(num_prefill=10, num_pairs=50), 100.0)
+        slow.note(StepContents(num_decode=1, num_context=10), 0.01)
+    assert slow.choose(1, 10, [Wish(1000, 0)]) == 1 + LEAST_TOKENS  # each of them takes ten seconds
+
+
+def test_prompts_share_of_a_step_grows_as_answers_alone_come_to_miss_the_target():
+    def share(decoding_of_target: float) -> float:
+        size = StepSize(decoding_s / decoding_of_target, 100_000)
+        for sample in steps(Random(8), 100):
+            size.note(*sample)
+        wish = [Wish(MOST_LOOKED_AT, 0)]  # too few to stretch the target
+        return (size.choose(16, 3200, wish) - 16) * MODEL.prefill_token_s / decoding_s
+
+    decoding_s = MODEL.seconds(StepContents(num_decode=16, num_context=3200))
+    shares = [share(part) for part in (0.5, 0.75, 1.0, 2.0)]
+    assert shares == pytest.approx([1.0, 1.5, 2.0, 2.0], rel=0.1)
 
 
 def test_the_target_is_stretched_by_how_long_the_prompts_that_wait_take_beyond_half_a_second():
@@ -244,7 +260,7 @@ def test_a_target_that_answers_alone_do_not_meet_starves_no_prompt():
     alone = simulate(*STREAMS, target_ms=1.0)
     crowded = simulate(*STREAMS, *PROMPTS, target_ms=1.0)
     assert all(outcome.how == "finished" for outcome in crowded.outcomes)
-    assert float(np.percentile(crowded.itl_s, 99)) < 2.5 * float(np.percentile(alone.itl_s, 99))
+    assert float(np.percentile(crowded.itl_s, 99)) < 3.3 * float(np.percentile(alone.itl_s, 99))
 
 
 def test_where_nobody_waits_for_a_token_a_prompt_is_computed_in_steps_as_large_as_may_be():
@@ -265,7 +281,7 @@ def test_sizes_that_were_chosen_by_times_are_chosen_again_from_a_recording(tmp_p
     path = tmp_path / "run.jsonl"
     record(path, 24, config=replace(TIGHT, itl_target_ms=20.0))
     recording = Recording(path)
-    assert recording.engine.itl_target_ms == 20.0 and len(budgets(recording)) > 5
+    assert recording.engine.itl_target_ms == 20.0 and len(budgets(recording)) > 2
     replay = Replay(recording).run()
     assert replay.difference is None and replay.num_decisions > 200
     lines = path.read_bytes().splitlines(keepends=True)

@@ -260,7 +260,7 @@ class ProductInVectors {
         int64_t row = x_.first_row(part);
         int rows = int(x_.first_row(part + 1) - row);
         auto multiply_rows = tile_for<WIDENS, Input, Stored>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
-        if (IS_FETCHED_TO_WRITE<Input>) out_.expect(row, rows, panel);
+        if (IS_FETCHED_TO_WRITE) out_.expect(row, rows, panel);
         multiply_rows(x_.tile(part), numbers, scales_of(linear_, panel), linear_.group_pairs(), linear_.k / 2, tile,
                       ahead_of(panel, end, part), wide);
         hand_over(linear_, out_, tile, row, rows, panel);

@@ -149,10 +149,9 @@ struct TiledRows {
 // after it. An instruction, since compilers know it only with a flag of its own.
 inline void fetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
 
-// Whether that is done. Linears of 16 rows and more take 2 to 4 % less with AVX2 on a Zen 3 class EPYC, and of 512 rows
-// 2 to 4 % less in AMX; with AVX-512 nobody has measured it yet.
-template <class Input>
-constexpr bool IS_FETCHED_TO_WRITE = W == 8 || IN_AMX<Input>;
+// Whether that is done in vectors. Linears of 16 rows and more take 2 to 4 % less with AVX2 on a Zen 3 class EPYC; with
+// AVX-512 nobody has measured it yet. (In AMX one tile of 32 rows takes 2 % less on a Granite Rapids class Xeon.)
+constexpr bool IS_FETCHED_TO_WRITE = W == 8;
 
 enum class Into { STORE, ADD };  // out = product, out += product
 

@@ -4,10 +4,11 @@
 // blocks: a panel's block stays in the first-level cache while all tiles of rows are multiplied with it, and their sums wait
 // in the second-level cache for the next block. There each step of two registers of rows by two of columns takes about 20 ns
 // if one of both comes from the first level, and 35 if neither does (in a loop of its own, on a Granite Rapids class Xeon).
-// Nothing is asked for there before it is written: 256 and 512 rows take 2 to 4 % less so.
+// Linears of 64 / 128 / 256 / 512 rows of Qwen3-0.6B's shape took 55 / 75 / 114 / 224 ms there when tiles went through whole
+// panels, and 50 / 57 / 94 / 172 when first they did not.
 //
-// Linears of 64 / 128 / 256 / 512 rows of Qwen3-0.6B's shape take 50 / 57 / 94 / 172 ms there, and took 55 / 75 / 114 / 224
-// when tiles went through whole panels.
+// Nothing is asked for before it is written where there are several tiles, as 256 and 512 rows take 2 to 5 % less so; one
+// tile of 32 rows takes 2 % more without.
 //
 // Knows the order in which panels, blocks and tiles are gone through; refuses to know what becomes of sums.
 
@@ -24,7 +25,7 @@ constexpr int64_t BLOCK_STEPS = 8;      // at most, where numbers of k have no g
 constexpr int64_t PANELS_HELD = 8;      // at most: whose sums wait at a time
 constexpr int64_t TILES_TOGETHER = 20;  // of rows, at most, whose sums wait at a time: with those of 8 panels 640 KiB
 
-// How a linear's pairs of k are cut into blocks: evenly, or into whole groups.
+// How a linear's pairs of k are cut into blocks: evenly, or into whole groups, however long one is.
 struct Blocks {
     int64_t num_pairs, size, part;
     bool is_grouped;
@@ -72,7 +73,8 @@ class ProductInTiles {
     static constexpr int64_t NEAR_AHEAD = 1024;
 
     // Places that a block is fetched from in turn. A core goes on by itself in each of them, in a page of 4 KiB: two to four
-    // tiles of rows take 15 to 30 % less than with one place, eight 6 (of 2, 4 and 8 places four are best).
+    // tiles of rows take 15 to 30 % less than with one place, eight 6 (of 2, 4 and 8 places four are best; in bf16, whose
+    // blocks are four pages long).
     static constexpr int64_t STREAMS_AHEAD = 4;
 
   public:
@@ -86,17 +88,17 @@ class ProductInTiles {
     template <class Stored>
     void run(const Stored* weights) const {
         TilesInUse tiles;
+        int rows = int(std::min<int64_t>(x_.num_rows, AMX_TILE_ROWS));
+        tiles.shape(product_shapes(rows));
         if (x_.num_tiles() == 1)
-            run_once(weights, tiles);
+            run_once(weights, rows);
         else
-            run_in_blocks(weights, tiles);
+            run_in_blocks(weights);
     }
 
   private:
     template <class Stored>
-    void run_once(const Stored* weights, TilesInUse& tiles) const {
-        int rows = int(x_.num_rows);
-        tiles.shape(product_shapes(rows));
+    void run_once(const Stored* weights, int rows) const {
         seat_.each_piece(linear_.num_panels(), 2, [&](int64_t first, int64_t last, int64_t) {
             if (rows <= AMX_ROWS && last - first == 2) return multiply_panels<1, 2>(weights, first);
             for (int64_t panel = first; panel < last; panel++)
@@ -121,33 +123,37 @@ class ProductInTiles {
         for (int i = 0; i < PANELS; i++) hand_over(linear_, out_, out + i * OUT_SIZE, 0, rows, first + i);
     }
 
+    // All tiles in registers of the same shape, which takes as long to set as a block of one of them. A tile that is not whole
+    // is multiplied together with up to 15 rows that are none of it, and that nobody looks at.
     template <class Stored>
-    void run_in_blocks(const Stored* weights, TilesInUse& tiles) const {
+    void run_in_blocks(const Stored* weights) const {
         int64_t each = ceil_div(linear_.num_panels(), seat_.count), num_tiles = x_.num_tiles();
-        int64_t held = ceil_div(each, ceil_div(each, PANELS_HELD)), times = ceil_div(num_tiles, TILES_TOGETHER);
+        int64_t num_pieces = std::max<int64_t>(2, ceil_div(each, PANELS_HELD));  // so that others can take one over
+        int64_t held = ceil_div(each, num_pieces), times = ceil_div(num_tiles, TILES_TOGETHER);
         seat_.each_piece(linear_.num_panels(), held, [&](int64_t first, int64_t last, int64_t end) {
             for (int64_t time = 0; time < times; time++)
                 for (int64_t block = 0; block < blocks_.count(); block++)
                     for (int64_t panel = first; panel < last; panel++)
-                        multiply_tiles(weights, tiles, num_tiles * time / times, num_tiles * (time + 1) / times, block, panel,
-                                       first, last, end);
+                        multiply_tiles(weights, num_tiles * time / times, num_tiles * (time + 1) / times, block, panel, first,
+                                       last, end);
         });
     }
 
     // Tiles [tile, end_tile) of rows by a block of `panel`, one of those in [first, last) whose sums wait together; panels
     // until `end` come next.
     template <class Stored>
-    void multiply_tiles(const Stored* weights, TilesInUse& tiles, int64_t tile, int64_t end_tile, int64_t index, int64_t panel,
-                        int64_t first, int64_t last, int64_t end) const {
+    void multiply_tiles(const Stored* weights, int64_t tile, int64_t end_tile, int64_t index, int64_t panel, int64_t first,
+                        int64_t last, int64_t end) const {
         Block block = blocks_.at(index);
         auto numbers = [&](int64_t panel) { return weights + panel * linear_.panel_bytes() / int64_t(sizeof(Stored)); };
         auto from = [&](int64_t panel, int64_t block) {
             return reinterpret_cast<const char*>(numbers(panel) + place_in_pairs<Stored>(2 * blocks_.at(block).begin, PANEL, 0));
         };
-        const char* next = panel + 1 < last               ? from(panel + 1, index)
-                           : index + 1 < blocks_.count()  ? from(first, index + 1)
-                           : last < end                   ? from(last, 0)
-                                                          : after_;
+        const char* next = panel + 1 < last              ? from(panel + 1, index)
+                           : index + 1 < blocks_.count() ? from(first, index + 1)
+                           : end_tile < x_.num_tiles()   ? from(first, 0)
+                           : last < end                  ? from(last, 0)
+                                                         : after_;
         int64_t num_bytes = place_in_pairs<Stored>(2 * (block.end - block.begin), PANEL, 0) * int64_t(sizeof(Stored));
         int64_t times = (end_tile - tile) * block.num_steps(), num_lines = ceil_div(num_bytes, 64 * STREAMS_AHEAD);
         int64_t apart = 64 * num_lines;
@@ -159,7 +165,6 @@ class ProductInTiles {
             alignas(64) float out[2 * OUT_SIZE];
             int64_t row = x_.first_row(tile);
             int rows = int(x_.first_row(tile + 1) - row);
-            tiles.shape(product_shapes(rows));
             auto multiply = rows > AMX_ROWS ? multiply_block<2> : multiply_block<1>;
             multiply(x_.tile(tile), rows, block, columns, scales_of(linear_, panel), ahead, sums, is_last ? out : sums);
             if (!is_last) continue;

@@ -106,7 +106,7 @@ inline void scale_sums(const float* sums, const bf16* scales, int rows, const fl
     }
 }
 
-// Pairs of k that are multiplied before anything else is. `part` of them are summed one after the other: all, or a group.
+// Pairs [begin, end) of k, by which all tiles of rows are multiplied before the next ones. `part` of them are summed one after the other: all, or a group.
 struct Block {
     int64_t begin, end, part;
     bool is_grouped;
@@ -135,7 +135,7 @@ void widen_step(const Stored* panel, int64_t step, int64_t begin, int64_t end, b
                   pair >= begin && pair < end ? pairs_of(panel, pair, PANEL, lane) : zero());
 }
 
-// A block's columns as they are multiplied, part by part: in `made`, or where they lie if they lie like that.
+// A block's columns as they are multiplied, part by part: in `made`, or where they lie if all of them lie like that.
 template <class Stored>
 const bf16* columns_of(const Stored* panel, const Block& block, bf16* made) {
     if constexpr (std::is_same<Stored, bf16>::value)
@@ -147,7 +147,8 @@ const bf16* columns_of(const Stored* panel, const Block& block, bf16* made) {
     return columns;
 }
 
-// Rows x [k / 32][rows][32] by a block's columns, on top of the sums [rows][32] `before`, if any pair comes before it.
+// Rows x [k / 32][rows][32] by a block's columns, on top of the sums [rows][32] `before`, if any pair comes before it: to
+// `to`, which may be the same place. Without groups sums are not scaled yet.
 template <int HALVES>
 void multiply_block(const bf16* x, int rows, const Block& block, const bf16* columns, const bf16* scales,
                     StepsAhead (&ahead)[1], const float* before, float* to) {
@@ -175,7 +176,7 @@ struct PanelInTiles {
     StepsAhead ahead;
 };
 
-// The same by whole panels, which nobody reads after this: out [rows][32], OUT_SIZE from one panel to the next one.
+// Rows by whole panels, which nobody reads after this, all scaled: out [rows][32], OUT_SIZE from one panel to the next one.
 template <int HALVES, int PANELS, class Stored>
 void multiply_once(const bf16* x, int rows, const Linear& linear, PanelInTiles<Stored> (&panels)[PANELS], float* out) {
     constexpr int64_t SOME = 4;  // steps whose columns are made before they are read

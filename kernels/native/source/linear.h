@@ -193,6 +193,10 @@ int64_t room_bytes(const Linear& linear, int64_t num_rows) {
     return num_held<Weight>(linear) * linear.k * PANEL * int64_t(sizeof(Input));
 }
 
+// Whether what is about to be written is asked for. Linears of 16 rows and more take 2 to 4 % less with AVX2 on a Zen 3 class
+// EPYC; with AVX-512 nobody has measured it yet.
+constexpr bool IS_FETCHED_TO_WRITE = W == 8;
+
 // What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as
 // are held at a time are a piece of the work.
 template <class Weight, class Out>
@@ -285,7 +289,7 @@ class ProductInVectors {
     const char* after_;              // what this thread reads first of the next linear
 };
 
-// `linear` is one of the model's, which has room for panels of so many rows: see `room_bytes`.
+// `linear` is one of the model's, which has room for products of so many rows: see `room_bytes`.
 template <class Weight, class Out>
 void multiply(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
               Party::Seat seat) {

@@ -69,8 +69,15 @@ void read_row(const Linear& linear, int64_t row, float* to) {
         });
     });
     if (!linear.is_quantized()) return;
-    const bf16* scales = linear.scales.as<bf16>() + panel * linear.num_groups() * PANEL + lane;
+    const bf16* scales = scales_of(linear, panel) + lane;
     for (int64_t i = 0; i < linear.k; i++) to[i] *= widen(scales[i / linear.group_size * PANEL]);
+}
+
+// What the thread in this seat reads first of the linear that is multiplied after this one.
+inline const char* place_after(const Linear& linear, const Party::Seat& seat) {
+    int64_t first, last;
+    share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
+    return linear.next->weight.as<char>() + first * linear.next->panel_bytes();
 }
 
 }  // namespace millrace

@@ -1,6 +1,6 @@
 // Rows as products read them, in tiles, and what becomes of the tiles that products are.
 //
-// Knows how rows lie; refuses to know weights.
+// Knows how rows lie; refuses to know how weights do.
 
 #pragma once
 
@@ -89,6 +89,7 @@ void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_
 // be; in AMX all but the last are whole, laid out [size / 32][rows][32] with zeros past the size.
 template <class T>
 struct TiledRows {
+    static constexpr int64_t READ_PAST = IN_AMX<T> ? (AMX_ROWS - 1) * 64 : 0;  // bytes past the last row, whatever they are
     T* data;
     int64_t num_rows, size;
 
@@ -148,10 +149,6 @@ struct TiledRows {
 // Another thread's core may have a line of what is about to be written: asked for before a tile is summed, it is there
 // after it. An instruction, since compilers know it only with a flag of its own.
 inline void fetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
-
-// Whether that is done in vectors. Linears of 16 rows and more take 2 to 4 % less with AVX2 on a Zen 3 class EPYC; with
-// AVX-512 nobody has measured it yet. (In AMX one tile of 32 rows takes 2 % less on a Granite Rapids class Xeon.)
-constexpr bool IS_FETCHED_TO_WRITE = W == 8;
 
 enum class Into { STORE, ADD };  // out = product, out += product
 
@@ -224,13 +221,6 @@ template <class Out>
 void hand_over(const Linear& linear, const Out& out, float* tile, int64_t first_row, int rows, int64_t panel) {
     if (!linear.bias.empty()) add_bias(tile, rows, linear.bias.data() + panel * PANEL);
     out.take(tile, first_row, rows, panel, std::min(PANEL, linear.n - panel * PANEL));
-}
-
-// What the thread in this seat reads first of the linear that is multiplied after this one.
-inline const char* place_after(const Linear& linear, const Party::Seat& seat) {
-    int64_t first, last;
-    share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
-    return linear.next->weight.as<char>() + first * linear.next->panel_bytes();
 }
 
 }  // namespace millrace

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -289,6 +291,18 @@ def test_a_server_whose_start_is_cut_short_is_ended(tmp_path: Path):
         await until(lambda: not _runs(int(process_id.read_text())))
 
     asyncio.run(cut_short())
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed_between_two_turns_is_named_with_what_to_do(tmp_path: Path):
+    async def use_it() -> None:
+        running = await start(served("peer", ANSWERS), tmp_path / "log")
+        os.killpg(running._process.pid, signal.SIGKILL)
+        await running._process.wait()
+        with pytest.raises(RuntimeError, match=r"peer is gone \(killed.*leave some out with --only"), running.awake():
+            pass
+
+    asyncio.run(use_it())
 
 
 def _runs(process_id: int) -> bool:

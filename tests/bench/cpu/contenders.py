@@ -78,15 +78,22 @@ class Running:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Lets its processes run."""
-        os.killpg(self._process.pid, signal.SIGCONT)
+        """Lets its processes run. Raises RuntimeError if it has ended by itself."""
+        try:
+            os.killpg(self._process.pid, signal.SIGCONT)
+        except ProcessLookupError:
+            status = self._process.returncode
+            how = "killed, as by a system without memory" if status == -signal.SIGKILL else f"exit status {status}"
+            fault = f"{self.label} is gone ({how}); all engines stay loaded, so leave some out with --only"
+            raise RuntimeError(fault) from None
         try:
             yield
         finally:
             self.pause()
 
     def pause(self) -> None:
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGSTOP)
 
     def peak_mib(self) -> float:
         """The most memory that its processes have had resident, MiB, each by itself, added up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 
 import numpy as np
@@ -35,7 +36,14 @@ class Recorded:
         self.taken: list[tuple[int, int]] = []  # (region, bytes from its beginning) where each piece ends
         self.answer = True
         self.room_bytes = 1 << 40
-        self.ahead = TakenAhead(self.memory, ahead_bytes, take=self._take, room=lambda: self.room_bytes, now=self.clock)
+        self.ahead = TakenAhead(
+            self.memory,
+            ahead_bytes,
+            num_takers=1,
+            take=self._take,
+            room=lambda: self.room_bytes,
+            now=self.clock,
+        )
         self.clock.now_s += 1  # idle
 
     def _take(self, address: int, num_bytes: int) -> bool:
@@ -115,6 +123,27 @@ def test_nothing_is_taken_within_a_step_or_shortly_after_it():
     recorded.clock.now_s += IDLE_S
     recorded.ahead.join()
     assert recorded.taken
+
+
+def test_two_take_pages_at_a_time_and_none_of_them_twice():
+    memory = np.empty((2, 64 * MIB), np.uint8)
+    clock, both_are_there = Clock(), threading.Barrier(2, timeout=10)
+    taken: list[int] = []
+    takers: set[int] = set()
+
+    def take(address: int, num_bytes: int) -> bool:
+        if threading.get_ident() not in takers:
+            takers.add(threading.get_ident())
+            both_are_there.wait()
+        taken.append(address)
+        return True
+
+    ahead = TakenAhead(memory, 16 * MIB, num_takers=2, take=take, now=clock)
+    clock.now_s += 1
+    ahead.start()
+    ahead.join()
+    assert len(taken) == len(set(taken))
+    assert 2 * 16 * MIB <= ahead.num_taken <= 2 * (16 * MIB + LARGE_PAGE)
 
 
 def test_who_wants_nothing_ahead_gets_nothing():

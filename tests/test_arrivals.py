@@ -294,12 +294,12 @@ def test_a_server_whose_start_is_cut_short_is_ended(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_server_that_was_killed_between_two_turns_is_named_with_what_to_do(tmp_path: Path):
+def test_a_server_that_was_killed_between_two_turns_is_named_with_how_it_ended(tmp_path: Path):
     async def use_it() -> None:
         running = await start(served("peer", ANSWERS), tmp_path / "log")
         os.killpg(running._process.pid, signal.SIGKILL)
         await running._process.wait()
-        with pytest.raises(RuntimeError, match=r"peer is gone \(killed.*leave some out with --only"), running.awake():
+        with pytest.raises(RuntimeError, match=r"peer is gone \(killed"), running.awake():
             pass
 
     asyncio.run(use_it())

@@ -17,7 +17,7 @@ NO_LIMIT = 1 << 62  # bytes
 _SMALL_PAGE = 4 << 10
 _POPULATE_WRITE = 23  # of madvise, in Linux since 5.14: pages are there as if written to, and keep what they hold
 IDLE_S = 0.25  # without a step, until pages are taken; the least time between two looks at that
-NUM_TAKERS = 2  # threads; in a virtual machine of two cores 2.5 ms for each page instead of 4.7
+NUM_TAKERS = 2  # threads; where a page takes 4.7 ms, two take one in 2.5 ms (a virtual machine of two cores)
 
 
 def take_pages(address: int, num_bytes: int) -> bool:
@@ -33,7 +33,7 @@ def take_pages(address: int, num_bytes: int) -> bool:
 class TakenAhead:
     """Keeps `ahead_bytes` of each region taken past what was used of it, from its beginning on.
 
-    The system hands out memory when it is first written to, in large pages that it clears: 0.2 ms for each, and 6 in a
+    The system hands out memory when it is first written to, in large pages that it clears: 0.2 ms for each, and 5 in a
     virtual machine whose host takes back what is free. Steps of prompts would wait for that, a tenth of their time.
     Here threads of their own take pages one by one, none within `IDLE_S` of a step, and end when there are enough. They
     leave at least as much as they keep ahead to whoever else wants memory.
@@ -83,8 +83,8 @@ class TakenAhead:
                 return
             while len(self._takers) < self._num_takers:
                 taker = threading.Thread(target=self._run, name="memory-ahead", daemon=True)
-                self._takers.append(taker)
                 taker.start()
+                self._takers.append(taker)  # before it can look, as that needs the lock
 
     def begin_step(self) -> None:
         self._is_in_step = True
@@ -104,10 +104,11 @@ class TakenAhead:
 
     def _run(self) -> None:
         while not self._is_over.is_set():
+            wait_s = IDLE_S if self._is_in_step else self._last_step_s + IDLE_S - self._now()
+            has_room = wait_s > 0 or self._has_room()  # which reads files: who runs the steps may want the lock
             with self._lock:
                 region = self._lacking()
-                wait_s = IDLE_S if self._is_in_step else self._last_step_s + IDLE_S - self._now()
-                if region is None or (wait_s <= 0 and not self._has_room()):  # until more is used
+                if region is None or not has_room:  # until more is used
                     self._takers.remove(threading.current_thread())
                     return
                 begin, end = self._next[region], self._end_of_page(region)

@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_windows": (40, None),
         "rotary_dim": 16,
     },
+    "two rows by wide heads": {"head_dim": 130, "num_heads": 4},  # values: as wide a pass as there is, and a vector
     "odd sizes": {"head_dim": 26, "rotary_dim": 26, "num_heads": 7, "num_kv_heads": 1, "hidden_size": 46},
 }
 

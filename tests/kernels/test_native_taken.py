@@ -30,7 +30,7 @@ class Clock:
 class Recorded:
     """Regions of address space, of which nothing is really taken."""
 
-    def __init__(self, num_regions: int, region_bytes: int, ahead_bytes: int) -> None:
+    def __init__(self, num_regions: int, region_bytes: int, ahead_bytes: int, num_takers: int = 1) -> None:
         self.memory = np.empty((num_regions, region_bytes), np.uint8)
         self.clock = Clock()
         self.taken: list[tuple[int, int]] = []  # (region, bytes from its beginning) where each piece ends
@@ -39,7 +39,7 @@ class Recorded:
         self.ahead = TakenAhead(
             self.memory,
             ahead_bytes,
-            num_takers=1,
+            num_takers=num_takers,
             take=self._take,
             room=lambda: self.room_bytes,
             now=self.clock,
@@ -111,8 +111,9 @@ def test_a_little_more_that_is_used_makes_nobody_look_and_an_eighth_of_what_is_a
     assert len(recorded.taken) > num_taken
 
 
-def test_nothing_is_taken_within_a_step_or_shortly_after_it():
-    recorded = Recorded(1, 64 * MIB, 8 * MIB)
+@pytest.mark.parametrize("num_takers", [1, 2])
+def test_nothing_is_taken_within_a_step_or_shortly_after_it(num_takers: int):
+    recorded = Recorded(1, 64 * MIB, 8 * MIB, num_takers)
     recorded.ahead.begin_step()
     recorded.ahead.start()
     time.sleep(2 * IDLE_S)
@@ -152,20 +153,22 @@ def test_who_wants_nothing_ahead_gets_nothing():
     assert recorded.take() == []
 
 
-def test_a_system_that_refuses_is_asked_once():
-    recorded = Recorded(2, 64 * MIB, 8 * MIB)
+@pytest.mark.parametrize("num_takers", [1, 2])
+def test_a_system_that_refuses_is_asked_once_by_each_thread(num_takers: int):
+    recorded = Recorded(2, 64 * MIB, 8 * MIB, num_takers)
     recorded.answer = False
-    assert len(recorded.take()) == 1
+    assert 1 <= len(recorded.take()) <= num_takers
     assert recorded.take() == []
     assert recorded.ahead.num_taken == 0
     assert not take_pages(4096, 4096)  # nothing is there
 
 
-def test_as_much_as_is_kept_ahead_is_left_to_others_and_more_that_is_used_has_it_look_again():
-    recorded = Recorded(2, 64 * MIB, 16 * MIB)
+@pytest.mark.parametrize("num_takers", [1, 2])
+def test_as_much_as_is_kept_ahead_is_left_to_others_and_more_that_is_used_has_it_look_again(num_takers: int):
+    recorded = Recorded(2, 64 * MIB, 16 * MIB, num_takers)
     recorded.room_bytes = 32 * MIB + 9 * MIB
     recorded.take()
-    assert 32 * MIB - LARGE_PAGE <= recorded.room_bytes < 32 * MIB
+    assert 32 * MIB - num_takers * LARGE_PAGE <= recorded.room_bytes < 32 * MIB
     assert recorded.take() == []
     recorded.room_bytes = 128 * MIB
     recorded.ahead.note_used(4 * MIB)
@@ -190,7 +193,7 @@ def test_a_cache_that_nobody_holds_takes_nothing_more():
     )
     cache = NativeCache(shape, 2048, 16, "bfloat16", blocks_ahead=1024)
     ahead = cache.ahead
-    ahead.begin_step()  # the thread begins, and waits
+    ahead.begin_step()  # threads begin, and wait
     cache.note_used(1023)
     del cache
     gc.collect()

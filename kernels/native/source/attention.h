@@ -180,7 +180,7 @@ void sum_columns(const Factor<T>* weights, const T* const* tiles, const Reads<T>
         UNROLL for (int c = 0; c < C; c++) store(sums + r * width + dim + c * W, totals[r][c]);
 }
 
-// The same of as many vectors as are left, at most C; returns how many numbers these are.
+// The same of C vectors, or of a half, a quarter and so on of them where fewer are left; returns how many numbers these are.
 template <int R, int C, bool FETCHES, class T>
 int64_t sum_next_columns(const Factor<T>* weights, const T* const* tiles, const Reads<T>& reads, int64_t first, int64_t last,
                          int64_t width, int64_t dim, float* sums) {
@@ -193,9 +193,9 @@ int64_t sum_next_columns(const Factor<T>* weights, const T* const* tiles, const 
 }
 
 // Weighted sums [R][width] of the values of keys [first, last) of a chunk, with weights [R][CHUNK], which are 0 for the
-// other keys of the tiles. The first pass over the keys reads ahead, and nobody does in another one: so as many vectors of
-// values side by side as there are registers for. Of one or two rows by heads of 128 numbers one pass takes 8 % less of
-// attention than two (AVX-512, Zen 5 class EPYC).
+// other keys of the tiles. The first pass over the keys reads ahead, and nobody does in another one: of two rows by heads of
+// 128 numbers one pass takes 8 % less of attention than two (AVX-512, Zen 5 class EPYC; of three rows and more nobody has
+// tried wider ones).
 template <int R, class T>
 void sum_values(const Factor<T>* weights, const T* const* tiles, const Reads<T>& reads, int64_t first, int64_t last,
                 int64_t width, float* sums) {

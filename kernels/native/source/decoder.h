@@ -282,6 +282,7 @@ class Step {
             }
             plan->first_read.push_back(int64_t(plan->reads.size()));
         }
+        static_assert(Reads<Cached>::AHEAD <= MOST_AHEAD, "what is read ahead of the last tile is in the list");
         plan->reads.resize(plan->reads.size() + MOST_AHEAD);
     }
 

@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=sorted(WORKLOADS))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON[,MODEL]", help="see peers.py")
-    parser.add_argument("--only", nargs="+", help="labels of the engines to run, for instance millrace transformers")
+    parser.add_argument("--only", nargs="+", help="labels of the engines to run, all of which stay loaded")
     parser.add_argument("--no-parts", action="store_true", help="do not look into our own step")
     parser.add_argument("--note", help="what else is to be known of this run; it goes into the JSON and the README")
     parser.add_argument("--logs", type=Path, help="a folder for what the engines print")

@@ -79,21 +79,30 @@ class Running:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Lets its processes run. Raises RuntimeError if it has ended by itself."""
-        try:
-            os.killpg(self._process.pid, signal.SIGCONT)
-        except ProcessLookupError:
-            status = self._process.returncode
-            how = "killed, as by a system without memory" if status == -signal.SIGKILL else f"exit status {status}"
-            fault = f"{self.label} is gone ({how}); all engines stay loaded, so leave some out with --only"
-            raise RuntimeError(fault) from None
+        if self._process.returncode is not None or not self._signal(signal.SIGCONT):
+            raise RuntimeError(f"{self.label} is gone ({self._end()})")
         try:
             yield
         finally:
             self.pause()
 
     def pause(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> bool:
+        """Sends it to all its processes. False if there are none."""
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _end(self) -> str:
+        """How its first process ended."""
+        status = self._process.returncode
+        if status is None:
+            return "nobody knows how yet"
+        return "killed, as by a system without memory" if status == -signal.SIGKILL else f"exit status {status}"
 
     def peak_mib(self) -> float:
         """The most memory that its processes have had resident, MiB, each by itself, added up."""
@@ -111,12 +120,11 @@ class Running:
     async def stop(self) -> None:
         """Ends all its processes."""
         for number in (signal.SIGCONT, signal.SIGTERM):
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            self._signal(number)
         try:
             await asyncio.wait_for(self._process.wait(), 20)
         except TimeoutError:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             await self._process.wait()
 
 

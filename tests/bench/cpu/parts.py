@@ -3,7 +3,7 @@
 Endless answers, `batch` of them with `CONTEXT` tokens before each, in an engine as it serves. Linears, attention and
 the rest are of the native call, by its own clock; host is what passes between two calls: sampling, and what of the
 other stages does not go on beside the call. The floor is the time in which the machine reads the weights once and each
-sequence's keys and values, at the bandwidth that was measured just before. Prints JSON.
+sequence's keys and values, at the bandwidth that was measured just before and just after them. Prints JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ async def measure(model: str, threads: int | None, batches: tuple[int, ...] = BA
 
 async def look(engine: Engine, batch: int, num_context: int = CONTEXT) -> dict[str, float]:
     """One row. All answers begin, from prompts of `num_context` tokens that the prefix cache has after the first time;
-    then so many steps are looked at, and the bandwidth right after them."""
+    then so many steps are looked at. The bandwidth is the mean of one reading before the prompts and one after the
+    steps: on a shared machine it changes within seconds."""
+    before = await asyncio.to_thread(read_bandwidth_gb_s)
     draws = [random.Random(place) for place in range(batch)]
     prompts = [[draw.randrange(300, 15_000) for _ in range(num_context)] for draw in draws]
     window = _Window(engine, batch)
@@ -61,7 +63,7 @@ async def look(engine: Engine, batch: int, num_context: int = CONTEXT) -> dict[s
         for answer in answers:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
-    bandwidth = await asyncio.to_thread(read_bandwidth_gb_s)
+    bandwidth = (before + await asyncio.to_thread(read_bandwidth_gb_s)) / 2
     native, block_size = native_of(engine), engine.info.block_size
     begun, ended = window.looks
     spent, num_steps = ended.part_times - begun.part_times, ended.step - begun.step

@@ -14,6 +14,7 @@ from tests.bench.cpu.chart import draw
 from tests.bench.cpu.figures import summary, table
 from tests.bench.cpu.glance import glance
 from tests.bench.cpu.peers import contenders_of, find_peers
+from tests.bench.workloads import WORKLOADS, num_tokens
 
 
 def figures(tok_s: float, p99_ms: float) -> dict[str, float]:
@@ -46,6 +47,7 @@ def results() -> dict[str, Any]:
         "versions": {"millrace server": "0.1", "other server": "7.5"},
         "ready_s": {label: 1.5 for label in labels},
         "peak_mib": {label: 1024 for label in labels},
+        "tokens": {"w4": {"in": 4753, "out": 2587}},
         "workloads": {"w4": summary("w4", rounds)},
         "parts": [
             {f"{name}_ms": value for name, value in parts.items()}
@@ -76,13 +78,21 @@ def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: di
     (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
     made = report.section(tmp_path)
     folded = "<details><summary>smollm2-135m, bfloat16, A &lt;fast&gt; one (AVX512)</summary>\n\n2 threads, 2026-11-22"
-    for words in (folded, "other 7.5", "38.0 to 44.0", "A quiet machine."):
+    told = "other 7.5. W4: 4,753 tokens in, 2,587 out.\n"
+    for words in (folded, told, "38.0 to 44.0", "A quiet machine."):
         assert words in made
     assert "| other | 150 (ours 1.75x) | 90 / 300 | 20 / 40 | 1.5 | 1,024 |" in made
     assert "| 8 | 10.00 | 6.00 | 2.00 | 0.50 | 1.50 | 7.50 | 75% |" in made
     losses = [line for line in made.splitlines() if line.startswith("- W4")]
     lost = "- W4, gap between tokens, p99: other server is 1.36 times as good"
     assert losses == [f"{lost}, in 1 of its 1 runs", lost]
+
+
+def test_workloads_have_the_lengths_that_are_told_whatever_their_ids():
+    for run in (0, 1):
+        for name in ("w2", "w4"):
+            assert num_tokens(WORKLOADS[name](run)) == {"in": 4753, "out": 2587}
+    assert WORKLOADS["w2"](0) != WORKLOADS["w2"](1) != WORKLOADS["w4"](1)
 
 
 def test_a_glance_has_the_best_of_the_others_for_each_run_and_the_worst_of_what_is_lost(results: dict[str, Any]):

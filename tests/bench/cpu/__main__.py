@@ -29,7 +29,7 @@ from typing import Any
 
 from ..shapes import SHAPES, make_checkpoint
 from ..throughput import read_bandwidth_gb_s
-from ..workloads import WORKLOADS, Asked
+from ..workloads import WORKLOADS, Asked, num_tokens
 from .chart import draw
 from .contenders import Contender, Figures, Running, start
 from .figures import machine, spread, summary, table
@@ -77,6 +77,7 @@ async def compare(
             "versions": {contender.label: contender.version for contender in chosen if contender.label in engines},
             "ready_s": {label: round(engine.ready_s, 2) for label, engine in engines.items()},
             "peak_mib": {label: round(engine.peak_mib()) for label, engine in engines.items()},
+            "tokens": {name: num_tokens(WORKLOADS[name](0)) for name in workloads},
             "workloads": {name: summary(name, results[name]) for name in workloads if results[name]},
         }
     finally:

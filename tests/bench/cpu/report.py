@@ -80,6 +80,7 @@ def _of_run(results: Mapping[str, Any], path: Path) -> Iterator[str]:
         f"{results['threads']} threads, {results['measured_on']}, median "
         f"of {results['rounds']}; memory read at {bandwidth['median']:.1f} GB/s ({bandwidth['least']:.1f} to "
         f"{bandwidth['greatest']:.1f}). {', '.join(_versions(results))}."
+        f"{_lengths(results['tokens'])}"
     )
     if results.get("note"):
         yield results["note"]
@@ -95,6 +96,15 @@ def _of_run(results: Mapping[str, Any], path: Path) -> Iterator[str]:
     yield ""
     yield from _where_we_lose(results)
     yield ""
+
+
+def _lengths(tokens: Mapping[str, Mapping[str, int]]) -> str:
+    """Of the workloads whose lengths were drawn once, which are alike."""
+    drawn = [name for name in ("w2", "w4") if name in tokens]
+    if not drawn:
+        return ""
+    count = tokens[drawn[0]]
+    return f" {' and '.join(name.upper() for name in drawn)}: {count['in']:,} tokens in, {count['out']:,} out."
 
 
 def _versions(results: Mapping[str, Any]) -> Iterator[str]:

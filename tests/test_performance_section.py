@@ -78,7 +78,7 @@ def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: di
     (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
     made = report.section(tmp_path)
     folded = "<details><summary>smollm2-135m, bfloat16, A &lt;fast&gt; one (AVX512)</summary>\n\n2 threads, 2026-11-22"
-    told = "other 7.5. W4: 4,753 tokens in, 2,587 out.\n"
+    told = "other 7.5. W2 and W4 are of 4,753 tokens in and 2,587 out.\n"
     for words in (folded, told, "38.0 to 44.0", "A quiet machine."):
         assert words in made
     assert "| other | 150 (ours 1.75x) | 90 / 300 | 20 / 40 | 1.5 | 1,024 |" in made
@@ -88,11 +88,22 @@ def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: di
     assert losses == [f"{lost}, in 1 of its 1 runs", lost]
 
 
-def test_workloads_have_the_lengths_that_are_told_whatever_their_ids():
-    for run in (0, 1):
-        for name in ("w2", "w4"):
-            assert num_tokens(WORKLOADS[name](run)) == {"in": 4753, "out": 2587}
-    assert WORKLOADS["w2"](0) != WORKLOADS["w2"](1) != WORKLOADS["w4"](1)
+def test_w2_and_w4_have_the_same_lengths_in_each_run_and_other_ids():
+    asked = [WORKLOADS[name](run) for name in ("w2", "w4") for run in (0, 1)]
+    lengths = [[(len(ids), num_answer) for ids, num_answer in each] for each in asked]
+    assert all(each == lengths[0] for each in lengths)
+    assert num_tokens(asked[0]) == {"in": 4753, "out": 2587}
+    assert len({tuple(ids) for each in asked for ids, _ in each}) == 4 * 32
+
+
+def test_a_glance_tells_which_runs_were_asked_something_else(results: dict[str, Any]):
+    before = results | {"cpu": "Another", "tokens": {"w2": {"in": 3542, "out": 2669}}}
+    without = results | {"cpu": "A third", "tokens": {"w1": {"in": 128, "out": 128}}}
+    (line,) = [line for line in glance([results, before, without]) if line.startswith("- W2 and W4 were")]
+    assert line.startswith(
+        "- W2 and W4 were of 3,542 tokens in and 2,669 out, where they are of 4,753 tokens in and 2,587"
+    )
+    assert line.endswith(" now: smollm2-135m, bfloat16, Another (AVX512)")
 
 
 def test_a_glance_has_the_best_of_the_others_for_each_run_and_the_worst_of_what_is_lost(results: dict[str, Any]):

@@ -45,7 +45,7 @@ def num_tokens(asked: Sequence[Asked]) -> dict[str, int]:
 
 
 def _mixed(ids: random.Random) -> list[Asked]:
-    lengths = random.Random("w2-0")
+    lengths = random.Random("w2-0")  # NOTE: with another seed more or less of W2 is prompts, and ratios are others
     shape = [(lengths.randint(32, 256), lengths.randint(32, 128)) for _ in range(32)]
     return [(_ids(ids, num_prompt), num_answer) for num_prompt, num_answer in shape]
 

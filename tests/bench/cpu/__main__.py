@@ -77,7 +77,7 @@ async def compare(
             "versions": {contender.label: contender.version for contender in chosen if contender.label in engines},
             "ready_s": {label: round(engine.ready_s, 2) for label, engine in engines.items()},
             "peak_mib": {label: round(engine.peak_mib()) for label, engine in engines.items()},
-            "tokens": {name: num_tokens(WORKLOADS[name](0)) for name in workloads},
+            "tokens": {name: num_tokens(WORKLOADS[name](0)) for name in workloads if results[name]},
             "workloads": {name: summary(name, results[name]) for name in workloads if results[name]},
         }
     finally:

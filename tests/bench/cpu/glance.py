@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ..workloads import WORKLOADS, num_tokens
 from .peers import OURS
 
 WORDS = {
@@ -55,8 +56,21 @@ def glance(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         if run.get("note"):
             yield f"- {escape(name_of(run))}: {run['note']}"
+    yield from _other_lengths(runs)
     yield ""
     yield from _losses(runs)
+
+
+def lengths_of(run: Run) -> dict[str, int] | None:
+    """Tokens in and out of W2 and W4, which are alike; None where neither was asked."""
+    tokens = run["tokens"]
+    lengths: dict[str, int] | None = tokens.get("w2") or tokens.get("w4")
+    return lengths
+
+
+def told_lengths(lengths: Mapping[str, int]) -> str:
+    """In words."""
+    return f"{lengths['in']:,} tokens in and {lengths['out']:,} out"
 
 
 def name_of(run: Run) -> str:
@@ -81,6 +95,18 @@ def _ratios(run: Run) -> Iterator[tuple[str, str, str, float]]:
         for label, ratios in found["ours_to_theirs"].items():
             for figure, ratio in ratios.items():
                 yield workload, label, figure, ratio["median"]
+
+
+def _other_lengths(runs: Sequence[Run]) -> Iterator[str]:
+    """Runs that were asked something else in W2 and W4 than is asked now: their figures stand beside no other ones."""
+    now = num_tokens(WORKLOADS["w2"](0))
+    others: dict[str, list[str]] = {}
+    for run in runs:
+        lengths = lengths_of(run)
+        if lengths is not None and lengths != now:
+            others.setdefault(told_lengths(lengths), []).append(escape(name_of(run)))
+    for lengths_told, names in others.items():
+        yield f"- W2 and W4 were of {lengths_told}, where they are of {told_lengths(now)} now: {'; '.join(names)}"
 
 
 def _in_a_cell(run: Run) -> str:

@@ -4,16 +4,17 @@
 
 This engine in process, prefix cache and drafts off. Growth: output tokens/s of 8, 32, 128 and 512 requests at once, 32
 tokens in and out. Drawn: W2 and W4 (16 in flight) at temperature 1.0 and top_p 0.95 beside greedy, in turn. Long: the
-time of attention in decoding steps at 8k tokens of context, beside that in which its keys and values are read once;
-the prefix cache is on for it, so that both readings of the bandwidth are taken within a second of the steps. Neighbour:
-the 95th percentile of a decoding step's time, eight sequences, with and without another process that is always busy, in
-turn. Memory: the most this process had, less weights and the cache as far as it was ever used.
+time of attention in decoding steps at 8k tokens of context, beside that in which its keys and values are read once; the
+bandwidth for that is read before and after, and the prefix cache is on, so that both are within a second of the steps.
+Neighbour: the 95th percentile of a decoding step's time, eight sequences, with and without another process that is
+always busy, in turn. Memory: the most this process had, less weights and the cache as far as it was ever used.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import json
 import random
 import resource
@@ -34,15 +35,16 @@ from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.parts import EngineParts
 
 from ..shapes import SHAPES, make_checkpoint
-from ..workloads import IN_FLIGHT, WORKLOADS, Asked
+from ..workloads import IN_FLIGHT, WORKLOADS, Asked, num_tokens
 from .figures import machine, spread
 from .parts import look, native_of
 
 CONCURRENCY = (8, 32, 128, 512)
 NUM_TOKENS = 32  # in and out, of a request of the growth
 CONTEXT, MAX_MODEL_LEN = 7936, 8192
-NUM_LOOKS = 9  # at the long context, but for one that warms up
+NUM_LOOKS = 9  # at the long context, after one that warms up
 NUM_BESIDE, NUM_STEPS = 8, 200  # sequences and steps beside a neighbour
+DRAWN_IN = ("w2", "w4")
 DRAWN = {"temperature": 1.0, "top_p": 0.95}
 KV_BYTES = 1 << 30
 
@@ -136,7 +138,7 @@ async def measure(model: str, rounds: int) -> dict[str, Any]:
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": max(CONCURRENCY), "kv_cache_bytes": KV_BYTES}
     config = EngineConfig(model=model, device="cpu", speculation="off", enable_prefix_caching=False, **limits)  # type: ignore[arg-type]
     grown: dict[int, list[float]] = {number: [] for number in CONCURRENCY}
-    drawn: dict[str, list[float]] = {name: [] for name in ("w2", "w4")}
+    drawn: dict[str, list[float]] = {name: [] for name in DRAWN_IN}
     ratios: list[float] = []
     alone: list[float] = []
     async with Engine(config) as engine:
@@ -191,7 +193,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or make_checkpoint(options.shape, Path(folder))
         found = asyncio.run(measure(str(model), options.rounds))
-    results = {"shape": options.shape, "rounds": options.rounds, **machine(len(Cpus.of_this_process().cores)), **found}
+    results = {
+        "shape": options.shape,
+        "rounds": options.rounds,
+        "num_looks": NUM_LOOKS,
+        "tokens": {name: num_tokens(WORKLOADS[name](0)) for name in DRAWN_IN},
+        "measured_on": datetime.date.today().isoformat(),
+        **machine(len(Cpus.of_this_process().cores)),
+        **found,
+    }
     print(json.dumps(results, indent=1))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -3,7 +3,8 @@
 Endless answers, `batch` of them with `CONTEXT` tokens before each, in an engine as it serves. Linears, attention and
 the rest are of the native call, by its own clock; host is what passes between two calls: sampling, and what of the
 other stages does not go on beside the call. The floor is the time in which the machine reads the weights once and each
-sequence's keys and values, at the bandwidth that was measured just before and just after them. Prints JSON.
+sequence's keys and values, at the mean of the bandwidths that were measured before the prompts and right after the
+steps. Prints JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ BATCHES = (1, 8, 16, 32)
 CONTEXT = 256  # tokens, when the measured steps begin
 NUM_STEPS = 32
 NUM_ROUNDS = 3
+SETTLE_S = 2.0  # before the bandwidth is read: an idle engine takes memory for its cache, and is done by then
 
 
 async def measure(model: str, threads: int | None, batches: tuple[int, ...] = BATCHES) -> list[dict[str, float]]:
@@ -47,7 +49,8 @@ async def measure(model: str, threads: int | None, batches: tuple[int, ...] = BA
 async def look(engine: Engine, batch: int, num_context: int = CONTEXT) -> dict[str, float]:
     """One row. All answers begin, from prompts of `num_context` tokens that the prefix cache has after the first time;
     then so many steps are looked at. The bandwidth is the mean of one reading before the prompts and one after the
-    steps: on a shared machine it changes within seconds."""
+    steps: on a shared machine it changes from minute to minute, and may between the two."""
+    await asyncio.sleep(SETTLE_S)
     before = await asyncio.to_thread(read_bandwidth_gb_s)
     draws = [random.Random(place) for place in range(batch)]
     prompts = [[draw.randrange(300, 15_000) for _ in range(num_context)] for draw in draws]

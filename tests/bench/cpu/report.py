@@ -16,7 +16,7 @@ from typing import Any
 
 from .arrivals_table import of_arrivals, title_of
 from .chart import draw
-from .glance import glance, losses_of, name_of, told
+from .glance import glance, lengths_of, losses_of, name_of, told, told_lengths
 from .peers import OUR_SERVER, OURS
 
 ROOT = Path(__file__).parents[3]
@@ -80,7 +80,7 @@ def _of_run(results: Mapping[str, Any], path: Path) -> Iterator[str]:
         f"{results['threads']} threads, {results['measured_on']}, median "
         f"of {results['rounds']}; memory read at {bandwidth['median']:.1f} GB/s ({bandwidth['least']:.1f} to "
         f"{bandwidth['greatest']:.1f}). {', '.join(_versions(results))}."
-        f"{_lengths(results['tokens'])}"
+        f"{_lengths(results)}"
     )
     if results.get("note"):
         yield results["note"]
@@ -98,13 +98,9 @@ def _of_run(results: Mapping[str, Any], path: Path) -> Iterator[str]:
     yield ""
 
 
-def _lengths(tokens: Mapping[str, Mapping[str, int]]) -> str:
-    """Of the workloads whose lengths were drawn once, which are alike."""
-    drawn = [name for name in ("w2", "w4") if name in tokens]
-    if not drawn:
-        return ""
-    count = tokens[drawn[0]]
-    return f" {' and '.join(name.upper() for name in drawn)}: {count['in']:,} tokens in, {count['out']:,} out."
+def _lengths(results: Mapping[str, Any]) -> str:
+    lengths = lengths_of(results)
+    return "" if lengths is None else f" W2 and W4 are of {told_lengths(lengths)}."
 
 
 def _versions(results: Mapping[str, Any]) -> Iterator[str]:

@@ -34,7 +34,8 @@ from .trials import measure_rates
 
 log = get_logger("millrace.stages")
 
-# Whose memory is taken before it is used. A burst of requests is shorter, and what it takes is made up for after it.
+# Whose memory is taken before it is used, where the cache is as large as what is free allows. A burst of requests is
+# shorter, and what it takes is made up for after it.
 TOKENS_AHEAD = 8192
 
 # bytes of a number, in int4 with its share of a scale
@@ -121,7 +122,9 @@ def load_natively(
 
 
 def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
-    """A quarter of the cache at most."""
+    """All that somebody has set aside for the cache; of one that takes its share of what is free, a quarter at most."""
+    if config.kv_cache_bytes is not None or config.num_gpu_blocks is not None:
+        return memory.num_blocks
     return min(-(-TOKENS_AHEAD // config.block_size), memory.num_blocks // 4)
 
 

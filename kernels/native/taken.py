@@ -17,6 +17,8 @@ NO_LIMIT = 1 << 62  # bytes
 _SMALL_PAGE = 4 << 10
 _POPULATE_WRITE = 23  # of madvise, in Linux since 5.14: pages are there as if written to, and keep what they hold
 IDLE_S = 0.25  # without a step, until pages are taken; the least time between two looks at that
+LEFT_BYTES = 512 << 20  # of what the system has, to whoever else wants memory
+LOOK_BYTES = 2 * LARGE_PAGE  # of a region: after so many more are used, at most, it is seen to that enough is taken
 NUM_TAKERS = 2  # threads; where a page takes 4.7 ms, two take one in 2.5 ms (a virtual machine of two cores)
 
 
@@ -36,7 +38,8 @@ class TakenAhead:
     The system hands out memory when it is first written to, in large pages that it clears: 0.2 ms for each, and 5 in a
     virtual machine whose host takes back what is free. Steps of prompts would wait for that, a tenth of their time.
     Here threads of their own take pages one by one, none within `IDLE_S` of a step, and end when there are enough. They
-    leave at least as much as they keep ahead to whoever else wants memory.
+    leave `left_bytes` of what the system has, to whoever else wants memory: then they end, and look again when more is
+    used.
 
     All but `join` may be called on the thread that runs the steps; of 30 regions each takes a microsecond.
     """
@@ -46,6 +49,7 @@ class TakenAhead:
         regions: Array,  # [R, ...], each region in one piece
         ahead_bytes: int,  # 0: nothing is ever taken
         *,
+        left_bytes: int = LEFT_BYTES,
         num_takers: int = NUM_TAKERS,
         take: Callable[[int, int], bool] = take_pages,
         room: Callable[[], int] = lambda: NO_LIMIT,  # bytes that the system still has for us
@@ -57,6 +61,7 @@ class TakenAhead:
         self._ends = [begin + regions[0].nbytes for begin in self._begins]
         self._next = [begin // _SMALL_PAGE * _SMALL_PAGE for begin in self._begins]  # the page that is taken next
         self._ahead_bytes = ahead_bytes
+        self.left_bytes = left_bytes
         self._num_takers = num_takers
         self._take = take
         self._room = room
@@ -72,7 +77,7 @@ class TakenAhead:
     def note_used(self, num_bytes: int) -> None:
         """So many bytes of each region are used, from its beginning on, or are about to be."""
         self._used_bytes = max(self._used_bytes, num_bytes)
-        if self._used_bytes - self._looked_at_bytes > self._ahead_bytes // 8:
+        if self._used_bytes - self._looked_at_bytes > min(LOOK_BYTES, self._ahead_bytes // 8):
             self.start()
 
     def start(self) -> None:
@@ -123,7 +128,7 @@ class TakenAhead:
                 self._is_over.set()
 
     def _has_room(self) -> bool:
-        return self._room() >= len(self._begins) * self._ahead_bytes
+        return self._room() >= self.left_bytes
 
     def _end_of_page(self, region: int) -> int:
         """Of the one that is taken next in this region, whose last page may be no large one."""

@@ -142,15 +142,28 @@ def test_an_idle_engine_has_memory_for_its_next_tokens_before_they_come() -> Non
             pass
 
     async def main() -> None:
-        async with Engine(EngineConfig(device="cpu", kv_cache_bytes=256 << 20)) as engine:
+        async with Engine(EngineConfig(device="cpu")) as engine:
             cache: NativeCache = engine._parts.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
             token_bytes = cache.data[cache.at(0)].nbytes / cache.block_size
             await asyncio.to_thread(cache.ahead.join)
             begun = cache.ahead.num_taken
-            assert begun >= 0.9 * TOKENS_AHEAD * token_bytes
+            assert 0.9 * TOKENS_AHEAD * token_bytes <= begun < cache.data.nbytes / 3
             await asyncio.gather(*(answer(engine, [first] + [5] * 900) for first in range(6, 10)))
             await asyncio.to_thread(cache.ahead.join)
             assert cache.ahead.num_taken - begun >= 2000 * token_bytes  # 3,600 were used; whole pages
+
+    asyncio.run(main())
+
+
+@needs_native
+@pytest.mark.skipif(not HAS_CALL, reason="this system takes no pages before they are written to")
+@pytest.mark.parametrize("given", [{"kv_cache_bytes": 256 << 20}, {"num_gpu_blocks": 3000}])
+def test_an_idle_engine_has_all_the_memory_of_a_cache_whose_size_was_given(given: dict[str, int]) -> None:
+    async def main() -> None:
+        async with Engine(EngineConfig(device="cpu", **given)) as engine:  # type: ignore[arg-type]
+            cache: NativeCache = engine._parts.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
+            await asyncio.to_thread(cache.ahead.join)
+            assert cache.ahead.num_taken >= cache.data.nbytes
 
     asyncio.run(main())
 

@@ -11,12 +11,26 @@ import pytest
 
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.shape import NativeShape
-from millrace.kernels.native.taken import IDLE_S, LARGE_PAGE, TakenAhead, take_pages
+from millrace.kernels.native.taken import IDLE_S, LARGE_PAGE, LOOK_BYTES, TakenAhead, take_pages
 from tests.kernels.test_native import resident_bytes
 
 MIB = 1 << 20
 HAS_CALL = take_pages(np.zeros(1 << 14, np.uint8).ctypes.data // 4096 * 4096, 4096)
 NEEDS_CALL = pytest.mark.skipif(not HAS_CALL, reason="this system takes no pages before they are written to")
+
+SHAPE = NativeShape(
+    vocab_size=8,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=64,
+    intermediate_size=64,
+    rotary_dim=64,
+    rms_norm_eps=1e-5,
+    sliding_windows=(None, None),
+    is_tied=True,
+)
 
 
 class Clock:
@@ -30,7 +44,9 @@ class Clock:
 class Recorded:
     """Regions of address space, of which nothing is really taken."""
 
-    def __init__(self, num_regions: int, region_bytes: int, ahead_bytes: int, num_takers: int = 1) -> None:
+    def __init__(
+        self, num_regions: int, region_bytes: int, ahead_bytes: int, num_takers: int = 1, left_bytes: int = 0
+    ) -> None:
         self.memory = np.empty((num_regions, region_bytes), np.uint8)
         self.clock = Clock()
         self.taken: list[tuple[int, int]] = []  # (region, bytes from its beginning) where each piece ends
@@ -39,6 +55,7 @@ class Recorded:
         self.ahead = TakenAhead(
             self.memory,
             ahead_bytes,
+            left_bytes=left_bytes,
             num_takers=num_takers,
             take=self._take,
             room=lambda: self.room_bytes,
@@ -164,34 +181,21 @@ def test_a_system_that_refuses_is_asked_once_by_each_thread(num_takers: int):
 
 
 @pytest.mark.parametrize("num_takers", [1, 2])
-def test_as_much_as_is_kept_ahead_is_left_to_others_and_more_that_is_used_has_it_look_again(num_takers: int):
-    recorded = Recorded(2, 64 * MIB, 16 * MIB, num_takers)
+def test_so_much_is_left_to_others_and_a_little_more_that_is_used_has_it_look_again(num_takers: int):
+    recorded = Recorded(2, 64 * MIB, 64 * MIB, num_takers, left_bytes=32 * MIB)
     recorded.room_bytes = 32 * MIB + 9 * MIB
     recorded.take()
     assert 32 * MIB - num_takers * LARGE_PAGE <= recorded.room_bytes < 32 * MIB
     assert recorded.take() == []
     recorded.room_bytes = 128 * MIB
-    recorded.ahead.note_used(4 * MIB)
+    recorded.ahead.note_used(LOOK_BYTES + 1)
     recorded.ahead.join()
-    assert recorded.ahead.num_taken >= 2 * 20 * MIB
+    assert recorded.ahead.num_taken >= (9 + 96) * MIB
 
 
 @NEEDS_CALL
 def test_a_cache_that_nobody_holds_takes_nothing_more():
-    shape = NativeShape(
-        vocab_size=8,
-        hidden_size=64,
-        num_layers=2,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        intermediate_size=64,
-        rotary_dim=64,
-        rms_norm_eps=1e-5,
-        sliding_windows=(None, None),
-        is_tied=True,
-    )
-    cache = NativeCache(shape, 2048, 16, "bfloat16", blocks_ahead=1024)
+    cache = NativeCache(SHAPE, 2048, 16, "bfloat16", blocks_ahead=1024)
     ahead = cache.ahead
     ahead.begin_step()  # threads begin, and wait
     cache.note_used(1023)

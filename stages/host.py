@@ -41,7 +41,7 @@ class HostTier:
     """
 
     def __init__(self, num_blocks: int, block_size: int, rates: Rates | None = None) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, run_size=1)  # so that no more memory is touched than is needed
         self.rates = rates
         self.offloading = Offloading(block_size)  # of cached prefixes
         self.num_full = 0  # times that there was no room

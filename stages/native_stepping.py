@@ -90,15 +90,14 @@ class NativeRunner(ModelRunner):
 
     def forward(self, grant: StepGrant) -> Any:
         """As any runner's; or the `Choice` of all its rows, of a link."""
-        ahead = self._native_cache.ahead
-        ahead.begin_step()
+        self._native_cache.begin_step()
         try:
             is_new, self._generation = grant.generation > self._generation, grant.generation
             if self._chain is not None and (is_new or grant.copies):
                 self._chain.drain()  # a step that fell with the one before it may still read columns, and write
             return super().forward(grant)
         finally:
-            ahead.end_step()
+            self._native_cache.end_step()
 
     def take_news(self, grant: StepGrant) -> None:
         if self._links[grant.step % MOST_IN_FLIGHT] != (grant.step, True):

@@ -14,6 +14,7 @@ from .taken import LARGE_PAGE, NO_LIMIT, TakenAhead
 
 RUN_TOKENS = 128  # as in the library
 CACHE_LINE = 64  # bytes
+NEARLY_FULL = 3 / 4  # of a cache is used: soon it evicts blocks, and some of these go to the host
 
 
 class NativeCache:
@@ -30,8 +31,9 @@ class NativeCache:
         blocks_ahead: int = 0,
         room: Callable[[], int] = lambda: NO_LIMIT,
     ) -> None:
-        """Memory of `blocks_ahead` blocks past those that are used is taken ahead, once `ahead` was started, while as
-        much is left of the `room()` bytes that the system has for us."""
+        """Memory of `blocks_ahead` blocks past those that are used is taken ahead, once `ahead` was started, while
+        enough is left of the `room()` bytes that the system has for us; and of up to as many on the host, half of those
+        at most, once the cache is nearly full."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
@@ -46,12 +48,36 @@ class NativeCache:
         self.data = used.reshape(shape.num_layers, num_runs, num_pieces, run, -1)
         assert np.may_share_memory(self.data, memory), "a copy of the cache is not the cache"
         self._run_bytes = run * block_bytes
-        self.ahead = TakenAhead(used, blocks_ahead * block_bytes, room=room)
-        weakref.finalize(self, self.ahead.stop)
+        self._blocks_ahead = blocks_ahead
+        self._room = room
+        self.ahead = self._take_ahead(used, blocks_ahead * block_bytes)
+        self.ahead_on_host: TakenAhead | None = None  # once there are host blocks
+        self._is_nearly_full = False
+
+    def _take_ahead(self, regions: Array, ahead_bytes: int) -> TakenAhead:
+        ahead = TakenAhead(regions, ahead_bytes, room=self._room)
+        weakref.finalize(self, ahead.stop)
+        return ahead
 
     def note_used(self, block: int) -> None:
         """A block is used, or about to be; those with smaller numbers are taken for used, too."""
         self.ahead.note_used((block // self._run + 1) * self._run_bytes)
+        if not self._is_nearly_full and block >= NEARLY_FULL * self.num_blocks:
+            self._is_nearly_full = True
+            if self.ahead_on_host is not None:
+                self.ahead_on_host.start()
+
+    def begin_step(self) -> None:
+        """Somebody computes: no memory is taken ahead now."""
+        self.ahead.begin_step()
+        if self.ahead_on_host is not None:
+            self.ahead_on_host.begin_step()
+
+    def end_step(self) -> None:
+        """Nobody does any more."""
+        self.ahead.end_step()
+        if self.ahead_on_host is not None:
+            self.ahead_on_host.end_step()
 
     def at(self, blocks: Longs | int) -> tuple[Any, ...]:
         """The index in `data` of one block, [layers, pieces, numbers], or of B, [B, layers, pieces, numbers]."""
@@ -63,14 +89,21 @@ class NativeCache:
             self.data[self.at(destination)] = self.data[self.at(source)]
 
     def make_host_blocks(self, num_blocks: int) -> Array:
-        """Room for so many blocks, [blocks, layers, pieces, numbers]. What is never used takes address space and no
-        memory, and what is used no more than it needs: a page for each layer would be 60 MiB for four."""
+        """Room for so many blocks, [blocks, layers, pieces, numbers]; called once. While the cache is not nearly full
+        they take address space and no memory, and what is used no more than it needs: a page for each layer would be 60
+        MiB for four."""
+        assert self.ahead_on_host is None, "a cache has its host blocks already"
         num_layers, _, num_pieces, _, numbers = self.data.shape
         host: Array = np.empty((num_blocks, num_layers, num_pieces, numbers), self.data.dtype)
+        ahead_bytes = min(self._blocks_ahead, num_blocks // 2) * host[:1].nbytes
+        self.ahead.left_bytes += host.nbytes  # which are wanted once the cache is full
+        self.ahead_on_host = self._take_ahead(host.reshape(1, -1), ahead_bytes)
         return host
 
     def copy_out(self, blocks: Longs, host: Array, places: Longs) -> None:
         """Block `places[i]` of `host` becomes block `blocks[i]`, [C] each."""
+        if self._is_nearly_full and self.ahead_on_host is not None and len(places):
+            self.ahead_on_host.note_used((int(places.max()) + 1) * host[:1].nbytes)
         for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
             host[place] = self.data[self.at(block)]
 

@@ -194,6 +194,26 @@ def test_so_much_is_left_to_others_and_a_little_more_that_is_used_has_it_look_ag
 
 
 @NEEDS_CALL
+def test_memory_of_host_blocks_is_taken_ahead_once_the_cache_is_nearly_full():
+    cache = NativeCache(SHAPE, 512, 16, "float32", blocks_ahead=512)
+    host = cache.make_host_blocks(512)
+    block_bytes = host[:1].nbytes
+    ahead = cache.ahead_on_host
+    assert ahead is not None
+    cache.begin_step()
+    cache.note_used(383)
+    cache.end_step()
+    ahead.join()
+    assert ahead.num_taken == 0
+    cache.note_used(384)
+    ahead.join()
+    assert 256 * block_bytes <= ahead.num_taken <= 256 * block_bytes + LARGE_PAGE
+    cache.copy_out(np.array([1, 2]), host, np.array([0, 300]))
+    ahead.join()
+    assert 512 * block_bytes <= ahead.num_taken < 512 * block_bytes + LARGE_PAGE
+
+
+@NEEDS_CALL
 def test_a_cache_that_nobody_holds_takes_nothing_more():
     cache = NativeCache(SHAPE, 2048, 16, "bfloat16", blocks_ahead=1024)
     ahead = cache.ahead

@@ -39,6 +39,7 @@ Results = dict[str, dict[str, list[Figures]]]  # workload -> label -> a round ea
 
 
 SETTLE_S = 2.0  # that an engine is idle before it is asked
+ALONE_S = 4.0  # that it is idle once it is ready, before the next one is started
 
 
 async def compare(
@@ -58,6 +59,8 @@ async def compare(
                 continue
             engines[contender.label] = engine
             _say(f"{contender.label} {contender.version}: ready after {engine.ready_s:.1f} s")
+            with engine.awake():  # what it does then, as ours takes memory, it does where others have taken none yet
+                await asyncio.sleep(ALONE_S)
         for number, name in itertools.product(range(rounds + 1), workloads):
             asked = WORKLOADS[name](number)
             for label in [label for label in engines if name in asks[label]]:

@@ -71,7 +71,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "KV cache": {
         "block_size": "tokens of a block: smaller wastes less, larger loads faster",
         "num_gpu_blocks": "exact size of the pool, on any device; none: from memory",
-        "kv_cache_bytes": "size of the pool, which an idle engine on a CPU takes whole; none: from memory",
+        "kv_cache_bytes": "size of the pool; an idle engine on a CPU takes it ahead, all of it; none: from memory",
         "kv_cache_dtype": "of keys and values; int8, on a CPU, or fp8, on a GPU, for twice the tokens; auto: as dtype",
         "enable_prefix_caching": "do not compute again what an earlier prompt or answer began with",
         "swap_space": "GiB of host memory for preempted sequences; none: 4, on a CPU 1; 0: compute them again",

@@ -46,9 +46,7 @@ class BlockPool:
     the one that has been cached longest.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, run_size: int | None = None) -> None:
-        """Runs of `run_size` blocks, or of `RUN_TOKENS`; of 1 where nobody reads blocks one after the other: then the
-        free ones are taken in order."""
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks = {num_blocks}: a pool holds at least 1 block")
         self.num_blocks = num_blocks
@@ -60,7 +58,7 @@ class BlockPool:
         self.on_evicted: Callable[[list[int]], object] = _ignore  # told of cached blocks whose contents are given up
         self.state = np.full(num_blocks, FREE, np.int8)  # [N]
         self.num_tables = np.zeros(num_blocks, np.int32)  # [N] that hold the block
-        self.run_size = run_size = run_size or max(1, RUN_TOKENS // block_size)
+        self.run_size = run_size = max(1, RUN_TOKENS // block_size)
         self._run_sizes = [min(run_size, num_blocks - first) for first in range(0, num_blocks, run_size)]  # [R] blocks
         self._num_free_of = self._run_sizes.copy()  # [R] blocks that are free
         self._whole = OrderedDict.fromkeys(reversed(range(len(self._run_sizes))))  # runs: all is free; the last is next
@@ -162,7 +160,7 @@ class BlockPool:
 
     def _may_choose(self) -> bool:
         """Whether so much is cached that what was cached of late is not in question."""
-        return self.run_size > 1 and len(self._cached) >= MANY_RUNS * self.run_size
+        return len(self._cached) >= MANY_RUNS * self.run_size
 
     def _old_until(self) -> int:
         """Cachings up to this one are of the half that was cached first."""

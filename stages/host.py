@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .blocks import BlockPool
+from .blocks import BlockPool, BlockState
 from .messages import NO_INTS, Ints, Rates
 from .offloading import Offloading
 
@@ -41,13 +41,14 @@ class HostTier:
     """
 
     def __init__(self, num_blocks: int, block_size: int, rates: Rates | None = None) -> None:
-        self.pool = BlockPool(num_blocks, block_size, run_size=1)  # so that no more memory is touched than is needed
+        self.pool = BlockPool(num_blocks, block_size)
         self.rates = rates
         self.offloading = Offloading(block_size)  # of cached prefixes
         self.num_full = 0  # times that there was no room
         self.num_dear = 0  # times that computing again was cheaper
         self._swapped: dict[int, _Swapped] = {}  # by sequence
         self._arriving: list[_Arriving] = []  # blocks for cached prefixes
+        self._last_adopted = -1
 
     def __len__(self) -> int:
         """Sequences that have blocks here."""
@@ -98,13 +99,17 @@ class HostTier:
         self.pool.forget_kept()
 
     def adopt(self, count: int, step: int, generation: int, completed_step: int) -> Ints:
-        """Room for up to `count` cached blocks, which `step` copies: those used longest ago make way."""
+        """Room for up to `count` cached blocks, which `step` copies: those used longest ago make way. It goes on behind
+        what was adopted last, so that few blocks at a time touch no more memory than many."""
         if self.rates is not None and not self.rates.favour_swap(1, self.pool.block_size):
             return NO_INTS
         count = min(count, self.pool.num_available)
         if not count:
             return NO_INTS
-        places = self.pool.take(count)
+        last = self._last_adopted
+        is_there = last >= 0 and self.pool.state[last] != BlockState.FREE  # whose run has begun, then
+        places = self.pool.take_behind([last if is_there else -1], [count], count)
+        self._last_adopted = int(places[-1])
         self.pool.keep(places)
         self.pool.give_back(places, step, completed_step)
         self._arriving.append(_Arriving(step, generation, places))

@@ -14,7 +14,7 @@ from .taken import LARGE_PAGE, NO_LIMIT, TakenAhead
 
 RUN_TOKENS = 128  # as in the library
 CACHE_LINE = 64  # bytes
-NEARLY_FULL = 3 / 4  # of a cache is used: soon it evicts blocks, and some of these go to the host
+NEARLY_FULL = 3 / 4  # once what lies behind that is used, blocks may soon be evicted, and some of them go to the host
 
 
 class NativeCache:
@@ -32,8 +32,8 @@ class NativeCache:
         room: Callable[[], int] = lambda: NO_LIMIT,
     ) -> None:
         """Memory of `blocks_ahead` blocks past those that are used is taken ahead, once `ahead` was started, while
-        enough is left of the `room()` bytes that the system has for us; and of up to as many on the host, half of those
-        at most, once the cache is nearly full."""
+        enough is left of the `room()` bytes that the system has for us; and of as many on the host, or half as many as
+        are there, past those that are used, once the cache is nearly full."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
@@ -96,7 +96,6 @@ class NativeCache:
         num_layers, _, num_pieces, _, numbers = self.data.shape
         host: Array = np.empty((num_blocks, num_layers, num_pieces, numbers), self.data.dtype)
         ahead_bytes = min(self._blocks_ahead, num_blocks // 2) * host[:1].nbytes
-        self.ahead.left_bytes += host.nbytes  # which are wanted once the cache is full
         self.ahead_on_host = self._take_ahead(host.reshape(1, -1), ahead_bytes)
         return host
 

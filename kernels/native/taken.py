@@ -61,7 +61,7 @@ class TakenAhead:
         self._ends = [begin + regions[0].nbytes for begin in self._begins]
         self._next = [begin // _SMALL_PAGE * _SMALL_PAGE for begin in self._begins]  # the page that is taken next
         self._ahead_bytes = ahead_bytes
-        self.left_bytes = left_bytes
+        self._left_bytes = left_bytes
         self._num_takers = num_takers
         self._take = take
         self._room = room
@@ -128,7 +128,7 @@ class TakenAhead:
                 self._is_over.set()
 
     def _has_room(self) -> bool:
-        return self._room() >= self.left_bytes
+        return self._room() >= self._left_bytes
 
     def _end_of_page(self, region: int) -> int:
         """Of the one that is taken next in this region, whose last page may be no large one."""

@@ -158,7 +158,11 @@ def test_an_idle_engine_has_memory_for_its_next_tokens_before_they_come() -> Non
 @needs_native
 @pytest.mark.skipif(not HAS_CALL, reason="this system takes no pages before they are written to")
 @pytest.mark.parametrize("given", [{"kv_cache_bytes": 256 << 20}, {"num_gpu_blocks": 3000}])
-def test_an_idle_engine_has_all_the_memory_of_a_cache_whose_size_was_given(given: dict[str, int]) -> None:
+def test_an_idle_engine_has_all_the_memory_of_a_cache_whose_size_was_given(
+    given: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_loading, "free_host_bytes", lambda: 64 << 30)
+
     async def main() -> None:
         async with Engine(EngineConfig(device="cpu", **given)) as engine:  # type: ignore[arg-type]
             cache: NativeCache = engine._parts.loaded.runner.cache  # type: ignore[union-attr, attr-defined]

@@ -200,12 +200,14 @@ def test_memory_of_host_blocks_is_taken_ahead_once_the_cache_is_nearly_full():
     block_bytes = host[:1].nbytes
     ahead = cache.ahead_on_host
     assert ahead is not None
-    cache.begin_step()
     cache.note_used(383)
-    cache.end_step()
     ahead.join()
     assert ahead.num_taken == 0
+    cache.begin_step()
     cache.note_used(384)
+    time.sleep(2 * IDLE_S)
+    assert ahead.num_taken == 0
+    cache.end_step()
     ahead.join()
     assert 256 * block_bytes <= ahead.num_taken <= 256 * block_bytes + LARGE_PAGE
     cache.copy_out(np.array([1, 2]), host, np.array([0, 300]))

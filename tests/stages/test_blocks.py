@@ -93,23 +93,6 @@ def test_where_little_is_cached_the_end_of_what_was_cached_longest_ago_goes_firs
     pool.check()
 
 
-def test_in_runs_of_one_blocks_are_taken_in_order_by_whoever_comes_and_what_came_back_last_is_next():
-    pool = BlockPool(num_blocks=64, block_size=8, run_size=1)
-    taken = [pool.take(count).tolist() for count in (1, 1, 3, 20)]
-    assert taken == [[0], [1], [2, 3, 4], list(range(5, 25))]
-    pool.give_back(ints(7), last_step=0, completed_step=0)
-    assert pool.take(2).tolist() == [7, 25]
-    pool.check()
-
-
-def test_in_runs_of_one_what_has_been_cached_longest_goes_first():
-    pool = BlockPool(num_blocks=40, block_size=8, run_size=1)
-    ended = [cached(pool, 1)[0] for _ in range(40)]
-    assert [int(pool.take(1)[0]) for _ in range(3)] == ended[:3]
-    assert sorted(pool.take(10).tolist()) == ended[3:13]
-    pool.check()
-
-
 def test_a_run_whose_blocks_all_came_back_is_whole_again():
     pool = BlockPool(num_blocks=32, block_size=8)
     blocks = pool.take(20)

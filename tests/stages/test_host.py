@@ -49,6 +49,33 @@ def test_a_victims_blocks_are_copied_to_the_host_and_come_free_when_that_step_is
     allocator.check()
 
 
+def test_cached_prefixes_lie_behind_those_before_however_few_come_at_a_time_until_all_places_are_taken():
+    host = HostTier(64, block_size=16)  # eight runs of eight blocks
+
+    def adopted(step: int, count: int) -> list[int]:
+        host.settle(step - 1, [], 0)
+        places: list[int] = host.adopt(count, step, 0, step - 1).tolist()
+        host.pool.check()
+        return places
+
+    assert [adopted(step, count) for step, count in enumerate((1, 1, 3, 1, 2))] == [[0], [1], [2, 3, 4], [5], [6, 7]]
+    run = adopted(5, 8)
+    assert run == [*range(run[0], run[0] + 8)] and run[0] % 8 == 0 and run[0] > 0
+    rest = [adopted(step, 1)[0] for step in range(6, 54)]
+    assert {*rest} == {*range(8, 64)} - {*run}
+    assert len(adopted(54, 3)) == 3  # those that have been there longest make way
+    assert host.pool.num_evicted == 3
+
+
+def test_where_what_was_adopted_last_was_given_up_the_next_goes_anywhere():
+    host = HostTier(16, block_size=16)
+    (place,) = host.adopt(1, 0, 0, -1).tolist()
+    assert host.settle(0, [0], 0) == [place]  # the step that copies it did not happen
+    host.pool.check()
+    assert len(host.adopt(3, 1, 0, 0)) == 3
+    host.pool.check()
+
+
 def test_what_comes_back_is_copied_and_only_the_rest_is_computed():
     allocator = make()
     squeeze(allocator)

@@ -14,6 +14,8 @@ from .config import ModelConfig
 from .inputs import StepInputs
 
 Floats = NDArray[np.float32]
+Longs = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 def native_shape(config: ModelConfig) -> NativeShape:
@@ -48,6 +50,14 @@ class NativeDecoder:
         logits = self.model.room_for_logits(len(inputs.logits_rows))
         self._step(inputs, cache, logits_rows=inputs.logits_rows, logits=logits)
         return logits
+
+    def likeliest(self, inputs: StepInputs[NDArray[Any]], cache: NativeCache) -> tuple[Longs, Bools]:
+        """Runs one step, of which nobody needs logits: (token ids, the lowest one among equals, and which rows hold no
+        number), [L] each."""
+        count = len(inputs.logits_rows)
+        found = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+        self._step(inputs, cache, logits_rows=inputs.logits_rows, likeliest=found)
+        return found
 
     def hidden(self, inputs: StepInputs[NDArray[Any]], cache: NativeCache) -> Floats:
         """The layers' part of a step: [T, hidden]."""

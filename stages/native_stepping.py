@@ -52,7 +52,8 @@ class NativeRunner(ModelRunner):
         num_host_blocks: int,
         pooler: Pooler,
     ) -> None:
-        super().__init__(NativeDecoder(model), cache, last_tokens, max_blocks_per_slot, num_host_blocks, pooler)
+        self._native = NativeDecoder(model)
+        super().__init__(self._native, cache, last_tokens, max_blocks_per_slot, num_host_blocks, pooler)
         self._native_cache = cache
         self._decoding = Decoding(model, cache, last_tokens=last_tokens, num_known=self._num_known, tables=self.tables)
         self.num_handed_over = 0  # steps
@@ -62,11 +63,15 @@ class NativeRunner(ModelRunner):
         self._is_plain = np.zeros(len(last_tokens), np.bool_)
         self._last_link = np.full(len(last_tokens), NEVER, np.int64)
         self._links = [(NEVER, False)] * MOST_IN_FLIGHT  # step, and whether it is handed over; the newest ones
+        # the device thread's: slots whose tokens are the likeliest ones
+        self._is_greedy = np.zeros(len(last_tokens), np.bool_)
+        self._chooses = False
 
-    def chain(self, chooser: Chooser | None) -> None:
-        """From the next step on such steps are links of a chain, and chosen by `chooser`; None: none is. The model
-        has a thread of its own for them."""
-        self._chain = None if chooser is None else Chain(self._decoding, chooser)
+    def choose(self, chooser: Chooser | None, is_chained: bool) -> None:
+        """From the next step on tokens are chosen here where nothing else is wanted of the logits; None: none is. With
+        `is_chained` such steps are links of a chain, and chosen by `chooser`: the model has a thread of its own."""
+        self._chooses = chooser is not None
+        self._chain = Chain(self._decoding, chooser) if chooser is not None and is_chained else None
 
     def foresee(self, grant: StepGrant) -> None:
         """See `Foresees`."""
@@ -89,7 +94,7 @@ class NativeRunner(ModelRunner):
         return num_true(grant.is_sampled) == num_true(self._is_plain[grant.slots]) == len(grant.slots)
 
     def forward(self, grant: StepGrant) -> Any:
-        """As any runner's; or the `Choice` of all its rows, of a link."""
+        """As any runner's; or the `Choice` of all its sampled rows, where nothing but that is wanted of them."""
         self._native_cache.begin_step()
         try:
             is_new, self._generation = grant.generation > self._generation, grant.generation
@@ -102,6 +107,8 @@ class NativeRunner(ModelRunner):
     def take_news(self, grant: StepGrant) -> None:
         if self._links[grant.step % MOST_IN_FLIGHT] != (grant.step, True):
             super().take_news(grant)
+        for started in grant.started:
+            self._is_greedy[started.slot] = _is_plain(started) and started.params.is_greedy
         if len(grant.table_blocks):
             self._native_cache.note_used(int(grant.table_blocks.max()))
 
@@ -114,12 +121,30 @@ class NativeRunner(ModelRunner):
             chosen = self._chain.wait(grant.step, count)
             if chosen is not None:
                 return Choice(*chosen)
+        if self._takes_likeliest(grant):
+            return self._choose_likeliest(grant)
         is_plain = grant.is_decode and grant.drafts is None and self.pooler is not None and not self.pooler.num_pooled
         if is_plain and count and num_true(grant.is_sampled) == count:
             logits = self._decoding.step(grant.slots, grant.starts)
             if logits is not None:
                 return logits
         return super().compute(grant)
+
+    def _takes_likeliest(self, grant: StepGrant) -> bool:
+        """Whether nothing is wanted of a step but the likeliest token of each sampled row."""
+        slots = grant.slots[grant.is_sampled]
+        if not self._chooses or not len(slots) or num_true(self._is_greedy[slots]) < len(slots):
+            return False
+        return grant.drafts is None and not self.wants_more(grant)
+
+    def _choose_likeliest(self, grant: StepGrant) -> Choice:
+        slots, chosen = grant.slots[grant.is_sampled], None
+        if grant.is_decode and len(slots) == len(grant.slots):
+            chosen = self._decoding.likeliest(slots, grant.starts)
+        if chosen is None:
+            chosen = self._native.likeliest(self.inputs(grant), self._native_cache)
+        self.last_tokens[slots] = chosen[0]
+        return Choice(*chosen)
 
 
 def _is_plain(started: Started) -> bool:
@@ -136,7 +161,8 @@ class NativeChoosing(Choosing):
         mode: LogprobsMode,
         *,
         model: NativeModel,
-        runner: NativeRunner | None = None,
+        runner: NativeRunner,
+        is_chained: bool,
     ) -> None:
         super().__init__(table, last_tokens, mode)
         self._runner = runner
@@ -150,13 +176,11 @@ class NativeChoosing(Choosing):
             seeds=table.seeds,
             num_prompt=table.num_prompt,
         )
-        if runner is not None:
-            runner.chain(self._chooser)
+        runner.choose(self._chooser, is_chained)
 
     def use(self, processor: LogitsProcessor) -> None:
         super().use(processor)
-        if self._runner is not None:
-            self._runner.chain(None)
+        self._runner.choose(None, is_chained=False)
 
     def _choose(self, rows: Rows, logits: Array, allowed: Allowed | None) -> tuple[Longs, Bools]:
         masks, mask_rows = None, NO_IDS

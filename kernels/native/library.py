@@ -34,7 +34,7 @@ class StepInputs(Structure):
         *((name, c_void_p) for name in ("input_ids", "positions", "slot_mapping")),
         *((name, c_void_p) for name in ("block_tables", "query_starts", "lengths", "logits_rows", "cache")),
         *((name, c_int64) for name in ("num_blocks", "blocks_apart", "block_size")),
-        *((name, c_void_p) for name in ("hidden", "logits")),
+        *((name, c_void_p) for name in ("hidden", "logits", "likeliest", "is_broken")),
     ]
 
 
@@ -151,7 +151,7 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_norm.restype = None
     library.millrace_head.argtypes = [model, c_void_p, c_int64, c_void_p]
     library.millrace_head.restype = c_int32
-    library.millrace_decode.argtypes = [model, POINTER(Decoding), c_int64, c_void_p]
+    library.millrace_decode.argtypes = [model, POINTER(Decoding), c_int64, c_void_p, c_void_p, c_void_p]
     library.millrace_decode.restype = c_int32
     library.millrace_choose.argtypes = [model, POINTER(Asked), POINTER(Choices)]
     library.millrace_choose.restype = c_int32

@@ -17,7 +17,7 @@ from .cache import NativeCache
 from .errors import NativeUnavailableError, NonFiniteError
 from .neighbours import Neighbours, Share
 from .reused import ReusedRows
-from .shape import Array, CacheDType, DType, Floats, Ints, Longs, NativeShape, Quantization
+from .shape import Array, Bools, CacheDType, DType, Floats, Ints, Longs, NativeShape, Quantization
 
 _TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 GROUP_SIZE = 32  # of int4
@@ -171,9 +171,12 @@ class NativeModel:
         lengths: Ints,  # [S] tokens in the cache, the new ones included
         logits_rows: Longs | None = None,  # [L] which of the T tokens
         logits: Floats | None = None,  # [L, V] to write to
+        likeliest: tuple[Longs, Bools] | None = None,  # in their place: [L] each, to write to
         hidden: Floats | None = None,  # [T, hidden_size] to write to
     ) -> None:
-        """Runs one step: writes the new tokens' keys and values into the cache, and `logits` and `hidden` where asked.
+        """Runs one step: writes the new tokens' keys and values into the cache, and `logits`, `likeliest` and `hidden`
+        where asked. `likeliest` are token ids, the lowest one among equals, and whether a row is broken: as a `Chooser`
+        tells of rows that are not random.
 
         All arrays are contiguous. Blocks the tokens; the GIL is released. Raises ValueError, before anything is
         computed, for inputs that point outside what there is.
@@ -183,7 +186,7 @@ class NativeModel:
             num_tokens=len(input_ids),
             num_sequences=len(lengths),
             table_width=block_tables.shape[1],
-            num_logits=0 if logits is None or logits_rows is None else len(logits_rows),
+            num_logits=0 if logits_rows is None or (logits is None and likeliest is None) else len(logits_rows),
             input_ids=address(input_ids, np.int64),
             positions=address(positions, np.int64),
             slot_mapping=address(slot_mapping, np.int64),
@@ -197,18 +200,21 @@ class NativeModel:
             block_size=cache.block_size,
             hidden=None if hidden is None else address(hidden, np.float32),
             logits=None if logits is None else address(logits, np.float32),
+            likeliest=None if likeliest is None else address(likeliest[0], np.int64),
+            is_broken=None if likeliest is None else address(likeliest[1], np.bool_),
         )
         if self._before_step is not None:
             self._before_step()
         self._check(self._library.millrace_step(self._model, ctypes.byref(inputs)))
         self._note_shares()
 
-    def decode(self, rows: Any, num_rows: int, logits: int | None) -> bool:
-        """As `step`, by a reference to a `library.Decoding`, to logits at an address: for a `Decoding`. False, and
-        nothing was done, if a row reads a token of its prompt."""
+    def decode(self, rows: Any, num_rows: int, *wanted: int | None) -> bool:
+        """As `step`, by a reference to a `library.Decoding`, to the addresses of what is `wanted`: logits, or None,
+        likeliest tokens, and which rows are broken. For a `Decoding`. False, and nothing was done, if a row reads a
+        token of its prompt."""
         if self._before_step is not None:
             self._before_step()
-        problem = self._library.millrace_decode(self._model, rows, num_rows, logits)
+        problem = self._library.millrace_decode(self._model, rows, num_rows, *wanted)
         return self._is_done(problem)
 
     @property

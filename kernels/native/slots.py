@@ -63,7 +63,15 @@ class Decoding:
         None, and nothing is done, if a row reads a token of its prompt. As `NativeModel.step` otherwise."""
         logits = self.model.room_for_logits(len(slots))
         rows, count = self._rows.of(slots, starts)
-        return logits if self.model.decode(rows, count, _place_of(logits)) else None
+        return logits if self.model.decode(rows, count, _place_of(logits), None, None) else None
+
+    def likeliest(self, slots: Longs, starts: Ints) -> tuple[Longs, Bools] | None:
+        """The same, but to (token ids, rows that hold no number), [L] each, as a `Chooser` tells of rows that are not
+        random."""
+        token_ids, is_broken = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.bool_)
+        rows, count = self._rows.of(slots, starts)
+        is_done = self.model.decode(rows, count, None, token_ids.ctypes.data, is_broken.ctypes.data)
+        return (token_ids, is_broken) if is_done else None
 
 
 class DecodingRows:

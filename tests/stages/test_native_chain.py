@@ -105,6 +105,36 @@ def test_what_takes_more_than_logits_is_chosen_as_before_and_so_are_the_rows_bes
     assert told == [[choice.logprobs for choice in output.outputs] for output in right.outputs]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_step_has_no_logits_where_all_its_rows_take_the_likeliest_token(checkpoint: Path, threads: int) -> None:
+    """Prompts come beside decoding rows; the answers are those of an engine that chooses from logits."""
+    num_rows: list[int] = []
+
+    def count(engine: Engine) -> None:
+        model = engine.pipeline.stages["execute"].runner.decoder.model  # type: ignore[attr-defined]
+        take = model.room_for_logits
+
+        def noting(count: int) -> Any:
+            num_rows.append(count)
+            return take(count)
+
+        model.room_for_logits = noting
+
+    def answers(asks: list[Ask], **settings: Any) -> Any:
+        num_rows.clear()
+        return asyncio.run(run(checkpoint, asks, None, count, **{**NATIVE, "threads": threads, **settings})).answers
+
+    asks = [(prompt, greedy(8 + 5 * i)) for i, prompt in enumerate(prompts(7, 60))]
+    with captured_logs():
+        found = answers(asks)
+        assert not num_rows
+        assert found == answers(asks, logits_processor=LogitsProcessor()) and num_rows
+        drawn: Ask = (prompts(1, 9, seed=1)[0], SamplingParams(max_tokens=20, temperature=1.0, seed=3))
+        assert answers([*asks, drawn])[:-1] == found
+        told: Ask = (prompts(1, 9, seed=2)[0], greedy(20, logprobs=2))
+        assert answers([*asks, told])[:-1] == found and num_rows
+
+
 def test_drafts_and_links_take_turns(checkpoint: Path) -> None:
     asks: list[Ask] = [([5, 6, 7, 8, 9, 10] * 8, greedy(60))]
     right, ran, num_handed_over = both(checkpoint, asks, speculation="ngram")

@@ -151,8 +151,9 @@ EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
     });
 }
 
-EXPORT int32_t millrace_decode(Model* model, const Decoding* decoding, int64_t num_rows, float* logits) {
-    return ask_for(model, [&] { return decode(*model, *decoding, num_rows, logits); });
+EXPORT int32_t millrace_decode(Model* model, const Decoding* decoding, int64_t num_rows, float* logits,
+                               int64_t* likeliest, uint8_t* is_broken) {
+    return ask_for(model, [&] { return decode(*model, *decoding, num_rows, {logits, likeliest, is_broken}); });
 }
 
 EXPORT void millrace_norm(Model* model, const float* hidden, int64_t count, float* normed) {

@@ -58,15 +58,22 @@ Error Chain::run(Link& link) {
 
 Error Chain::decode_and_choose(Link& link) {
     int64_t num_rows = int64_t(link.slots.size()), vocab_size = model_.shape.vocab_size;
-    ensure(&logits_, num_rows * vocab_size * 4);
-    auto logits = logits_.as<float>();
-    Error error = decode(model_, link.decoding, num_rows, logits);
+    auto is_random = [&](int64_t slot) { return link.asked.is_random[slot] != 0; };
+    bool are_drawn = std::any_of(link.slots.begin(), link.slots.end(), is_random);
+    Wanted wanted{nullptr, link.token_ids.data(), link.is_broken.data()};
+    if (are_drawn) {
+        ensure(&logits_, num_rows * vocab_size * 4);
+        wanted = {logits_.as<float>()};
+    }
+    Error error = decode(model_, link.decoding, num_rows, wanted);
     if (error != FINE) return error;
-    for (int64_t row = 0; row < num_rows; row++)  // the token after the one that was read
-        link.places[row] = link.starts[row] + 1 - link.asked.num_prompt[link.slots[row]];
-    choose(model_, link.asked,
-           {logits, num_rows, vocab_size, link.slots.data(), link.places.data(), nullptr, 0, nullptr,
-            link.token_ids.data(), link.is_broken.data()});
+    if (are_drawn) {
+        for (int64_t row = 0; row < num_rows; row++)  // the token after the one that was read
+            link.places[row] = link.starts[row] + 1 - link.asked.num_prompt[link.slots[row]];
+        choose(model_, link.asked,
+               {wanted.logits, num_rows, vocab_size, link.slots.data(), link.places.data(), nullptr, 0, nullptr,
+                link.token_ids.data(), link.is_broken.data()});
+    }
     for (int64_t row = 0; row < num_rows; row++) link.decoding.last_tokens[link.slots[row]] = link.token_ids[row];
     return FINE;
 }

@@ -55,7 +55,7 @@ class Chain {
     Model& model_;
     std::mutex filling_;
     std::array<Link, MOST> links_;
-    Memory logits_;  // [rows, V] of the step that runs
+    Memory logits_;  // [rows, V] of the step that runs, if one of them is random
 };
 
 }  // namespace millrace

@@ -5,6 +5,7 @@
 #include <array>
 
 #include "batch.h"
+#include "likeliest.h"
 
 namespace millrace {
 
@@ -71,6 +72,7 @@ class Step {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
         });
         ensure(&model.partials, num_floats * 4);
+        if (inputs.likeliest) found_.resize(num_threads * found_apart());
     }
 
     void run(int thread) {
@@ -88,6 +90,7 @@ class Step {
         if (asked_rows_.is_cut) pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
         end_layer(last, last_batch(), phases);
         finish(last_batch(), phases);
+        if (thread == 0 && all_.inputs.likeliest) tell_likeliest();
     }
 
     // Adds the times of its parts, and 1 for itself.
@@ -301,7 +304,6 @@ class Step {
         const Activations<Input>& at = batch.at;
         int64_t hidden = shape_.hidden_size;
         TiledRows<Input> normed{at.normed.data, inputs.num_logits, hidden};
-        Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
         if (inputs.hidden) {
             pass(phases, REST, [&](Seat seat) {
                 each_row(seat, inputs.num_tokens, [&](int64_t t) {
@@ -309,15 +311,37 @@ class Step {
                 });
             });
         }
-        if (!inputs.logits) return;
+        if (!inputs.logits && !inputs.likeliest) return;
         auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
         pass(phases, REST, [&](Seat seat) {
             seat.each_piece(inputs.num_logits, ROWS, [&](int64_t first, int64_t last, int64_t) {
                 norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
             });
         });
-        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, model_.head, normed, logits, seat); });
+        Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
+        if (inputs.logits) return pass_product(phases, model_.head, normed, logits);
+        pass(phases, LINEARS, [&](Seat seat) {
+            LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
+            multiply<Weight>(model_, model_.head, normed, likeliest, seat);
+        });
     }
+
+    // Of what each thread has found, where that was asked for.
+    void tell_likeliest() {
+        const StepInputs& inputs = all_.inputs;
+        for (int64_t row = 0; row < inputs.num_logits; row++) {
+            Likeliest most = found_[row];
+            for (int thread = 1; thread < num_threads_; thread++) {
+                const Likeliest& other = found_[thread * found_apart() + row];
+                if (most.is_behind(other.logit, other.id)) most = other;
+            }
+            inputs.is_broken[row] = most.is_broken();
+            inputs.likeliest[row] = most.is_broken() ? 0 : most.id;
+        }
+    }
+
+    // From what one thread has found to what the next one has: no two write to the same line.
+    int64_t found_apart() const { return all_.inputs.num_logits + 64 / int64_t(sizeof(Likeliest)); }
 
     Model& model_;
     const Shape& shape_;
@@ -325,6 +349,7 @@ class Step {
     CacheLayout<Cached> layout_;
     AskedRows asked_rows_;
     Batch<Input> all_, asked_;
+    std::vector<Likeliest> found_;  // of each thread, where that is asked for
     int64_t since_ns_;  // end of the last phase, if somebody wants to know
     std::array<int64_t, NUM_PARTS> spent_ns_{};
 };

@@ -49,7 +49,7 @@ void run_step(Model& model, const StepInputs& inputs) {
     run(model, inputs, threads_for(model, inputs.num_tokens));
 }
 
-Error decode(Model& model, const Decoding& in, int64_t num_rows, float* logits) {
+Error decode(Model& model, const Decoding& in, int64_t num_rows, const Wanted& wanted) {
     DecodeInputs& made = model.decode_inputs;
     int64_t longest = 0;
     for (int64_t row = 0; row < num_rows; row++) {
@@ -73,7 +73,8 @@ Error decode(Model& model, const Decoding& in, int64_t num_rows, float* logits) 
     }
     StepInputs inputs{num_rows, num_rows, width, num_rows, made.input_ids.data(), in.starts, made.slot_mapping.data(),
                       made.block_tables.data(), made.query_starts.data(), made.lengths.data(), made.rows.data(),
-                      in.cache, in.num_blocks, in.blocks_apart, in.block_size, nullptr, logits};
+                      in.cache, in.num_blocks, in.blocks_apart, in.block_size, nullptr, wanted.logits,
+                      wanted.likeliest, wanted.is_broken};
     Error error = check(model, inputs);
     if (error == FINE && num_rows > 0) run_step(model, inputs);
     return error;

@@ -19,6 +19,8 @@ struct StepInputs {  // as `_StepInputs` of library.py
     int64_t block_size;    // tokens
     float* hidden;  // [T, hidden], or none
     float* logits;  // [L, V], or none
+    int64_t* likeliest;  // [L] in place of those: each row's token, and whether the row is broken, as `Choices` of rows that
+    uint8_t* is_broken;  // are not random; or none
 };
 
 // What a step can be wrong in, 0 if in nothing.
@@ -40,9 +42,16 @@ struct Decoding {  // as `Decoding` of library.py
     int64_t num_blocks, blocks_apart, block_size;
 };
 
-// Runs a step of `num_rows` slots, each of which reads its newest token: logits [num_rows, V]. IS_PROMPT, and nothing is
-// done, if one reads another.
-Error decode(Model& model, const Decoding& decoding, int64_t num_rows, float* logits);
+// What is wanted of a step, as in StepInputs.
+struct Wanted {
+    float* logits;
+    int64_t* likeliest = nullptr;
+    uint8_t* is_broken = nullptr;
+};
+
+// Runs a step of `num_rows` slots, each of which reads its newest token. IS_PROMPT, and nothing is done, if one reads
+// another.
+Error decode(Model& model, const Decoding& decoding, int64_t num_rows, const Wanted& wanted);
 
 // The final norm of `hidden` [n, hidden], to `normed` likewise; and logits [n, V] of it.
 void run_norm(const Model& model, const float* hidden, int64_t count, float* normed);

@@ -114,7 +114,7 @@ def load_natively(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
-        choosing=partial(NativeChoosing, model=model, runner=runner, is_chained=is_chained),
+        choosing=partial(NativeChoosing, model=model, runner=runner if config.async_scheduling else None),
         call_before_computing=model.call_before_steps,
         enter=partial(_enter, threads, cache, model.line_thread),
         line_thread=model.line_thread,

@@ -36,11 +36,13 @@ class NativeRunner(ModelRunner):
     """As any runner; but a step whose rows all read their newest token is one call, and the cache hears what is used of
     it, and when.
 
-    Where `chain` was called such a step has its tokens chosen with it, if that takes nothing but logits, and is handed
-    over by `foresee`, on the loop, so that it begins when the one before it is over: nothing of what Python does then
-    is between two steps. (With more than two in flight the loop is further ahead, and they are begun one by one.) The
-    columns are the device thread's all the same: a step is handed over only right behind one that is running, so
-    whoever is in both was started before, and what `foresee` writes of a table lies behind what that one reads.
+    Where `use_chooser` was called a step that `foresee` has heard of, on the loop, has its tokens chosen with it. No
+    logits are made if each of them is the likeliest. If each row reads its newest token, and takes nothing but logits,
+    the step is a link of a chain, and `foresee` hands it over, so that it begins when the one before it is over:
+    nothing of what Python does then is between two steps. (With more than two in flight the loop is further ahead, and
+    they are begun one by one.) The columns are the device thread's all the same: a step is handed over only right behind
+    one that is running, so whoever is in both was started before, and what `foresee` writes of a table lies behind what
+    that one reads.
     """
 
     def __init__(
@@ -63,23 +65,27 @@ class NativeRunner(ModelRunner):
         self._is_plain = np.zeros(len(last_tokens), np.bool_)
         self._last_link = np.full(len(last_tokens), NEVER, np.int64)
         self._links = [(NEVER, False)] * MOST_IN_FLIGHT  # step, and whether it is handed over; the newest ones
-        # the device thread's: slots whose tokens are the likeliest ones
-        self._is_greedy = np.zeros(len(last_tokens), np.bool_)
+        self._is_greedy = np.zeros(len(last_tokens), np.bool_)  # slots whose tokens are the likeliest ones
+        self._greedy_steps = [NEVER] * MOST_IN_FLIGHT  # of such slots alone; the newest ones
         self._chooses = False
 
-    def choose(self, chooser: Chooser | None, is_chained: bool) -> None:
-        """From the next step on tokens are chosen here where nothing else is wanted of the logits; None: none is. With
-        `is_chained` such steps are links of a chain, and chosen by `chooser`: the model has a thread of its own."""
+    def use_chooser(self, chooser: Chooser | None) -> None:
+        """From the next step on tokens that take nothing but logits are chosen here, by `chooser` where one is drawn;
+        None: none is."""
         self._chooses = chooser is not None
-        self._chain = Chain(self._decoding, chooser) if chooser is not None and is_chained else None
+        has_line = self._native.model.line_thread > 0
+        self._chain = Chain(self._decoding, chooser) if chooser is not None and has_line else None
 
     def foresee(self, grant: StepGrant) -> None:
         """See `Foresees`."""
         for started in grant.started:
-            self._is_plain[started.slot] = _is_plain(started)
+            self._is_plain[started.slot] = is_plain = _is_plain(started)
+            self._is_greedy[started.slot] = is_plain and started.params.is_greedy
+        step, slots = grant.step, grant.slots
+        if self._chooses and self._is_greedy_step(grant):
+            self._greedy_steps[step % MOST_IN_FLIGHT] = step
         if self._chain is None or not self._is_link(grant):
             return
-        step, slots = grant.step, grant.slots
         follows = bool((self._last_link[slots] == step - 1).all())
         if follows and len(grant.table_slots):
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
@@ -92,6 +98,10 @@ class NativeRunner(ModelRunner):
         if not grant.is_decode or grant.drafts is not None or grant.started or grant.copies or not len(grant.slots):
             return False
         return num_true(grant.is_sampled) == num_true(self._is_plain[grant.slots]) == len(grant.slots)
+
+    def _is_greedy_step(self, grant: StepGrant) -> bool:
+        slots = grant.slots[grant.is_sampled]
+        return grant.drafts is None and 0 < len(slots) == num_true(self._is_greedy[slots])
 
     def forward(self, grant: StepGrant) -> Any:
         """As any runner's; or the `Choice` of all its sampled rows, where nothing but that is wanted of them."""
@@ -107,8 +117,6 @@ class NativeRunner(ModelRunner):
     def take_news(self, grant: StepGrant) -> None:
         if self._links[grant.step % MOST_IN_FLIGHT] != (grant.step, True):
             super().take_news(grant)
-        for started in grant.started:
-            self._is_greedy[started.slot] = _is_plain(started) and started.params.is_greedy
         if len(grant.table_blocks):
             self._native_cache.note_used(int(grant.table_blocks.max()))
 
@@ -121,8 +129,8 @@ class NativeRunner(ModelRunner):
             chosen = self._chain.wait(grant.step, count)
             if chosen is not None:
                 return Choice(*chosen)
-        if self._takes_likeliest(grant):
-            return self._choose_likeliest(grant)
+        if self._greedy_steps[grant.step % MOST_IN_FLIGHT] == grant.step and not self.wants_more(grant):
+            return self._take_likeliest(grant)
         is_plain = grant.is_decode and grant.drafts is None and self.pooler is not None and not self.pooler.num_pooled
         if is_plain and count and num_true(grant.is_sampled) == count:
             logits = self._decoding.step(grant.slots, grant.starts)
@@ -130,14 +138,7 @@ class NativeRunner(ModelRunner):
                 return logits
         return super().compute(grant)
 
-    def _takes_likeliest(self, grant: StepGrant) -> bool:
-        """Whether nothing is wanted of a step but the likeliest token of each sampled row."""
-        slots = grant.slots[grant.is_sampled]
-        if not self._chooses or not len(slots) or num_true(self._is_greedy[slots]) < len(slots):
-            return False
-        return grant.drafts is None and not self.wants_more(grant)
-
-    def _choose_likeliest(self, grant: StepGrant) -> Choice:
+    def _take_likeliest(self, grant: StepGrant) -> Choice:
         slots, chosen = grant.slots[grant.is_sampled], None
         if grant.is_decode and len(slots) == len(grant.slots):
             chosen = self._decoding.likeliest(slots, grant.starts)
@@ -152,7 +153,8 @@ def _is_plain(started: Started) -> bool:
 
 
 class NativeChoosing(Choosing):
-    """As any choosing; what slots asked for is read in the table itself, and by the links of `runner`, too."""
+    """As any choosing; what slots asked for is read in the table itself, and by the links of `runner`, too, which
+    chooses with its steps what it can."""
 
     def __init__(
         self,
@@ -161,8 +163,7 @@ class NativeChoosing(Choosing):
         mode: LogprobsMode,
         *,
         model: NativeModel,
-        runner: NativeRunner,
-        is_chained: bool,
+        runner: NativeRunner | None = None,
     ) -> None:
         super().__init__(table, last_tokens, mode)
         self._runner = runner
@@ -176,11 +177,13 @@ class NativeChoosing(Choosing):
             seeds=table.seeds,
             num_prompt=table.num_prompt,
         )
-        runner.choose(self._chooser, is_chained)
+        if runner is not None:
+            runner.use_chooser(self._chooser)
 
     def use(self, processor: LogitsProcessor) -> None:
         super().use(processor)
-        self._runner.choose(None, is_chained=False)
+        if self._runner is not None:
+            self._runner.use_chooser(None)
 
     def _choose(self, rows: Rows, logits: Array, allowed: Allowed | None) -> tuple[Longs, Bools]:
         masks, mask_rows = None, NO_IDS

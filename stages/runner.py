@@ -44,9 +44,10 @@ class Model(Protocol):
 class ModelRunner:
     """Columnar state of the running sequences, slot by slot, and the decoder.
 
-    `last_tokens` [num_slots] i64 on the device is shared with the sampler, which writes each slot's newest token there;
-    a decoding row takes its input from it. What else a row is to compute, its prompt and after a preemption what it had
-    generated, comes with `Started`. So is the `pooler`, which makes vectors of the hidden states of pooled sequences.
+    `last_tokens` [num_slots] i64 on the device is shared with the sampler; who chooses writes each slot's newest token
+    there, and a decoding row takes its input from it. What else a row is to compute, its prompt and after a preemption
+    what it had generated, comes with `Started`. So is the `pooler`, which makes vectors of the hidden states of pooled
+    sequences.
     """
 
     def __init__(

@@ -182,6 +182,7 @@ class NativeModel:
         computed, for inputs that point outside what there is.
         """
         self.check_cache(cache)
+        assert logits is None or likeliest is None, "logits, and what is told in their place"
         inputs = library.StepInputs(
             num_tokens=len(input_ids),
             num_sequences=len(lengths),

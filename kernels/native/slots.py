@@ -70,7 +70,7 @@ class Decoding:
         random."""
         token_ids, is_broken = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.bool_)
         rows, count = self._rows.of(slots, starts)
-        is_done = self.model.decode(rows, count, None, token_ids.ctypes.data, is_broken.ctypes.data)
+        is_done = self.model.decode(rows, count, None, _place_of(token_ids), _place_of(is_broken))
         return (token_ids, is_broken) if is_done else None
 
 

@@ -23,9 +23,10 @@ MOST_LINKS = 40
 
 
 class Linked:
-    """Slots as in the tests of steps one by one, every second one's tokens drawn, with blocks for all that comes."""
+    """Slots as in the tests of steps one by one, every second one's tokens drawn unless none are, with blocks for all
+    that comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, are_drawn: bool = True) -> None:
         self.slots = Slots("bfloat16")
         self.run = self.slots.run
         self.lengths = np.zeros(NUM_SLOTS, np.int64)  # tokens in the cache
@@ -39,7 +40,7 @@ class Linked:
                 self.slots.tables[slot, place] = next(free)
         self.chooser = Chooser(
             self.run.model,
-            is_random=np.arange(NUM_SLOTS) % 2 == 1,
+            is_random=(np.arange(NUM_SLOTS) % 2 == 1) & are_drawn,
             temperature=np.full(NUM_SLOTS, 1.3),
             top_k=np.zeros(NUM_SLOTS, np.int64),
             top_p=np.full(NUM_SLOTS, 0.95),
@@ -67,8 +68,9 @@ def rows_of(step: int) -> Array:
     return RUNNING[: 2 + step % 3] if step % 4 == 3 else RUNNING
 
 
-def test_links_choose_what_steps_one_by_one_do_wherever_they_are_handed_over() -> None:
-    alone, linked = Linked(), Linked()
+@pytest.mark.parametrize("are_drawn", [False, True])
+def test_links_choose_what_steps_one_by_one_do_wherever_they_are_handed_over(are_drawn: bool) -> None:
+    alone, linked = Linked(are_drawn), Linked(are_drawn)
     right = [alone.one_by_one(rows_of(step)) for step in range(MOST_LINKS)]
     num_followed, chain = 0, linked.chain
 
@@ -123,8 +125,9 @@ def test_a_link_that_can_not_be_computed_does_nothing_and_neither_does_who_follo
     assert np.array_equal(linked.run.cache.data, before) and np.array_equal(linked.slots.last_tokens, tokens)
 
 
-def test_a_row_without_a_number_is_told_and_the_others_have_their_tokens() -> None:
-    right, linked = Linked().one_by_one(RUNNING), Linked()
+@pytest.mark.parametrize("are_drawn", [False, True])
+def test_a_row_without_a_number_is_told_and_the_others_have_their_tokens(are_drawn: bool) -> None:
+    right, linked = Linked(are_drawn).one_by_one(RUNNING), Linked(are_drawn)
     broken = RUNNING[1]
     cache = linked.run.cache
     cache.data[cache.at(np.array(linked.run._tables[broken][:1], np.int64))] = 0x7FC0  # NaN in bfloat16

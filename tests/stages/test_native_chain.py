@@ -7,20 +7,22 @@ The model's steps take some milliseconds, so that most of them are handed over w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
 from millrace.runtime.log import captured_logs
+from millrace.runtime.stage import Outlet, Stage
 from millrace.stages.engine import Engine
-from millrace.stages.messages import StepGrant
+from millrace.stages.messages import StepGrant, StepLogits
 from millrace.stages.params import SamplingParams, StructuredOutputs
 from millrace.stages.processors import LogitsProcessor
 from tests.model.checkpoints import make_checkpoint
-from tests.stages.late_engines import Ask, Ran, greedy, prompts, run
+from tests.stages.late_engines import SMALL, Ask, Ran, greedy, prompts, run
 
 pytestmark = [
     pytest.mark.skipif(
@@ -133,6 +135,29 @@ def test_a_step_has_no_logits_where_all_its_rows_take_the_likeliest_token(checkp
         assert answers([*asks, drawn])[:-1] == found
         told: Ask = (prompts(1, 9, seed=2)[0], greedy(20, logprobs=2))
         assert answers([*asks, told])[:-1] == found and num_rows
+
+
+def test_a_sample_stage_of_yours_gets_logits_of_greedy_rows_too(checkpoint: Path) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    class Watch(Stage[StepLogits, StepLogits]):
+        outputs: ClassVar = {"out": StepLogits}
+
+        async def handle(self, batch: Sequence[StepLogits], out: Outlet[StepLogits]) -> None:
+            for item in batch:
+                shapes.append(np.shape(await item.logits))
+                out.send(item)
+
+    async def answer() -> None:
+        engine = Engine(model=str(checkpoint), **{**SMALL, **NATIVE})
+        engine.insert(Watch(), after="execute", name="watch")
+        async with engine:
+            shapes.clear()
+            [_ async for _ in engine.generate([5, 6, 7], greedy(5))]
+
+    with captured_logs():
+        asyncio.run(answer())
+    assert shapes and all(len(shape) == 2 for shape in shapes)
 
 
 def test_drafts_and_links_take_turns(checkpoint: Path) -> None:

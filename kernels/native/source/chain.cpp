@@ -58,7 +58,9 @@ Error Chain::run(Link& link) {
 
 Error Chain::decode_and_choose(Link& link) {
     int64_t num_rows = int64_t(link.slots.size()), vocab_size = model_.shape.vocab_size;
-    auto is_random = [&](int64_t slot) { return link.asked.is_random[slot] != 0; };
+    auto is_random = [&](int64_t slot) {  // what is no slot, `decode` tells
+        return slot >= 0 && slot < link.decoding.num_slots && link.asked.is_random[slot];
+    };
     bool are_drawn = std::any_of(link.slots.begin(), link.slots.end(), is_random);
     Wanted wanted{nullptr, link.token_ids.data(), link.is_broken.data()};
     if (are_drawn) {

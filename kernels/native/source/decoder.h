@@ -298,7 +298,7 @@ class Step {
 
     Scratch<Cached>* scratch_of(int rank) const { return model_.scratch.as<Scratch<Cached>>() + rank; }
 
-    // Hidden states and logits, to whoever asked for them.
+    // Hidden states, and logits or the likeliest of them, to whoever asked for these.
     void finish(const Batch<Input>& batch, Phases& phases) {
         const StepInputs& inputs = batch.inputs;
         const Activations<Input>& at = batch.at;

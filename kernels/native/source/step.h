@@ -19,8 +19,8 @@ struct StepInputs {  // as `_StepInputs` of library.py
     int64_t block_size;    // tokens
     float* hidden;  // [T, hidden], or none
     float* logits;  // [L, V], or none
-    int64_t* likeliest;  // [L] in place of those: each row's token, and whether the row is broken, as `Choices` of rows that
-    uint8_t* is_broken;  // are not random; or none
+    int64_t* likeliest;  // [L] in their place: each row's token, and whether the row is broken, as `Choices` of rows that are
+    uint8_t* is_broken;  // not random; or none, both of them
 };
 
 // What a step can be wrong in, 0 if in nothing.

@@ -81,7 +81,7 @@ def load_natively(
             config,
             shape,
             max_model_len,
-            weights=model.weights_bytes,
+            weights=model.weights_bytes + model.screen_bytes,
             activations=lambda _: activations + of_chain,
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,

@@ -40,9 +40,9 @@ class NativeRunner(ModelRunner):
     logits are made if each of them is the likeliest. If each row reads its newest token, and takes nothing but logits,
     the step is a link of a chain, and `foresee` hands it over, so that it begins when the one before it is over:
     nothing of what Python does then is between two steps. (With more than two in flight the loop is further ahead, and
-    they are begun one by one.) The columns are the device thread's all the same: a step is handed over only right behind
-    one that is running, so whoever is in both was started before, and what `foresee` writes of a table lies behind what
-    that one reads.
+    they are begun one by one.) The columns are the device thread's all the same: a step is handed over only right
+    behind one that is running, so whoever is in both was started before, and what `foresee` writes of a table lies
+    behind what that one reads.
     """
 
     def __init__(

@@ -155,6 +155,12 @@ class NativeModel:
         """Memory of the packed weights."""
         return int(self._library.millrace_weights_bytes(self._model))
 
+    @property
+    def screen_bytes(self) -> int:
+        """Memory beside the weights that tells where the head's largest logits are: the head in int8, so that steps of
+        few rows whose tokens are the likeliest ones read half of it. 0: there is none."""
+        return int(self._library.millrace_screen_bytes(self._model))
+
     def step_bytes(self, num_tokens: int, num_logits: int = 0) -> int:
         """Memory of the largest step's activations, its outputs left out."""
         return int(self._library.millrace_step_bytes(self._model, num_tokens, num_logits))

@@ -4,6 +4,7 @@ every batch, by however many threads, and broken where those are."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,9 +25,11 @@ VOCAB = 1003  # 32 panels, the last of them with 11 tokens
 NUM_ROWS = 70  # of logits: several tiles of them
 
 
-def load(
-    dtype: DType = "bfloat16", spoil: Callable[[Array], object] = lambda head: None, **settings: object
-) -> NativeModel:
+def nothing(head: Array) -> None:
+    """Leaves it as it is."""
+
+
+def load(dtype: DType = "bfloat16", spoil: Callable[[Array], object] = nothing, **settings: object) -> NativeModel:
     """`spoil` is given the head's weight, [V, hidden]."""
     made = Checkpoint.random(vocab_size=VOCAB, is_tied=False)
     spoil(made.tensors["lm_head.weight"])
@@ -133,3 +136,74 @@ def test_slots_that_read_their_newest_tokens_have_the_likeliest_of_their_logits(
     assert found is not None and found[0].tolist() == logits.argmax(1).tolist() and not found[1].any()
     slots.num_known[3] += 1
     assert slots.decoding.likeliest(np.array(some), slots.starts(some)) is None
+
+
+# -- few rows of a head that is large: see screen.h
+
+
+LARGE = 40_003  # tokens: of a head that has a screen
+FEW = (1, 2, 3, 5, 12)
+
+
+@cache
+def large(
+    dtype: DType, instruction_set: str | None = None, num_threads: int = 2, spoil: Callable[[Array], object] = nothing
+) -> NativeModel:
+    made = Checkpoint.random(vocab_size=LARGE, is_tied=False)
+    spoil(made.tensors["lm_head.weight"])
+    return made.load(dtype, worth_a_thread=1, instruction_set=instruction_set, num_threads=num_threads)
+
+
+def check_few_rows(model: NativeModel) -> set[int]:
+    """The tokens that were taken."""
+    run, taken = Both(model), set()
+    for count in FEW:
+        ids, is_broken, right, is_right_broken = run.of({count: [i * 37 % LARGE for i in range(count)]})
+        assert ids.tolist() == right.tolist() and is_broken.tolist() == is_right_broken.tolist()
+        taken |= set(ids.tolist())
+    return taken
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_few_rows_have_the_likeliest_of_a_large_head(instruction_set: str, dtype: DType, num_threads: int) -> None:
+    assert len(check_few_rows(large(dtype, instruction_set, num_threads))) > 5
+
+
+def one_token_leads(head: Array) -> None:
+    head[:] = head[0]
+    head[31_000] += 2.0**-9 * np.sign(head[0])  # less than int8 tells: no panel can be left out
+
+
+def rows_have_outliers(head: Array) -> None:
+    head[:, 5] *= 300  # so that int8 has little for the others
+
+
+def rows_are_alike_but_for_the_last_bit(head: Array) -> None:
+    head[1::2] = head[::2][: len(head[1::2])] * (1 + 2.0**-8)
+
+
+def tokens_in_the_middle_are_no_numbers(head: Array) -> None:
+    head[20_000:20_040] = 3e38
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "spoil",
+    [one_token_leads, rows_have_outliers, rows_are_alike_but_for_the_last_bit, tokens_in_the_middle_are_no_numbers],
+)
+def test_they_have_it_however_little_int8_tells(spoil: Callable[[Array], object], dtype: DType) -> None:
+    model = large(dtype, spoil=spoil)
+    for _ in range(3):  # where all panels are left, the next steps go without
+        check_few_rows(model)
+
+
+def test_a_screen_is_made_of_large_heads_alone_and_counted_beside_the_weights() -> None:
+    made = Checkpoint.random(vocab_size=LARGE)
+    whole, quantized = made.load("bfloat16"), made.load("bfloat16", quantization="int8")
+    num_panels = -(-LARGE // 32)
+    if whole.instruction_set != "amx":
+        assert whole.screen_bytes == num_panels * (32 * 64 + 2 * 32 + 4)
+    assert quantized.screen_bytes == load().screen_bytes == 0
+    assert whole.weights_bytes > LARGE * 64 * 2

@@ -118,6 +118,9 @@ EXPORT int32_t millrace_get_matrix(Model* model, int64_t layer, int32_t kind, fl
 
 EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weights_bytes(); }
 
+// Of what tells where the largest logits are, beside the weights.
+EXPORT int64_t millrace_screen_bytes(const Model* model) { return model->screen.num_bytes(); }
+
 EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {
     return step_bytes(*model, num_tokens, num_logits);
 }

@@ -6,34 +6,10 @@
 
 #include "batch.h"
 #include "likeliest.h"
+#include "norms.h"
+#include "screen.h"
 
 namespace millrace {
-
-// Scales a row to unit mean square, then by `weight`. Sums run over whole vectors, then over the rest.
-inline void norm_row(const float* x, const float* weight, int64_t size, float eps, float* out) {
-    F squares = zero();
-    int64_t whole = size / W * W;
-    for (int64_t i = 0; i < whole; i += W) squares = fma(load(x + i), load(x + i), squares);
-    float sum = sum_of(squares);
-    for (int64_t i = whole; i < size; i++) sum = std::fma(x[i], x[i], sum);
-    float scale = 1.0f / std::sqrt(sum / float(size) + eps);
-    F scales = splat(scale);
-    for (int64_t i = 0; i < whole; i += W) store(out + i, mul(mul(load(x + i), scales), load(weight + i)));
-    for (int64_t i = whole; i < size; i++) out[i] = x[i] * scale * weight[i];
-}
-
-// The same of rows [first, last), to those of what a product reads; `row(i)` is where the i-th begins.
-template <class T, class Row>
-void norm_to(const TiledRows<T>& rows, int64_t first, int64_t last, const Row& row, const float* weight, float eps) {
-    constexpr int64_t SOME = 4;
-    thread_local std::vector<float> normed;
-    normed.resize(SOME * rows.size);
-    for (int64_t begin = first; begin < last; begin += SOME) {
-        int64_t count = std::min(SOME, last - begin);
-        for (int64_t i = 0; i < count; i++) norm_row(row(begin + i), weight, rows.size, eps, normed.data() + i * rows.size);
-        rows.put_rows(begin, count, 0, rows.size, normed.data(), rows.size);
-    }
-}
 
 // Bytes of room for each thread in any of the products of `num_rows` rows.
 template <class Weight>
@@ -73,6 +49,13 @@ class Step {
         });
         ensure(&model.partials, num_floats * 4);
         if (inputs.likeliest) found_.resize(num_threads * found_apart());
+        is_screened_ = inputs.likeliest && inputs.num_logits <= SCREENED_ROWS<Weight> && model.screen.is_made();
+        if (is_screened_ && model.screen.num_steps_off > 0) model.screen.num_steps_off--, is_screened_ = false;
+        if (is_screened_) {
+            int64_t num_panels = model.head.num_panels();
+            screened_.resize(num_threads * found_apart());
+            largest_.resize(inputs.num_logits * num_panels), marks_.resize(num_panels);
+        }
     }
 
     void run(int thread) {
@@ -320,10 +303,55 @@ class Step {
         });
         Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
         if (inputs.logits) return pass_product(phases, model_.head, normed, logits);
+        if (is_screened_) return find_screened(normed, row, phases);
         pass(phases, LINEARS, [&](Seat seat) {
             LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
             multiply<Weight>(model_, model_.head, normed, likeliest, seat);
         });
+    }
+
+    // The likeliest of few rows; `row(i)` is where the i-th begins before its norm.
+    template <class Row>
+    void find_screened(const TiledRows<Input>& normed, const Row& row, Phases& phases) {
+        const Screen& screen = model_.screen;
+        int64_t num_panels = model_.head.num_panels(), num_rows = normed.num_rows;
+        pass(phases, LINEARS, [&](Seat seat) {
+            Screened* rows = screened_.data() + seat.rank * found_apart();
+            for (int64_t i = 0; i < num_rows; i++) rows[i].length = length_of_normed(row(i));
+            LargestOfPanels largest{largest_.data(), num_panels, screen.misses.data(), rows};
+            multiply<Weight>(model_, screen.linear, normed, largest, seat);
+        });
+        pass(phases, REST, [&](Seat seat) { mark(seat); });
+        pass(phases, LINEARS, [&](Seat seat) {
+            LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
+            multiply_marked<Weight>(model_, model_.head, normed, likeliest, seat, marks_.data());
+        });
+    }
+
+    // Which panels may have the likeliest token of a row.
+    void mark(Seat seat) {
+        const std::vector<float>& misses = model_.screen.misses;
+        int64_t num_panels = int64_t(misses.size()), num_rows = last_batch().inputs.num_logits;
+        seat.each_piece(num_panels, 1024, [&](int64_t first, int64_t last, int64_t) {
+            for (int64_t i = 0; i < num_rows; i++) {
+                Screened row = screened_[i];
+                for (int thread = 1; thread < num_threads_; thread++)
+                    row.join(screened_[thread * found_apart() + i].least);
+                const float* largest = largest_.data() + i * num_panels;
+                for (int64_t panel = first; panel < last; panel++)
+                    marks_[panel] |= row.may_have(largest[panel], misses[panel]);
+            }
+        });
+    }
+
+    // Of a row once it has the final norm, or a little more; its numbers are rounded then.
+    float length_of_normed(const float* row) const {
+        thread_local std::vector<float> normed;
+        normed.resize(shape_.hidden_size);
+        norm_row(row, model_.final_norm.data(), shape_.hidden_size, shape_.rms_norm_eps, normed.data());
+        double squares = 0;
+        for (float number : normed) squares += double(number) * number;
+        return float(1.01 * std::sqrt(squares));
     }
 
     // Of what each thread has found, where that was asked for.
@@ -338,6 +366,9 @@ class Step {
             inputs.is_broken[row] = most.is_broken();
             inputs.likeliest[row] = most.is_broken() ? 0 : most.id;
         }
+        if (!is_screened_) return;
+        int64_t num_left = std::count(marks_.begin(), marks_.end(), 1);
+        if (num_left * LEFT_TO_TELL > int64_t(marks_.size())) model_.screen.num_steps_off = STEPS_OFF;
     }
 
     // From what one thread has found to what the next one has: no two write to the same line.
@@ -350,6 +381,10 @@ class Step {
     AskedRows asked_rows_;
     Batch<Input> all_, asked_;
     std::vector<Likeliest> found_;  // of each thread, where that is asked for
+    bool is_screened_ = false;      // by what follows
+    std::vector<Screened> screened_;  // of each thread
+    std::vector<float> largest_;      // [rows][panels] in int8
+    std::vector<uint8_t> marks_;      // [panels] which of them are multiplied
     int64_t since_ns_;  // end of the last phase, if somebody wants to know
     std::array<int64_t, NUM_PARTS> spent_ns_{};
 };

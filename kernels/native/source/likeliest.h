@@ -32,16 +32,9 @@ struct LikeliestOfRows {
     void expect(int64_t, int, int64_t) const {}
 
     void take(float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
-        constexpr float INFINITE = std::numeric_limits<float>::infinity();
         Likeliest* row = found + first_row;
         for (int r = 0; r < rows; r++, tile += PANEL, row++) {
-            std::fill(tile + columns, tile + PANEL, -INFINITE);
-            F most = splat(-INFINITE);
-            for (int v = 0; v < PANEL; v += W) {
-                F logits = load(tile + v);
-                most = max(most, where_ge(logits, logits, logits, splat(INFINITE)));
-            }
-            float largest = max_of(most);
+            float largest = largest_of(tile, columns);
             int64_t begin = panel * PANEL;
             if (!row->is_behind(largest, begin)) continue;
             int64_t id = begin + (std::find(tile, tile + columns, largest) - tile);  // past the end: what is no number

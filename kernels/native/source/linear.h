@@ -200,6 +200,7 @@ class ProductInVectors {
     using Input = InputOf<Weight>;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
     static constexpr int64_t HELD_FOR_ONE = 2;
+    static constexpr int64_t MARKS = 64;  // panels that are looked through together
     // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
     // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76
     // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
@@ -229,6 +230,17 @@ class ProductInVectors {
                 for (int64_t panel = first; panel < last; panel++)
                     multiply(weights + panel * panel_size<Stored>(), part, panel, end,
                              widens ? wide_panel(panel - first) : nullptr);
+        });
+    }
+
+    // Of the panels those that are marked, [panels], one by one; nothing is fetched meanwhile.
+    template <class Stored>
+    void run_marked(const Stored* weights, const uint8_t* marks) {
+        times_ = 0;
+        seat_.each_piece(linear_.num_panels(), MARKS, [&](int64_t first, int64_t last, int64_t end) {
+            for (int64_t panel = first; panel < last; panel++)
+                for (int64_t part = 0; marks[panel] && part < num_tiles_; part++)
+                    multiply(weights + panel * panel_size<Stored>(), part, panel, end, nullptr);
         });
     }
 
@@ -285,15 +297,24 @@ class ProductInVectors {
     const char* after_;              // what this thread reads first of the next linear
 };
 
+template <class Weight, class Out>
+using Product = typename std::conditional<IN_AMX<InputOf<Weight>>, ProductInTiles<Out>, ProductInVectors<Weight, Out>>::type;
+
 // `linear` is one of the model's, which has room for products of so many rows: see `room_bytes`.
 template <class Weight, class Out>
 void multiply(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
               Party::Seat seat) {
     if (x.num_rows == 0) return;  // a step of which nobody samples
-    using Product =
-        typename std::conditional<IN_AMX<InputOf<Weight>>, ProductInTiles<Out>, ProductInVectors<Weight, Out>>::type;
-    Product product(model, linear, x, out, seat);
+    Product<Weight, Out> product(model, linear, x, out, seat);
     with_panels<Weight>(linear, [&](auto* panels) { product.run(panels); });
+}
+
+// The same of the panels that are marked, [panels], of one that is not quantized, and of few rows.
+template <class Weight, class Out>
+void multiply_marked(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
+                     Party::Seat seat, const uint8_t* marks) {
+    Product<Weight, Out> product(model, linear, x, out, seat);
+    product.run_marked(linear.weight.as<Weight>(), marks);
 }
 
 }  // namespace millrace

@@ -98,6 +98,19 @@ struct Layer {
     int64_t window = 0;                                        // keys a query sees, itself included; 0: all
 };
 
+// The head in int8, and how far that can be from it: tells which of the head's panels have the largest logits, for half of
+// the bytes or less. See screen.h.
+struct Screen {
+    Linear linear;              // no weight: there is no screen
+    std::vector<float> misses;  // [panels] of each panel, by how much a logit is missed at most for a row of length 1
+    int64_t num_steps_off = 0;  // that are yet to go without, as it told little
+
+    bool is_made() const { return linear.weight.num_bytes() > 0; }
+    int64_t num_bytes() const {
+        return linear.weight.num_bytes() + linear.scales.num_bytes() + int64_t(misses.size()) * 4;
+    }
+};
+
 // What a step's time is spent on: products with weights, attention, and what lies between them.
 enum Part : int32_t { LINEARS, ATTENTION, REST, NUM_PARTS };
 
@@ -114,6 +127,7 @@ struct Model {
     std::vector<Layer> layers;
     std::vector<float> final_norm;
     Linear head;
+    Screen screen;            // of the head
     Memory weights;           // of all layers' linears, one after the other, so that large pages hold them whole;
                               // none until the first of them is set
     Memory embedding;         // [V, hidden], none where it is the head

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "amx.h"
 #include "panels.h"
@@ -217,6 +218,18 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
         rows_out.put_tile(first_row, rows, begin, count, tile, PANEL);  // the same tiles of rows as the input's
     }
 };
+
+// Of a tile's row the largest of the first `columns`, past all numbers if one of them is none. What lies behind is lost.
+inline float largest_of(float* row, int64_t columns) {
+    constexpr float INFINITE = std::numeric_limits<float>::infinity();
+    std::fill(row + columns, row + PANEL, -INFINITE);
+    F most = splat(-INFINITE);
+    for (int v = 0; v < PANEL; v += W) {
+        F numbers = load(row + v);
+        most = max(most, where_ge(numbers, numbers, numbers, splat(INFINITE)));
+    }
+    return max_of(most);
+}
 
 // A tile [rows][32] of a product, to whoever it is for.
 template <class Out>

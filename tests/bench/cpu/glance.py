@@ -43,7 +43,8 @@ def glance(runs: Sequence[Run]) -> Iterator[str]:
     yield ""
     yield (
         "How many times as good ours is as the best of the others, in the median of the rounds (-: nobody to compare "
-        "with); and the share of the memory's read rate at which ours reads the weights in W1, in process:"
+        "with); and the share of the memory's read rate at which ours goes through the weights in W1, in process (of a "
+        "head in int8 it reads half, where there is one):"
     )
     yield ""
     headings = ("", *(heading for heading, *_ in COLUMNS), "W1, of memory's rate")

@@ -110,7 +110,7 @@ def memory_mib(engine: Engine) -> dict[str, float]:
     used = num_used * cache.data[:, 0].nbytes
     taken = max(used, cache.ahead.num_taken)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    weights = native_of(engine).weights_bytes
+    weights = native_of(engine).weights_bytes + native_of(engine).screen_bytes
     return {
         "peak": peak / 2**20,
         "weights": weights / 2**20,

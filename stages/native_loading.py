@@ -67,7 +67,7 @@ def load_natively(
     log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
     with phases("weights"):
         check_room_for_weights(
-            shape, config.quantization or dtype, lambda name: ITEM_SIZES[model.type_of(name)], "cpu", free_host_bytes()
+            shape, config.quantization or dtype, partial(_item_size, model), "cpu", free_host_bytes()
         )
         _fill(model, root, shape, config.load_format)
     with phases("cache"):
@@ -119,6 +119,11 @@ def load_natively(
         enter=partial(_enter, threads, cache, model.line_thread),
         line_thread=model.line_thread,
     )
+
+
+def _item_size(model: NativeModel, name: str) -> float:
+    """Bytes of a number of that tensor."""
+    return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
 
 
 def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:

@@ -137,6 +137,10 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_weights_bytes.restype = c_int64
     library.millrace_screen_bytes.argtypes = [model]
     library.millrace_screen_bytes.restype = c_int64
+    library.millrace_wants_screen.argtypes = [model]
+    library.millrace_wants_screen.restype = c_int32
+    library.millrace_panels_left.argtypes = [model]
+    library.millrace_panels_left.restype = c_int64
     library.millrace_step_bytes.argtypes = [model, c_int64, c_int64]
     library.millrace_step_bytes.restype = c_int64
     library.millrace_time_parts.argtypes = [model, c_void_p]

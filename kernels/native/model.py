@@ -143,6 +143,17 @@ class NativeModel:
             return self.dtype
         return "int8" if tensors.is_of_model(name) else self.quantization
 
+    def has_screen(self, name: str) -> bool:
+        """Whether a copy of the tensor in int8 is made beside it: see `screen_bytes`."""
+        is_head = name == ("model.embed_tokens.weight" if self.shape.is_tied else "lm_head.weight")
+        return is_head and bool(self._library.millrace_wants_screen(self._model))
+
+    @property
+    def num_panels_left(self) -> int:
+        """Panels, of 32 tokens, of the head that the last step multiplied after it had looked where the largest logits
+        are; -1: it multiplied all, or none."""
+        return int(self._library.millrace_panels_left(self._model))
+
     def matrix(self, name: str, num_rows: int, num_columns: int) -> Floats:
         """What is computed with in place of a checkpoint's matrix, [rows, columns]: its numbers as they are kept."""
         numbers = np.empty((num_rows, num_columns), np.float32)

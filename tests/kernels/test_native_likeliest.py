@@ -3,13 +3,16 @@ every batch, by however many threads, and broken where those are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
+from millrace.kernels.native.errors import NonFiniteError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Bools, DType, Longs, Quantization
 from millrace.kernels.native.slots import Chooser
@@ -142,33 +145,69 @@ def test_slots_that_read_their_newest_tokens_have_the_likeliest_of_their_logits(
 
 
 LARGE = 40_003  # tokens: of a head that has a screen
-FEW = (1, 2, 3, 5, 12)
+NUM_PANELS = -(-LARGE // 32)
+FEW = (1, 2, 3, 4, 5, 12)  # rows
 
 
 @cache
+def large_checkpoint(is_tied: bool = False, hidden_size: int = 64) -> Checkpoint:
+    return Checkpoint.random(vocab_size=LARGE, is_tied=is_tied, hidden_size=hidden_size)
+
+
 def large(
-    dtype: DType, instruction_set: str | None = None, num_threads: int = 2, spoil: Callable[[Array], object] = nothing
+    dtype: DType = "bfloat16",
+    instruction_set: str | None = None,
+    num_threads: int = 2,
+    spoil: Callable[[Array], object] = nothing,
+    **shape: Any,
 ) -> NativeModel:
-    made = Checkpoint.random(vocab_size=LARGE, is_tied=False)
-    spoil(made.tensors["lm_head.weight"])
-    return made.load(dtype, worth_a_thread=1, instruction_set=instruction_set, num_threads=num_threads)
+    made = large_checkpoint(**shape)
+    name = "model.embed_tokens.weight" if made.shape.is_tied else "lm_head.weight"
+    head = made.tensors[name].copy()
+    spoil(head)
+    spoiled = replace(made, tensors={**made.tensors, name: head})
+    return spoiled.load(dtype, worth_a_thread=1, instruction_set=instruction_set, num_threads=num_threads)
 
 
-def check_few_rows(model: NativeModel) -> set[int]:
-    """The tokens that were taken."""
-    run, taken = Both(model), set()
-    for count in FEW:
-        ids, is_broken, right, is_right_broken = run.of({count: [i * 37 % LARGE for i in range(count)]})
+def most_screened(model: NativeModel) -> int:
+    """Rows up to which there is a screen."""
+    if model.dtype == "bfloat16" and ("bf16" in model.instruction_set or "amx" in model.instruction_set):
+        return 12 if "bf16" in model.instruction_set else 0
+    return 2 if model.instruction_set in ("avx2", "amx_emulated") else 4
+
+
+def check_rows(model: NativeModel, counts: Iterable[int]) -> list[int]:
+    """How many panels of the head each of these steps was left with."""
+    run, left = Both(model), []
+    find = model.step
+
+    def noting(*args: Any, **inputs: Any) -> None:
+        find(*args, **inputs)
+        if "likeliest" in inputs:
+            left.append(model.num_panels_left)
+
+    model.step = noting  # type: ignore[method-assign]
+    for count in counts:
+        ids, is_broken, right, is_right_broken = run.of({len(run._tables): [i * 37 % LARGE for i in range(count)]})
         assert ids.tolist() == right.tolist() and is_broken.tolist() == is_right_broken.tolist()
-        taken |= set(ids.tolist())
-    return taken
+    return left
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_few_rows_have_the_likeliest_of_a_large_head(instruction_set: str, dtype: DType, num_threads: int) -> None:
-    assert len(check_few_rows(large(dtype, instruction_set, num_threads))) > 5
+def test_few_rows_have_the_likeliest_of_a_large_head_and_read_little_of_it(
+    instruction_set: str, dtype: DType, num_threads: int
+) -> None:
+    model = large(dtype, instruction_set, num_threads)
+    for count, left in zip(FEW, check_rows(model, FEW), strict=True):
+        assert 0 < left < NUM_PANELS / 4 if count <= most_screened(model) else left == -1
+    assert check_rows(model, [13, 40]) == [-1, -1]
+
+
+@pytest.mark.parametrize("shape", [{"is_tied": True}, {"hidden_size": 54}], ids=str)
+def test_so_they_have_where_the_head_is_tied_and_where_rows_are_no_whole_vectors(shape: dict[str, Any]) -> None:
+    check_rows(large(**shape), FEW)
 
 
 def one_token_leads(head: Array) -> None:
@@ -180,30 +219,86 @@ def rows_have_outliers(head: Array) -> None:
     head[:, 5] *= 300  # so that int8 has little for the others
 
 
-def rows_are_alike_but_for_the_last_bit(head: Array) -> None:
-    head[1::2] = head[::2][: len(head[1::2])] * (1 + 2.0**-8)
+def halves_are_alike_but_for_the_last_bit(head: Array) -> None:
+    half = len(head) // 2
+    head[half : 2 * half] = head[:half] * (1 + 2.0**-8)
 
 
-def tokens_in_the_middle_are_no_numbers(head: Array) -> None:
+def halves_are_equal(head: Array) -> None:
+    half = len(head) // 2
+    head[half : 2 * half] = head[:half]
+
+
+def tokens_in_the_middle_have_no_end(head: Array) -> None:
     head[20_000:20_040] = 3e38
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "spoil",
-    [one_token_leads, rows_have_outliers, rows_are_alike_but_for_the_last_bit, tokens_in_the_middle_are_no_numbers],
+def all_are_tiny(head: Array) -> None:
+    halves_are_alike_but_for_the_last_bit(head)
+    head *= 1e-24  # whose squares float32 does not have
+
+
+def most_are_nothing(head: Array) -> None:
+    head[::3] = 0
+    head[1::3] = -abs(head[1::3]) * 1e-30
+
+
+SPOILED = (
+    one_token_leads,
+    rows_have_outliers,
+    halves_are_alike_but_for_the_last_bit,
+    halves_are_equal,
+    tokens_in_the_middle_have_no_end,
+    all_are_tiny,
+    most_are_nothing,
 )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spoil", SPOILED)
 def test_they_have_it_however_little_int8_tells(spoil: Callable[[Array], object], dtype: DType) -> None:
-    model = large(dtype, spoil=spoil)
-    for _ in range(3):  # where all panels are left, the next steps go without
-        check_few_rows(model)
+    for count in FEW:  # each with a screen that has yet to tell little
+        check_rows(large(dtype, spoil=spoil), [count])
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1e18, 3e35], ids=str)
+def test_they_have_it_however_short_or_long_rows_are(factor: float) -> None:
+    made = large_checkpoint()
+    norm = made.tensors["model.norm.weight"] * np.float32(factor)
+    spoiled = replace(made, tensors={**made.tensors, "model.norm.weight": norm})
+    for count in FEW:
+        check_rows(spoiled.load("bfloat16", num_threads=2, worth_a_thread=1), [count])
+
+
+def test_steps_go_without_a_screen_for_a_while_where_it_tells_little() -> None:
+    model = large(spoil=one_token_leads)
+    if most_screened(model):
+        assert check_rows(model, [1] * 67) == [NUM_PANELS, *[-1] * 64, NUM_PANELS, -1]
+
+
+def test_rows_beside_one_that_is_no_number_have_their_tokens_and_none_takes_none() -> None:
+    model = large()
+    run = Both(model)
+    run.step({sequence: prompt(20) for sequence in range(4)})
+    run.cache.data[run.cache.at(np.array(run._tables[1][:1], np.int64))] = 0x7FC0
+    ids, is_broken, right, is_right_broken = run.of({3: [7], 0: [9], 1: [8], 2: [8]}, {2: [0], 1: [0], 3: [0]})
+    assert is_broken.tolist() == is_right_broken.tolist() == [False, True, False] and ids.tolist() == right.tolist()
+    assert all(len(each) == 0 for each in run.of({0: [7]}, {0: []}))
 
 
 def test_a_screen_is_made_of_large_heads_alone_and_counted_beside_the_weights() -> None:
-    made = Checkpoint.random(vocab_size=LARGE)
-    whole, quantized = made.load("bfloat16"), made.load("bfloat16", quantization="int8")
-    num_panels = -(-LARGE // 32)
-    if whole.instruction_set != "amx":
-        assert whole.screen_bytes == num_panels * (32 * 64 + 2 * 32 + 4)
-    assert quantized.screen_bytes == load().screen_bytes == 0
-    assert whole.weights_bytes > LARGE * 64 * 2
+    whole, quantized = large(), large_checkpoint().load("bfloat16", quantization="int8")
+    has_one = most_screened(whole) > 0
+    assert whole.screen_bytes == (NUM_PANELS * (32 * 64 + 2 * 32 + 4) if has_one else 0)
+    assert whole.has_screen("lm_head.weight") == has_one and not whole.has_screen("model.norm.weight")
+    assert quantized.screen_bytes == load().screen_bytes == 0 and whole.weights_bytes > LARGE * 64 * 2
+
+
+def test_a_head_that_is_set_again_has_a_screen_of_its_new_numbers() -> None:
+    model = large()
+    head = large_checkpoint().tensors["lm_head.weight"]
+    model.set_tensor("lm_head.weight", np.roll(head, 9_000, 0))
+    check_rows(model, FEW)
+    with pytest.raises(NonFiniteError):
+        model.set_tensor("lm_head.weight", np.full_like(head, np.nan))
+    assert model.screen_bytes == 0

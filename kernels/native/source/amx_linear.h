@@ -96,10 +96,6 @@ class ProductInTiles {
             run_in_blocks(weights);
     }
 
-    // Never asked for: where the machine has tile registers there is no screen.
-    template <class Stored>
-    void run_marked(const Stored*, const uint8_t*) {}
-
   private:
     template <class Stored>
     void run_once(const Stored* weights, int rows) const {

@@ -7,6 +7,7 @@
 #include "chain.h"
 #include "model.h"
 #include "sampling.h"
+#include "screen.h"
 #include "step.h"
 
 using namespace millrace;
@@ -120,6 +121,12 @@ EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weight
 
 // Of what tells where the largest logits are, beside the weights.
 EXPORT int64_t millrace_screen_bytes(const Model* model) { return model->screen.num_bytes(); }
+
+// Whether a head that is set gets one.
+EXPORT int32_t millrace_wants_screen(const Model* model) { return wants_screen(model->head); }
+
+// Panels of the head that the last step multiplied after its screen; -1: that went without.
+EXPORT int64_t millrace_panels_left(const Model* model) { return model->screen.num_left; }
 
 EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {
     return step_bytes(*model, num_tokens, num_logits);

@@ -49,7 +49,9 @@ class Step {
         });
         ensure(&model.partials, num_floats * 4);
         if (inputs.likeliest) found_.resize(num_threads * found_apart());
-        is_screened_ = inputs.likeliest && inputs.num_logits <= SCREENED_ROWS<Weight> && model.screen.is_made();
+        bool is_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS<Weight>;
+        is_screened_ = inputs.likeliest && is_few && model.screen.is_made();
+        model.screen.num_left = -1;
         if (is_screened_ && model.screen.num_steps_off > 0) model.screen.num_steps_off--, is_screened_ = false;
         if (is_screened_) {
             int64_t num_panels = model.head.num_panels();
@@ -303,7 +305,9 @@ class Step {
         });
         Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
         if (inputs.logits) return pass_product(phases, model_.head, normed, logits);
-        if (is_screened_) return find_screened(normed, row, phases);
+        if constexpr (SCREENED_ROWS<Weight> > 0) {
+            if (is_screened_) return find_screened(normed, row, phases);
+        }
         pass(phases, LINEARS, [&](Seat seat) {
             LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
             multiply<Weight>(model_, model_.head, normed, likeliest, seat);
@@ -313,6 +317,7 @@ class Step {
     // The likeliest of few rows; `row(i)` is where the i-th begins before its norm.
     template <class Row>
     void find_screened(const TiledRows<Input>& normed, const Row& row, Phases& phases) {
+        static_assert(SCREENED_ROWS<Weight> <= TILE_ROWS<Input>, "rows are one tile, which takes no room");
         const Screen& screen = model_.screen;
         int64_t num_panels = model_.head.num_panels(), num_rows = normed.num_rows;
         pass(phases, LINEARS, [&](Seat seat) {
@@ -331,7 +336,7 @@ class Step {
     // Which panels may have the likeliest token of a row.
     void mark(Seat seat) {
         const std::vector<float>& misses = model_.screen.misses;
-        int64_t num_panels = int64_t(misses.size()), num_rows = last_batch().inputs.num_logits;
+        int64_t num_panels = int64_t(misses.size()), num_rows = all_.inputs.num_logits;
         seat.each_piece(num_panels, 1024, [&](int64_t first, int64_t last, int64_t) {
             for (int64_t i = 0; i < num_rows; i++) {
                 Screened row = screened_[i];
@@ -351,7 +356,7 @@ class Step {
         norm_row(row, model_.final_norm.data(), shape_.hidden_size, shape_.rms_norm_eps, normed.data());
         double squares = 0;
         for (float number : normed) squares += double(number) * number;
-        return float(1.01 * std::sqrt(squares));
+        return length_at_most(squares);
     }
 
     // Of what each thread has found, where that was asked for.
@@ -367,8 +372,9 @@ class Step {
             inputs.likeliest[row] = most.is_broken() ? 0 : most.id;
         }
         if (!is_screened_) return;
-        int64_t num_left = std::count(marks_.begin(), marks_.end(), 1);
-        if (num_left * LEFT_TO_TELL > int64_t(marks_.size())) model_.screen.num_steps_off = STEPS_OFF;
+        Screen& screen = model_.screen;
+        screen.num_left = std::count(marks_.begin(), marks_.end(), 1);
+        if (screen.num_left * LEFT_TO_TELL > int64_t(marks_.size())) screen.num_steps_off = STEPS_OFF;
     }
 
     // From what one thread has found to what the next one has: no two write to the same line.

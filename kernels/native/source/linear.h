@@ -233,14 +233,13 @@ class ProductInVectors {
         });
     }
 
-    // Of the panels those that are marked, [panels], one by one; nothing is fetched meanwhile.
+    // Of the panels those that are marked, [panels], with rows of one tile; nothing is fetched meanwhile.
     template <class Stored>
     void run_marked(const Stored* weights, const uint8_t* marks) {
         times_ = 0;
         seat_.each_piece(linear_.num_panels(), MARKS, [&](int64_t first, int64_t last, int64_t end) {
             for (int64_t panel = first; panel < last; panel++)
-                for (int64_t part = 0; marks[panel] && part < num_tiles_; part++)
-                    multiply(weights + panel * panel_size<Stored>(), part, panel, end, nullptr);
+                if (marks[panel]) multiply(weights + panel * panel_size<Stored>(), 0, panel, end, nullptr);
         });
     }
 
@@ -297,23 +296,22 @@ class ProductInVectors {
     const char* after_;              // what this thread reads first of the next linear
 };
 
-template <class Weight, class Out>
-using Product = typename std::conditional<IN_AMX<InputOf<Weight>>, ProductInTiles<Out>, ProductInVectors<Weight, Out>>::type;
-
 // `linear` is one of the model's, which has room for products of so many rows: see `room_bytes`.
 template <class Weight, class Out>
 void multiply(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
               Party::Seat seat) {
     if (x.num_rows == 0) return;  // a step of which nobody samples
-    Product<Weight, Out> product(model, linear, x, out, seat);
+    using Product =
+        typename std::conditional<IN_AMX<InputOf<Weight>>, ProductInTiles<Out>, ProductInVectors<Weight, Out>>::type;
+    Product product(model, linear, x, out, seat);
     with_panels<Weight>(linear, [&](auto* panels) { product.run(panels); });
 }
 
-// The same of the panels that are marked, [panels], of one that is not quantized, and of few rows.
+// The same of the panels that are marked, [panels], of one that is not quantized, and of rows that are one tile, in vectors.
 template <class Weight, class Out>
 void multiply_marked(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
                      Party::Seat seat, const uint8_t* marks) {
-    Product<Weight, Out> product(model, linear, x, out, seat);
+    ProductInVectors<Weight, Out> product(model, linear, x, out, seat);
     product.run_marked(linear.weight.as<Weight>(), marks);
 }
 

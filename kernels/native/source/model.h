@@ -104,6 +104,7 @@ struct Screen {
     Linear linear;              // no weight: there is no screen
     std::vector<float> misses;  // [panels] of each panel, by how much a logit is missed at most for a row of length 1
     int64_t num_steps_off = 0;  // that are yet to go without, as it told little
+    int64_t num_left = -1;      // panels that the last step multiplied after it; -1: that went without
 
     bool is_made() const { return linear.weight.num_bytes() > 0; }
     int64_t num_bytes() const {

@@ -1,4 +1,4 @@
-// Norms of rows, for who reads them and for products.
+// Norms of rows, for who reads them and for products. Refuses to know which rows, and when.
 
 #pragma once
 

@@ -208,53 +208,29 @@ Memory memory_of(Model& model, const Linear& linear) {
     return Memory(model.weights, linear.offset, linear.weight_bytes());
 }
 
-// How far products with a row and with its numbers in int8 can be from each other, for what has length 1: no sum of products
-// is larger than the lengths multiplied, and each of `count` additions rounds. The factors are larger than it takes, since
-// the lengths are rounded, too.
-float miss_of(const float* row, const int8_t* codes, float scale, int64_t count) {
-    F squares[2] = {zero(), zero()};  // of what is missed, and of the row
-    auto add = [&](F numbers, F known) {
-        F missed = sub(numbers, mul(known, splat(scale)));
-        squares[0] = fma(missed, missed, squares[0]), squares[1] = fma(numbers, numbers, squares[1]);
-    };
-    int64_t whole = count / W * W;
-    for (int64_t i = 0; i < whole; i += W) add(load(row + i), load(codes + i));
-    if (whole < count) {
-        float last[W] = {};
-        int8_t last_codes[W] = {};
-        std::copy(row + whole, row + count, last), std::copy(codes + whole, codes + count, last_codes);
-        add(load(last), load(last_codes));
-    }
-    float missed = std::sqrt(sum_of(squares[0])), size = std::sqrt(sum_of(squares[1]));
-    float rounds = 4.0f * float(count) * std::numeric_limits<float>::epsilon();
-    return 1.01f * missed + rounds * (size + missed) + 1e-30f;
-}
-
 // Of a head that has its numbers.
-void make_screen(Model& model, const void* data, Type type) {
-    Linear& linear = model.screen.linear;
+template <class Weight>
+void make_screen(Model& model) {
+    Screen screen;
+    Linear& linear = screen.linear;
     int64_t k = model.head.k;
     linear.n = model.head.n, linear.k = linear.group_size = k, linear.type = INT8, linear.next = model.head.next;
     linear.weight = Memory(linear.weight_bytes());
     linear.scales = Memory(linear.num_panels() * PANEL * 2);
-    model.screen.misses.assign(linear.num_panels(), 0.0f);
+    screen.misses.assign(linear.num_panels(), 0.0f);
     model.pool->run(model.pool->size(), [&](int thread) {
         std::vector<float> row(k);
         std::vector<uint8_t> codes(4 * k);
-        std::vector<bf16> rounded(k);
         int64_t first, last;
         share(linear.num_panels(), thread, model.pool->size(), &first, &last);
         for (int64_t r = first * PANEL; r < std::min(last * PANEL, linear.n); r++) {
-            read(data, type, r * k, k, row.data());
-            if (model.head.type == BFLOAT16) {
-                narrow_all(row.data(), k, rounded.data());
-                widen_all(rounded.data(), k, row.data());
-            }
+            read_row<Weight>(model.head, r, row.data());
             put_row<int8_t>(linear, r, row.data(), codes);
-            float scale = widen(*scale_of(linear, r, 0)), &most = model.screen.misses[r / PANEL];
+            float scale = widen(*scale_of(linear, r, 0)), &most = screen.misses[r / PANEL];
             most = std::max(most, miss_of(row.data(), reinterpret_cast<const int8_t*>(codes.data()), scale, k));
         }
     });
+    model.screen = std::move(screen);
 }
 
 bool set_matrix(Model& model, const Matrix& matrix, const void* data, Type type) {
@@ -299,9 +275,11 @@ bool set_tensor(Model& model, int64_t index, Kind kind, const void* data, Type t
     const Shape& shape = model.shape;
     Matrix matrix = matrix_of(model, index, kind);
     if (matrix.linear) {
-        bool is_finite = set_matrix(model, matrix, data, type);
-        if (is_finite && matrix.linear == &model.head && wants_screen(model.head)) make_screen(model, data, type);
-        return is_finite;
+        bool is_head = matrix.linear == &model.head;
+        if (is_head) model.screen = Screen();
+        if (!set_matrix(model, matrix, data, type)) return false;
+        if (is_head && wants_screen(model.head)) model.head.type == BFLOAT16 ? make_screen<bf16>(model) : make_screen<float>(model);
+        return true;
     }
     if (kind == EMBEDDING) return set_embedding(model, data, type);
     int64_t hidden = shape.hidden_size, inner = shape.intermediate_size;

@@ -315,12 +315,6 @@ void narrow_all(const float* x, int64_t count, T* to) {
     for (; i < count; i++) narrow(x[i], to + i);
 }
 
-inline void widen_all(const bf16* x, int64_t count, float* to) {
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store(to + i, load(x + i));
-    for (; i < count; i++) to[i] = widen(x[i]);
-}
-
 // e ** x for x up to 88, to 2 units in the last place; exactly 1 at 0 and exactly 0 below -87.3, where float32 would be
 // subnormal, and for a NaN. Of N vectors side by side, as each step waits for the one before it.
 template <int N>

@@ -152,6 +152,10 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_limit_threads.restype = None
     library.millrace_come_late.argtypes = [model, c_int32]
     library.millrace_come_late.restype = None
+    library.millrace_assume_kept.argtypes = [model, c_int64]
+    library.millrace_assume_kept.restype = None
+    library.millrace_bytes_beside.argtypes = [model]
+    library.millrace_bytes_beside.restype = c_int64
     library.millrace_step.restype = c_int32
     library.millrace_norm.argtypes = [model, c_void_p, c_int64, c_void_p]
     library.millrace_norm.restype = None

@@ -154,6 +154,16 @@ class NativeModel:
         are; -1: it multiplied all, or none."""
         return int(self._library.millrace_panels_left(self._model))
 
+    @property
+    def num_bytes_beside(self) -> int:
+        """Of keys and values: what the last step fetched a layer ahead, beside products."""
+        return int(self._library.millrace_bytes_beside(self._model))
+
+    def assume_kept(self, num_bytes: int) -> None:
+        """From now on the cache behind the cores' own is taken to keep so many bytes; below 0: that is measured, as at
+        first. What a step computes does not depend on it."""
+        self._library.millrace_assume_kept(self._model, num_bytes)
+
     def matrix(self, name: str, num_rows: int, num_columns: int) -> Floats:
         """What is computed with in place of a checkpoint's matrix, [rows, columns]: its numbers as they are kept."""
         numbers = np.empty((num_rows, num_columns), np.float32)

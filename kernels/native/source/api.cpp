@@ -153,6 +153,18 @@ EXPORT void millrace_come_late(Model* model, int32_t num_phases) {
     model->pool->party.lateness = num_phases;
 }
 
+// For tests: see Kept.
+EXPORT void millrace_assume_kept(Model* model, int64_t num_bytes) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->kept.assume(num_bytes);
+}
+
+// Of keys and values, that the last step fetched beside products.
+EXPORT int64_t millrace_bytes_beside(Model* model) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    return model->num_bytes_beside;
+}
+
 EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
     return ask_for(model, [&] {
         Error error = check(*model, *inputs);

@@ -48,6 +48,7 @@ class Step {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
         });
         ensure(&model.partials, num_floats * 4);
+        if (fetches_upcoming()) upcoming_.resize(num_threads);
         if (inputs.likeliest) found_.resize(num_threads * found_apart());
         bool is_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS<Weight>;
         is_screened_ = inputs.likeliest && is_few && model.screen.is_made();
@@ -75,7 +76,10 @@ class Step {
         if (asked_rows_.is_cut) pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
         end_layer(last, last_batch(), phases);
         finish(last_batch(), phases);
-        if (thread == 0 && all_.inputs.likeliest) tell_likeliest();
+        if (thread > 0) return;
+        if (all_.inputs.likeliest) tell_likeliest();
+        model_.num_bytes_beside = 0;
+        for (const Upcoming& upcoming : upcoming_) model_.num_bytes_beside += upcoming.num_bytes();
     }
 
     // Adds the times of its parts, and 1 for itself.
@@ -133,8 +137,41 @@ class Step {
 
     Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }
 
+    // A product of a layer's.
     void pass_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Rows& out) {
-        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, linear, x, out, seat); });
+        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, linear, x, out, seat, upcoming_of(seat)); });
+    }
+
+    // Whether keys and values are fetched a layer ahead: where products have time for it, decoding rows read any, and some of
+    // them are kept until then.
+    bool fetches_upcoming() {
+        const Memory& weights = model_.weights;
+        auto may_fetch = [&](const Linear& linear) { return num_pairs_beside<Weight>(linear, all_.at.normed) > 0; };
+        if (!layout_.is_tiled() || !may_fetch(model_.layers[0].qkv)) return false;
+        bool is_read = false;
+        each_plan([&](const Batch<Input>&, const Plan& plan) {
+            for (const Item& item : plan.items) is_read |= is_fetched_ahead(item.num_rows);
+        });
+        return is_read && model_.kept.num_bytes(weights.as<char>(), weights.num_bytes()) > 0;
+    }
+
+    Upcoming* upcoming_of(Seat seat) { return upcoming_.empty() ? nullptr : &upcoming_[seat.rank]; }
+
+    // From here on this thread fetches its part of what layer `index` reads, the one after the layer it is in.
+    void look_ahead(int index, Seat seat) {
+        int last = int(model_.layers.size()) - 1;
+        if (upcoming_.empty() || index > last) return;
+        const Layer &before = model_.layers[index - 1], &layer = model_.layers[index];
+        const Plan& plan = (index == last ? last_batch() : all_).plans.at(layer.window);
+        int64_t first, end, num_pairs = 0;
+        share(plan.num_parts(), seat.rank, seat.count, &first, &end);
+        for (const Linear* linear : {&before.output, &before.gate_up, &before.down, &layer.qkv})
+            num_pairs += num_pairs_beside<Weight>(*linear, all_.at.normed) / seat.count;
+        int64_t tile_bytes = TILE * layout_.padded_dim() * int64_t(sizeof(Cached));
+        int64_t most_bytes = model_.kept.num_bytes() / 2 / seat.count;  // the other half is for what is read meanwhile
+        const int64_t* reads = plan.reads.data();
+        upcoming_[seat.rank].begin(cache_of(index), reads + plan.first_read[first], reads + plan.first_read[end], tile_bytes,
+                                   most_bytes, num_pairs);
     }
 
     // Until the cache has the layer's keys and values.
@@ -153,10 +190,13 @@ class Step {
         Rows residual{at.residual, at.hidden_stride, Into::ADD};
         pass(phases, ATTENTION, [&](Seat seat) { attend(batch, plan, cache, seat); });
         if (plan.is_split) pass(phases, ATTENTION, [&](Seat seat) { put_chunks_together(batch, plan, cache, seat); });
-        pass_product(phases, layer.output, at.attended, residual);
+        pass(phases, LINEARS, [&](Seat seat) {
+            look_ahead(index + 1, seat);
+            multiply<Weight>(model_, layer.output, at.attended, residual, seat, upcoming_of(seat));
+        });
         pass(phases, REST, [&](Seat seat) { norm(batch, layer.post_norm, seat); });
         pass(phases, LINEARS, [&](Seat seat) {
-            multiply<Weight>(model_, layer.gate_up, at.normed, SiluMul<Input>{at.inner}, seat);
+            multiply<Weight>(model_, layer.gate_up, at.normed, SiluMul<Input>{at.inner}, seat, upcoming_of(seat));
         });
         pass_product(phases, layer.down, at.inner, residual);
     }
@@ -304,7 +344,8 @@ class Step {
             });
         });
         Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
-        if (inputs.logits) return pass_product(phases, model_.head, normed, logits);
+        if (inputs.logits)
+            return pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, model_.head, normed, logits, seat); });
         if constexpr (SCREENED_ROWS<Weight> > 0) {
             if (is_screened_) return find_screened(normed, row, phases);
         }
@@ -386,6 +427,7 @@ class Step {
     CacheLayout<Cached> layout_;
     AskedRows asked_rows_;
     Batch<Input> all_, asked_;
+    std::vector<Upcoming> upcoming_;  // of each thread, where anything is fetched a layer ahead
     std::vector<Likeliest> found_;  // of each thread, where that is asked for
     bool is_screened_ = false;      // by what follows
     std::vector<Screened> screened_;  // of each thread

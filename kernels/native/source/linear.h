@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "amx_linear.h"
+#include "upcoming.h"
 
 namespace millrace {
 
@@ -21,11 +22,14 @@ constexpr int64_t MOST_SHARE = 256;  // bytes: the four lines of the cache that 
 
 // What is to be fetched while a tile is computed, so that memory is busy meanwhile: so many `times` the next `share`
 // bytes from `place` on, whole lines. Where not all of the tile's columns are summed at a time, as many are fetched with
-// the next ones, `apart` further on; 0: all are fetched with the first ones.
+// the next ones, `apart` further on; 0: all are fetched with the first ones. And what else, with the first ones.
 struct Ahead {
     const char* place;
     int64_t share, times, apart;
+    Beside beside;
 };
+
+enum class Fetched { NONE, AHEAD, BOTH };  // both: what is ahead, and what is beside that
 
 // Pairs of k from one time to the next. With each pair lines came faster than memory has them, and what the sums
 // themselves read waited behind them: every second one takes 4 to 11 % less with 8 and 10 rows and up to 5 with more, and
@@ -42,18 +46,20 @@ constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_V
 // where two threads share a core, as those of virtual machines do, instructions beside the sums cost as much as these.
 // WIDENS: these columns of `wide` become the panel's, as numbers of what is multiplied. A function of its own: within the
 // loop over columns GCC had too few registers for it (4 rows in int4 took 1.3 times as long).
-template <int R, int V, int S, bool FETCHES, bool WIDENS, class Input, class Stored>
+template <int R, int V, int S, Fetched FETCHED, bool WIDENS, class Input, class Stored>
 [[gnu::noinline]] void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out,
                                    const Ahead& ahead, Input* wide) {
     const char* line = ahead.place;
     const int64_t share = ahead.share, stream_size = num_pairs / S;
     int64_t times = ahead.times;
+    const char* other = ahead.beside.place;
+    int64_t others = ahead.beside.times, until_other = 1;
     F sums[R][V];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) sums[r][v] = zero();
     for (int64_t turn = 0; turn < stream_size; turn++) {
         UNROLL for (int stream = 0; stream < S; stream++, x += 2 * R) {
-            if (FETCHES && stream % pairs_apart(S) == 0 && times-- > 0) {
+            if (FETCHED != Fetched::NONE && stream % pairs_apart(S) == 0 && times-- > 0) {
                 _mm_prefetch(line, _MM_HINT_T1);
                 if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
                 if (share > 128) {
@@ -61,6 +67,10 @@ template <int R, int V, int S, bool FETCHES, bool WIDENS, class Input, class Sto
                     _mm_prefetch(line + 192, _MM_HINT_T1);
                 }
                 line += share;
+            }
+            if (FETCHED == Fetched::BOTH && --until_other == 0) {
+                if (others-- > 0) _mm_prefetch(other, _MM_HINT_T1), _mm_prefetch(other + 64, _MM_HINT_T1);
+                other += Upcoming::FETCHED, until_other = ahead.beside.apart;
             }
             int64_t place = turn + stream * stream_size;
             float* to = WIDENS ? reinterpret_cast<float*>(wide + 2 * place * PANEL) + lane : nullptr;  // 4 bytes a lane
@@ -94,22 +104,29 @@ template <int R, int V, int S, bool FETCHES, bool WIDENS, class Input, class Sto
         UNROLL for (int v = 0; v < V; v++) store(out + r * PANEL + v * W, sums[r][v]);
 }
 
+// Rows of a tile that is one of several, at least.
+constexpr int LEAST_OF_SEVERAL = GEMM_ROWS / 2;
+
 // The same by a whole panel of 32 columns: out [R][32].
 template <int R, int S, bool WIDENS, class Input, class Stored>
 void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead, Input* wide) {
     constexpr int V = vectors_for(R);
     auto sum = [&](int64_t lane, const Ahead& fetched, bool fetches) {
         if constexpr (WIDENS)  // one tile of several: it may look for what to fetch in vain, for the sake of less code
-            sum_vectors<R, V, S, true, true>(x, panel, lane, num_pairs, out + lane, fetched, wide);
+            sum_vectors<R, V, S, Fetched::AHEAD, true>(x, panel, lane, num_pairs, out + lane, fetched, wide);
+        else if (R >= LEAST_OF_SEVERAL && fetched.beside.times > 0)
+            sum_vectors<R, V, S, R >= LEAST_OF_SEVERAL ? Fetched::BOTH : Fetched::AHEAD, false>(
+                x, panel, lane, num_pairs, out + lane, fetched, wide);
         else if (fetches)
-            sum_vectors<R, V, S, true, false>(x, panel, lane, num_pairs, out + lane, fetched, wide);
+            sum_vectors<R, V, S, Fetched::AHEAD, false>(x, panel, lane, num_pairs, out + lane, fetched, wide);
         else
-            sum_vectors<R, V, S, false, false>(x, panel, lane, num_pairs, out + lane, fetched, wide);
+            sum_vectors<R, V, S, Fetched::NONE, false>(x, panel, lane, num_pairs, out + lane, fetched, wide);
     };
     sum(0, ahead, ahead.times > 0);
     for (int64_t lane = V * W; lane < PANEL; lane += V * W) {
         bool fetches = ahead.times > 0 && ahead.apart > 0;
-        Ahead next{ahead.place + lane / (V * W) * ahead.apart, ahead.share, fetches ? ahead.times : 0, ahead.apart};
+        int64_t times = fetches ? ahead.times : 0;
+        Ahead next{ahead.place + lane / (V * W) * ahead.apart, ahead.share, times, ahead.apart, {}};
         sum(lane, next, fetches);
     }
 }
@@ -146,10 +163,10 @@ void multiply_tile(const Input* x, const Stored* panel, const bf16* scales, int6
 template <class Input, class Stored>
 using MultiplyTile = void (*)(const Input*, const Stored*, const bf16*, int64_t, int64_t, float*, Ahead, Input*);
 
-// None for rows that are no half of a tile: the first of several is that at least.
+// None for rows of which the first of several tiles has more.
 template <int R, bool WIDENS, class Input, class Stored>
 constexpr MultiplyTile<Input, Stored> multiply_tile_or_none() {
-    if constexpr (WIDENS && R < GEMM_ROWS / 2)
+    if constexpr (WIDENS && R < LEAST_OF_SEVERAL)
         return nullptr;
     else
         return multiply_tile<R, WIDENS, Input, Stored>;
@@ -207,9 +224,10 @@ class ProductInVectors {
     static constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
 
   public:
-    ProductInVectors(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat)
-        : model_(model), linear_(linear), x_(x), out_(out), seat_(seat), num_tiles_(x.num_tiles()),
-          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)), after_(place_after(linear, seat)) {
+    ProductInVectors(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat,
+                     Upcoming* upcoming = nullptr)
+        : model_(model), linear_(linear), x_(x), out_(out), seat_(seat),
+          upcoming_(fetches_beside(linear, x) ? upcoming : nullptr), num_tiles_(x.num_tiles()), held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)), after_(place_after(linear, seat)) {
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_), num_pairs = linear.k / 2;
         int64_t together = std::min(num_pairs, linear.group_pairs());
         int64_t most_times = num_pairs / together * num_times(together) + num_times(num_pairs % together);
@@ -220,6 +238,11 @@ class ProductInVectors {
         share_ = std::min(MOST_SHARE, 64 * ceil_div(num_lines, most_times)), times_ = ceil_div(64 * num_lines, share_);
         apart_ = parts > 1 ? times_ * share_ : 0, tile_bytes_ = parts * times_ * share_;
         if (x.num_rows <= FEW_ROWS && !linear.is_quantized()) times_ = 0;
+    }
+
+    // Whether tiles of this product fetch what is upcoming: where memory has time for it, and in one sum.
+    static bool fetches_beside(const Linear& linear, const TiledRows<Input>& x) {
+        return x.num_tiles() > 1 && linear.num_groups() <= 1;
     }
 
     template <class Stored>
@@ -271,9 +294,11 @@ class ProductInVectors {
         int64_t row = x_.first_row(part);
         int rows = int(x_.first_row(part + 1) - row);
         auto multiply_rows = tile_for<WIDENS, Input, Stored>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
+        int64_t num_pairs = linear_.k / 2;
+        Ahead ahead = ahead_of(panel, end, part);
+        if (!WIDENS && upcoming_) ahead.beside = upcoming_->beside(num_pairs);
         out_.expect(row, rows, panel);
-        multiply_rows(x_.tile(part), numbers, scales_of(linear_, panel), linear_.group_pairs(), linear_.k / 2, tile,
-                      ahead_of(panel, end, part), wide);
+        multiply_rows(x_.tile(part), numbers, scales_of(linear_, panel), linear_.group_pairs(), num_pairs, tile, ahead, wide);
         hand_over(linear_, out_, tile, row, rows, panel);
     }
 
@@ -282,7 +307,7 @@ class ProductInVectors {
     Ahead ahead_of(int64_t panel, int64_t end, int64_t part) const {
         int64_t next = panel + held_, size = linear_.panel_bytes();
         const char* place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;
-        return {place + part * tile_bytes_, share_, times_, apart_};
+        return {place + part * tile_bytes_, share_, times_, apart_, {}};
     }
 
     const Model& model_;
@@ -290,21 +315,32 @@ class ProductInVectors {
     const TiledRows<Input>& x_;
     const Out& out_;
     Party::Seat seat_;
+    Upcoming* upcoming_;  // none: nothing is fetched beside tiles
     int64_t num_tiles_, held_;
     int64_t share_, times_, apart_;  // of each tile, as in `Ahead`
     int64_t tile_bytes_;             // that a tile fetches
     const char* after_;              // what this thread reads first of the next linear
 };
 
-// `linear` is one of the model's, which has room for products of so many rows: see `room_bytes`.
+// `linear` is one of the model's, which has room for products of so many rows: see `room_bytes`. What is `upcoming` for this
+// thread, if anything, is fetched meanwhile where that costs nothing.
 template <class Weight, class Out>
 void multiply(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
-              Party::Seat seat) {
+              Party::Seat seat, Upcoming* upcoming = nullptr) {
     if (x.num_rows == 0) return;  // a step of which nobody samples
-    using Product =
-        typename std::conditional<IN_AMX<InputOf<Weight>>, ProductInTiles<Out>, ProductInVectors<Weight, Out>>::type;
-    Product product(model, linear, x, out, seat);
-    with_panels<Weight>(linear, [&](auto* panels) { product.run(panels); });
+    auto run = [&](auto&& product) { with_panels<Weight>(linear, [&](auto* panels) { product.run(panels); }); };
+    if constexpr (IN_AMX<InputOf<Weight>>)
+        run(ProductInTiles<Out>(model, linear, x, out, seat));
+    else
+        run(ProductInVectors<Weight, Out>(model, linear, x, out, seat, upcoming));
+}
+
+// How many pairs of k its tiles go through while they fetch what is upcoming, those of all threads.
+template <class Weight>
+int64_t num_pairs_beside(const Linear& linear, const TiledRows<InputOf<Weight>>& x) {
+    using Product = ProductInVectors<Weight, Rows>;
+    if (IN_AMX<InputOf<Weight>> || !Product::fetches_beside(linear, x)) return 0;
+    return linear.num_panels() * x.num_tiles() * (linear.k / 2);
 }
 
 // The same of the panels that are marked, [panels], of one that is not quantized, and of rows that are one tile, in vectors.

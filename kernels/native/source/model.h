@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kept.h"
 #include "line.h"
 #include "threads.h"
 
@@ -142,6 +143,8 @@ struct Model {
     Memory partials;        // of attention that is split over keys
     Memory room;            // of products, for every thread: see `room_bytes`
     int64_t room_apart = 0;  // bytes from one thread's to the next one's
+    Kept kept;                   // by the cache behind the cores' own
+    int64_t num_bytes_beside = 0;  // of keys and values that the last step fetched beside products
     DecodeInputs decode_inputs;  // for who decodes, one at a time
     int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks
     int64_t* shares = nullptr;   // [NUM_SHARES] for those of the steps that somebody has waited for; none: nobody asks

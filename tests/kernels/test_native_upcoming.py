@@ -26,7 +26,14 @@ SOURCE = """
 #include "upcoming.h"
 using namespace millrace;
 #define EXPORT extern "C" __attribute__((visibility("default")))
-int64_t millrace::now_ns() { return 0; }
+// A clock by which each second look at it comes as late as it is told: [num] of `late`, then never.
+const int64_t* late = nullptr;
+int64_t num_late = 0, num_looks = 0, now = 0;
+int64_t millrace::now_ns() {
+    int64_t read = num_looks++;
+    if (read % 2 && read / 2 < num_late) now += late[read / 2];
+    return now;
+}
 // What is fetched beside `count` tiles of a product, of `num_pairs` each: [count] of [place, bytes].
 EXPORT void fetch(const int64_t* places, int64_t num, int64_t tile_bytes, int64_t most_bytes, int64_t num_pairs,
                   int64_t count, int64_t* out) {
@@ -39,10 +46,13 @@ EXPORT void fetch(const int64_t* places, int64_t num, int64_t tile_bytes, int64_
         if (beside.times && (beside.times - 1) * beside.apart >= num_pairs) out[1] = -1;  // some come too late
     }
 }
-EXPORT int64_t kept(const char* data, int64_t num_bytes, int64_t assumed) {
+// What is kept when it is asked `num_times`, and how many times it was read for that.
+EXPORT void keep(const char* data, int64_t num_bytes, const int64_t* times, int64_t num, int64_t num_times,
+                 int64_t* out) {
+    late = times, num_late = num, num_looks = 0;
     Kept kept;
-    kept.assume(assumed);
-    return kept.num_bytes(data, num_bytes);
+    for (int64_t i = 0; i < num_times; i++) out[0] = kept.measured(data, num_bytes);
+    out[1] = num_looks / 2;
 }
 """
 
@@ -57,9 +67,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     flags = [*build.COMMON, *build.EXACT, *build.QUIET, *build.FLAGS["avx2"]]
     command = [str(build.find_compiler()), *flags, f"-I{build.SOURCE}", "-shared", "upcoming.cpp", "-o", "upcoming.so"]
     subprocess.run(command, cwd=folder, check=True)
-    library = ctypes.CDLL(str(folder / "upcoming.so"))
-    library.kept.restype = ctypes.c_int64
-    return library
+    return ctypes.CDLL(str(folder / "upcoming.so"))
 
 
 def fetch(compiled: ctypes.CDLL, starts: list[int], count: int, most_bytes: int = 1 << 40) -> list[tuple[int, int]]:
@@ -74,6 +82,15 @@ def fetch(compiled: ctypes.CDLL, starts: list[int], count: int, most_bytes: int 
 
 def lines(pieces: list[tuple[int, int]]) -> list[int]:
     return [place + at for place, size in pieces for at in range(0, size, 64)]
+
+
+def test_what_lies_between_tiles_is_fetched_with_them_where_it_is_a_line_at_most(compiled: ctypes.CDLL) -> None:
+    near, far = ([(TILE_BYTES + apart) * place for place in range(40)] for apart in (32, 96))
+    pieces = [piece for piece in fetch(compiled, near, 20) if piece[1]]
+    assert all(a + size >= b >= a for (a, size), (b, _) in zip(pieces, pieces[1:], strict=False))
+    assert len(pieces) < 20 and pieces[-1][0] + pieces[-1][1] >= 39 * (TILE_BYTES + 32)
+    apart = fetch(compiled, far, 200)
+    assert sorted({place for place, size in apart if size} & set(far)) == far
 
 
 SCATTERED = [TILE_BYTES * place for place in np.random.default_rng(0).permutation(60)]
@@ -114,47 +131,92 @@ def test_where_there_is_nothing_nothing_is_fetched(compiled: ctypes.CDLL) -> Non
     assert lines(fetch(compiled, [], 10)) == [] == lines(fetch(compiled, RUNS, 10, most_bytes=100))
 
 
+MIB = 1 << 20
+
+
+def keep(compiled: ctypes.CDLL, *times: int, num_asked: int = 1, num_bytes: int = 84 * MIB) -> tuple[int, int]:
+    """(bytes that are kept, how often something was read for that) where reading takes so many times."""
+    data, late, out = np.zeros(num_bytes, np.uint8), np.array(times, np.int64), np.zeros(2, np.int64)
+    places = ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(num_bytes), ctypes.c_void_p(late.ctypes.data)
+    numbers = ctypes.c_int64(len(late)), ctypes.c_int64(num_asked)
+    compiled.keep(*places, *numbers, ctypes.c_void_p(out.ctypes.data))
+    return int(out[0]), int(out[1])
+
+
+SLOW, FAST = (100, 90), (100, 50)  # a first reading and one right after it
+
+
+@pytest.mark.parametrize(("looks", "kept"), [([FAST], 16), ([SLOW, FAST], 8), ([SLOW, SLOW, FAST], 4), ([SLOW] * 3, 0)])
+def test_a_cache_keeps_the_most_that_is_read_faster_the_second_time(
+    compiled: ctypes.CDLL, looks: list[tuple[int, int]], kept: int
+) -> None:
+    assert keep(compiled, *(time for look in looks for time in 3 * look)) == (kept * MIB, 6 * len(looks))
+
+
+def test_one_quiet_look_of_three_is_enough(compiled: ctypes.CDLL) -> None:
+    assert keep(compiled, 700, 600, 100, 800, 500, 50)[0] == 16 * MIB
+    assert keep(compiled, 700, 100, 100, 800, 500, 90, *3 * SLOW, *3 * SLOW)[0] == 0
+
+
+def test_what_is_kept_is_measured_again_and_less_often_where_it_was_little(compiled: ctypes.CDLL) -> None:
+    assert keep(compiled, *3 * FAST, *9 * SLOW, num_asked=1001) == (16 * MIB, 6)
+    assert keep(compiled, *3 * FAST, *9 * SLOW, num_asked=1002) == (0, 24)
+    assert keep(compiled, *9 * SLOW, *3 * FAST, num_asked=10_001) == (0, 18)
+    assert keep(compiled, *9 * SLOW, *3 * FAST, num_asked=10_002) == (16 * MIB, 24)
+
+
 def test_weights_that_a_cache_may_hold_as_a_whole_are_not_measured(compiled: ctypes.CDLL) -> None:
-    data = np.zeros(1 << 20, np.uint8)
-    assert compiled.kept(ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(data.size), ctypes.c_int64(-1)) == 0
+    assert keep(compiled, *3 * FAST, num_bytes=84 * MIB - 1) == (0, 0)
 
 
-NUM_SEQUENCES, NUM_CONTEXT = 30, 40  # several tiles of rows
+NUM_SEQUENCES, NUM_CONTEXT = 16, 40  # two tiles of rows and more
+PLENTY = 1 << 24  # bytes that are kept
+IN_VECTORS = next((name for name in machine.instruction_sets() if name != "amx"), None)
+# Products long enough that all is fetched in time.
+LONG: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 4096}
+TILES_OF_16 = 16 * 32 * 2  # bytes of a tile: 16 keys by 32 numbers of bf16
 
 
-def run(model: NativeModel, num_kept: int, block_size: int = 16, num_context: int = NUM_CONTEXT) -> tuple[Array, int]:
-    """Logits of two steps with decoding rows, one of them with a prompt, too; and how many bytes they have fetched."""
+def run(model: NativeModel, num_kept: int, block_size: int = 16, has_prompt: bool = True) -> tuple[Array, list[int]]:
+    """Logits of three steps of decoding rows, in two of them beside a prompt, of which no logits are asked for in the
+    last one; and how many bytes each has fetched."""
     model.assume_kept(num_kept)
     going = Run(model, block_size=block_size)
     draw = np.random.default_rng(5)
     vocabulary = model.shape.vocab_size
-    prompts = {s: draw.integers(0, vocabulary, num_context + s).tolist() for s in range(NUM_SEQUENCES)}
-    for sequence, ids in prompts.items():
-        going.step({sequence: ids})
-    given, fetched = [], 0
-    for turn in range(2):
+    for sequence in range(NUM_SEQUENCES):
+        going.step({sequence: draw.integers(0, vocabulary, NUM_CONTEXT).tolist()})
+    given, fetched = [], []
+    for turn in range(3):
         parts = {s: [(7 * s + turn) % vocabulary] for s in range(NUM_SEQUENCES)}
-        if turn:
+        asked = {s: [0] for s in parts} if turn == 2 else None
+        if turn and has_prompt:
             parts[NUM_SEQUENCES] = draw.integers(0, vocabulary, 23).tolist()
-        given += list(going.step(parts).values())
-        fetched += model.num_bytes_beside
+        given += list(going.step(parts, asked).values())
+        fetched.append(model.num_bytes_beside)
     return np.concatenate(given), fetched
 
 
-def load(dtype: DType = "bfloat16", **settings: Any) -> NativeModel:
-    sizes = {name: settings.pop(name) for name in ("sliding_windows", "num_layers") if name in settings}
-    return Checkpoint.random(**sizes).load(dtype, worth_a_thread=1, **{"num_threads": 2, **settings})
+def load(dtype: DType = "bfloat16", sizes: dict[str, Any] | None = None, **settings: Any) -> NativeModel:
+    given = {"worth_a_thread": 1, "num_threads": 2, "instruction_set": IN_VECTORS}
+    return Checkpoint.random(**(sizes or {})).load(dtype, **(given | settings))
+
+
+def check_same_bits(model: NativeModel) -> None:
+    without, none = run(model, 0)
+    ahead, some = run(model, PLENTY)
+    assert np.array_equal(without, ahead)
+    assert none == [0, 0, 0] and all(some)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("instruction_set", SETS)
 def test_logits_have_the_same_bits_whatever_is_fetched(instruction_set: str, dtype: DType) -> None:
-    model = load(dtype, instruction_set=instruction_set)
-    without, none = run(model, 0)
-    ahead, some = run(model, 1 << 24)
-    assert np.array_equal(without, ahead) and none == 0
-    is_in_tile_registers = "amx" in instruction_set and dtype == "bfloat16"
-    assert (some > 0) == (not is_in_tile_registers)
+    model = load(dtype, {"hidden_size": 256, "intermediate_size": 264}, instruction_set=instruction_set)
+    if "amx" in instruction_set and dtype == "bfloat16":
+        assert run(model, PLENTY)[1] == [0, 0, 0], "nothing is fetched in tile registers"
+    else:
+        check_same_bits(model)
 
 
 @pytest.mark.parametrize(
@@ -163,43 +225,56 @@ def test_logits_have_the_same_bits_whatever_is_fetched(instruction_set: str, dty
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_so_they_have_with_int8_and_any_number_of_threads(settings: dict[str, Any]) -> None:
-    model = load(**settings)
-    without, none = run(model, 0)
-    ahead, some = run(model, 1 << 24)
-    assert np.array_equal(without, ahead) and none == 0 < some
+    check_same_bits(load(**settings))
 
 
-def test_layers_with_windows_fetch_what_these_see() -> None:
-    whole, cut = load(num_layers=2, sliding_windows=(None, None)), load(num_layers=2, sliding_windows=(None, 16))
-    without, _ = run(cut, 0)
-    ahead, some = run(cut, 1 << 24)
-    _, more = run(whole, 1 << 24)
-    assert np.array_equal(without, ahead) and 0 < some < more
+@pytest.mark.parametrize("sizes", [{"head_dim": 24, "rotary_dim": 24}, {"num_layers": 3}], ids=str)
+def test_so_they_have_with_padded_heads_and_more_layers(sizes: dict[str, Any]) -> None:
+    check_same_bits(load(sizes=sizes))
+
+
+@pytest.mark.parametrize("lateness", [1, 5, 1000])
+def test_so_they_have_where_a_thread_comes_late(lateness: int) -> None:
+    model = load()
+    without, _ = run(model, 0)
+    model._library.millrace_come_late(model._model, lateness)
+    assert np.array_equal(without, run(model, PLENTY)[0])
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_all_is_fetched_that_decoding_rows_see_in_layers_after_the_first(window: int | None) -> None:
+    model = load(sizes={**LONG, "num_layers": 3, "sliding_windows": (None, None, window)}, num_threads=1)
+    _, fetched = run(model, PLENTY, block_size=128, has_prompt=False)
+    for turn, num_bytes in enumerate(fetched):
+        length = NUM_CONTEXT + turn + 1
+        num_tiles = sum(-(-length // 16) - max(0, length - (seen or length)) // 16 for seen in (None, window))
+        assert num_bytes == NUM_SEQUENCES * 2 * 2 * num_tiles * TILES_OF_16  # of two heads keys and values
 
 
 def test_what_is_fetched_of_a_layer_is_half_of_what_is_kept() -> None:
-    model = load(num_layers=2)
-    _, many = run(model, 1 << 24)
-    _, few = run(model, 8192)
-    assert 0 < few <= 2 * 4096 < many  # two steps
+    _, fetched = run(load(sizes={**LONG, "num_layers": 3}, num_threads=1), 65536, has_prompt=False)
+    assert fetched == [65536, 65536, 65536]  # of two layers
 
 
 def test_one_tile_of_rows_and_blocks_smaller_than_tiles_fetch_nothing() -> None:
     model = load()
-    assert run(model, 1 << 24, block_size=8)[1] == 0
-    model.assume_kept(1 << 24)
+    assert run(model, PLENTY, block_size=8)[1] == [0, 0, 0]
+    model.assume_kept(PLENTY)
     going = Run(model)
     going.step({s: list(range(5)) for s in range(3)})
     going.step({s: [1] for s in range(3)})
     assert model.num_bytes_beside == 0
 
 
+def test_one_layer_has_none_to_fetch_for() -> None:
+    assert run(load(sizes={"num_layers": 1}), PLENTY)[1] == [0, 0, 0]
+
+
 def test_weights_of_int4_whose_sums_are_many_fetch_nothing() -> None:
-    assert run(load(quantization="int4"), 1 << 24)[1] == 0
+    assert run(load(quantization="int4"), PLENTY)[1] == [0, 0, 0]
 
 
-def test_a_machine_is_measured_where_nothing_is_assumed() -> None:
-    """Of so small a model all weights may be in the cache."""
+def test_of_a_model_that_a_cache_may_hold_nothing_is_fetched() -> None:
     model = load()
-    run(model, 1 << 24)
-    assert run(model, -1)[1] == 0
+    run(model, PLENTY)
+    assert run(model, -1)[1] == [0, 0, 0]

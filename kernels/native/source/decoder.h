@@ -48,7 +48,7 @@ class Step {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
         });
         ensure(&model.partials, num_floats * 4);
-        if (fetches_upcoming()) upcoming_.resize(num_threads);
+        if (is_worth_looking_ahead()) upcoming_.resize(num_threads);
         if (inputs.likeliest) found_.resize(num_threads * found_apart());
         bool is_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS<Weight>;
         is_screened_ = inputs.likeliest && is_few && model.screen.is_made();
@@ -143,24 +143,26 @@ class Step {
     }
 
     // Whether keys and values are fetched a layer ahead: where products have time for it, decoding rows read any, and some of
-    // them are kept until then.
-    bool fetches_upcoming() {
+    // them are kept until then, which is measured if nobody knows.
+    bool is_worth_looking_ahead() {
         const Memory& weights = model_.weights;
-        auto may_fetch = [&](const Linear& linear) { return num_pairs_beside<Weight>(linear, all_.at.normed) > 0; };
-        if (!layout_.is_tiled() || !may_fetch(model_.layers[0].qkv)) return false;
+        if (model_.layers.size() == 1 || !layout_.is_tiled()) return false;
+        if (num_pairs_beside<Weight>(model_.layers[0].qkv, all_.at.normed) == 0) return false;
         bool is_read = false;
         each_plan([&](const Batch<Input>&, const Plan& plan) {
             for (const Item& item : plan.items) is_read |= is_fetched_ahead(item.num_rows);
         });
-        return is_read && model_.kept.num_bytes(weights.as<char>(), weights.num_bytes()) > 0;
+        return is_read && model_.kept.measured(weights.as<char>(), weights.num_bytes()) > 0;
     }
 
     Upcoming* upcoming_of(Seat seat) { return upcoming_.empty() ? nullptr : &upcoming_[seat.rank]; }
 
-    // From here on this thread fetches its part of what layer `index` reads, the one after the layer it is in.
+    // From here on this thread fetches its part of what layer `index` reads, the one after the layer it is in; of the layer
+    // it is in nothing more, and nothing at all in the last one.
     void look_ahead(int index, Seat seat) {
         int last = int(model_.layers.size()) - 1;
-        if (upcoming_.empty() || index > last) return;
+        if (upcoming_.empty()) return;
+        if (index > last) return upcoming_[seat.rank].stop();
         const Layer &before = model_.layers[index - 1], &layer = model_.layers[index];
         const Plan& plan = (index == last ? last_batch() : all_).plans.at(layer.window);
         int64_t first, end, num_pairs = 0;
@@ -428,7 +430,7 @@ class Step {
     AskedRows asked_rows_;
     Batch<Input> all_, asked_;
     std::vector<Upcoming> upcoming_;  // of each thread, where anything is fetched a layer ahead
-    std::vector<Likeliest> found_;  // of each thread, where that is asked for
+    std::vector<Likeliest> found_;    // of each thread, where that is asked for
     bool is_screened_ = false;      // by what follows
     std::vector<Screened> screened_;  // of each thread
     std::vector<float> largest_;      // [rows][panels] in int8

@@ -1,8 +1,7 @@
 // How much of what cores read stays in the cache behind their own until it is read again.
 //
 // What a processor says of that cache tells little: others on the same machine fill it, too, and a host may leave a guest a
-// small part of it. Of 32 MiB a Zen 4 class EPYC was seen to keep 16 and more for two cores, a Zen 5 class one no two.
-// So it is measured, and again after some time, by reading weights twice in a row.
+// part of it. So it is measured by reading weights twice in a row, and again after some time.
 
 #pragma once
 
@@ -15,11 +14,14 @@ namespace millrace {
 
 class Kept {
   public:
-    // Bytes, 0 where few or unknown: measured with `data`, of which no part was read in the last milliseconds but by what
-    // asks here, in 1.5 to 5 ms, each `ASKED` times that somebody asks.
-    int64_t num_bytes(const char* data, int64_t size) {
-        if (is_assumed_) return num_bytes_;
-        if (num_asked_++ % ASKED == 0) num_bytes_ = measure(data, size);
+    // Bytes, 0 where these are few or nobody knows. They are measured each ASKED times that somebody asks, and where they
+    // were few each ASKED_IN_VAIN times, by reading parts of `data` that were not read since other MiB than a cache has:
+    // 100 to 170 MiB in all where few are kept, which takes 2 to 18 ms, and half of that where many are.
+    int64_t measured(const char* data, int64_t size) {
+        if (!is_assumed_ && num_left_-- == 0) {
+            num_bytes_ = measure(data, size);
+            num_left_ = num_bytes_ > 0 ? ASKED : ASKED_IN_VAIN;
+        }
         return num_bytes_;
     }
 
@@ -28,24 +30,26 @@ class Kept {
     // From now on it is that many, and nothing is measured; below 0: it is measured again. For tests.
     void assume(int64_t num_bytes) {
         is_assumed_ = num_bytes >= 0;
-        num_bytes_ = num_bytes, num_asked_ = 0;
+        num_bytes_ = std::max<int64_t>(0, num_bytes), num_left_ = 0;
     }
 
   private:
-    static constexpr int64_t ASKED = 1000;
+    static constexpr int64_t ASKED = 1000, ASKED_IN_VAIN = 10000;  // steps: less than 1 of 1,000 is spent on it
+    // Of more nobody makes use, and less is no more than cores have for themselves.
     static constexpr int64_t MOST = 16 << 20, LEAST = 4 << 20;
     static constexpr int LOOKS = 3;  // of the shortest times: others may have had the core
+    // Reads that take less than two thirds of the time are from a cache: on a Zen 4 class EPYC it is a third.
+    static constexpr int64_t SHORT = 2, LONG = 3;
 
     static int64_t measure(const char* data, int64_t size) {
-        const char *place = data, *end = data + size;
+        if (size < LOOKS * (2 * MOST - LEAST)) return 0;  // so few weights that a cache may have them all
         for (int64_t bytes = MOST; bytes >= LEAST; bytes /= 2) {
             int64_t first_ns = INT64_MAX, again_ns = INT64_MAX;
-            for (int look = 0; look < LOOKS; look++, place += bytes) {
-                if (end - place < bytes) return 0;  // as good as all weights may be in the cache
-                first_ns = std::min(first_ns, read_ns(place, bytes));
-                again_ns = std::min(again_ns, read_ns(place, bytes));
+            for (int look = 0; look < LOOKS; look++, data += bytes) {
+                first_ns = std::min(first_ns, read_ns(data, bytes));
+                again_ns = std::min(again_ns, read_ns(data, bytes));
             }
-            if (3 * again_ns < 2 * first_ns) return bytes;
+            if (again_ns * LONG < first_ns * SHORT) return bytes;
         }
         return 0;
     }
@@ -57,7 +61,7 @@ class Kept {
         return now_ns() - began_ns;
     }
 
-    int64_t num_bytes_ = 0, num_asked_ = 0;
+    int64_t num_bytes_ = 0, num_left_ = 0;
     bool is_assumed_ = false;
 };
 

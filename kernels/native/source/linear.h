@@ -227,7 +227,8 @@ class ProductInVectors {
     ProductInVectors(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat,
                      Upcoming* upcoming = nullptr)
         : model_(model), linear_(linear), x_(x), out_(out), seat_(seat),
-          upcoming_(fetches_beside(linear, x) ? upcoming : nullptr), num_tiles_(x.num_tiles()), held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)), after_(place_after(linear, seat)) {
+          upcoming_(fetches_beside(linear, x) ? upcoming : nullptr), num_tiles_(x.num_tiles()),
+          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)), after_(place_after(linear, seat)) {
         int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_), num_pairs = linear.k / 2;
         int64_t together = std::min(num_pairs, linear.group_pairs());
         int64_t most_times = num_pairs / together * num_times(together) + num_times(num_pairs % together);
@@ -340,7 +341,8 @@ template <class Weight>
 int64_t num_pairs_beside(const Linear& linear, const TiledRows<InputOf<Weight>>& x) {
     using Product = ProductInVectors<Weight, Rows>;
     if (IN_AMX<InputOf<Weight>> || !Product::fetches_beside(linear, x)) return 0;
-    return linear.num_panels() * x.num_tiles() * (linear.k / 2);
+    int64_t num_tiles = x.num_tiles() - is_widened<Weight>(linear, x.num_tiles());  // who widens fetches no more
+    return linear.num_panels() * num_tiles * (linear.k / 2);
 }
 
 // The same of the panels that are marked, [panels], of one that is not quantized, and of rows that are one tile, in vectors.

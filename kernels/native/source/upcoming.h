@@ -61,7 +61,9 @@ class alignas(128) Upcoming {
   private:
     static constexpr int64_t WHOLE = 1 << 20;        // parts of what is due
     static constexpr int64_t EARLY = WHOLE * 5 / 4;  // all is due after four fifths of the products, and so there in time
-    static constexpr int64_t BETWEEN = 64;           // bytes from one tile to the next that are fetched with them: scales
+    // Bytes from one tile to the next that are fetched with them: an int8 cache's scales, in blocks of up to 32 tokens. They
+    // count, so the last tiles, one of 16 to 32, are left out there.
+    static constexpr int64_t BETWEEN = 64;
 
     bool is_right_behind(const char* place, const int64_t* tile) const {
         int64_t apart = place_of(tile) - place;

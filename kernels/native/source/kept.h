@@ -16,7 +16,7 @@ class Kept {
   public:
     // Bytes, 0 where these are few or nobody knows. They are measured each ASKED times that somebody asks, and where they
     // were none each ASKED_IN_VAIN times, by reading parts of `data` that were last read before more than a cache holds: 96
-    // MiB in all where MOST are kept, 168 where LEAST or none are. A core reads 10 to 35 MiB in a millisecond.
+    // MiB in all where MOST are kept, in 4.5 ms (Zen 4 class EPYC), and 168 where LEAST or none are.
     int64_t measured(const char* data, int64_t size) {
         if (!is_assumed_ && num_left_-- == 0) {
             num_bytes_ = measure(data, size);

@@ -25,8 +25,8 @@ EXACT = ["-ffp-contract=off", "-fno-math-errno"]
 QUIET = ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512"]
 FLAGS: dict[str, list[str]] = {
-    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
-    "avx512_bf16": [*AVX512, "-mavx512bf16"],
+    "amx": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
+    "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
     "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma"],
     # What "avx512_bf16" and "amx" compute, with their products put together from other instructions: for tests.

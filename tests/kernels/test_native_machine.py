@@ -11,16 +11,18 @@ from millrace.kernels.native.errors import NativeUnavailableError
 from millrace.kernels.native.machine import best_first
 
 AVX512 = "avx512f avx512bw avx512vl avx512dq"
-AMX = "avx512_bf16 amx_tile amx_bf16"
+BF16 = "avx512_bf16 avx512_vnni"
+AMX = f"{BF16} amx_tile amx_bf16"
 
 
 @pytest.mark.parametrize(
     ("vendor", "flags", "expected"),
     [
-        ("AuthenticAMD", f"sse2 fma avx2 {AVX512} avx512_bf16", ("avx512_bf16", "avx512", "avx2")),
-        ("GenuineIntel", f"sse2 fma avx2 {AVX512} avx512_bf16", ("avx512", "avx512_bf16", "avx2")),
+        ("AuthenticAMD", f"sse2 fma avx2 {AVX512} {BF16}", ("avx512_bf16", "avx512", "avx2")),
+        ("GenuineIntel", f"sse2 fma avx2 {AVX512} {BF16}", ("avx512", "avx512_bf16", "avx2")),
         ("GenuineIntel", f"sse2 fma avx2 {AVX512} {AMX}", ("amx", "avx512", "avx512_bf16", "avx2")),
         ("GenuineIntel", f"sse2 fma avx2 {AVX512}", ("avx512", "avx2")),
+        ("AuthenticAMD", f"sse2 fma avx2 {AVX512} avx512_bf16", ("avx512", "avx2")),  # no sums of bytes: nobody made one
         ("AuthenticAMD", "sse2 fma avx2 avx512f", ("avx2",)),
         ("GenuineIntel", "sse2 avx", ()),
     ],

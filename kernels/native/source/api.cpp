@@ -125,7 +125,7 @@ EXPORT int64_t millrace_screen_bytes(const Model* model) { return model->screen.
 // Whether a head that is set gets one.
 EXPORT int32_t millrace_wants_screen(const Model* model) { return wants_screen(model->head); }
 
-// Panels of the head that the last step multiplied after its screen; -1: that went without.
+// Panels of the head that the last step had yet to multiply after its screen, each once a row; -1: that went without.
 EXPORT int64_t millrace_panels_left(const Model* model) { return model->screen.num_left; }
 
 EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {

@@ -54,11 +54,7 @@ class Step {
         is_screened_ = inputs.likeliest && is_few && model.screen.is_made();
         model.screen.num_left = -1;
         if (is_screened_ && model.screen.num_steps_off > 0) model.screen.num_steps_off--, is_screened_ = false;
-        if (is_screened_) {
-            int64_t num_panels = model.head.num_panels();
-            screened_.resize(num_threads * found_apart());
-            largest_.resize(inputs.num_logits * num_panels), marks_.resize(num_panels);
-        }
+        if (is_screened_) screening_.resize(model.head, inputs.num_logits, num_threads);
     }
 
     void run(int thread) {
@@ -340,6 +336,9 @@ class Step {
         }
         if (!inputs.logits && !inputs.likeliest) return;
         auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
+        if constexpr (SCREENED_ROWS<Weight> > 0) {
+            if (is_screened_) return find_screened(normed, row, phases);
+        }
         pass(phases, REST, [&](Seat seat) {
             seat.each_piece(inputs.num_logits, ROWS, [&](int64_t first, int64_t last, int64_t) {
                 norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
@@ -348,58 +347,38 @@ class Step {
         Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
         if (inputs.logits)
             return pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, model_.head, normed, logits, seat); });
-        if constexpr (SCREENED_ROWS<Weight> > 0) {
-            if (is_screened_) return find_screened(normed, row, phases);
-        }
         pass(phases, LINEARS, [&](Seat seat) {
             LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
             multiply<Weight>(model_, model_.head, normed, likeliest, seat);
         });
     }
 
-    // The likeliest of few rows; `row(i)` is where the i-th begins before its norm.
+    // The likeliest of rows; `row(i)` is where the i-th begins before its norm. Where the screen tells little, all of the
+    // head is multiplied after it.
     template <class Row>
     void find_screened(const TiledRows<Input>& normed, const Row& row, Phases& phases) {
-        static_assert(SCREENED_ROWS<Weight> <= TILE_ROWS<Input>, "rows are one tile, which takes no room");
         const Screen& screen = model_.screen;
-        int64_t num_panels = model_.head.num_panels(), num_rows = normed.num_rows;
-        pass(phases, LINEARS, [&](Seat seat) {
-            Screened* rows = screened_.data() + seat.rank * found_apart();
-            for (int64_t i = 0; i < num_rows; i++) rows[i].length = length_of_normed(row(i));
-            LargestOfPanels largest{largest_.data(), num_panels, screen.misses.data(), rows};
-            multiply<Weight>(model_, screen.linear, normed, largest, seat);
+        const Linear& head = model_.head;
+        pass(phases, REST, [&](Seat seat) {
+            int64_t k = head.k;
+            std::vector<float> numbers(k);
+            seat.each_piece(normed.num_rows, 1, [&](int64_t i, int64_t, int64_t) {
+                norm_row(row(i), model_.final_norm.data(), k, shape_.rms_norm_eps, numbers.data());
+                normed.put(i, 0, k, numbers.data());
+                screening_.put(i, numbers.data());
+            });
         });
-        pass(phases, REST, [&](Seat seat) { mark(seat); });
+        pass(phases, LINEARS, [&](Seat seat) { screening_.look(screen, seat); });
+        pass(phases, REST, [&](Seat seat) { screening_.mark(screen, seat); });
         pass(phases, LINEARS, [&](Seat seat) {
             LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
-            multiply_marked<Weight>(model_, model_.head, normed, likeliest, seat, marks_.data());
+            if (screening_.tells_little()) return multiply<Weight>(model_, head, normed, likeliest, seat);
+            screening_.each_left(seat, [&](int64_t panel, int64_t i, int64_t next) {
+                alignas(64) float tile[PANEL];
+                multiply_row<Weight>(head, screening_.row(i), panel, next, tile);
+                hand_over(head, likeliest, tile, i, 1, panel);
+            });
         });
-    }
-
-    // Which panels may have the likeliest token of a row.
-    void mark(Seat seat) {
-        const std::vector<float>& misses = model_.screen.misses;
-        int64_t num_panels = int64_t(misses.size()), num_rows = all_.inputs.num_logits;
-        seat.each_piece(num_panels, 1024, [&](int64_t first, int64_t last, int64_t) {
-            for (int64_t i = 0; i < num_rows; i++) {
-                Screened row = screened_[i];
-                for (int thread = 1; thread < num_threads_; thread++)
-                    row.join(screened_[thread * found_apart() + i].least);
-                const float* largest = largest_.data() + i * num_panels;
-                for (int64_t panel = first; panel < last; panel++)
-                    marks_[panel] |= row.may_have(largest[panel], misses[panel]);
-            }
-        });
-    }
-
-    // Of a row once it has the final norm, or a little more; its numbers are rounded then.
-    float length_of_normed(const float* row) const {
-        thread_local std::vector<float> normed;
-        normed.resize(shape_.hidden_size);
-        norm_row(row, model_.final_norm.data(), shape_.hidden_size, shape_.rms_norm_eps, normed.data());
-        double squares = 0;
-        for (float number : normed) squares += double(number) * number;
-        return length_at_most(squares);
     }
 
     // Of what each thread has found, where that was asked for.
@@ -416,8 +395,8 @@ class Step {
         }
         if (!is_screened_) return;
         Screen& screen = model_.screen;
-        screen.num_left = std::count(marks_.begin(), marks_.end(), 1);
-        if (screen.num_left * LEFT_TO_TELL > int64_t(marks_.size())) screen.num_steps_off = STEPS_OFF;
+        screen.num_left = screening_.num_left();
+        if (screening_.tells_little()) screen.num_steps_off = STEPS_OFF;
     }
 
     // From what one thread has found to what the next one has: no two write to the same line.
@@ -431,10 +410,8 @@ class Step {
     Batch<Input> all_, asked_;
     std::vector<Upcoming> upcoming_;  // of each thread, where anything is fetched a layer ahead
     std::vector<Likeliest> found_;    // of each thread, where that is asked for
-    bool is_screened_ = false;      // by what follows
-    std::vector<Screened> screened_;  // of each thread
-    std::vector<float> largest_;      // [rows][panels] in int8
-    std::vector<uint8_t> marks_;      // [panels] which of them are multiplied
+    bool is_screened_ = false;        // by what follows
+    Screening<Input> screening_;
     int64_t since_ns_;  // end of the last phase, if somebody wants to know
     std::array<int64_t, NUM_PARTS> spent_ns_{};
 };

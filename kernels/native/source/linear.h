@@ -217,7 +217,6 @@ class ProductInVectors {
     using Input = InputOf<Weight>;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
     static constexpr int64_t HELD_FOR_ONE = 2;
-    static constexpr int64_t MARKS = 64;  // panels that are looked through together
     // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
     // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76
     // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
@@ -254,16 +253,6 @@ class ProductInVectors {
                 for (int64_t panel = first; panel < last; panel++)
                     multiply(weights + panel * panel_size<Stored>(), part, panel, end,
                              widens ? wide_panel(panel - first) : nullptr);
-        });
-    }
-
-    // Of the panels those that are marked, [panels], with rows of one tile; nothing is fetched meanwhile.
-    template <class Stored>
-    void run_marked(const Stored* weights, const uint8_t* marks) {
-        times_ = 0;
-        seat_.each_piece(linear_.num_panels(), MARKS, [&](int64_t first, int64_t last, int64_t end) {
-            for (int64_t panel = first; panel < last; panel++)
-                if (marks[panel]) multiply(weights + panel * panel_size<Stored>(), 0, panel, end, nullptr);
         });
     }
 
@@ -345,12 +334,14 @@ int64_t num_pairs_beside(const Linear& linear, const TiledRows<InputOf<Weight>>&
     return linear.num_panels() * num_tiles * (linear.k / 2);
 }
 
-// The same of the panels that are marked, [panels], of one that is not quantized, and of rows that are one tile, in vectors.
-template <class Weight, class Out>
-void multiply_marked(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
-                     Party::Seat seat, const uint8_t* marks) {
-    ProductInVectors<Weight, Out> product(model, linear, x, out, seat);
-    product.run_marked(linear.weight.as<Weight>(), marks);
+// One row, [k], by one panel of a linear that is not quantized, in vectors: tile [32]. Meanwhile the panel `next` is fetched.
+template <class Weight>
+void multiply_row(const Linear& linear, const InputOf<Weight>* row, int64_t panel, int64_t next, float* tile) {
+    auto place = [&](int64_t index) { return linear.weight.as<char>() + index * linear.panel_bytes(); };
+    int64_t num_pairs = linear.k / 2, times = num_times(num_pairs);
+    Ahead ahead{place(next), std::min(MOST_SHARE, round_up(linear.panel_bytes() / times, 64)), times, 0, {}};
+    auto numbers = reinterpret_cast<const Weight*>(place(panel));
+    sum_tile<1, false>(row, numbers, num_pairs, tile, ahead, static_cast<InputOf<Weight>*>(nullptr));
 }
 
 }  // namespace millrace

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -99,17 +100,46 @@ struct Layer {
     int64_t window = 0;                                        // keys a query sees, itself included; 0: all
 };
 
-// The head in int8, and how far that can be from it: tells which of the head's panels have the largest logits, for half of
-// the bytes or less. See screen.h.
-struct Screen {
-    Linear linear;              // no weight: there is no screen
-    std::vector<float> misses;  // [panels] of each panel, by how much a logit is missed at most for a row of length 1
-    int64_t num_steps_off = 0;  // that are yet to go without, as it told little
-    int64_t num_left = -1;      // panels that the last step multiplied after it; -1: that went without
+constexpr int32_t NO_WEIGHT = 128;  // stands for 0 in what follows
 
-    bool is_made() const { return linear.weight.num_bytes() > 0; }
+// A weight [n, k] of int8 in panels of 32 of its n rows, [n / 32][k / 4][32][4], each number 128 more than it is. What is past
+// n or k is 0. See quads.h.
+struct QuadPanels {
+    int64_t num_panels = 0, num_quads = 0;
+    Memory weight;
+
+    QuadPanels() = default;
+    QuadPanels(int64_t n, int64_t k) : num_panels(ceil_div(n, PANEL)), num_quads(ceil_div(k, 4)) {
+        weight = Memory(num_panels * panel_bytes());
+        std::memset(weight.as<char>(), NO_WEIGHT, weight.num_bytes());
+    }
+
+    int64_t panel_bytes() const { return num_quads * 4 * PANEL; }
+    const uint8_t* panel(int64_t index) const { return weight.as<uint8_t>() + index * panel_bytes(); }
+
+    void put(int64_t row, int64_t k, const int8_t* numbers) {
+        uint8_t* to = weight.as<uint8_t>() + row / PANEL * panel_bytes() + row % PANEL * 4;
+        for (int64_t i = 0; i < k; i++) to[i / 4 * 4 * PANEL + i % 4] = uint8_t(numbers[i] + NO_WEIGHT);
+    }
+};
+
+// How far products with a panel's rows can be from those with their numbers in int8: for what has length 1 by as much as
+// `missed`; and the length of these numbers, by which what is missed of the other side counts.
+struct Blur {
+    float missed = 0, size = 0;
+};
+
+// The head in int8, and how far that can be from it: tells which of the head's panels have the largest logits. See screen.h.
+struct Screen {
+    QuadPanels panels;            // none: there is no screen
+    std::vector<float> scales;    // [panels][32] of each row of the head
+    std::vector<Blur> blurs;      // [panels], the most of their rows
+    int64_t num_steps_off = 0;    // that are yet to go without, as it told little
+    int64_t num_left = -1;        // panels that the last step multiplied after it, each once a row; -1: that went without
+
+    bool is_made() const { return panels.num_panels > 0; }
     int64_t num_bytes() const {
-        return linear.weight.num_bytes() + linear.scales.num_bytes() + int64_t(misses.size()) * 4;
+        return panels.weight.num_bytes() + int64_t(scales.size() * sizeof(float) + blurs.size() * sizeof(Blur));
     }
 };
 

@@ -211,23 +211,21 @@ Memory memory_of(Model& model, const Linear& linear) {
 // Of a head that has its numbers.
 template <class Weight>
 void make_screen(Model& model) {
+    const Linear& head = model.head;
     Screen screen;
-    Linear& linear = screen.linear;
-    int64_t k = model.head.k;
-    linear.n = model.head.n, linear.k = linear.group_size = k, linear.type = INT8, linear.next = model.head.next;
-    linear.weight = Memory(linear.weight_bytes());
-    linear.scales = Memory(linear.num_panels() * PANEL * 2);
-    screen.misses.assign(linear.num_panels(), 0.0f);
+    screen.panels = QuadPanels(head.n, head.k);
+    screen.scales.assign(head.num_panels() * PANEL, 0.0f), screen.blurs.resize(head.num_panels());
     model.pool->run(model.pool->size(), [&](int thread) {
-        std::vector<float> row(k);
-        std::vector<uint8_t> codes(4 * k);
+        std::vector<float> row(head.k);
+        std::vector<int8_t> codes(head.k);
         int64_t first, last;
-        share(linear.num_panels(), thread, model.pool->size(), &first, &last);
-        for (int64_t r = first * PANEL; r < std::min(last * PANEL, linear.n); r++) {
-            read_row<Weight>(model.head, r, row.data());
-            put_row<int8_t>(linear, r, row.data(), codes);
-            float scale = widen(*scale_of(linear, r, 0)), &most = screen.misses[r / PANEL];
-            most = std::max(most, miss_of(row.data(), reinterpret_cast<const int8_t*>(codes.data()), scale, k));
+        share(head.num_panels(), thread, model.pool->size(), &first, &last);
+        for (int64_t r = first * PANEL; r < std::min(last * PANEL, head.n); r++) {
+            read_row<Weight>(head, r, row.data());
+            float scale = screen.scales[r] = widen(to_int8(row.data(), head.k, codes.data()));
+            screen.panels.put(r, head.k, codes.data());
+            Blur &most = screen.blurs[r / PANEL], blur = blur_of(row.data(), codes.data(), scale, head.k);
+            most = {std::max(most.missed, blur.missed), std::max(most.size, blur.size)};
         }
     });
     model.screen = std::move(screen);
@@ -278,7 +276,8 @@ bool set_tensor(Model& model, int64_t index, Kind kind, const void* data, Type t
         bool is_head = matrix.linear == &model.head;
         if (is_head) model.screen = Screen();
         if (!set_matrix(model, matrix, data, type)) return false;
-        if (is_head && wants_screen(model.head)) model.head.type == BFLOAT16 ? make_screen<bf16>(model) : make_screen<float>(model);
+        auto make = model.head.type == BFLOAT16 ? make_screen<bf16> : make_screen<float>;
+        if (is_head && wants_screen(model.head)) make(model);
         return true;
     }
     if (kind == EMBEDDING) return set_embedding(model, data, type);

@@ -1,98 +1,243 @@
-// Where the largest logits of few rows are, found without reading all of the head.
+// Where the largest logits of rows are, found without multiplying all of the head.
 //
-// A step of few rows waits for memory, and a quarter of what it reads may be the head. In int8 that is half of bf16's bytes, and
-// how far such a logit can be from the head's own is known: no more than the length of what is multiplied times `misses`.
-// So a panel whose largest logit in int8 is further below the best one than both can be wrong does not have the largest.
-// What is left, some panels for each row, is multiplied by the head itself: the likeliest tokens are its own, to the bit,
-// and so are equals and rows that are broken.
+// What a step of few rows reads may be the head for a quarter, and so may what one of many rows multiplies. In int8 the head
+// is half of bf16's bytes, and by rows in int8 twice as many products are one instruction. How far such a logit can be from
+// the head's own is known: no more than what is missed of the head's row and the length of ours, and the other way round.
+// So a panel whose largest logit in int8 is further below a row's best one than both can be wrong does not have the largest.
+// What is left, some panels for each row, is multiplied by the head itself, for that row: the likeliest tokens are its own,
+// to the bit, and so are equals and rows that are broken.
+//
+// In bf16 steps of 1 / 8 / 16 / 32 rows take 10 / 7 / 6 / 6 % less so in SmolLM2-135M's shape and 13 / 9 / 5 / 6 in
+// Qwen3-0.6B's; without bf16's and bytes' instructions 12 / 4 / 5 / 5 % less in the former with AVX-512, and 15 / 2 / 2 / 3
+// with AVX2, where 4 rows take 2 % more (two cores of a Zen 4 class EPYC; memory at 33 to 51 GB/s).
 //
 // Knows how wrong a logit can be. Refuses to know how tokens are found among logits.
 
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <limits>
 
+#include "quads.h"
 #include "rows.h"
 
 namespace millrace {
 
-// Rows up to which that pays: the numbers of int8 have to become others first. In Qwen3-0.6B's shape steps of 1 / 8 / 12 rows
-// take 10 / 3 / 0 % less where bf16 is multiplied and memory gives 76 GB/s, of 16 rows 1 % more; of 1 / 2 / 4 rows 9 / 8 / 5 %
-// less in float32 with AVX-512, and 13 / 12 / -1 with AVX2 (two cores of a Zen 5 class EPYC). bf16 in tile registers: nobody
-// has looked.
+using Marks = uint64_t;  // of a panel, a bit for each row
+
+// Rows of a step that has a screen, at most. bf16 in tile registers: nobody has looked.
 template <class Weight>
-constexpr int64_t SCREENED_ROWS = IN_AMX<InputOf<Weight>> ? 0 : sizeof(InputOf<Weight>) == 2 ? GEMM_ROWS : W == 16 ? 4 : 2;
+constexpr int64_t SCREENED_ROWS = IN_AMX<InputOf<Weight>> ? 0 : 8 * sizeof(Marks);
 
 constexpr int64_t SCREENED_BYTES = 4 << 20;  // of a head; less may be in a cache
 
-// Where more panels than one in so many are left, so many steps go without.
-constexpr int64_t LEFT_TO_TELL = 4, STEPS_OFF = 64;
+constexpr int64_t STEPS_OFF = 64;  // that go without where it tells little
 
 inline bool wants_screen(const Linear& head) {
     int64_t rows = head.type == BFLOAT16 ? SCREENED_ROWS<bf16> : head.type == FLOAT32 ? SCREENED_ROWS<float> : 0;
-    return rows > 0 && head.weight_bytes() >= SCREENED_BYTES;
+    return rows > 0 && head.weight_bytes() >= SCREENED_BYTES && head.k <= MOST_SUMMED;
 }
+
+// Squares of the numbers that are missed by whole ones times a scale, and of the numbers, added up.
+struct Squares {
+    float missed, all;
+
+    template <class T, class Whole>
+    Squares(const T* numbers, const Whole* whole, float scale, int64_t count) {
+        F sums[2] = {zero(), zero()};
+        auto add = [&](F number, F known) {
+            F difference = sub(number, mul(known, splat(scale)));
+            sums[0] = fma(difference, difference, sums[0]), sums[1] = fma(number, number, sums[1]);
+        };
+        int64_t vectors = count / W * W;
+        for (int64_t i = 0; i < vectors; i += W) add(load(numbers + i), load(whole + i));
+        if (vectors < count) {
+            T last[W] = {};
+            Whole last_whole[W] = {};
+            std::copy(numbers + vectors, numbers + count, last), std::copy(whole + vectors, whole + count, last_whole);
+            add(load(last), load(last_whole));
+        }
+        missed = sum_of(sums[0]), all = sum_of(sums[1]);
+    }
+};
 
 // How far products with a row of the head and with its numbers in int8 can be from each other, for what has length 1: no sum
 // of products is larger than the lengths multiplied, and each of `count` additions rounds. The factors are larger than it
 // takes, since the lengths are rounded, too; the last number is for squares and products too small for float32.
-inline float miss_of(const float* row, const int8_t* codes, float scale, int64_t count) {
-    F squares[2] = {zero(), zero()};  // of what is missed, and of the row
-    auto add = [&](F numbers, F known) {
-        F missed = sub(numbers, mul(known, splat(scale)));
-        squares[0] = fma(missed, missed, squares[0]), squares[1] = fma(numbers, numbers, squares[1]);
-    };
-    int64_t whole = count / W * W;
-    for (int64_t i = 0; i < whole; i += W) add(load(row + i), load(codes + i));
-    if (whole < count) {
-        float last[W] = {};
-        int8_t last_codes[W] = {};
-        std::copy(row + whole, row + count, last), std::copy(codes + whole, codes + count, last_codes);
-        add(load(last), load(last_codes));
-    }
-    float missed = std::sqrt(sum_of(squares[0])), size = std::sqrt(sum_of(squares[1]));
-    float rounds = 4.0f * float(count) * std::numeric_limits<float>::epsilon();
-    return 1.01f * missed + rounds * (size + missed) + 2e-19f * std::sqrt(float(count));
+inline Blur blur_of(const float* row, const int8_t* codes, float scale, int64_t count) {
+    Squares squares(row, codes, scale, count);
+    float missed = std::sqrt(squares.missed), size = std::sqrt(squares.all);
+    float rounds = 4.0f * float(count) * std::numeric_limits<float>::epsilon(), tiny = 2e-19f * std::sqrt(float(count));
+    return {1.01f * missed + rounds * (size + missed) + tiny, 1.01f * (size + missed) + tiny};
 }
 
-// Of a row by its squares' sum, before its numbers are rounded. Infinite where sums of products with it may be: nothing is
-// known of it then.
-inline float length_at_most(double squares) {
-    double length = 1.01 * std::sqrt(squares + 1e-30);
+// A length by the squares' sum, or a little more. Infinite where sums of products with it may be: nothing is known then.
+inline float length_at_most(float squares) {
+    double length = 1.01 * std::sqrt(double(squares) + 1e-30);
     return length < 1e18 ? float(length) : std::numeric_limits<float>::infinity();
 }
 
-// A row that is looked for.
+// A row as the screen multiplies it: whole numbers times a scale.
 struct Screened {
-    float length = 0;  // of what is multiplied, or a little more
-    float least = -std::numeric_limits<float>::infinity();  // that the largest logit is; NaN: nothing is known of it
+    float length = 0, missed = 0, missed_finely = 0;  // of the row and of what these miss of it, or a little more
+    float scale = 0;
 
-    void see(float largest, float miss) {
-        float sure = largest - length * miss;
-        join(std::isfinite(sure) ? sure : NAN);
-    }
-    void join(float other) { least = std::isnan(other) || other > least ? other : least; }  // NaN stays: nothing is above it
-    bool may_have(float largest, float miss) const { return !(largest + length * miss < least); }
+    // By how much the largest logit of such a panel can be wrong, and that of a closer look.
+    float wrong(const Blur& panel) const { return length * panel.missed + missed * panel.size; }
+    float wrong_finely(const Blur& panel) const { return length * panel.missed + missed_finely * panel.size; }
 };
 
-// Takes tiles of the product with the screen, as `Rows` does, for one thread.
-struct LargestOfPanels {
-    float* largest;  // [rows][panels]
-    int64_t num_panels;
-    const float* misses;  // [panels]
-    Screened* rows;       // of this thread
+constexpr int32_t FINER = 254;  // times: what whole numbers miss has 8 bits, too
 
-    void expect(int64_t, int, int64_t) const {}
-
-    void take(float* tile, int64_t first_row, int count, int64_t panel, int64_t columns) const {
-        for (int r = 0; r < count; r++, tile += PANEL) {
-            float most = largest_of(tile, columns);
-            largest[(first_row + r) * num_panels + panel] = most;
-            rows[first_row + r].see(most, misses[panel]);
-        }
+// A row of numbers as the head reads them, [count], as so many times the scale, `whole`, and as many times a FINERth of it
+// as that misses, `finely`. What is beyond three times the mean, squares' root, has more than 8 bits: that costs products
+// more, is rare, and would make all others coarse.
+template <class T>
+Screened to_whole(const T* row, int64_t count, int32_t* whole, int32_t* finely) {
+    constexpr float CLIPPED = 3.0f;
+    float largest = 0, squares = 0;
+    for (int64_t i = 0; i < count; i++) {
+        float number = widen(row[i]);
+        largest = std::max(largest, std::fabs(number)), squares += number * number;
     }
+    float mean = std::sqrt(squares / float(count)), scale = std::min(largest, CLIPPED * mean) / 127.0f;
+    float fine_scale = scale / float(FINER), length = length_at_most(squares);
+    // Tiny, or nothing is known of it.
+    if (!(fine_scale >= FLT_MIN && squares <= FLT_MAX)) return {length, length, length, 0.0f};
+    for (int64_t i = 0; i < count; i++) {
+        finely[i] = int32_t(std::lrintf(widen(row[i]) / fine_scale));
+        whole[i] = int32_t(std::lrintf(float(finely[i]) / float(FINER)));
+    }
+    float rounded = 1e-6f * length;  // as differences are
+    float missed = length_at_most(Squares(row, whole, scale, count).missed) + rounded;
+    float missed_finely = length_at_most(Squares(row, finely, fine_scale, count).missed) + rounded;
+    for (int64_t i = 0; i < count; i++) finely[i] -= FINER * whole[i];
+    return {length, missed, missed_finely, scale};
+}
+
+// What one thread knows of a row's logits.
+struct Seen {
+    float least = -std::numeric_limits<float>::infinity();  // that the largest of all is; NaN: nothing is known of it
+    int32_t num_finely = 0;                                 // panels at which it looked closer
+
+    void see(float largest, float wrong) { join(std::isfinite(largest - wrong) ? largest - wrong : NAN); }
+    void join(float other) { least = std::isnan(other) || other > least ? other : least; }  // NaN stays: nothing is above it
+    bool may_be(float largest, float wrong) const { return !(largest + wrong < least); }
+};
+
+// What a step keeps while it looks for the likeliest tokens of its rows with a screen.
+template <class Input>
+class Screening {
+  public:
+    void resize(const Linear& head, int64_t num_rows, int num_threads) {
+        num_rows_ = num_rows, num_panels_ = head.num_panels(), num_tokens_ = head.n, size_ = head.k;
+        num_threads_ = num_threads;
+        inputs_.resize(num_rows * size_), rows_.resize(num_rows), quads_.resize(num_rows, size_);
+        seen_.resize(num_threads * apart()), largest_.resize(num_rows * num_panels_), marks_.resize(num_panels_);
+    }
+
+    const Input* row(int64_t i) const { return inputs_.data() + i * size_; }  // as the head reads it
+
+    // A row, normed: [size].
+    void put(int64_t i, const float* numbers) {
+        int64_t padded = round_up(size_, 4);
+        std::vector<int32_t> whole(padded), finely(padded);
+        narrow_all(numbers, size_, &inputs_[i * size_]);
+        rows_[i] = to_whole(row(i), size_, whole.data(), finely.data());
+        quads_.put(i, whole.data(), finely.data());
+    }
+
+    // This thread's part of the panels by all rows.
+    void look(const Screen& screen, Party::Seat seat) {
+        Seen* seen = seen_by(seat.rank);
+        quads_.multiply(screen.panels, seat, [&](const int32_t* tile, int64_t first_row, int count, int64_t panel) {
+            for (int r = 0; r < count; r++) look_at(screen, tile + r * PANEL, first_row + r, panel, &seen[first_row + r]);
+        });
+    }
+
+    // This thread's part of the panels: which of them may have the likeliest token of a row.
+    void mark(const Screen& screen, Party::Seat seat) {
+        seat.each_piece(num_panels_, 1024, [&](int64_t first, int64_t last, int64_t) {
+            for (int64_t i = 0; i < num_rows_; i++) {
+                Seen sure;
+                for (int thread = 0; thread < num_threads_; thread++) sure.join(seen_by(thread)[i].least);
+                const float* most = largest_.data() + i * num_panels_;
+                for (int64_t panel = first; panel < last; panel++)
+                    marks_[panel] |= Marks(sure.may_be(most[panel], rows_[i].wrong_finely(screen.blurs[panel]))) << i;
+            }
+        });
+    }
+
+    // Panels to multiply, each once for each row that does.
+    int64_t num_left() const {
+        int64_t num = 0;
+        for (Marks rows : marks_) num += __builtin_popcountll(rows);
+        return num;
+    }
+
+    // use(panel, row, next) for this thread's part of them; `next` is the panel after it.
+    template <class Use>
+    void each_left(Party::Seat seat, const Use& use) const {
+        seat.each_piece(num_panels_, 64, [&](int64_t first, int64_t last, int64_t) {
+            auto next_of = [&](int64_t panel) {
+                while (panel < last && !marks_[panel]) panel++;
+                return panel;
+            };
+            for (int64_t panel = next_of(first), next; panel < last; panel = next) {
+                next = next_of(panel + 1);
+                for (Marks left = marks_[panel]; left; left &= left - 1)
+                    use(panel, int64_t(__builtin_ctzll(left)), next < last ? next : panel);
+            }
+        });
+    }
+
+    // Whether so much is left, or was looked at closer, that it had been better to multiply all of the head.
+    bool tells_little() const {
+        int64_t num_finely = 0;
+        for (const Seen& seen : seen_) num_finely += seen.num_finely;
+        int64_t num_tiles = ceil_div(num_rows_, 8);  // a row that is left costs about as much as eight together
+        return num_left() * 4 > num_panels_ * num_tiles || num_finely * 4 > num_panels_ * num_rows_;
+    }
+
+  private:
+    // A row's products with a panel, [32]: what may be the largest is looked at closer while the panel is in a cache.
+    void look_at(const Screen& screen, const int32_t* products, int64_t i, int64_t panel, Seen* seen) {
+        const Screened& row = rows_[i];
+        const Blur& blur = screen.blurs[panel];
+        float& largest = largest_[i * num_panels_ + panel];
+        int64_t columns = std::min(PANEL, num_tokens_ - panel * PANEL);
+        alignas(64) float logits[PANEL];
+        auto each = [&](const auto& logit) {
+            for (int v = 0; v < PANEL; v += W) store(logits + v, mul(logit(v), load(&screen.scales[panel * PANEL + v])));
+            return largest_of(logits, columns) * row.scale;
+        };
+        largest = each([&](int v) { return load(products + v); });
+        if (!seen->may_be(largest, row.wrong(blur))) {
+            largest = -std::numeric_limits<float>::infinity();
+            return;
+        }
+        alignas(64) int32_t fine[PANEL];
+        quads_.multiply_finely(i, screen.panels.panel(panel), fine);
+        largest = each([&](int v) { return fma(load(fine + v), splat(1.0f / float(FINER)), load(products + v)); });
+        seen->see(largest, row.wrong_finely(blur));
+        seen->num_finely++;
+    }
+
+    Seen* seen_by(int thread) { return seen_.data() + thread * apart(); }
+
+    // From what one thread has seen to what the next one has: no two write to the same line.
+    int64_t apart() const { return num_rows_ + 64 / int64_t(sizeof(Seen)); }
+
+    int64_t num_rows_ = 0, num_panels_ = 0, num_tokens_ = 0, size_ = 0;
+    int num_threads_ = 0;
+    std::vector<Input> inputs_;         // [rows][size]
+    std::vector<Screened> rows_;        // [rows]
+    QuadRows quads_;
+    std::vector<Seen> seen_;            // [threads][rows and a line's more]
+    std::vector<float> largest_;        // [rows][panels]; nothing where it is none of the row
+    std::vector<Marks> marks_;          // [panels] whose rows multiply them
 };
 
 }  // namespace millrace

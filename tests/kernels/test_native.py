@@ -19,7 +19,7 @@ from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.neighbours import Neighbours
-from millrace.kernels.native.shape import DType, Longs, NativeShape
+from millrace.kernels.native.shape import DType, Longs, NativeShape, Quantization
 from tests.counts import FULL
 from tests.kernels.native_oracle import SMALL, Checkpoint, Run
 
@@ -103,6 +103,29 @@ def test_no_bit_depends_on_how_a_prompt_is_cut_or_on_blocks_or_threads(
         "five threads": (Run(load(name, dtype, instruction_set, 5)), [31]),
     }.values():
         assert np.array_equal(run.whole(prompt, chunks), whole)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_a_models_first_step_has_room_for_its_rows_however_they_fall_into_tiles(
+    instruction_set: str, num_threads: int, quantization: Quantization | None
+) -> None:
+    """Of several tiles an even number, so that two threads share them: 7 of 6 or of 12 rows become 8, which are enough
+    for one of them to leave its weights to the others."""
+
+    def model() -> NativeModel:
+        return checkpoint("tied").load(
+            "bfloat16",
+            worth_a_thread=1,
+            instruction_set=instruction_set,
+            num_threads=num_threads,
+            quantization=quantization,
+        )
+
+    whole = Run(model()).whole(tokens(100), [1] * 100)
+    for size in (13, 18, 25, 40, 47, 75, 84, 100):
+        assert np.array_equal(Run(model()).whole(tokens(100)[:size]), whole[:size]), size
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

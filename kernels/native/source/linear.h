@@ -206,17 +206,25 @@ template <class Weight>
 int64_t room_bytes(const Linear& linear, int64_t num_rows) {
     using Input = InputOf<Weight>;
     if constexpr (IN_AMX<Input>) return RoomInTiles(linear, num_rows).num_bytes();
-    if (!is_widened<Weight>(linear, ceil_div(num_rows, TILE_ROWS<Input>))) return 0;
+    if (!is_widened<Weight>(linear, TiledRows<Input>::num_tiles_of(num_rows))) return 0;
     return num_held<Weight>(linear) * linear.k * PANEL * int64_t(sizeof(Input));
 }
 
-// What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`. As many as
-// are held at a time are a piece of the work.
+// What this thread comes to do of x @ weight.T + bias, each tile handed to `out`: whole panels, for all rows, of which as many
+// as are held at a time are a piece of the work.
+//
+// Of many rows each of two threads takes half, by all panels. Then most of what it reads it has written itself, as norms and
+// keys are shared by rows, too. By columns half of it would be the other core's, which seems to take time where memory is
+// fast, perhaps as the cores are on different dies then: steps of 32 rows take 4 % less so and of 64 to 512 tokens 7 to 9 in
+// SmolLM2-135M's shape, 2 to 4 in Qwen3-0.6B's; where memory is slow as long, 2 % more or less (AVX-512 with bf16, Zen 4
+// class EPYC). With AVX2 3 % less of 24 and 32 rows in the one case, 2 more in the other. Weights are read twice, which is
+// little beside so many rows. Of more threads nobody has measured it.
 template <class Weight, class Out>
 class ProductInVectors {
     using Input = InputOf<Weight>;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
     static constexpr int64_t HELD_FOR_ONE = 2;
+    static constexpr int64_t MOST_IN_PIECE = 6;  // tiles of rows; with 12 and 24 it is as fast
     // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
     // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76
     // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
@@ -227,8 +235,13 @@ class ProductInVectors {
                      Upcoming* upcoming = nullptr)
         : model_(model), linear_(linear), x_(x), out_(out), seat_(seat),
           upcoming_(fetches_beside(linear, x) ? upcoming : nullptr), num_tiles_(x.num_tiles()),
-          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)), after_(place_after(linear, seat)) {
-        int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_), num_pairs = linear.k / 2;
+          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)), after_(place_after(linear, seat)),
+          is_by_rows_(seat.count == 2 && num_tiles_ >= SHARED_TILES && !is_widened<Weight>(linear, num_tiles_)) {
+        if (is_by_rows_) {
+            int64_t num_mine = num_tiles_ / 2;
+            in_piece_ = ceil_div(num_mine, ceil_div(num_mine, MOST_IN_PIECE)), after_ = linear.next->weight.template as<char>();
+        }
+        int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * in_piece_), num_pairs = linear.k / 2;
         int64_t together = std::min(num_pairs, linear.group_pairs());
         int64_t most_times = num_pairs / together * num_times(together) + num_times(num_pairs % together);
         // Where that is a line or more each time it is spread over all passes over the columns: with the first one alone
@@ -247,12 +260,15 @@ class ProductInVectors {
 
     template <class Stored>
     void run(const Stored* weights) const {
-        bool widens = is_widened<Weight>(linear_, num_tiles_);
-        seat_.each_piece(linear_.num_panels(), held_, [&](int64_t first, int64_t last, int64_t end) {
-            for (int64_t part = 0; part < num_tiles_; part++)
-                for (int64_t panel = first; panel < last; panel++)
-                    multiply(weights + panel * panel_size<Stored>(), part, panel, end,
-                             widens ? wide_panel(panel - first) : nullptr);
+        int64_t num_panels = linear_.num_panels();
+        if (is_by_rows_)
+            return seat_.each_piece(num_tiles_, in_piece_, [&](int64_t first, int64_t last, int64_t end) {
+                const char* after = last < end ? linear_.weight.as<char>() : after_;
+                for (int64_t panel = 0; panel < num_panels; panel += held_)
+                    multiply_all(weights, {panel, std::min(num_panels, panel + held_)}, {first, last}, num_panels, after);
+            });
+        seat_.each_piece(num_panels, held_, [&](int64_t first, int64_t last, int64_t end) {
+            multiply_all(weights, {first, last}, {0, num_tiles_}, end, after_);
         });
     }
 
@@ -267,37 +283,47 @@ class ProductInVectors {
         return reinterpret_cast<Input*>(model_.room_of(seat_.rank)) + index * linear_.k * PANEL;
     }
 
-    // Rows of tile `part` by `panel`, which holds `numbers`; panels until `end` come next. `wide`: where the first tile
-    // leaves the panel for the others, who read it there; none: each reads it as it is.
+    struct Range {
+        int64_t first, last;
+    };
+
+    // Panels by tiles of rows. Panels until `end` come next, and then what is `after` these.
     template <class Stored>
-    void multiply(const Stored* numbers, int64_t part, int64_t panel, int64_t end, Input* wide) const {
+    void multiply_all(const Stored* weights, Range panels, Range tiles, int64_t end, const char* after) const {
+        bool widens = is_widened<Weight>(linear_, num_tiles_);
+        for (int64_t tile = tiles.first; tile < tiles.last; tile++)
+            for (int64_t panel = panels.first; panel < panels.last; panel++) {
+                // A tile's share of what this thread multiplies `held_` panels later.
+                int64_t next = panel + held_, size = linear_.panel_bytes();
+                const char* place = next < end ? linear_.weight.as<char>() + next * size : after + (next - end) * size;
+                Ahead ahead{place + (tile - tiles.first) * tile_bytes_, share_, times_, apart_, {}};
+                multiply(weights + panel * panel_size<Stored>(), tile, panel, ahead,
+                         widens ? wide_panel(panel - panels.first) : nullptr);
+            }
+    }
+
+    // Rows of tile `part` by `panel`, which holds `numbers`. `wide`: where the first tile leaves the panel for the others,
+    // who read it there; none: each reads it as it is.
+    template <class Stored>
+    void multiply(const Stored* numbers, int64_t part, int64_t panel, Ahead ahead, Input* wide) const {
         if constexpr (!std::is_same<Stored, Input>::value) {
-            if (wide && part == 0) return multiply_by<true>(numbers, part, panel, end, wide);
-            if (wide) return multiply_by<false, Input>(wide, part, panel, end, nullptr);
+            if (wide && part == 0) return multiply_by<true>(numbers, part, panel, ahead, wide);
+            if (wide) return multiply_by<false, Input>(wide, part, panel, ahead, nullptr);
         }
-        multiply_by<false>(numbers, part, panel, end, nullptr);
+        multiply_by<false>(numbers, part, panel, ahead, nullptr);
     }
 
     template <bool WIDENS, class Stored>
-    void multiply_by(const Stored* numbers, int64_t part, int64_t panel, int64_t end, Input* wide) const {
+    void multiply_by(const Stored* numbers, int64_t part, int64_t panel, Ahead ahead, Input* wide) const {
         alignas(64) float tile[GEMM_ROWS * PANEL];
         int64_t row = x_.first_row(part);
         int rows = int(x_.first_row(part + 1) - row);
         auto multiply_rows = tile_for<WIDENS, Input, Stored>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
         int64_t num_pairs = linear_.k / 2;
-        Ahead ahead = ahead_of(panel, end, part);
         if (!WIDENS && upcoming_) ahead.beside = upcoming_->beside(num_pairs);
         out_.expect(row, rows, panel);
         multiply_rows(x_.tile(part), numbers, scales_of(linear_, panel), linear_.group_pairs(), num_pairs, tile, ahead, wide);
         hand_over(linear_, out_, tile, row, rows, panel);
-    }
-
-    // A tile's share of what this thread multiplies `held_` panels later: more of them, or as many bytes of the next
-    // linear.
-    Ahead ahead_of(int64_t panel, int64_t end, int64_t part) const {
-        int64_t next = panel + held_, size = linear_.panel_bytes();
-        const char* place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;
-        return {place + part * tile_bytes_, share_, times_, apart_, {}};
     }
 
     const Model& model_;
@@ -310,6 +336,8 @@ class ProductInVectors {
     int64_t share_, times_, apart_;  // of each tile, as in `Ahead`
     int64_t tile_bytes_;             // that a tile fetches
     const char* after_;              // what this thread reads first of the next linear
+    bool is_by_rows_;
+    int64_t in_piece_ = num_tiles_;  // tiles of rows that go through panels together
 };
 
 // `linear` is one of the model's, which has room for products of so many rows: see `room_bytes`. What is `upcoming` for this

@@ -25,6 +25,9 @@ constexpr int64_t TOGETHER = IN_AMX<T> ? AMX_STEP : 4 / sizeof(T);
 template <class T>
 constexpr int TILE_ROWS = IN_AMX<T> ? AMX_TILE_ROWS : GEMM_ROWS;
 
+// From so many tiles on two threads share a product by its rows, not by its columns: see linear.h.
+constexpr int64_t SHARED_TILES = 4;
+
 // Some numbers as products read them: these themselves in float32, in bf16 what `narrowed` then holds.
 inline const float* as_read(const float* numbers, int64_t, float*) { return numbers; }
 inline const bf16* as_read(const float* numbers, int64_t count, bf16* narrowed) {
@@ -87,14 +90,19 @@ void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_
 
 // Rows of numbers as products read them: in tiles of up to TILE_ROWS rows, each with the numbers of all its rows side by
 // side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile. Tiles are as equal as may
-// be; in AMX all but the last are whole, laid out [size / 32][rows][32] with zeros past the size.
+// be, and from SHARED_TILES on as many as two threads can share; in AMX all but the last are whole, laid out
+// [size / 32][rows][32] with zeros past the size.
 template <class T>
 struct TiledRows {
     static constexpr int64_t READ_PAST = IN_AMX<T> ? (AMX_ROWS - 1) * 64 : 0;  // bytes past the last row, whatever they are
     T* data;
     int64_t num_rows, size;
 
-    int64_t num_tiles() const { return ceil_div(num_rows, TILE_ROWS<T>); }
+    static int64_t num_tiles_of(int64_t num_rows) {
+        int64_t num = ceil_div(num_rows, TILE_ROWS<T>);
+        return num >= SHARED_TILES - 1 && !IN_AMX<T> ? round_up(num, 2) : num;
+    }
+    int64_t num_tiles() const { return num_tiles_of(num_rows); }
     int64_t first_row(int64_t tile) const {
         return IN_AMX<T> ? std::min(num_rows, tile * TILE_ROWS<T>) : num_rows * tile / num_tiles();
     }

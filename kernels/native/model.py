@@ -150,8 +150,8 @@ class NativeModel:
 
     @property
     def num_panels_left(self) -> int:
-        """Panels, of 32 tokens, of the head that the last step multiplied after it had looked where the largest logits
-        are; -1: it multiplied all, or none."""
+        """Panels, of 32 tokens, of the head that may have had a row's largest logit as far as the last step's screen
+        told, each once for each row; -1: that went without one, or needed no logits."""
         return int(self._library.millrace_panels_left(self._model))
 
     @property
@@ -179,7 +179,8 @@ class NativeModel:
     @property
     def screen_bytes(self) -> int:
         """Memory beside the weights that tells where the head's largest logits are: the head in int8, so that steps of
-        few rows whose tokens are the likeliest ones read half of it. 0: there is none."""
+        up to 64 rows whose tokens are the likeliest ones read and multiply that, and little of the head. 0: there is
+        none."""
         return int(self._library.millrace_screen_bytes(self._model))
 
     def step_bytes(self, num_tokens: int, num_logits: int = 0) -> int:

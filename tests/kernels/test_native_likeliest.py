@@ -281,13 +281,17 @@ def what_whole_numbers_miss_of_the_row(x: Array) -> Array:
     return np.asarray(np.rint(127 * missed / abs(missed).max()) * STEP)
 
 
+@pytest.mark.parametrize("beyond", [False, True], ids=["in 8 bits", "one number beyond them"])
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("mislead", [what_int8_misses_of_the_head, what_whole_numbers_miss_of_the_row])
 def test_what_is_missed_is_allowed_for_even_where_all_of_it_goes_the_same_way(
-    mislead: Callable[[Array], Array], instruction_set: str
+    mislead: Callable[[Array], Array], instruction_set: str, beyond: bool
 ) -> None:
     behind, ahead = 3_200, 28_800  # tokens, in the order in which one thread comes to them
     model = large("float32", instruction_set, num_threads=1)
+    norm = large_checkpoint().tensors["model.norm.weight"].copy()
+    norm[0] *= 40 if beyond else 1
+    model.set_tensor("model.norm.weight", norm)
     head = np.zeros((LARGE, 64), np.float32)
     head[:64] = np.eye(64)
     model.set_tensor("lm_head.weight", head)
@@ -302,6 +306,16 @@ def test_what_is_missed_is_allowed_for_even_where_all_of_it_goes_the_same_way(
     assert in_int8 < head[behind] @ x < head[ahead] @ x
     ids, _, right, _ = Both(model).of({0: [5]})
     assert ids.tolist() == right.tolist() == [ahead]
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_that_come_late_change_no_token(dtype: DType, num_threads: int) -> None:
+    model = large(dtype, num_threads=num_threads)
+    for lateness in (*range(40), 1000, -1):  # phases; -1: they come when they will
+        model._library.millrace_come_late(model._model, lateness)
+        left = check_rows(model, [3, 33])
+        assert all(0 < each < 33 * NUM_PANELS / 50 for each in left) or not most_screened(model)
 
 
 @pytest.mark.parametrize("num_large", [1, 5, 40])

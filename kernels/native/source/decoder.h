@@ -361,7 +361,8 @@ class Step {
         const Linear& head = model_.head;
         pass(phases, REST, [&](Seat seat) {
             int64_t k = head.k;
-            std::vector<float> numbers(k);
+            thread_local std::vector<float> numbers;
+            numbers.resize(k);
             seat.each_piece(normed.num_rows, 1, [&](int64_t i, int64_t, int64_t) {
                 norm_row(row(i), model_.final_norm.data(), k, shape_.rms_norm_eps, numbers.data());
                 normed.put(i, 0, k, numbers.data());

@@ -192,7 +192,8 @@ int64_t num_held(const Linear& linear) {
 
 // Whether the first of so many tiles of rows widens panels for the others, who read more bytes then. Widening is a shift
 // in bf16 and pays late: eight tiles take 4 % less, seven as long, three to six up to 10 % more (AVX2 on a Zen 3 class
-// EPYC). Of quantized weights it is several instructions: three tiles take 4 to 15 % less, two up to 10 % more. Where
+// EPYC, when tiles could be any number). Of quantized weights it is several instructions: three tiles take 4 to 15 % less,
+// two up to 10 % more. Where
 // bf16 is multiplied two tiles widen, too; with AVX-512 nobody has measured any of this since the first tile does it.
 template <class Weight>
 bool is_widened(const Linear& linear, int64_t num_tiles) {
@@ -217,14 +218,14 @@ int64_t room_bytes(const Linear& linear, int64_t num_rows) {
 // keys are shared by rows, too. By columns half of it would be the other core's, which seems to take time where memory is
 // fast, perhaps as the cores are on different dies then: steps of 32 rows take 4 % less so and of 64 to 512 tokens 7 to 9 in
 // SmolLM2-135M's shape, 2 to 4 in Qwen3-0.6B's; where memory is slow as long, 2 % more or less (AVX-512 with bf16, Zen 4
-// class EPYC). With AVX2 3 % less of 24 and 32 rows in the one case, 2 more in the other. Weights are read twice, which is
-// little beside so many rows. Of more threads nobody has measured it.
+// class EPYC). With AVX2 3 % less of 24 and 32 rows in the one case, 2 more in the other. Weights are read twice, once by each
+// thread, which is little beside so many rows. Of more threads nobody has measured it. A piece of the work is one thread's rows
+// by as many panels as are held.
 template <class Weight, class Out>
 class ProductInVectors {
     using Input = InputOf<Weight>;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
     static constexpr int64_t HELD_FOR_ONE = 2;
-    static constexpr int64_t MOST_IN_PIECE = 6;  // tiles of rows; with 12 and 24 it is as fast
     // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
     // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76
     // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
@@ -235,13 +236,11 @@ class ProductInVectors {
                      Upcoming* upcoming = nullptr)
         : model_(model), linear_(linear), x_(x), out_(out), seat_(seat),
           upcoming_(fetches_beside(linear, x) ? upcoming : nullptr), num_tiles_(x.num_tiles()),
-          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)), after_(place_after(linear, seat)),
-          is_by_rows_(seat.count == 2 && num_tiles_ >= SHARED_TILES && !is_widened<Weight>(linear, num_tiles_)) {
-        if (is_by_rows_) {
-            int64_t num_mine = num_tiles_ / 2;
-            in_piece_ = ceil_div(num_mine, ceil_div(num_mine, MOST_IN_PIECE)), after_ = linear.next->weight.template as<char>();
-        }
-        int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * in_piece_), num_pairs = linear.k / 2;
+          is_by_rows_(seat.count == 2 && num_tiles_ >= SHARED_TILES && !is_widened<Weight>(linear, num_tiles_)),
+          num_together_(is_by_rows_ ? num_tiles_ / 2 : num_tiles_),
+          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)),
+          after_(is_by_rows_ ? linear.next->weight.template as<char>() : place_after(linear, seat)) {
+        int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_together_), num_pairs = linear.k / 2;
         int64_t together = std::min(num_pairs, linear.group_pairs());
         int64_t most_times = num_pairs / together * num_times(together) + num_times(num_pairs % together);
         // Where that is a line or more each time it is spread over all passes over the columns: with the first one alone
@@ -260,15 +259,15 @@ class ProductInVectors {
 
     template <class Stored>
     void run(const Stored* weights) const {
-        int64_t num_panels = linear_.num_panels();
-        if (is_by_rows_)
-            return seat_.each_piece(num_tiles_, in_piece_, [&](int64_t first, int64_t last, int64_t end) {
-                const char* after = last < end ? linear_.weight.as<char>() : after_;
-                for (int64_t panel = 0; panel < num_panels; panel += held_)
-                    multiply_all(weights, {panel, std::min(num_panels, panel + held_)}, {first, last}, num_panels, after);
+        int64_t num_panels = linear_.num_panels(), num_groups = ceil_div(num_panels, held_);
+        if (!is_by_rows_)
+            return seat_.each_piece(num_panels, held_, [&](int64_t first, int64_t last, int64_t end) {
+                multiply_all(weights, {first, last}, end, {0, num_tiles_});
             });
-        seat_.each_piece(num_panels, held_, [&](int64_t first, int64_t last, int64_t end) {
-            multiply_all(weights, {first, last}, {0, num_tiles_}, end, after_);
+        seat_.each_piece(2 * num_groups, 1, [&](int64_t piece, int64_t, int64_t end) {
+            int64_t half = piece / num_groups, first = piece % num_groups * held_, last = std::min(num_panels, first + held_);
+            Range parts{half * num_together_, (half + 1) * num_together_};
+            multiply_all(weights, {first, last}, piece + 1 < end ? num_panels : last, parts);
         });
     }
 
@@ -287,19 +286,22 @@ class ProductInVectors {
         int64_t first, last;
     };
 
-    // Panels by tiles of rows. Panels until `end` come next, and then what is `after` these.
+    // Panels, after which those until `end` come, by the tiles of rows `parts`.
     template <class Stored>
-    void multiply_all(const Stored* weights, Range panels, Range tiles, int64_t end, const char* after) const {
+    void multiply_all(const Stored* weights, Range panels, int64_t end, Range parts) const {
         bool widens = is_widened<Weight>(linear_, num_tiles_);
-        for (int64_t tile = tiles.first; tile < tiles.last; tile++)
-            for (int64_t panel = panels.first; panel < panels.last; panel++) {
-                // A tile's share of what this thread multiplies `held_` panels later.
-                int64_t next = panel + held_, size = linear_.panel_bytes();
-                const char* place = next < end ? linear_.weight.as<char>() + next * size : after + (next - end) * size;
-                Ahead ahead{place + (tile - tiles.first) * tile_bytes_, share_, times_, apart_, {}};
-                multiply(weights + panel * panel_size<Stored>(), tile, panel, ahead,
+        for (int64_t part = parts.first; part < parts.last; part++)
+            for (int64_t panel = panels.first; panel < panels.last; panel++)
+                multiply(weights + panel * panel_size<Stored>(), part, panel, ahead_of(panel, end, part - parts.first),
                          widens ? wide_panel(panel - panels.first) : nullptr);
-            }
+    }
+
+    // The share that the `index`-th of the tiles has of what this thread multiplies `held_` panels later: more of them, or as
+    // many bytes of the next linear.
+    Ahead ahead_of(int64_t panel, int64_t end, int64_t index) const {
+        int64_t next = panel + held_, size = linear_.panel_bytes();
+        const char* place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;
+        return {place + index * tile_bytes_, share_, times_, apart_, {}};
     }
 
     // Rows of tile `part` by `panel`, which holds `numbers`. `wide`: where the first tile leaves the panel for the others,
@@ -332,12 +334,13 @@ class ProductInVectors {
     const Out& out_;
     Party::Seat seat_;
     Upcoming* upcoming_;  // none: nothing is fetched beside tiles
-    int64_t num_tiles_, held_;
+    int64_t num_tiles_;
+    bool is_by_rows_;
+    int64_t num_together_;  // tiles that a thread multiplies with the same panels
+    int64_t held_;
     int64_t share_, times_, apart_;  // of each tile, as in `Ahead`
     int64_t tile_bytes_;             // that a tile fetches
     const char* after_;              // what this thread reads first of the next linear
-    bool is_by_rows_;
-    int64_t in_piece_ = num_tiles_;  // tiles of rows that go through panels together
 };
 
 // `linear` is one of the model's, which has room for products of so many rows: see `room_bytes`. What is `upcoming` for this
@@ -362,7 +365,8 @@ int64_t num_pairs_beside(const Linear& linear, const TiledRows<InputOf<Weight>>&
     return linear.num_panels() * num_tiles * (linear.k / 2);
 }
 
-// One row, [k], by one panel of a linear that is not quantized, in vectors: tile [32]. Meanwhile the panel `next` is fetched.
+// One row, [k], by one panel of a linear that is not quantized, in vectors: tile [32]. Meanwhile the panel `next` is fetched,
+// or as much of it as one sum may.
 template <class Weight>
 void multiply_row(const Linear& linear, const InputOf<Weight>* row, int64_t panel, int64_t next, float* tile) {
     auto place = [&](int64_t index) { return linear.weight.as<char>() + index * linear.panel_bytes(); };

@@ -103,7 +103,7 @@ struct Layer {
 constexpr int32_t NO_WEIGHT = 128;  // stands for 0 in what follows
 
 // A weight [n, k] of int8 in panels of 32 of its n rows, [n / 32][k / 4][32][4], each number 128 more than it is. What is past
-// n or k is 0. See quads.h.
+// n or k is 0, stored as NO_WEIGHT. See quads.h.
 struct QuadPanels {
     int64_t num_panels = 0, num_quads = 0;
     Memory weight;
@@ -135,7 +135,7 @@ struct Screen {
     std::vector<float> scales;    // [panels][32] of each row of the head
     std::vector<Blur> blurs;      // [panels], the most of their rows
     int64_t num_steps_off = 0;    // that are yet to go without, as it told little
-    int64_t num_left = -1;        // panels that the last step multiplied after it, each once a row; -1: that went without
+    int64_t num_left = -1;        // panels that the last step had yet to multiply after it, each once a row; -1: it went without
 
     bool is_made() const { return panels.num_panels > 0; }
     int64_t num_bytes() const {

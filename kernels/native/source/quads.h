@@ -83,14 +83,12 @@ inline I load_whole(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_whole(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
 inline I add_whole(I a, I b) { return _mm512_add_epi32(a, b); }
 inline F load(const int32_t* p) { return _mm512_cvtepi32_ps(load_whole(p)); }
-inline void store(int32_t* p, F x) { store_whole(p, _mm512_cvtps_epi32(x)); }  // rounded, ties to even
 #else
 inline I splat_whole(int32_t x) { return _mm256_set1_epi32(x); }
 inline I load_whole(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline void store_whole(int32_t* p, I x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
 inline I add_whole(I a, I b) { return _mm256_add_epi32(a, b); }
 inline F load(const int32_t* p) { return _mm256_cvtepi32_ps(load_whole(p)); }
-inline void store(int32_t* p, F x) { store_whole(p, _mm256_cvtps_epi32(x)); }
 #endif
 
 // Lines to fetch while a tile is summed, so many with each quad of k.
@@ -142,6 +140,7 @@ class QuadRows {
         num_rows_ = num_rows, num_quads_ = ceil_div(k, 4);
         whole_.resize(num_rows * num_quads_), finely_.resize(num_rows * num_quads_);
         begins_.resize(num_rows), fine_begins_.resize(num_rows), beyond_.resize(num_rows);
+        for (std::vector<Beyond>& beyond : beyond_) beyond.reserve(k / 8 + 1);  // k / 9 of rows as `to_whole` makes them
     }
 
     // Puts a row in its place: whole numbers and what they miss, both [4 * quads] with zeros past k. The former are lost.
@@ -222,7 +221,7 @@ class QuadRows {
         bool fetches = num_rows_ > FEW_ROWS && panel + 1 < panels.num_panels;
         auto sum = sum_for(rows, fetches, std::make_integer_sequence<int, QUAD_ROWS>());
         int64_t num_lines = panels.panel_bytes() / 64, line = num_lines * at / num_tiles();
-        const uint8_t* next = panels.panel(panel + 1) + 64 * line;
+        const uint8_t* next = panels.panel(panel + fetches) + 64 * line;
         int64_t row = first_row(at);
         sum(&whole_[row * num_quads_], panels.panel(panel), num_quads_, &begins_[row], tile,
             {reinterpret_cast<const char*>(next), num_lines * (at + 1) / num_tiles() - line, num_tiles() == 1 ? 2 : 1});

@@ -28,6 +28,10 @@ constexpr int TILE_ROWS = IN_AMX<T> ? AMX_TILE_ROWS : GEMM_ROWS;
 // From so many tiles on two threads share a product by its rows, not by its columns: see linear.h.
 constexpr int64_t SHARED_TILES = 4;
 
+// Rows that those have at least, for their number to be made even.
+template <class T>
+constexpr int64_t SHARED_ROWS = 2 * TILE_ROWS<T> / 3;
+
 // Some numbers as products read them: these themselves in float32, in bf16 what `narrowed` then holds.
 inline const float* as_read(const float* numbers, int64_t, float*) { return numbers; }
 inline const bf16* as_read(const float* numbers, int64_t count, bf16* narrowed) {
@@ -90,7 +94,7 @@ void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_
 
 // Rows of numbers as products read them: in tiles of up to TILE_ROWS rows, each with the numbers of all its rows side by
 // side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile. Tiles are as equal as may
-// be, and from SHARED_TILES on as many as two threads can share; in AMX all but the last are whole, laid out
+// be, and an even number of four or more, so that two threads can share them; in AMX all but the last are whole, laid out
 // [size / 32][rows][32] with zeros past the size.
 template <class T>
 struct TiledRows {
@@ -99,8 +103,8 @@ struct TiledRows {
     int64_t num_rows, size;
 
     static int64_t num_tiles_of(int64_t num_rows) {
-        int64_t num = ceil_div(num_rows, TILE_ROWS<T>);
-        return num >= SHARED_TILES - 1 && !IN_AMX<T> ? round_up(num, 2) : num;
+        int64_t num = ceil_div(num_rows, TILE_ROWS<T>), even = round_up(num, 2);
+        return !IN_AMX<T> && even >= SHARED_TILES && num_rows >= even * SHARED_ROWS<T> ? even : num;
     }
     int64_t num_tiles() const { return num_tiles_of(num_rows); }
     int64_t first_row(int64_t tile) const {

@@ -143,7 +143,8 @@ class Screening {
     // A row, normed: [size].
     void put(int64_t i, const float* numbers) {
         int64_t padded = round_up(size_, 4);
-        std::vector<int32_t> whole(padded), finely(padded);
+        thread_local std::vector<int32_t> whole, finely;
+        whole.assign(padded, 0), finely.assign(padded, 0);
         narrow_all(numbers, size_, &inputs_[i * size_]);
         rows_[i] = to_whole(row(i), size_, whole.data(), finely.data());
         quads_.put(i, whole.data(), finely.data());
@@ -177,7 +178,7 @@ class Screening {
         return num;
     }
 
-    // use(panel, row, next) for this thread's part of them; `next` is the panel after it.
+    // use(panel, row, next) for this thread's part of them; `next` is the panel after it, or itself if none is known yet.
     template <class Use>
     void each_left(Party::Seat seat, const Use& use) const {
         seat.each_piece(num_panels_, 64, [&](int64_t first, int64_t last, int64_t) {

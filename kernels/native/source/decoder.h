@@ -48,7 +48,10 @@ class Step {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
         });
         ensure(&model.partials, num_floats * 4);
-        if (is_worth_looking_ahead()) upcoming_.resize(num_threads);
+        bool looks_ahead = is_worth_looking_ahead();
+        model.is_shared_by_rows = num_threads == 2 && can_share_rows<Weight>(model.layers[0].qkv, all_.at.normed.num_tiles());
+        if ((looks_ahead || model.is_shared_by_rows) && !is_any_kept()) looks_ahead = model.is_shared_by_rows = false;
+        if (looks_ahead) upcoming_.resize(num_threads);
         if (inputs.likeliest) found_.resize(num_threads * found_apart());
         bool is_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS<Weight>;
         is_screened_ = inputs.likeliest && is_few && model.screen.is_made();
@@ -138,17 +141,19 @@ class Step {
         pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, linear, x, out, seat, upcoming_of(seat)); });
     }
 
-    // Whether keys and values are fetched a layer ahead: where products have time for it, decoding rows read any, and some of
-    // them are kept until then, which is measured if nobody knows.
+    // By the cache behind the cores' own, which is measured if nobody knows.
+    bool is_any_kept() { return model_.kept.measured(model_.weights.as<char>(), model_.weights.num_bytes()) > 0; }
+
+    // Whether keys and values are fetched a layer ahead, if they are kept until then: where products have time for it, and
+    // decoding rows read any.
     bool is_worth_looking_ahead() {
-        const Memory& weights = model_.weights;
         if (model_.layers.size() == 1 || !layout_.is_tiled()) return false;
         if (num_pairs_beside<Weight>(model_.layers[0].qkv, all_.at.normed) == 0) return false;
         bool is_read = false;
         each_plan([&](const Batch<Input>&, const Plan& plan) {
             for (const Item& item : plan.items) is_read |= is_fetched_ahead(item.num_rows);
         });
-        return is_read && model_.kept.measured(weights.as<char>(), weights.num_bytes()) > 0;
+        return is_read;
     }
 
     Upcoming* upcoming_of(Seat seat) { return upcoming_.empty() ? nullptr : &upcoming_[seat.rank]; }

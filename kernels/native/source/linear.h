@@ -202,6 +202,12 @@ bool is_widened(const Linear& linear, int64_t num_tiles) {
     return num_tiles >= (sizeof(Input) == 2 ? 2 : 3);
 }
 
+// Whether two threads may share a product of so many tiles by its rows.
+template <class Weight>
+bool can_share_rows(const Linear& linear, int64_t num_tiles) {
+    return !IN_AMX<InputOf<Weight>> && num_tiles >= SHARED_TILES && !is_widened<Weight>(linear, num_tiles);
+}
+
 // Bytes of room for each thread in a product of so many rows: in vectors, for the held panels, widened.
 template <class Weight>
 int64_t room_bytes(const Linear& linear, int64_t num_rows) {
@@ -219,8 +225,9 @@ int64_t room_bytes(const Linear& linear, int64_t num_rows) {
 // fast, perhaps as the cores are on different dies then: steps of 32 rows take 4 % less so and of 64 to 512 tokens 7 to 9 in
 // SmolLM2-135M's shape, 2 to 4 in Qwen3-0.6B's; where memory is slow as long, 2 % more or less (AVX-512 with bf16, Zen 4
 // class EPYC). With AVX2 3 % less of 24 and 32 rows in the one case, 2 more in the other. Weights are read twice, once by each
-// thread, which is little beside so many rows. Of more threads nobody has measured it. A piece of the work is one thread's rows
-// by as many panels as are held.
+// thread: only where the cache behind the cores keeps any of what they read (kept.h), as elsewhere memory may be slower beside
+// the multiplier, and nobody has measured it; nor of more threads. A piece of the work is one thread's rows by as many panels
+// as are held.
 template <class Weight, class Out>
 class ProductInVectors {
     using Input = InputOf<Weight>;
@@ -236,7 +243,7 @@ class ProductInVectors {
                      Upcoming* upcoming = nullptr)
         : model_(model), linear_(linear), x_(x), out_(out), seat_(seat),
           upcoming_(fetches_beside(linear, x) ? upcoming : nullptr), num_tiles_(x.num_tiles()),
-          is_by_rows_(seat.count == 2 && num_tiles_ >= SHARED_TILES && !is_widened<Weight>(linear, num_tiles_)),
+          is_by_rows_(model.is_shared_by_rows && seat.count == 2 && can_share_rows<Weight>(linear, num_tiles_)),
           num_together_(is_by_rows_ ? num_tiles_ / 2 : num_tiles_),
           held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)),
           after_(is_by_rows_ ? linear.next->weight.template as<char>() : place_after(linear, seat)) {

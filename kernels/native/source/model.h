@@ -174,6 +174,7 @@ struct Model {
     Memory room;            // of products, for every thread: see `room_bytes`
     int64_t room_apart = 0;        // bytes from one thread's to the next one's
     Kept kept;                     // by the cache behind the cores' own
+    bool is_shared_by_rows = false;  // products of many rows, in this step
     int64_t num_bytes_beside = 0;  // of keys and values that the last step fetched beside products
     DecodeInputs decode_inputs;  // for who decodes, one at a time
     int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks

@@ -155,6 +155,11 @@ class NativeModel:
         return int(self._library.millrace_panels_left(self._model))
 
     @property
+    def is_shared_by_rows(self) -> bool:
+        """Whether two threads shared the last step's products by rows, each with all weights, not by columns."""
+        return bool(self._library.millrace_is_shared_by_rows(self._model))
+
+    @property
     def num_bytes_beside(self) -> int:
         """Of keys and values: what the last step fetched a layer ahead, beside products."""
         return int(self._library.millrace_bytes_beside(self._model))
@@ -178,9 +183,9 @@ class NativeModel:
 
     @property
     def screen_bytes(self) -> int:
-        """Memory beside the weights that tells where the head's largest logits are: the head in int8, so that steps of
-        up to 64 rows whose tokens are the likeliest ones read and multiply that, and little of the head. 0: there is
-        none."""
+        """Memory beside the weights that tells where the head's largest logits are: the head in int8, so that steps
+        that are asked for the likeliest tokens of up to 64 rows read and multiply that, and little of the head. 0: there
+        is none."""
         return int(self._library.millrace_screen_bytes(self._model))
 
     def step_bytes(self, num_tokens: int, num_logits: int = 0) -> int:

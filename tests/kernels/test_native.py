@@ -131,6 +131,25 @@ def test_a_models_first_step_has_room_for_its_rows_however_they_fall_into_tiles(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("instruction_set", SETS)
+def test_two_threads_share_many_rows_where_a_cache_keeps_what_both_read(instruction_set: str, dtype: DType) -> None:
+    def is_shared(num_tokens: int, num_kept: int = 16 << 20, num_threads: int = 2, **settings: Any) -> bool:
+        settings |= {"instruction_set": instruction_set, "num_threads": num_threads, "worth_a_thread": 1}
+        model = checkpoint("tied").load(dtype, **settings)
+        model.assume_kept(num_kept)
+        Run(model).whole(tokens(num_tokens))
+        return model.is_shared_by_rows
+
+    in_tiles_of_registers = "amx" in instruction_set and dtype == "bfloat16"
+    is_wide = "avx512" in instruction_set or instruction_set == "amx"
+    four, six = (48, 70) if is_wide else (24, 36)  # tiles, of 12 rows with AVX-512 and 6 with AVX2
+    assert is_shared(four) == is_shared(six) == (not in_tiles_of_registers)
+    assert not is_shared(1) and not is_shared(12)
+    assert not is_shared(four, num_kept=0) and not is_shared(four, quantization="int8")
+    assert not is_shared(four, num_threads=1) and not is_shared(four, num_threads=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("instruction_set", SETS)
 def test_no_bit_depends_on_what_else_is_in_the_step(dtype: DType, instruction_set: str) -> None:
     """31 others of all lengths, whose prompts come in pieces while the first one decodes."""
     model, draw = load("head norms, a window, part of a head rotated", dtype, instruction_set), random.Random(5)

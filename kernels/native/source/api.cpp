@@ -125,8 +125,11 @@ EXPORT int64_t millrace_screen_bytes(const Model* model) { return model->screen.
 // Whether a head that is set gets one.
 EXPORT int32_t millrace_wants_screen(const Model* model) { return wants_screen(model->head); }
 
-// Panels of the head that the last step had yet to multiply after its screen, each once a row; -1: that went without.
+// Panels of the head that the last step's screen left, each once for each row; -1: that went without.
 EXPORT int64_t millrace_panels_left(const Model* model) { return model->screen.num_left; }
+
+// Whether two threads shared products by rows in the last step.
+EXPORT int32_t millrace_is_shared_by_rows(const Model* model) { return model->is_shared_by_rows; }
 
 EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {
     return step_bytes(*model, num_tokens, num_logits);

@@ -442,6 +442,7 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
     reserve_room<Weight>(&model, count, num_threads);
     TiledRows<Input> normed{model.activations.as<Input>(), count, shape.hidden_size};
     Rows out{logits, shape.vocab_size, Into::STORE};
+    model.is_shared_by_rows = false;
     model.pool->run(num_threads, [&](int thread) {
         Phases phases(model.pool.get(), thread);
         phases.run([&](Party::Seat seat) {

@@ -192,9 +192,9 @@ int64_t num_held(const Linear& linear) {
 
 // Whether the first of so many tiles of rows widens panels for the others, who read more bytes then. Widening is a shift
 // in bf16 and pays late: eight tiles take 4 % less, seven as long, three to six up to 10 % more (AVX2 on a Zen 3 class
-// EPYC, when tiles could be any number). Of quantized weights it is several instructions: three tiles take 4 to 15 % less,
-// two up to 10 % more. Where
-// bf16 is multiplied two tiles widen, too; with AVX-512 nobody has measured any of this since the first tile does it.
+// EPYC, when there could be any number of tiles). Of quantized weights it is several instructions: three tiles take 4 to 15
+// % less, two up to 10 % more. Where bf16 is multiplied two tiles widen, too; with AVX-512 nobody has measured any of this
+// since the first tile does it.
 template <class Weight>
 bool is_widened(const Linear& linear, int64_t num_tiles) {
     using Input = InputOf<Weight>;
@@ -205,7 +205,8 @@ bool is_widened(const Linear& linear, int64_t num_tiles) {
 // Whether two threads may share a product of so many tiles by its rows.
 template <class Weight>
 bool can_share_rows(const Linear& linear, int64_t num_tiles) {
-    return !IN_AMX<InputOf<Weight>> && num_tiles >= SHARED_TILES && !is_widened<Weight>(linear, num_tiles);
+    bool are_halves = num_tiles >= SHARED_TILES && num_tiles % 2 == 0;
+    return !IN_AMX<InputOf<Weight>> && are_halves && !is_widened<Weight>(linear, num_tiles);
 }
 
 // Bytes of room for each thread in a product of so many rows: in vectors, for the held panels, widened.
@@ -225,9 +226,10 @@ int64_t room_bytes(const Linear& linear, int64_t num_rows) {
 // fast, perhaps as the cores are on different dies then: steps of 32 rows take 4 % less so and of 64 to 512 tokens 7 to 9 in
 // SmolLM2-135M's shape, 2 to 4 in Qwen3-0.6B's; where memory is slow as long, 2 % more or less (AVX-512 with bf16, Zen 4
 // class EPYC). With AVX2 3 % less of 24 and 32 rows in the one case, 2 more in the other. Weights are read twice, once by each
-// thread: only where the cache behind the cores keeps any of what they read (kept.h), as elsewhere memory may be slower beside
-// the multiplier, and nobody has measured it; nor of more threads. A piece of the work is one thread's rows by as many panels
-// as are held.
+// thread: only where the cache behind the cores keeps any of what they read (kept.h, which looks at no small models), as
+// elsewhere memory may be slower beside the multiplier, and nobody has measured it; nor of more threads. A piece of the work
+// is one thread's rows by as many panels as are held. What comes after is taken to be shared so, too: before a product of
+// few rows one of the threads fetches what the other one multiplies.
 template <class Weight, class Out>
 class ProductInVectors {
     using Input = InputOf<Weight>;

@@ -135,7 +135,7 @@ struct Screen {
     std::vector<float> scales;    // [panels][32] of each row of the head
     std::vector<Blur> blurs;      // [panels], the most of their rows
     int64_t num_steps_off = 0;    // that are yet to go without, as it told little
-    int64_t num_left = -1;        // panels that the last step had yet to multiply after it, each once a row; -1: it went without
+    int64_t num_left = -1;        // panels that it left in the last step, each once for each row; -1: that went without
 
     bool is_made() const { return panels.num_panels > 0; }
     int64_t num_bytes() const {
@@ -174,7 +174,7 @@ struct Model {
     Memory room;            // of products, for every thread: see `room_bytes`
     int64_t room_apart = 0;        // bytes from one thread's to the next one's
     Kept kept;                     // by the cache behind the cores' own
-    bool is_shared_by_rows = false;  // products of many rows, in this step
+    bool is_shared_by_rows = false;  // products of many rows, where they can be: in the last step, as its first one said
     int64_t num_bytes_beside = 0;  // of keys and values that the last step fetched beside products
     DecodeInputs decode_inputs;  // for who decodes, one at a time
     int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks

@@ -140,7 +140,8 @@ class QuadRows {
         num_rows_ = num_rows, num_quads_ = ceil_div(k, 4);
         whole_.resize(num_rows * num_quads_), finely_.resize(num_rows * num_quads_);
         begins_.resize(num_rows), fine_begins_.resize(num_rows), beyond_.resize(num_rows);
-        for (std::vector<Beyond>& beyond : beyond_) beyond.reserve(k / 8 + 1);  // k / 9 of rows as `to_whole` makes them
+        // At most k / 9 where what is beyond is more than three times the mean.
+        for (std::vector<Beyond>& beyond : beyond_) beyond.reserve(k / 8 + 1);
     }
 
     // Puts a row in its place: whole numbers and what they miss, both [4 * quads] with zeros past k. The former are lost.

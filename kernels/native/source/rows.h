@@ -28,7 +28,7 @@ constexpr int TILE_ROWS = IN_AMX<T> ? AMX_TILE_ROWS : GEMM_ROWS;
 // From so many tiles on two threads share a product by its rows, not by its columns: see linear.h.
 constexpr int64_t SHARED_TILES = 4;
 
-// Rows that those have at least, for their number to be made even.
+// Rows that each of an even number of them has at least; else their number stays odd.
 template <class T>
 constexpr int64_t SHARED_ROWS = 2 * TILE_ROWS<T> / 3;
 
@@ -94,8 +94,8 @@ void put_side_by_side(const float* numbers, int64_t apart, int64_t begin, int64_
 
 // Rows of numbers as products read them: in tiles of up to TILE_ROWS rows, each with the numbers of all its rows side by
 // side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile. Tiles are as equal as may
-// be, and an even number of four or more, so that two threads can share them; in AMX all but the last are whole, laid out
-// [size / 32][rows][32] with zeros past the size.
+// be, and from four on an even number, so that two threads can share them; three become four where each then has SHARED_ROWS.
+// In AMX all but the last are whole, laid out [size / 32][rows][32] with zeros past the size.
 template <class T>
 struct TiledRows {
     static constexpr int64_t READ_PAST = IN_AMX<T> ? (AMX_ROWS - 1) * 64 : 0;  // bytes past the last row, whatever they are

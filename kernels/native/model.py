@@ -184,8 +184,8 @@ class NativeModel:
     @property
     def screen_bytes(self) -> int:
         """Memory beside the weights that tells where the head's largest logits are: the head in int8, so that steps
-        that are asked for the likeliest tokens of up to 64 rows read and multiply that, and little of the head. 0: there
-        is none."""
+        that are asked for the likeliest tokens of up to 64 rows read and multiply that, and little of the head. 0:
+        there is none."""
         return int(self._library.millrace_screen_bytes(self._model))
 
     def step_bytes(self, num_tokens: int, num_logits: int = 0) -> int:

@@ -315,6 +315,34 @@ def test_inputs_that_point_outside_are_refused_before_any_computing(change: dict
     assert np.array_equal(run.cache.data, before)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_numbers_of_bfloat16_are_packed_as_the_same_ones_of_float32_are(name: str, instruction_set: str) -> None:
+    """Those that are kept as they are take a way of their own, four rows at a time."""
+    made = checkpoint(name)
+    bits = {each: (tensor.view(np.uint32) >> 16).astype(np.uint16) for each, tensor in made.tensors.items()}
+    narrow = replace(made, tensors=bits).load(
+        "bfloat16", instruction_set=instruction_set, num_threads=2, worth_a_thread=1
+    )
+    for each, tensor in made.tensors.items():
+        if tensor.ndim == 2 and (made.shape.is_tied or each != "model.embed_tokens.weight"):
+            assert np.array_equal(narrow.matrix(each, *tensor.shape), tensor), each
+    wanted = Run(load(name, "bfloat16", instruction_set)).whole(tokens(50))
+    assert np.array_equal(Run(narrow).whole(tokens(50)), wanted)
+
+
+@pytest.mark.parametrize("row", [0, 3, 43, 44, 45])  # the last two are not four
+@pytest.mark.parametrize("number", [0x7F80, 0xFF80, 0x7F81, 0xFFFF])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(row: int, number: int) -> None:
+    model, name = checkpoint("odd sizes").load("bfloat16", num_threads=1), "model.layers.1.self_attn.o_proj.weight"
+    for column in (0, 7, 181):
+        numbers = np.full((46, 182), 0x7F7F, np.uint16)  # the largest that is finite
+        model.set_tensor(name, numbers)
+        numbers[row, column] = number
+        with pytest.raises(NonFiniteError, match="o_proj"):
+            model.set_tensor(name, numbers)
+
+
 def test_a_tensor_with_nan_or_one_that_overflows_bfloat16_is_refused_by_name() -> None:
     made = Checkpoint.random()
     for dtype, value in (("float32", np.nan), ("bfloat16", 3.4e38)):

@@ -119,7 +119,14 @@ struct QuadPanels {
 
     void put(int64_t row, int64_t k, const int8_t* numbers) {
         uint8_t* to = weight.as<uint8_t>() + row / PANEL * panel_bytes() + row % PANEL * 4;
-        for (int64_t i = 0; i < k; i++) to[i / 4 * 4 * PANEL + i % 4] = uint8_t(numbers[i] + NO_WEIGHT);
+        int64_t whole = k / 4 * 4;
+        for (int64_t i = 0; i < whole; i += 4) {
+            uint32_t four;
+            std::memcpy(&four, numbers + i, 4);
+            four ^= uint32_t(NO_WEIGHT) * 0x01010101;  // the highest bit of each: 128 more, modulo 256
+            std::memcpy(to + i * PANEL, &four, 4);
+        }
+        for (int64_t i = whole; i < k; i++) to[whole * PANEL + i % 4] = uint8_t(numbers[i] + NO_WEIGHT);
     }
 };
 

@@ -177,21 +177,55 @@ bool put_row<Nibbles>(Linear& linear, int64_t column, const float* row, std::vec
     return is_finite;
 }
 
+// Of a multiple of 8 numbers.
+bool are_finite(const bf16* numbers, int64_t count) {
+    const __m128i none = _mm_set1_epi16(0x7f80);  // the exponent that only infinity and NaN have
+    __m128i broken = _mm_setzero_si128();
+    for (int64_t i = 0; i < count; i += 8) {
+        __m128i exponents = _mm_and_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers + i)), none);
+        broken = _mm_or_si128(broken, _mm_cmpeq_epi16(exponents, none));
+    }
+    return _mm_movemask_epi8(broken) == 0;
+}
+
+// Puts four rows of bf16 that are kept as they are, [4][k], in their places, from `column` on in one panel. False if one of
+// their numbers is not finite. Four pairs of k at a time: they lie one after the other, or one in each of four streams.
+bool put_four_rows(Linear& linear, int64_t column, const bf16* rows) {
+    int64_t k = linear.k, num_pairs = k / 2, streams = num_streams(num_pairs), whole = num_pairs / 4 * 4;
+    static_assert(STREAMS == 1 || STREAMS == 4, "four pairs are one of each stream");
+    int64_t apart = (streams == 1 ? 1 : num_pairs / streams) * 2 * PANEL;
+    bf16* panel = linear.weight.as<bf16>() + column / PANEL * k * PANEL + 2 * (column % PANEL);
+    for (int64_t pair = 0; pair < whole; pair += 4) {
+        const bf16* from[4] = {rows + 2 * pair, rows + k + 2 * pair, rows + 2 * k + 2 * pair, rows + 3 * k + 2 * pair};
+        turn_4(from, panel + pair / streams * 2 * PANEL, apart);
+    }
+    for (int64_t pair = whole; pair < num_pairs; pair++)  // in one stream: four have a whole number of pairs each
+        for (int r = 0; r < 4; r++) std::memcpy(panel + pair * 2 * PANEL + 2 * r, rows + r * k + 2 * pair, 4);
+    return are_finite(rows, 4 * k);
+}
+
 template <class T>
 bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, Type type) {
     Linear& linear = *matrix.linear;
     int64_t rows = matrix.num_rows, k = linear.k;
     std::atomic<bool> is_finite{true};
     int num_threads = rows * k > 1 << 16 ? pool.size() : 1;
+    const bool are_kept = std::is_same<T, bf16>::value && type == BFLOAT16;
     pool.run(num_threads, [&](int thread) {
         std::vector<float> row(k);
         std::vector<uint8_t> codes(4 * k);
         int64_t first, last;
         share(ceil_div(rows, 16), thread, num_threads, &first, &last);
         bool finite = true;
-        for (int64_t r = first * 16; r < std::min(last * 16, rows); r++) {
+        for (int64_t r = first * 16, end = std::min(last * 16, rows); r < end; r++) {
+            int64_t column = matrix.place.column(r);
+            if (are_kept && r + 4 <= end && matrix.place.column(r + 3) == column + 3 && column % PANEL + 4 <= PANEL) {
+                finite &= put_four_rows(linear, column, static_cast<const bf16*>(data) + r * k);
+                r += 3;
+                continue;
+            }
             read(data, type, r * k, k, row.data());
-            finite &= put_row<T>(linear, matrix.place.column(r), row.data(), codes);
+            finite &= put_row<T>(linear, column, row.data(), codes);
         }
         if (!finite) is_finite = false;
     });

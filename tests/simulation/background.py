@@ -43,6 +43,7 @@ FOUND_BY = {
     "swap_kept_despite_void": (98,),
     "moved_despite_void": (42,),
     "drafting_rows_run_ahead": (21,),
+    "host_reused_early": (58,),
 }
 NUM_LATE_SEEDS = count(20, 2000)  # on a device that runs on streams, each with every number of steps in flight
 STEPS_IN_FLIGHT = (1, 2, 4)

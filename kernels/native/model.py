@@ -160,6 +160,11 @@ class NativeModel:
         return bool(self._library.millrace_is_shared_by_rows(self._model))
 
     @property
+    def is_passing(self) -> bool:
+        """Whether few rows of the last step, of its layers or its head, took weights as what no cache is to keep."""
+        return bool(self._library.millrace_is_passing(self._model))
+
+    @property
     def num_bytes_beside(self) -> int:
         """Of keys and values: what the last step fetched a layer ahead, beside products."""
         return int(self._library.millrace_bytes_beside(self._model))

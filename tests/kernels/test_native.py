@@ -150,6 +150,29 @@ def test_two_threads_share_many_rows_where_a_cache_keeps_what_both_read(instruct
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("instruction_set", SETS)
+def test_weights_of_few_rows_pass_where_a_cache_keeps_anything_and_no_bit_depends_on_it(
+    instruction_set: str, dtype: DType
+) -> None:
+    model = checkpoint("tied").load(dtype, instruction_set=instruction_set, num_threads=2, worth_a_thread=1)
+
+    def logits(num_rows: int, num_asked: int, num_kept: int) -> Any:
+        model.assume_kept(num_kept)
+        asked = list(range(num_rows - num_asked, num_rows))
+        return Run(model).step({0: tokens(num_rows)}, {0: asked})[0]
+
+    multiplies_bf16 = dtype == "bfloat16" and ("bf16" in instruction_set or "amx" in instruction_set)
+    in_tiles_of_registers = multiplies_bf16 and "amx" in instruction_set
+    few = 4 if multiplies_bf16 else 2
+    for num_rows, num_asked, are_few in [(1, 1, True), (few, few, True), (20, few, True), (few + 1, few + 1, False)]:
+        passing = logits(num_rows, num_asked, num_kept=16 << 20)
+        assert model.is_passing == (are_few and not in_tiles_of_registers), num_rows
+        kept = logits(num_rows, num_asked, num_kept=0)
+        assert not model.is_passing
+        assert np.array_equal(passing, kept), num_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("instruction_set", SETS)
 def test_no_bit_depends_on_what_else_is_in_the_step(dtype: DType, instruction_set: str) -> None:
     """31 others of all lengths, whose prompts come in pieces while the first one decodes."""
     model, draw = load("head norms, a window, part of a head rotated", dtype, instruction_set), random.Random(5)

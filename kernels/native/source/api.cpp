@@ -131,6 +131,9 @@ EXPORT int64_t millrace_panels_left(const Model* model) { return model->screen.n
 // Whether two threads shared products by rows in the last step.
 EXPORT int32_t millrace_is_shared_by_rows(const Model* model) { return model->is_shared_by_rows; }
 
+// Whether few rows' weights passed by the caches in the last step.
+EXPORT int32_t millrace_is_passing(const Model* model) { return model->is_passing; }
+
 EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {
     return step_bytes(*model, num_tokens, num_logits);
 }

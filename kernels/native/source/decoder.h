@@ -50,7 +50,10 @@ class Step {
         ensure(&model.partials, num_floats * 4);
         bool looks_ahead = is_worth_looking_ahead();
         model.is_shared_by_rows = num_threads == 2 && can_share_rows<Weight>(model.layers[0].qkv, all_.at.normed.num_tiles());
-        if ((looks_ahead || model.is_shared_by_rows) && !is_any_kept()) looks_ahead = model.is_shared_by_rows = false;
+        int64_t fewest = inputs.num_logits > 0 ? std::min(inputs.num_tokens, inputs.num_logits) : inputs.num_tokens;
+        model.is_passing = !IN_AMX<Input> && fewest <= FEW_ROWS<Input>;
+        if ((looks_ahead || model.is_shared_by_rows || model.is_passing) && !is_any_kept())
+            looks_ahead = model.is_shared_by_rows = model.is_passing = false;
         if (looks_ahead) upcoming_.resize(num_threads);
         if (inputs.likeliest) found_.resize(num_threads * found_apart());
         bool is_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS<Weight>;
@@ -374,7 +377,7 @@ class Step {
                 screening_.put(i, numbers.data());
             });
         });
-        pass(phases, LINEARS, [&](Seat seat) { screening_.look(screen, seat); });
+        pass(phases, LINEARS, [&](Seat seat) { screening_.look(screen, seat, model_.is_passing); });
         pass(phases, REST, [&](Seat seat) { screening_.mark(screen, seat); });
         pass(phases, LINEARS, [&](Seat seat) {
             LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
@@ -442,7 +445,7 @@ void run_head_typed(Model& model, const float* hidden, int64_t count, float* log
     reserve_room<Weight>(&model, count, num_threads);
     TiledRows<Input> normed{model.activations.as<Input>(), count, shape.hidden_size};
     Rows out{logits, shape.vocab_size, Into::STORE};
-    model.is_shared_by_rows = false;
+    model.is_shared_by_rows = model.is_passing = false;
     model.pool->run(num_threads, [&](int thread) {
         Phases phases(model.pool.get(), thread);
         phases.run([&](Party::Seat seat) {

@@ -23,13 +23,19 @@ constexpr int64_t MOST_SHARE = 256;  // bytes: the four lines of the cache that 
 // What is to be fetched while a tile is computed, so that memory is busy meanwhile: so many `times` the next `share`
 // bytes from `place` on, whole lines. Where not all of the tile's columns are summed at a time, as many are fetched with
 // the next ones, `apart` further on; 0: all are fetched with the first ones. And what else, with the first ones.
+// `is_passing`: nothing of that, but the panel itself passes.
 struct Ahead {
     const char* place;
     int64_t share, times, apart;
     Beside beside;
+    bool is_passing = false;
 };
 
-enum class Fetched { NONE, AHEAD, BOTH };  // both: what is ahead, and what is beside that
+// Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by itself,
+// and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76 GB/s; one or two
+// with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
+template <class Input>
+constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
 
 // Pairs of k from one time to the next. With each pair lines came faster than memory has them, and what the sums
 // themselves read waited behind them: every second one takes 4 to 11 % less with 8 and 10 rows and up to 5 with more, and
@@ -59,7 +65,10 @@ template <int R, int V, int S, Fetched FETCHED, bool WIDENS, class Input, class 
         UNROLL for (int v = 0; v < V; v++) sums[r][v] = zero();
     for (int64_t turn = 0; turn < stream_size; turn++) {
         UNROLL for (int stream = 0; stream < S; stream++, x += 2 * R) {
-            if (FETCHED != Fetched::NONE && stream % pairs_apart(S) == 0 && times-- > 0) {
+            int64_t place = turn + stream * stream_size;
+            if (FETCHED == Fetched::PASSING) {
+                let_pass<place_in_pairs<Stored>(2, PANEL, 0)>(panel + place_in_pairs<Stored>(2 * place, PANEL, 0));
+            } else if (FETCHED != Fetched::NONE && stream % pairs_apart(S) == 0 && times-- > 0) {
                 _mm_prefetch(line, _MM_HINT_T1);
                 if (share > 64) _mm_prefetch(line + 64, _MM_HINT_T1);
                 if (share > 128) {
@@ -72,7 +81,6 @@ template <int R, int V, int S, Fetched FETCHED, bool WIDENS, class Input, class 
                 if (others-- > 0) _mm_prefetch(other, _MM_HINT_T1), _mm_prefetch(other + 64, _MM_HINT_T1);
                 other += Upcoming::FETCHED, until_other = ahead.beside.apart;
             }
-            int64_t place = turn + stream * stream_size;
             float* to = WIDENS ? reinterpret_cast<float*>(wide + 2 * place * PANEL) + lane : nullptr;  // 4 bytes a lane
             F weights[V];
             if constexpr (sizeof(Input) == 2) {
@@ -117,6 +125,9 @@ void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* ou
         else if (R >= LEAST_OF_SEVERAL && fetched.beside.times > 0)
             sum_vectors<R, V, S, R >= LEAST_OF_SEVERAL ? Fetched::BOTH : Fetched::AHEAD, false>(
                 x, panel, lane, num_pairs, out + lane, fetched, wide);
+        else if (R <= FEW_ROWS<Input> && fetched.is_passing)
+            sum_vectors<R, V, S, R <= FEW_ROWS<Input> ? Fetched::PASSING : Fetched::NONE, false>(
+                x, panel, lane, num_pairs, out + lane, fetched, wide);
         else if (fetches)
             sum_vectors<R, V, S, Fetched::AHEAD, false>(x, panel, lane, num_pairs, out + lane, fetched, wide);
         else
@@ -126,7 +137,7 @@ void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* ou
     for (int64_t lane = V * W; lane < PANEL; lane += V * W) {
         bool fetches = ahead.times > 0 && ahead.apart > 0;
         int64_t times = fetches ? ahead.times : 0;
-        Ahead next{ahead.place + lane / (V * W) * ahead.apart, ahead.share, times, ahead.apart, {}};
+        Ahead next{ahead.place + lane / (V * W) * ahead.apart, ahead.share, times, ahead.apart, {}, ahead.is_passing};
         sum(lane, next, fetches);
     }
 }
@@ -235,10 +246,6 @@ class ProductInVectors {
     using Input = InputOf<Weight>;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
     static constexpr int64_t HELD_FOR_ONE = 2;
-    // Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by
-    // itself, and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76
-    // GB/s; one or two with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
-    static constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
 
   public:
     ProductInVectors(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat,
@@ -258,7 +265,8 @@ class ProductInVectors {
         num_lines = ceil_div(num_lines, parts);
         share_ = std::min(MOST_SHARE, 64 * ceil_div(num_lines, most_times)), times_ = ceil_div(64 * num_lines, share_);
         apart_ = parts > 1 ? times_ * share_ : 0, tile_bytes_ = parts * times_ * share_;
-        if (x.num_rows <= FEW_ROWS && !linear.is_quantized()) times_ = 0;
+        is_passing_ = model.is_passing && x.num_rows <= passing_rows(linear);
+        if (is_passing_ || (x.num_rows <= FEW_ROWS<Input> && !linear.is_quantized())) times_ = 0;
     }
 
     // Whether tiles of this product fetch what is upcoming: where memory has time for it, and in one sum.
@@ -281,6 +289,12 @@ class ProductInVectors {
     }
 
   private:
+    // Rows up to which panels pass. Of quantized ones one: it takes 12 % less so in int8 and int4 where memory is slow, as long
+    // where it is fast, and two take as long (AVX-512, Zen 4 class EPYC); with AVX2 one takes 25 % more in int8.
+    static constexpr int64_t passing_rows(const Linear& linear) {
+        return !linear.is_quantized() ? FEW_ROWS<Input> : STREAMS == 1 ? 1 : 0;
+    }
+
     template <class Stored>
     int64_t panel_size() const {
         return linear_.panel_bytes() / int64_t(sizeof(Stored));
@@ -310,7 +324,7 @@ class ProductInVectors {
     Ahead ahead_of(int64_t panel, int64_t end, int64_t index) const {
         int64_t next = panel + held_, size = linear_.panel_bytes();
         const char* place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;
-        return {place + index * tile_bytes_, share_, times_, apart_, {}};
+        return {place + index * tile_bytes_, share_, times_, apart_, {}, is_passing_};
     }
 
     // Rows of tile `part` by `panel`, which holds `numbers`. `wide`: where the first tile leaves the panel for the others,
@@ -350,6 +364,7 @@ class ProductInVectors {
     int64_t share_, times_, apart_;  // of each tile, as in `Ahead`
     int64_t tile_bytes_;             // that a tile fetches
     const char* after_;              // what this thread reads first of the next linear
+    bool is_passing_;                // panels, as in `Ahead`
 };
 
 // `linear` is one of the model's, which has room for products of so many rows: see `room_bytes`. What is `upcoming` for this

@@ -182,6 +182,7 @@ struct Model {
     int64_t room_apart = 0;        // bytes from one thread's to the next one's
     Kept kept;                     // by the cache behind the cores' own
     bool is_shared_by_rows = false;  // products of many rows, where they can be: in the last step, as its first one said
+    bool is_passing = false;         // weights by few rows, so that the caches keep what else is read: in the last step
     int64_t num_bytes_beside = 0;  // of keys and values that the last step fetched beside products
     DecodeInputs decode_inputs;  // for who decodes, one at a time
     int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "fetch.h"
 #include "model.h"
 #include "simd.h"
 

@@ -97,8 +97,8 @@ struct LinesAhead {
     int64_t num, at_a_time;  // 1 or 2
 };
 
-// Sums of a tile of R rows, [quads][R], by a panel: out [R][32].
-template <int R, bool FETCHES>
+// Sums of a tile of R rows, [quads][R], by a panel: out [R][32]. `lines` are what is ahead.
+template <int R, Fetched FETCHED>
 [[gnu::noinline]] void sum_quads(const Quad* rows, const uint8_t* panel, int64_t num_quads, const int32_t* begins, int32_t* out,
                                  LinesAhead lines) {
     constexpr int V = 2;
@@ -109,7 +109,9 @@ template <int R, bool FETCHES>
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int v = 0; v < V; v++) sums[r][v] = splat_whole(begins[r]);
         for (int64_t quad = 0; quad < num_quads; quad++, weights += 4 * PANEL, numbers += R) {
-            if (FETCHES && lines.num > 0) {
+            if (FETCHED == Fetched::PASSING) {
+                let_pass<V * W * 4>(weights);
+            } else if (FETCHED == Fetched::AHEAD && lines.num > 0) {
                 _mm_prefetch(lines.place, _MM_HINT_T1);
                 if (lines.at_a_time > 1) _mm_prefetch(lines.place + 64, _MM_HINT_T1);
                 lines.place += 64 * lines.at_a_time, lines.num -= lines.at_a_time;
@@ -126,10 +128,10 @@ template <int R, bool FETCHES>
 using SumQuads = void (*)(const Quad*, const uint8_t*, int64_t, const int32_t*, int32_t*, LinesAhead);
 
 // For each number of rows, from 1.
-template <int... R>
-SumQuads sum_for(int rows, bool fetches, std::integer_sequence<int, R...>) {
-    static constexpr SumQuads SUMS[][2] = {{sum_quads<R + 1, false>, sum_quads<R + 1, true>}...};
-    return SUMS[rows - 1][fetches];
+template <Fetched FETCHED, int... R>
+SumQuads sum_for(int rows, std::integer_sequence<int, R...>) {
+    static constexpr SumQuads SUMS[] = {sum_quads<R + 1, FETCHED>...};
+    return SUMS[rows - 1];
 }
 
 // Rows as such products read them: in tiles of up to QUAD_ROWS rows, as equal as may be, [k / 4][rows of the tile]. What a
@@ -159,8 +161,9 @@ class QuadRows {
     }
 
     // What this thread comes to do of all rows by `panels`; each tile [rows][32] to `take(tile, first_row, rows, panel)`.
+    // `is_passing`: few rows' panels, so that no cache keeps them.
     template <class Take>
-    void multiply(const QuadPanels& panels, Party::Seat seat, const Take& take) const {
+    void multiply(const QuadPanels& panels, Party::Seat seat, bool is_passing, const Take& take) const {
         constexpr int64_t TOGETHER = 4;  // panels
         seat.each_piece(panels.num_panels, TOGETHER, [&](int64_t first, int64_t last, int64_t) {
             for (int64_t panel = first; panel < last; panel++)
@@ -168,7 +171,7 @@ class QuadRows {
                     alignas(64) int32_t tile[QUAD_ROWS * PANEL];
                     int64_t row = first_row(at);
                     int rows = int(first_row(at + 1) - row);
-                    sum_tile(panels, panel, at, rows, tile);
+                    sum_tile(panels, panel, at, rows, is_passing, tile);
                     for (int r = 0; r < rows; r++) add_beyond(panels.panel(panel), row + r, tile + r * PANEL);
                     take(tile, row, rows, panel);
                 }
@@ -196,7 +199,7 @@ class QuadRows {
 
   private:
     // With so few rows sums take less time than memory, and a core reads ahead by itself.
-    static constexpr int64_t FEW_ROWS = 4;
+    static constexpr int FEW_ROWS = 4;
 
     struct Beyond {  // 8 bits
         int64_t quad;
@@ -217,15 +220,20 @@ class QuadRows {
         return quad_of(taken);
     }
 
-    // A tile's rows by a panel, while its share of the next panel is fetched.
-    void sum_tile(const QuadPanels& panels, int64_t panel, int64_t at, int rows, int32_t* tile) const {
-        bool fetches = num_rows_ > FEW_ROWS && panel + 1 < panels.num_panels;
-        auto sum = sum_for(rows, fetches, std::make_integer_sequence<int, QUAD_ROWS>());
-        int64_t num_lines = panels.panel_bytes() / 64, line = num_lines * at / num_tiles();
-        const uint8_t* next = panels.panel(panel + fetches) + 64 * line;
+    // A tile's rows by a panel, while its share of the next panel is fetched where there is time for it.
+    void sum_tile(const QuadPanels& panels, int64_t panel, int64_t at, int rows, bool is_passing, int32_t* tile) const {
+        constexpr auto FEW = std::make_integer_sequence<int, FEW_ROWS>();
+        constexpr auto ANY = std::make_integer_sequence<int, QUAD_ROWS>();
         int64_t row = first_row(at);
-        sum(&whole_[row * num_quads_], panels.panel(panel), num_quads_, &begins_[row], tile,
-            {reinterpret_cast<const char*>(next), num_lines * (at + 1) / num_tiles() - line, num_tiles() == 1 ? 2 : 1});
+        auto sum = [&](SumQuads sums, const LinesAhead& lines) {
+            sums(&whole_[row * num_quads_], panels.panel(panel), num_quads_, &begins_[row], tile, lines);
+        };
+        if (num_rows_ <= FEW_ROWS && is_passing) return sum(sum_for<Fetched::PASSING>(rows, FEW), {});
+        if (num_rows_ <= FEW_ROWS || panel + 1 == panels.num_panels) return sum(sum_for<Fetched::NONE>(rows, ANY), {});
+        int64_t num_lines = panels.panel_bytes() / 64, line = num_lines * at / num_tiles();
+        auto next = reinterpret_cast<const char*>(panels.panel(panel + 1)) + 64 * line;
+        int64_t share = num_lines * (at + 1) / num_tiles() - line;
+        sum(sum_for<Fetched::AHEAD>(rows, ANY), {next, share, num_tiles() == 1 ? 2 : 1});
     }
 
     void add_beyond(const uint8_t* panel, int64_t row, int32_t* sums) const {

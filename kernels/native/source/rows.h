@@ -159,12 +159,6 @@ struct TiledRows {
     }
 };
 
-// Another thread's core may have a line of what is about to be written: asked for before a tile is summed, it is there
-// after it. Linears of 16 rows and more take 2 to 4 % less so (AVX2, Zen 3 class EPYC), and 3 to 15 % where what two cores
-// have passes between two dies (AVX-512, Zen 5 class EPYC). An instruction, since compilers know it only with a flag of
-// its own.
-inline void fetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
-
 enum class Into { STORE, ADD };  // out = product, out += product
 
 inline void add_bias(float* tile, int rows, const float* bias) {

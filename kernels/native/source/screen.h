@@ -150,10 +150,10 @@ class Screening {
         quads_.put(i, whole.data(), finely.data());
     }
 
-    // This thread's part of the panels by all rows.
-    void look(const Screen& screen, Party::Seat seat) {
+    // This thread's part of the panels by all rows. `is_passing`: as in `QuadRows`.
+    void look(const Screen& screen, Party::Seat seat, bool is_passing) {
         Seen* seen = seen_by(seat.rank);
-        quads_.multiply(screen.panels, seat, [&](const int32_t* tile, int64_t first_row, int count, int64_t panel) {
+        quads_.multiply(screen.panels, seat, is_passing, [&](const int32_t* tile, int64_t first_row, int count, int64_t panel) {
             for (int r = 0; r < count; r++) look_at(screen, tile + r * PANEL, first_row + r, panel, &seen[first_row + r]);
         });
     }

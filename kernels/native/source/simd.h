@@ -229,7 +229,7 @@ inline F pairs_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
 }
 // Where number `index` of the summed dimension is, in lane `lane`; of two in one place see `Nibbles`.
 template <class T>
-inline int64_t place_in_pairs(int64_t index, int64_t width, int64_t lane) {
+constexpr int64_t place_in_pairs(int64_t index, int64_t width, int64_t lane) {
     if (std::is_same<T, bf16>::value) return 2 * ((index / 2) * width + lane) + index % 2;
     if (std::is_same<T, Nibbles>::value) return index / 2 * width + lane;
     return index * width + lane;

@@ -1,7 +1,9 @@
 // From a checkpoint's rows to packed panels, one tensor at a time.
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -16,15 +18,43 @@
 
 namespace millrace {
 
+constexpr int64_t LARGE_PAGE = 2 << 20;  // bytes
+
 Memory::Memory(int64_t num_bytes) : num_bytes_(num_bytes) {
-    const int64_t large = 2 << 20;
-    int64_t alignment = num_bytes >= large ? large : 4096, whole_pages = round_up(num_bytes ? num_bytes : 1, alignment);
-    data_ = std::aligned_alloc(alignment, whole_pages);
-    if (!data_) throw std::bad_alloc();
 #ifdef __linux__
-    if (num_bytes >= large) madvise(data_, whole_pages, MADV_HUGEPAGE);
+    if (num_bytes >= LARGE_PAGE) {  // so many that all begins with one, and what is before and behind it is given back
+        mapped_bytes_ = round_up(num_bytes, LARGE_PAGE);
+        void* mapped = mmap(nullptr, mapped_bytes_ + LARGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (mapped == MAP_FAILED) throw std::bad_alloc();
+        int64_t before = -int64_t(reinterpret_cast<uintptr_t>(mapped)) & (LARGE_PAGE - 1);
+        data_ = static_cast<char*>(mapped) + before;
+        if (before > 0) munmap(mapped, before);
+        if (before < LARGE_PAGE) munmap(as<char>() + mapped_bytes_, LARGE_PAGE - before);
+        madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
+        return;
+    }
 #endif
+    data_ = std::aligned_alloc(4096, round_up(std::max<int64_t>(1, num_bytes), 4096));
+    if (!data_) throw std::bad_alloc();
     std::memset(data_, 0, num_bytes);
+}
+
+Memory::~Memory() {
+#ifdef __linux__
+    if (mapped_bytes_ > 0) munmap(data_, mapped_bytes_), data_ = nullptr;
+#endif
+    if (!is_part_) std::free(data_);
+}
+
+void Memory::take([[maybe_unused]] Pool& pool) const {
+#ifdef __linux__
+    pool.run(pool.size(), [&](int thread) {
+        constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE, since Linux 5.14; who does not know it is asked in vain
+        int64_t first, last;
+        share(mapped_bytes_ / LARGE_PAGE, thread, pool.size(), &first, &last);
+        if (first < last) madvise(as<char>() + first * LARGE_PAGE, (last - first) * LARGE_PAGE, POPULATE_WRITE);
+    });
+#endif
 }
 
 int64_t Model::weights_bytes() const {
@@ -238,6 +268,7 @@ Memory memory_of(Model& model, const Linear& linear) {
     if (!model.weights.num_bytes()) {
         const Linear& last = model.layers.back().down;
         model.weights = Memory(last.offset + last.weight_bytes());
+        model.weights.take(*model.pool);
     }
     return Memory(model.weights, linear.offset, linear.weight_bytes());
 }
@@ -247,7 +278,7 @@ template <class Weight>
 void make_screen(Model& model) {
     const Linear& head = model.head;
     Screen screen;
-    screen.panels = QuadPanels(head.n, head.k);
+    screen.panels = QuadPanels(head.n, head.k, *model.pool);
     screen.scales.assign(head.num_panels() * PANEL, 0.0f), screen.blurs.resize(head.num_panels());
     model.pool->run(model.pool->size(), [&](int thread) {
         std::vector<float> row(head.k);
@@ -268,7 +299,9 @@ void make_screen(Model& model) {
 bool set_matrix(Model& model, const Matrix& matrix, const void* data, Type type) {
     Linear& linear = *matrix.linear;
     if (!linear.weight.num_bytes()) {
-        linear.weight = &linear == &model.head ? Memory(linear.weight_bytes()) : memory_of(model, linear);
+        bool is_head = &linear == &model.head;
+        linear.weight = is_head ? Memory(linear.weight_bytes()) : memory_of(model, linear);
+        if (is_head) linear.weight.take(*model.pool);
         if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
     }
     switch (linear.type) {
@@ -292,6 +325,7 @@ bool set_embedding(Model& model, const void* data, Type type) {
     int64_t hidden = shape.hidden_size;
     bool is_half = shape.dtype == BFLOAT16, is_finite = true;
     model.embedding = Memory(shape.vocab_size * hidden * (is_half ? 2 : 4));
+    model.embedding.take(*model.pool);
     std::vector<float> row(hidden);
     for (int64_t id = 0; id < shape.vocab_size; id++) {
         read(data, type, id * hidden, hidden, row.data());

@@ -21,7 +21,7 @@ MAX_STEP_S = 0.005  # of CPU, on average over an answer: 16 rows of it would be 
 # A host that takes the processor away for a few ms has them counted as ours, and an answer may be one token: what looks
 # costly is tried again, from the beginning, for as long as such a gap may be what was measured.
 MAX_TRIALS = 4
-MAX_TRIALS_S = 0.3
+MAX_TRIALS_S = 0.3  # of CPU, all that was compiled and written; a grammar that is costly each time takes as much more
 
 
 class Trials:
@@ -41,28 +41,25 @@ class Trials:
 
     def run(self, kind: str, source: Any, is_compact: bool) -> dict[str, Any]:
         """Raises `GrammarError` for a grammar that does not compile, matches nothing, or takes too much to follow."""
+        began_s = time.process_time()
+        for _ in range(MAX_TRIALS):
+            found, step_s = self._try(kind, source, is_compact)
+            if step_s <= MAX_STEP_S:
+                return found
+            if time.process_time() - began_s > MAX_TRIALS_S:
+                break
+        raise GrammarError(f"is too costly to follow: more than {MAX_STEP_S * 1e3:g} ms of CPU a token")
+
+    def _try(self, kind: str, source: Any, is_compact: bool) -> tuple[dict[str, Any], float]:
+        """What a grammar takes, and the seconds of CPU for a token of an answer."""
         before, began_s = _allocated_bytes(), time.process_time()
         grammar = grammar_text(kind, source, is_compact)
         matcher = self.compiler.compile(grammar)
         compile_s = time.process_time() - began_s
         self.compiler.check_start(matcher)
-        self._check_steps(grammar, matcher.deep_copy())
+        answer_s, num_steps = self._write(matcher.deep_copy(), random.Random(0))
         num_bytes = max(_allocated_bytes() - before, len(grammar))
-        return {"num_bytes": num_bytes, "cpu_ms": round(compile_s * 1e3, 3)}
-
-    def _check_steps(self, grammar: str, matcher: LLMatcher) -> None:
-        """Raises `GrammarError` if writing an answer takes too much; `matcher` is used up."""
-        spent_s = 0.0
-        for _ in range(MAX_TRIALS):
-            answer_s, num_steps = self._write(matcher, random.Random(0))
-            spent_s += answer_s
-            if answer_s <= num_steps * MAX_STEP_S:
-                return
-            if spent_s > MAX_TRIALS_S:
-                break
-            matcher = self.compiler.compile(grammar)  # which knows nothing of what the last one found out
-            self.compiler.check_start(matcher)
-        raise GrammarError(f"is too costly to follow: more than {MAX_STEP_S * 1e3:g} ms of CPU a token")
+        return {"num_bytes": num_bytes, "cpu_ms": round(compile_s * 1e3, 3)}, answer_s / max(1, num_steps)
 
     def _write(self, matcher: LLMatcher, draw: random.Random) -> tuple[float, int]:
         """Seconds of CPU for an answer of allowed tokens, any of them, and how many they were."""

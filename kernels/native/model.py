@@ -161,7 +161,7 @@ class NativeModel:
 
     @property
     def is_passing(self) -> bool:
-        """Whether few rows of the last step, of its layers or its head, took weights as what no cache is to keep."""
+        """Whether the last step's rows were so few, in its layers or its head, that weights passed by the caches."""
         return bool(self._library.millrace_is_passing(self._model))
 
     @property

@@ -153,22 +153,25 @@ def test_two_threads_share_many_rows_where_a_cache_keeps_what_both_read(instruct
 def test_weights_of_few_rows_pass_where_a_cache_keeps_anything_and_no_bit_depends_on_it(
     instruction_set: str, dtype: DType
 ) -> None:
-    model = checkpoint("tied").load(dtype, instruction_set=instruction_set, num_threads=2, worth_a_thread=1)
+    sizes: dict[str, Any] = {"instruction_set": instruction_set, "num_threads": 2, "worth_a_thread": 1}
+    plain, quantized = (checkpoint("tied").load(dtype, quantization=how, **sizes) for how in (None, "int8"))
 
-    def logits(num_rows: int, num_asked: int, num_kept: int) -> Any:
-        model.assume_kept(num_kept)
-        asked = list(range(num_rows - num_asked, num_rows))
-        return Run(model).step({0: tokens(num_rows)}, {0: asked})[0]
+    def are_passing(model: NativeModel, num_rows: int, num_asked: int) -> bool:
+        asked, found = list(range(num_rows - num_asked, num_rows)), []
+        for num_kept in (0, 16 << 20):
+            model.assume_kept(num_kept)
+            found.append(Run(model).step({0: tokens(num_rows)}, {0: asked})[0])
+            assert num_kept > 0 or not model.is_passing
+        assert np.array_equal(*found)
+        return model.is_passing
 
     multiplies_bf16 = dtype == "bfloat16" and ("bf16" in instruction_set or "amx" in instruction_set)
     in_tiles_of_registers = multiplies_bf16 and "amx" in instruction_set
-    few = 4 if multiplies_bf16 else 2
-    for num_rows, num_asked, are_few in [(1, 1, True), (few, few, True), (20, few, True), (few + 1, few + 1, False)]:
-        passing = logits(num_rows, num_asked, num_kept=16 << 20)
-        assert model.is_passing == (are_few and not in_tiles_of_registers), num_rows
-        kept = logits(num_rows, num_asked, num_kept=0)
-        assert not model.is_passing
-        assert np.array_equal(passing, kept), num_rows
+    few = 0 if in_tiles_of_registers else 4 if multiplies_bf16 else 2
+    for num_rows, num_asked in [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (20, 1)]:
+        assert are_passing(plain, num_rows, num_asked) == (num_asked <= few), (num_rows, num_asked)
+    assert are_passing(quantized, 1, 1) == (instruction_set != "avx2" and not in_tiles_of_registers)
+    assert not are_passing(quantized, 2, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

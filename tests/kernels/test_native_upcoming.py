@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,13 @@ EXPORT void fetch(const int64_t* places, int64_t num, int64_t tile_bytes, int64_
         if (beside.times && (beside.times - 1) * beside.apart >= num_pairs) out[1] = -1;  // some come too late
     }
 }
-// What is kept when it is asked `num_times`, and how many times it was read for that.
-EXPORT void keep(const char* data, int64_t num_bytes, const int64_t* times, int64_t num, int64_t num_times,
-                 int64_t* out) {
+// What is kept when somebody asks at [num_asked] of `asked`, and how often it was read for that by then: of [2] each.
+EXPORT void keep(const char* data, int64_t num_bytes, const int64_t* times, int64_t num, const int64_t* asked,
+                 int64_t num_asked, int64_t* out) {
     late = times, num_late = num, num_looks = 0;
     Kept kept;
-    for (int64_t i = 0; i < num_times; i++) out[0] = kept.measured(data, num_bytes);
-    out[1] = num_looks / 2;
+    for (int64_t i = 0; i < num_asked; i++, out += 2)
+        out[0] = kept.measured(data, num_bytes, asked[i]), out[1] = num_looks / 2;
 }
 """
 
@@ -134,39 +135,48 @@ def test_where_there_is_nothing_nothing_is_fetched(compiled: ctypes.CDLL) -> Non
 MIB = 1 << 20
 
 
-def keep(compiled: ctypes.CDLL, *times: int, num_asked: int = 1, num_bytes: int = 84 * MIB) -> tuple[int, int]:
-    """(bytes that are kept, how often something was read for that) where reading takes so many times."""
-    data, late, out = np.zeros(num_bytes, np.uint8), np.array(times, np.int64), np.zeros(2, np.int64)
-    places = ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(num_bytes), ctypes.c_void_p(late.ctypes.data)
-    numbers = ctypes.c_int64(len(late)), ctypes.c_int64(num_asked)
-    compiled.keep(*places, *numbers, ctypes.c_void_p(out.ctypes.data))
-    return int(out[0]), int(out[1])
+def keep(
+    compiled: ctypes.CDLL, *times: int, asked: Sequence[int] = (0,), num_bytes: int = 84 * MIB
+) -> list[tuple[int, int]]:
+    """(bytes that are kept, how often something was read for that by then) each time that somebody asks, where reading
+    takes so many times."""
+    data, late, at = np.zeros(num_bytes, np.uint8), np.array(times, np.int64), np.array(asked, np.int64)
+    out = np.zeros((len(at), 2), np.int64)
+    places = ctypes.c_void_p(data.ctypes.data), ctypes.c_int64(num_bytes)
+    lists = [(ctypes.c_void_p(each.ctypes.data), ctypes.c_int64(len(each))) for each in (late, at)]
+    compiled.keep(*places, *lists[0], *lists[1], ctypes.c_void_p(out.ctypes.data))
+    return [(int(kept), int(count)) for kept, count in out]
 
 
 SLOW, FAST = (100, 90), (100, 50)  # a first reading and one right after it
 
 
 @pytest.mark.parametrize(("looks", "kept"), [([FAST], 16), ([SLOW, FAST], 8), ([SLOW, SLOW, FAST], 4), ([SLOW] * 3, 0)])
+@pytest.mark.parametrize("num_bytes", [84 * MIB, 48 * MIB])
 def test_a_cache_keeps_the_most_that_is_read_faster_the_second_time(
-    compiled: ctypes.CDLL, looks: list[tuple[int, int]], kept: int
+    compiled: ctypes.CDLL, num_bytes: int, looks: list[tuple[int, int]], kept: int
 ) -> None:
-    assert keep(compiled, *(time for look in looks for time in 3 * look)) == (kept * MIB, 6 * len(looks))
+    times = [time for look in looks for time in 3 * look]
+    assert keep(compiled, *times, num_bytes=num_bytes) == [(kept * MIB, 6 * len(looks))]
 
 
 def test_one_quiet_look_of_three_is_enough(compiled: ctypes.CDLL) -> None:
-    assert keep(compiled, 700, 600, 100, 800, 500, 50)[0] == 16 * MIB
-    assert keep(compiled, 700, 100, 100, 800, 500, 90, *3 * SLOW, *3 * SLOW)[0] == 0
+    assert keep(compiled, 700, 600, 100, 800, 500, 50)[0][0] == 16 * MIB
+    assert keep(compiled, 700, 100, 100, 800, 500, 90, *3 * SLOW, *3 * SLOW)[0][0] == 0
 
 
-def test_what_is_kept_is_measured_again_and_less_often_where_it_was_little(compiled: ctypes.CDLL) -> None:
-    assert keep(compiled, *3 * FAST, *9 * SLOW, num_asked=1001) == (16 * MIB, 6)
-    assert keep(compiled, *3 * FAST, *9 * SLOW, num_asked=1002) == (0, 24)
-    assert keep(compiled, *9 * SLOW, *3 * FAST, num_asked=10_001) == (0, 18)
-    assert keep(compiled, *9 * SLOW, *3 * FAST, num_asked=10_002) == (16 * MIB, 24)
+def test_what_is_kept_is_measured_again_after_so_many_times_as_long_and_later_where_it_was_none(
+    compiled: ctypes.CDLL,
+) -> None:
+    while_kept, while_none = 2000 * 3 * sum(FAST), 10_000 * 9 * sum(SLOW)
+    asked = [5, while_kept + 4, while_kept + 5]
+    assert keep(compiled, *3 * FAST, *9 * SLOW, asked=asked) == [(16 * MIB, 6), (16 * MIB, 6), (0, 24)]
+    asked = [5, while_none + 4, while_none + 5]
+    assert keep(compiled, *9 * SLOW, *3 * FAST, asked=asked) == [(0, 18), (0, 18), (16 * MIB, 24)]
 
 
 def test_weights_that_a_cache_may_hold_as_a_whole_are_not_measured(compiled: ctypes.CDLL) -> None:
-    assert keep(compiled, *3 * FAST, num_bytes=84 * MIB - 1) == (0, 0)
+    assert keep(compiled, *3 * FAST, num_bytes=48 * MIB - 1) == [(0, 0)]
 
 
 NUM_SEQUENCES, NUM_CONTEXT = 16, 40  # two tiles of rows and more

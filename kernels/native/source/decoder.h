@@ -50,8 +50,8 @@ class Step {
         ensure(&model.partials, num_floats * 4);
         bool looks_ahead = is_worth_looking_ahead();
         model.is_shared_by_rows = num_threads == 2 && can_share_rows<Weight>(model.layers[0].qkv, all_.at.normed.num_tiles());
-        int64_t fewest = inputs.num_logits > 0 ? std::min(inputs.num_tokens, inputs.num_logits) : inputs.num_tokens;
-        model.is_passing = !IN_AMX<Input> && fewest <= FEW_ROWS<Input>;
+        model.is_passing = inputs.num_tokens <= passing_rows<Weight>(model.layers[0].qkv) ||
+                           (inputs.num_logits > 0 && inputs.num_logits <= passing_rows<Weight>(model.head));
         if ((looks_ahead || model.is_shared_by_rows || model.is_passing) && !is_any_kept())
             looks_ahead = model.is_shared_by_rows = model.is_passing = false;
         if (looks_ahead) upcoming_.resize(num_threads);
@@ -145,7 +145,9 @@ class Step {
     }
 
     // By the cache behind the cores' own, which is measured if nobody knows.
-    bool is_any_kept() { return model_.kept.measured(model_.weights.as<char>(), model_.weights.num_bytes()) > 0; }
+    bool is_any_kept() {
+        return model_.kept.measured(model_.weights.as<char>(), model_.weights.num_bytes(), since_ns_) > 0;
+    }
 
     // Whether keys and values are fetched a layer ahead, if they are kept until then: where products have time for it, and
     // decoding rows read any.

@@ -18,13 +18,16 @@ enum class Fetched { NONE, AHEAD, BOTH, PASSING };
 // would be all that the cache behind the cores' own holds: what else is read, keys and values and whatever Python needs
 // between steps, is found there then. A step of one row takes 12 % less in SmolLM2-135M's shape, of two to four 3 to 8, and
 // in an engine the loop then takes half as long (AVX-512 with bf16, Zen 4 class EPYC). It is still the core that reads ahead,
-// and this tells what to make of it just before numbers are summed: 512 bytes before that one and two rows took 3 to 8 % more
-// than without. With more rows the core alone is not ahead enough, and what is asked for early as passing is forgotten early:
-// 8 to 32 rows took 8 to 20 % more.
-template <int64_t COUNT, class T>
+// and this tells what to make of it shortly before numbers are summed: asked for 512 bytes ahead, one and two rows took 3 to
+// 8 % more than without. With more rows the core alone is not ahead enough, and what is asked for early as passing is
+// forgotten early: 8 to 32 rows took 8 to 20 % more.
+//
+// AHEAD: where each call is for half of what comes at a time, a multiple of that whole. What is less than a line is asked for
+// more than once.
+constexpr int64_t SHORTLY = 192;
+template <int64_t COUNT, int64_t AHEAD = SHORTLY, class T>
 void let_pass(const T* numbers) {
-    constexpr int64_t JUST_BEFORE = 192;
-    auto place = reinterpret_cast<const char*>(numbers) + JUST_BEFORE;
+    auto place = reinterpret_cast<const char*>(numbers) + AHEAD;
     UNROLL for (int64_t i = 0; i < COUNT * int64_t(sizeof(T)); i += 64) _mm_prefetch(place + i, _MM_HINT_NTA);
 }
 

@@ -23,7 +23,7 @@ constexpr int64_t MOST_SHARE = 256;  // bytes: the four lines of the cache that 
 // What is to be fetched while a tile is computed, so that memory is busy meanwhile: so many `times` the next `share`
 // bytes from `place` on, whole lines. Where not all of the tile's columns are summed at a time, as many are fetched with
 // the next ones, `apart` further on; 0: all are fetched with the first ones. And what else, with the first ones.
-// `is_passing`: nothing of that, but the panel itself passes.
+// `is_passing`: the panel itself is asked for, as what passes, and nothing ahead.
 struct Ahead {
     const char* place;
     int64_t share, times, apart;
@@ -36,6 +36,23 @@ struct Ahead {
 // with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
 template <class Input>
 constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
+
+// Rows up to which weights pass by the caches, where these keep anything. Of quantized ones one: it takes 18 % less in int8
+// and 15 in int4 where memory is slow, as long in int8 where it is fast, and two take as long (AVX-512, Zen 4 class EPYC);
+// with AVX2 one takes 25 % more in int8.
+template <class Input, class Stored>
+constexpr int64_t PASSING_ROWS = IN_AMX<Input> ? 0
+                                 : std::is_same<Stored, bf16>::value || std::is_same<Stored, float>::value ? FEW_ROWS<Input>
+                                 : STREAMS == 1                                                            ? 1
+                                                                                                           : 0;
+template <class Weight>
+int64_t passing_rows(const Linear& linear) {
+    int64_t rows = 0;
+    with_panels<Weight>(linear, [&](auto* panels) {
+        rows = PASSING_ROWS<InputOf<Weight>, typename std::remove_pointer<decltype(panels)>::type>;
+    });
+    return rows;
+}
 
 // Pairs of k from one time to the next. With each pair lines came faster than memory has them, and what the sums
 // themselves read waited behind them: every second one takes 4 to 11 % less with 8 and 10 rows and up to 5 with more, and
@@ -119,15 +136,16 @@ constexpr int LEAST_OF_SEVERAL = GEMM_ROWS / 2;
 template <int R, int S, bool WIDENS, class Input, class Stored>
 void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const Ahead& ahead, Input* wide) {
     constexpr int V = vectors_for(R);
+    constexpr bool PASSES = R <= PASSING_ROWS<Input, Stored>;
     auto sum = [&](int64_t lane, const Ahead& fetched, bool fetches) {
         if constexpr (WIDENS)  // one tile of several: it may look for what to fetch in vain, for the sake of less code
             sum_vectors<R, V, S, Fetched::AHEAD, true>(x, panel, lane, num_pairs, out + lane, fetched, wide);
         else if (R >= LEAST_OF_SEVERAL && fetched.beside.times > 0)
             sum_vectors<R, V, S, R >= LEAST_OF_SEVERAL ? Fetched::BOTH : Fetched::AHEAD, false>(
                 x, panel, lane, num_pairs, out + lane, fetched, wide);
-        else if (R <= FEW_ROWS<Input> && fetched.is_passing)
-            sum_vectors<R, V, S, R <= FEW_ROWS<Input> ? Fetched::PASSING : Fetched::NONE, false>(
-                x, panel, lane, num_pairs, out + lane, fetched, wide);
+        else if (PASSES && fetched.is_passing)
+            sum_vectors<R, V, S, PASSES ? Fetched::PASSING : Fetched::NONE, false>(x, panel, lane, num_pairs, out + lane,
+                                                                                   fetched, wide);
         else if (fetches)
             sum_vectors<R, V, S, Fetched::AHEAD, false>(x, panel, lane, num_pairs, out + lane, fetched, wide);
         else
@@ -265,7 +283,7 @@ class ProductInVectors {
         num_lines = ceil_div(num_lines, parts);
         share_ = std::min(MOST_SHARE, 64 * ceil_div(num_lines, most_times)), times_ = ceil_div(64 * num_lines, share_);
         apart_ = parts > 1 ? times_ * share_ : 0, tile_bytes_ = parts * times_ * share_;
-        is_passing_ = model.is_passing && x.num_rows <= passing_rows(linear);
+        is_passing_ = model.is_passing && x.num_rows <= passing_rows<Weight>(linear);
         if (is_passing_ || (x.num_rows <= FEW_ROWS<Input> && !linear.is_quantized())) times_ = 0;
     }
 
@@ -289,12 +307,6 @@ class ProductInVectors {
     }
 
   private:
-    // Rows up to which panels pass. Of quantized ones one: it takes 12 % less so in int8 and int4 where memory is slow, as long
-    // where it is fast, and two take as long (AVX-512, Zen 4 class EPYC); with AVX2 one takes 25 % more in int8.
-    static constexpr int64_t passing_rows(const Linear& linear) {
-        return !linear.is_quantized() ? FEW_ROWS<Input> : STREAMS == 1 ? 1 : 0;
-    }
-
     template <class Stored>
     int64_t panel_size() const {
         return linear_.panel_bytes() / int64_t(sizeof(Stored));

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -19,8 +18,8 @@ constexpr int64_t PANEL = 32;  // columns of a product that lie together
 
 enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Rows of activations are this many numbers apart: not a multiple of 4 KiB, which would put a tile's rows in one set of
 // the cache.
@@ -38,7 +37,7 @@ struct Shape {  // as `_Shape` of library.py
     int32_t has_head, is_tied;
 };
 
-// Memory on whole pages, large ones where the system gives them; zero at the start. Such pages are handed out when somebody
+// Memory on whole pages, large ones where the system gives them; zero at the start. Linux hands large ones out when somebody
 // first writes to them, or takes them.
 class Memory {
   public:
@@ -57,8 +56,8 @@ class Memory {
     }
     ~Memory();
 
-    // Has the system hand out all large pages now, to all threads at once: it takes 0.2 ms for each, and 5 in a virtual machine
-    // whose host does the same, where two threads wait half as long.
+    // Has the system hand out all large pages now, to all threads at once, before anything is in them: it takes 0.2 ms for
+    // each, and 5 in a virtual machine whose host does the same, where two threads wait half as long.
     void take(Pool& pool) const;
 
     template <class T>
@@ -69,7 +68,8 @@ class Memory {
 
   private:
     void* data_ = nullptr;
-    int64_t num_bytes_ = 0, mapped_bytes_ = 0;  // of the latter it gives back as many
+    int64_t num_bytes_ = 0;
+    int64_t mapped_bytes_ = 0;  // to give back to the system; 0: it is from the C library, or a part
     bool is_part_ = false;
 };
 

@@ -29,7 +29,7 @@ Memory::Memory(int64_t num_bytes) : num_bytes_(num_bytes) {
         int64_t before = -int64_t(reinterpret_cast<uintptr_t>(mapped)) & (LARGE_PAGE - 1);
         data_ = static_cast<char*>(mapped) + before;
         if (before > 0) munmap(mapped, before);
-        if (before < LARGE_PAGE) munmap(as<char>() + mapped_bytes_, LARGE_PAGE - before);
+        munmap(as<char>() + mapped_bytes_, LARGE_PAGE - before);
         madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
         return;
     }
@@ -48,11 +48,14 @@ Memory::~Memory() {
 
 void Memory::take([[maybe_unused]] Pool& pool) const {
 #ifdef __linux__
+    if (mapped_bytes_ == 0) return;
     pool.run(pool.size(), [&](int thread) {
-        constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE, since Linux 5.14; who does not know it is asked in vain
+        constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
         int64_t first, last;
         share(mapped_bytes_ / LARGE_PAGE, thread, pool.size(), &first, &last);
-        if (first < last) madvise(as<char>() + first * LARGE_PAGE, (last - first) * LARGE_PAGE, POPULATE_WRITE);
+        char *begin = as<char>() + first * LARGE_PAGE, *end = as<char>() + last * LARGE_PAGE;
+        if (begin == end || madvise(begin, end - begin, POPULATE_WRITE) == 0) return;
+        for (volatile char* page = begin; page < end; page += 4096) *page = 0;
     });
 #endif
 }

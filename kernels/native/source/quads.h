@@ -110,7 +110,7 @@ template <int R, Fetched FETCHED>
             UNROLL for (int v = 0; v < V; v++) sums[r][v] = splat_whole(begins[r]);
         for (int64_t quad = 0; quad < num_quads; quad++, weights += 4 * PANEL, numbers += R) {
             if (FETCHED == Fetched::PASSING) {
-                let_pass<V * W * 4>(weights);
+                let_pass<V * W * 4, round_up(SHORTLY, 4 * PANEL)>(weights);
             } else if (FETCHED == Fetched::AHEAD && lines.num > 0) {
                 _mm_prefetch(lines.place, _MM_HINT_T1);
                 if (lines.at_a_time > 1) _mm_prefetch(lines.place + 64, _MM_HINT_T1);
@@ -198,8 +198,9 @@ class QuadRows {
     }
 
   private:
-    // With so few rows sums take less time than memory, and a core reads ahead by itself.
-    static constexpr int FEW_ROWS = 4;
+    // With so few rows sums take less time than memory, and a core reads ahead by itself: whole numbers, whatever products of
+    // others may have.
+    static constexpr int FEW_QUADS = 4;
 
     struct Beyond {  // 8 bits
         int64_t quad;
@@ -222,14 +223,14 @@ class QuadRows {
 
     // A tile's rows by a panel, while its share of the next panel is fetched where there is time for it.
     void sum_tile(const QuadPanels& panels, int64_t panel, int64_t at, int rows, bool is_passing, int32_t* tile) const {
-        constexpr auto FEW = std::make_integer_sequence<int, FEW_ROWS>();
+        constexpr auto FEW = std::make_integer_sequence<int, FEW_QUADS>();
         constexpr auto ANY = std::make_integer_sequence<int, QUAD_ROWS>();
         int64_t row = first_row(at);
         auto sum = [&](SumQuads sums, const LinesAhead& lines) {
             sums(&whole_[row * num_quads_], panels.panel(panel), num_quads_, &begins_[row], tile, lines);
         };
-        if (num_rows_ <= FEW_ROWS && is_passing) return sum(sum_for<Fetched::PASSING>(rows, FEW), {});
-        if (num_rows_ <= FEW_ROWS || panel + 1 == panels.num_panels) return sum(sum_for<Fetched::NONE>(rows, ANY), {});
+        if (num_rows_ <= FEW_QUADS && is_passing) return sum(sum_for<Fetched::PASSING>(rows, FEW), {});
+        if (num_rows_ <= FEW_QUADS || panel + 1 == panels.num_panels) return sum(sum_for<Fetched::NONE>(rows, ANY), {});
         int64_t num_lines = panels.panel_bytes() / 64, line = num_lines * at / num_tiles();
         auto next = reinterpret_cast<const char*>(panels.panel(panel + 1)) + 64 * line;
         int64_t share = num_lines * (at + 1) / num_tiles() - line;

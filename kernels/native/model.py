@@ -311,7 +311,8 @@ class NativeModel:
 
     def time_parts(self) -> Longs:
         """From now on each step adds to what this returns: nanoseconds of its products with weights, of its attention
-        and of the rest, until the last thread was through with each, and 1. A clock is read nine times a layer."""
+        and of the rest, until the last thread was through with each, and 1. Norms of few rows are within products. A
+        clock is read up to nine times a layer."""
         if self._part_times is None:
             self._part_times = np.zeros(4, np.int64)
             self._library.millrace_time_parts(self._model, self._part_times.ctypes.data)

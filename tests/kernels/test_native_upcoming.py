@@ -175,6 +175,12 @@ def test_what_is_kept_is_measured_again_after_so_many_times_as_long_and_later_wh
     assert keep(compiled, *9 * SLOW, *3 * FAST, asked=asked) == [(0, 18), (0, 18), (16 * MIB, 24)]
 
 
+def test_a_measurement_that_took_long_is_made_again_after_two_minutes_all_the_same(compiled: ctypes.CDLL) -> None:
+    asked = [0, 120_000_000_000 - 1, 120_000_000_000]
+    long = 1_000_000_000, 500_000_000
+    assert keep(compiled, *3 * long, *9 * SLOW, asked=asked) == [(16 * MIB, 6), (16 * MIB, 6), (0, 24)]
+
+
 def test_weights_that_a_cache_may_hold_as_a_whole_are_not_measured(compiled: ctypes.CDLL) -> None:
     assert keep(compiled, *3 * FAST, num_bytes=48 * MIB - 1) == [(0, 0)]
 

@@ -11,10 +11,17 @@
 
 namespace millrace {
 
-// Bytes of room for each thread in any of the products of `num_rows` rows.
+// Rows that each thread norms for itself, at most: a tile of them, whose products need no room for anything else. In AMX nobody
+// has measured it.
+template <class Input>
+constexpr int64_t NORMED_BY_ALL = IN_AMX<Input> ? 0 : GEMM_ROWS;
+
+// Bytes of room for each thread in any of the products of `num_rows` rows, and in what comes before one.
 template <class Weight>
 int64_t most_room_bytes(const Model& model, int64_t num_rows) {
+    using Input = InputOf<Weight>;
     int64_t most = room_bytes<Weight>(model.head, num_rows);
+    most = std::max(most, NORMED_BY_ALL<Input> * model.shape.hidden_size * int64_t(sizeof(Input)));
     for (const Layer& layer : model.layers)
         for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
             most = std::max(most, room_bytes<Weight>(*linear, num_rows));
@@ -29,7 +36,6 @@ void reserve_room(Model* model, int64_t num_rows, int num_threads) {
 }
 
 constexpr int64_t ROWS = 16;  // a piece of the work between products
-constexpr int64_t MOST_NORMED_BY_ALL = GEMM_ROWS;
 
 template <class Weight, class Cached>
 class Step {
@@ -147,19 +153,17 @@ class Step {
 
     // A product of a layer's, of rows that are normed first. Of few rows each thread norms all of them, for itself, and nobody
     // waits for the others and reads what they have normed: 1 to 12 rows take 1 to 4 % less where memory is fast, perhaps as
-    // the cores are on different dies then, and as long where it is slow (AVX-512 with bf16, Zen 4 class EPYC).
+    // the cores are on different dies then, and as long where it is slow (two threads, AVX-512 with bf16, Zen 4 class EPYC).
     template <class Out>
     void pass_normed(Phases& phases, const Batch<Input>& batch, const std::vector<float>& norm_weight, const Linear& linear,
                      const Out& out) {
         const TiledRows<Input>& normed = batch.at.normed;
-        if (normed.num_rows > MOST_NORMED_BY_ALL) {
+        if (normed.num_rows > NORMED_BY_ALL<Input>) {
             pass(phases, REST, [&](Seat seat) { norm(batch, norm_weight, seat); });
             return pass_product(phases, linear, normed, out);
         }
         pass(phases, LINEARS, [&](Seat seat) {
-            thread_local std::vector<Input> numbers;
-            numbers.resize(normed.num_rows * normed.padded_size() + TiledRows<Input>::READ_PAST / int64_t(sizeof(Input)));
-            TiledRows<Input> own{numbers.data(), normed.num_rows, normed.size};
+            TiledRows<Input> own{reinterpret_cast<Input*>(model_.room_of(seat.rank)), normed.num_rows, normed.size};
             norm_to(own, 0, own.num_rows, residual_of(batch), norm_weight.data(), shape_.rms_norm_eps);
             multiply<Weight>(model_, linear, own, out, seat);
         });

@@ -110,7 +110,7 @@ template <int R, Fetched FETCHED>
             UNROLL for (int v = 0; v < V; v++) sums[r][v] = splat_whole(begins[r]);
         for (int64_t quad = 0; quad < num_quads; quad++, weights += 4 * PANEL, numbers += R) {
             if (FETCHED == Fetched::PASSING) {
-                let_pass<V * W * 4, round_up(SHORTLY, 4 * PANEL)>(weights);
+                let_pass<V * W * 4, V * W == PANEL ? SHORTLY : round_up(SHORTLY, 4 * PANEL)>(weights);
             } else if (FETCHED == Fetched::AHEAD && lines.num > 0) {
                 _mm_prefetch(lines.place, _MM_HINT_T1);
                 if (lines.at_a_time > 1) _mm_prefetch(lines.place + 64, _MM_HINT_T1);

@@ -14,6 +14,8 @@ namespace millrace {
 // what is passing: read now and not again before a cache had forgotten it.
 enum class Fetched { NONE, AHEAD, BOTH, PASSING };
 
+constexpr int64_t SHORTLY = 192;  // bytes before what is passing is read
+
 // What comes right after these numbers is passing. Products of few rows take their weights so, since as long as a step these
 // would be all that the cache behind the cores' own holds: what else is read, keys and values and whatever Python needs
 // between steps, is found there then. A step of one row takes 12 % less in SmolLM2-135M's shape, of two to four 3 to 8, and
@@ -24,7 +26,6 @@ enum class Fetched { NONE, AHEAD, BOTH, PASSING };
 //
 // AHEAD: where each call is for half of what comes at a time, a multiple of that whole. What is less than a line is asked for
 // more than once.
-constexpr int64_t SHORTLY = 192;
 template <int64_t COUNT, int64_t AHEAD = SHORTLY, class T>
 void let_pass(const T* numbers) {
     auto place = reinterpret_cast<const char*>(numbers) + AHEAD;

@@ -38,7 +38,7 @@ struct Shape {  // as `_Shape` of library.py
 };
 
 // Memory on whole pages, large ones where the system gives them; zero at the start. Linux hands large ones out when somebody
-// first writes to them, or takes them.
+// first writes to them.
 class Memory {
   public:
     Memory() = default;
@@ -56,9 +56,9 @@ class Memory {
     }
     ~Memory();
 
-    // Has the system hand out all large pages now, to all threads at once, before anything is in them: it takes 0.2 ms for
-    // each, and 5 in a virtual machine whose host does the same, where two threads wait half as long.
-    void take(Pool& pool) const;
+    // The same, and all large pages are there: the system hands them out to all threads at once. It takes 0.2 ms for each, and
+    // 5 in a virtual machine whose host does the same, where two threads wait half as long.
+    static Memory taken(int64_t num_bytes, Pool& pool);
 
     template <class T>
     T* as() const {
@@ -114,8 +114,7 @@ struct QuadPanels {
 
     QuadPanels() = default;
     QuadPanels(int64_t n, int64_t k, Pool& pool) : num_panels(ceil_div(n, PANEL)), num_quads(ceil_div(k, 4)) {
-        weight = Memory(num_panels * panel_bytes());
-        weight.take(pool);
+        weight = Memory::taken(num_panels * panel_bytes(), pool);
         int64_t first = k % 4 ? 0 : n / PANEL * panel_bytes();  // that rows do not fill
         std::memset(weight.as<char>() + first, NO_WEIGHT, weight.num_bytes() - first);
     }

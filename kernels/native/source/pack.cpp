@@ -46,18 +46,20 @@ Memory::~Memory() {
     if (!is_part_) std::free(data_);
 }
 
-void Memory::take([[maybe_unused]] Pool& pool) const {
+Memory Memory::taken(int64_t num_bytes, [[maybe_unused]] Pool& pool) {
+    Memory memory(num_bytes);
 #ifdef __linux__
-    if (mapped_bytes_ == 0) return;
+    if (memory.mapped_bytes_ == 0) return memory;
     pool.run(pool.size(), [&](int thread) {
         constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
         int64_t first, last;
-        share(mapped_bytes_ / LARGE_PAGE, thread, pool.size(), &first, &last);
-        char *begin = as<char>() + first * LARGE_PAGE, *end = as<char>() + last * LARGE_PAGE;
+        share(memory.mapped_bytes_ / LARGE_PAGE, thread, pool.size(), &first, &last);
+        char *begin = memory.as<char>() + first * LARGE_PAGE, *end = memory.as<char>() + last * LARGE_PAGE;
         if (begin == end || madvise(begin, end - begin, POPULATE_WRITE) == 0) return;
         for (volatile char* page = begin; page < end; page += 4096) *page = 0;
     });
 #endif
+    return memory;
 }
 
 int64_t Model::weights_bytes() const {
@@ -270,8 +272,7 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, Type type) {
 Memory memory_of(Model& model, const Linear& linear) {
     if (!model.weights.num_bytes()) {
         const Linear& last = model.layers.back().down;
-        model.weights = Memory(last.offset + last.weight_bytes());
-        model.weights.take(*model.pool);
+        model.weights = Memory::taken(last.offset + last.weight_bytes(), *model.pool);
     }
     return Memory(model.weights, linear.offset, linear.weight_bytes());
 }
@@ -303,8 +304,7 @@ bool set_matrix(Model& model, const Matrix& matrix, const void* data, Type type)
     Linear& linear = *matrix.linear;
     if (!linear.weight.num_bytes()) {
         bool is_head = &linear == &model.head;
-        linear.weight = is_head ? Memory(linear.weight_bytes()) : memory_of(model, linear);
-        if (is_head) linear.weight.take(*model.pool);
+        linear.weight = is_head ? Memory::taken(linear.weight_bytes(), *model.pool) : memory_of(model, linear);
         if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
     }
     switch (linear.type) {
@@ -327,8 +327,7 @@ bool set_embedding(Model& model, const void* data, Type type) {
     const Shape& shape = model.shape;
     int64_t hidden = shape.hidden_size;
     bool is_half = shape.dtype == BFLOAT16, is_finite = true;
-    model.embedding = Memory(shape.vocab_size * hidden * (is_half ? 2 : 4));
-    model.embedding.take(*model.pool);
+    model.embedding = Memory::taken(shape.vocab_size * hidden * (is_half ? 2 : 4), *model.pool);
     std::vector<float> row(hidden);
     for (int64_t id = 0; id < shape.vocab_size; id++) {
         read(data, type, id * hidden, hidden, row.data());

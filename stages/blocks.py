@@ -25,7 +25,7 @@ class BlockState(enum.IntEnum):
 
 
 MANY_RUNS = 16  # of cached blocks; with fewer, what is evicted is what was cached longest ago, to the block
-RUN_TOKENS = 128  # whose keys lie side by side in the native cache
+RUN_TOKENS = 256  # whose keys lie side by side in the native cache
 
 # Plain numbers: numpy looks for an `__array_ufunc__` of an enum's member each time it meets one, and that takes long.
 FREE, IN_USE, CACHED, QUARANTINED = (int(state) for state in BlockState)

@@ -12,7 +12,7 @@ import numpy as np
 from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
 from .taken import LARGE_PAGE, NO_LIMIT, TakenAhead
 
-RUN_TOKENS = 128  # as in the library
+RUN_TOKENS = 256  # as in the library
 CACHE_LINE = 64  # bytes
 NEARLY_FULL = 3 / 4  # once what lies behind that is used, blocks may soon be evicted, and some of them go to the host
 

@@ -77,9 +77,9 @@ def test_a_block_on_the_host_lies_in_one_piece_and_takes_no_more_pages_than_it_f
 
 
 @pytest.mark.parametrize(
-    ("block_size", "num_blocks"), [(1, 128), (4, 32), (16, 8), (24, 4), (32, 4), (128, 1), (512, 1)]
+    ("block_size", "num_blocks"), [(1, 256), (4, 64), (16, 16), (24, 8), (32, 8), (256, 1), (512, 1)]
 )
-def test_a_piece_of_a_block_lies_beside_that_of_the_next_one_for_128_tokens(block_size: int, num_blocks: int):
+def test_a_piece_of_a_block_lies_beside_that_of_the_next_one_for_256_tokens(block_size: int, num_blocks: int):
     cache = native.NativeCache(Checkpoint.random().shape, 3 * num_blocks - 1, block_size, "bfloat16")
     assert native.blocks_of_a_run(block_size) == num_blocks
     if block_size & (block_size - 1) == 0:  # those that engines have

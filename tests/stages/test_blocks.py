@@ -30,7 +30,7 @@ def test_an_untouched_pool_gives_blocks_that_follow_each_other():
 
 
 def test_a_table_goes_on_with_the_block_behind_its_last_one_while_others_begin_elsewhere():
-    pool = BlockPool(num_blocks=48, block_size=8)  # three runs
+    pool = BlockPool(num_blocks=48, block_size=16)  # three runs
     first, second = pool.take(3).tolist(), pool.take(2).tolist()
     assert (first, second) == ([0, 1, 2], [16, 17])
     assert pool.take_behind([2, 17, -1], [1, 2, 1], 4).tolist() == [3, 18, 19, 32]
@@ -39,7 +39,7 @@ def test_a_table_goes_on_with_the_block_behind_its_last_one_while_others_begin_e
 
 
 def test_nobody_takes_what_others_go_on_with_before_no_run_is_whole():
-    pool = BlockPool(num_blocks=40, block_size=8)  # the last run is a short one
+    pool = BlockPool(num_blocks=40, block_size=16)  # the last run is a short one
     lasts = [int(pool.take(1)[0]) for _ in range(3)]
     assert lasts == [0, 16, 32]
     assert pool.take(1).tolist() == [1]
@@ -48,7 +48,7 @@ def test_nobody_takes_what_others_go_on_with_before_no_run_is_whole():
 
 
 def test_two_tables_that_share_their_last_block_do_not_go_on_with_the_same_one():
-    pool = BlockPool(num_blocks=32, block_size=8)
+    pool = BlockPool(num_blocks=32, block_size=16)
     last = pool.take(1)
     pool.keep(last)
     pool.share(last)
@@ -65,7 +65,7 @@ def cached(pool: BlockPool, count: int) -> list[int]:
 
 
 def test_where_nothing_is_free_a_table_takes_the_place_of_one_that_ended_long_ago_block_by_block():
-    pool = BlockPool(num_blocks=320, block_size=8)  # twenty runs
+    pool = BlockPool(num_blocks=320, block_size=16)  # twenty runs
     told: list[list[int]] = []
     pool.on_evicted = told.append
     ended = [cached(pool, 16) for _ in range(20)]
@@ -77,7 +77,7 @@ def test_where_nothing_is_free_a_table_takes_the_place_of_one_that_ended_long_ag
 
 
 def test_what_was_cached_of_late_is_left_though_a_table_could_go_on_in_it():
-    pool = BlockPool(num_blocks=320, block_size=8)
+    pool = BlockPool(num_blocks=320, block_size=16)
     table, late = pool.take(2), pool.take_behind([1], [14], 14)
     others = [cached(pool, 16) for _ in range(19)]
     pool.keep(late)
@@ -87,14 +87,14 @@ def test_what_was_cached_of_late_is_left_though_a_table_could_go_on_in_it():
 
 
 def test_where_little_is_cached_the_end_of_what_was_cached_longest_ago_goes_first():
-    pool = BlockPool(num_blocks=32, block_size=8)
+    pool = BlockPool(num_blocks=32, block_size=16)
     ended = [cached(pool, 16), cached(pool, 16)]
     assert sorted(pool.take(3).tolist()) == ended[0][-3:]
     pool.check()
 
 
 def test_a_run_whose_blocks_all_came_back_is_whole_again():
-    pool = BlockPool(num_blocks=32, block_size=8)
+    pool = BlockPool(num_blocks=32, block_size=16)
     blocks = pool.take(20)
     pool.give_back(blocks[::2].copy(), last_step=0, completed_step=0)
     pool.check()

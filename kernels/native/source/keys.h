@@ -5,9 +5,11 @@
 // [token][dim], which are put into tiles when they are read. In int8 each key and each value has a scale of bf16; a key's
 // multiplies its score, a value's its weight.
 //
-// Blocks that hold 128 tokens are a run, in which a head's keys lie side by side, then its values. So those of a sequence
-// whose blocks follow each other are read from their beginning to their end: memory gives 1.4 times what it gives where
-// keys and values, or heads, take turns from block to block.
+// Blocks that hold a chunk, the 256 tokens that attention sees at a time, are a run, in which a head's keys lie side by side,
+// then its values. So those of a sequence whose blocks follow each other are read from their beginning to their end. A core
+// that reads so is ahead of itself; each time it goes on elsewhere it waits anew, and what it was ahead with is for nothing.
+// Attention of 8,000 tokens takes 19 % less than by runs of 128, that of 8 to 32 sequences 7 to 14 (two cores of a Zen 4
+// class EPYC, memory at 50 GB/s; at 34 it is 11 and 6 to 11).
 
 #pragma once
 
@@ -21,7 +23,7 @@ namespace millrace {
 
 constexpr int64_t TILE = 16;    // keys
 constexpr int64_t CHUNK = 256;  // keys
-constexpr int64_t RUN = 128;    // tokens
+constexpr int64_t RUN = CHUNK;  // tokens
 constexpr int64_t MOST_AHEAD = 8;  // tiles
 constexpr int64_t MAX_HEAD_DIM = 1024;
 
@@ -122,8 +124,15 @@ struct Reads {
 };
 constexpr bool is_fetched_ahead(int64_t rows) { return rows <= 6; }
 
-inline void fetch(const void* from, int64_t num_bytes) {
-    for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T0);
+// Where keys and values are fetched to: the second-level cache. What waits for the first one takes a place of the few that it
+// has for lines on their way, and the core reads ahead of its own less: attention took 5 to 17 % more so (8,000 tokens, 8 and
+// 16 sequences; two cores of a Zen 4 class EPYC, memory at 54 GB/s; on the Zen 5 class they were alike). In tile registers
+// nobody has looked.
+constexpr _mm_hint FETCHED_TO = IN_AMX<bf16> ? _MM_HINT_T0 : _MM_HINT_T1;
+
+// Always inline: a compiler may take a call that only fetches for one that does nothing, and leave it out.
+[[gnu::always_inline]] inline void fetch(const void* from, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, FETCHED_TO);
 }
 
 }  // namespace millrace

@@ -189,7 +189,7 @@ class NativeModel:
     @property
     def screen_bytes(self) -> int:
         """Memory beside the weights that tells where the head's largest logits are: the head in int8, so that steps
-        that are asked for the likeliest tokens of up to 64 rows read and multiply that, and little of the head. 0:
+        that are asked for the likeliest tokens of up to 512 rows read and multiply that, and little of the head. 0:
         there is none."""
         return int(self._library.millrace_screen_bytes(self._model))
 

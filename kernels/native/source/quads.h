@@ -142,8 +142,13 @@ class QuadRows {
         num_rows_ = num_rows, num_quads_ = ceil_div(k, 4);
         whole_.resize(num_rows * num_quads_), finely_.resize(num_rows * num_quads_);
         begins_.resize(num_rows), fine_begins_.resize(num_rows), beyond_.resize(num_rows);
-        // At most k / 9 where what is beyond is more than three times the mean.
-        for (std::vector<Beyond>& beyond : beyond_) beyond.reserve(k / 8 + 1);
+        for (std::vector<Beyond>& beyond : beyond_) beyond.reserve(most_beyond(k));
+    }
+
+    // Of a row, at most.
+    static int64_t most_bytes(int64_t k) {
+        return 2 * ceil_div(k, 4) * int64_t(sizeof(Quad)) + 2 * int64_t(sizeof(int32_t)) + int64_t(sizeof(std::vector<Beyond>)) +
+               most_beyond(k) * int64_t(sizeof(Beyond));
     }
 
     // Puts a row in its place: whole numbers and what they miss, both [4 * quads] with zeros past k. The former are lost.
@@ -206,6 +211,9 @@ class QuadRows {
         int64_t quad;
         Quad numbers;
     };
+
+    // At most k / 9 where what is beyond is more than three times the mean.
+    static int64_t most_beyond(int64_t k) { return k / 8 + 1; }
 
     int64_t num_tiles() const { return ceil_div(num_rows_, QUAD_ROWS); }
     int64_t first_row(int64_t tile) const { return num_rows_ * tile / num_tiles(); }

@@ -7,9 +7,9 @@
 // What is left, some panels for each row, is multiplied by the head itself, for that row: the likeliest tokens are its own,
 // to the bit, and so are equals and rows that are broken.
 //
-// In bf16 steps of 1 / 8 / 16 / 32 rows take 10 / 7 / 6 / 6 % less so in SmolLM2-135M's shape and 13 / 9 / 5 / 6 in
-// Qwen3-0.6B's; without bf16's and bytes' instructions 12 / 4 / 5 / 5 % less in the former with AVX-512, and 15 / 2 / 2 / 3
-// with AVX2, where 4 rows take 2 % more (two cores of a Zen 4 class EPYC; memory at 33 to 51 GB/s).
+// In bf16 steps of 1 / 8 / 16 / 32 / 256 rows take 10 / 7 / 6 / 6 / 6 % less so in SmolLM2-135M's shape and of 1 / 8 / 16 / 32
+// / 128 rows 13 / 9 / 5 / 6 / 7 in Qwen3-0.6B's; without bf16's and bytes' instructions 12 / 4 / 5 / 5 % less in the former with
+// AVX-512, and 15 / 2 / 2 / 3 with AVX2, where 4 rows take 2 % more (two cores of a Zen 4 class EPYC; memory at 33 to 55 GB/s).
 //
 // Knows how wrong a logit can be. Refuses to know how tokens are found among logits.
 
@@ -25,11 +25,13 @@
 
 namespace millrace {
 
-using Marks = uint64_t;  // of a panel, a bit for each row
+using Marks = uint64_t;  // of a panel, a bit for each of as many rows
+constexpr int64_t MARKED_ROWS = 8 * sizeof(Marks);
 
-// Rows of a step that has a screen, at most. bf16 in tile registers: nobody has looked.
+// Rows of a step that has a screen, at most: something is kept of each with each panel. bf16 in tile registers: nobody has
+// looked.
 template <class Weight>
-constexpr int64_t SCREENED_ROWS = IN_AMX<InputOf<Weight>> ? 0 : 8 * sizeof(Marks);
+constexpr int64_t SCREENED_ROWS = IN_AMX<InputOf<Weight>> ? 0 : 512;
 
 constexpr int64_t SCREENED_BYTES = 4 << 20;  // of a head; less may be in a cache
 
@@ -133,9 +135,16 @@ class Screening {
   public:
     void resize(const Linear& head, int64_t num_rows, int num_threads) {
         num_rows_ = num_rows, num_panels_ = head.num_panels(), num_tokens_ = head.n, size_ = head.k;
-        num_threads_ = num_threads;
+        num_marks_ = ceil_div(num_rows, MARKED_ROWS), num_threads_ = num_threads;
         inputs_.resize(num_rows * size_), rows_.resize(num_rows), quads_.resize(num_rows, size_);
-        seen_.resize(num_threads * apart()), largest_.resize(num_rows * num_panels_), marks_.resize(num_panels_);
+        seen_.resize(num_threads * apart()), largest_.resize(num_rows * num_panels_), marks_.resize(num_panels_ * num_marks_);
+    }
+
+    // What that takes, or a little more.
+    static int64_t num_bytes(const Linear& head, int64_t num_rows, int num_threads) {
+        int64_t of_a_row = head.k * int64_t(sizeof(Input)) + QuadRows::most_bytes(head.k) + num_threads * int64_t(sizeof(Seen));
+        return num_rows * (of_a_row + head.num_panels() * int64_t(sizeof(float))) +
+               ceil_div(num_rows, MARKED_ROWS) * head.num_panels() * int64_t(sizeof(Marks));
     }
 
     const Input* row(int64_t i) const { return inputs_.data() + i * size_; }  // as the head reads it
@@ -165,8 +174,11 @@ class Screening {
                 Seen sure;
                 for (int thread = 0; thread < num_threads_; thread++) sure.join(seen_by(thread)[i].least);
                 const float* most = largest_.data() + i * num_panels_;
-                for (int64_t panel = first; panel < last; panel++)
-                    marks_[panel] |= Marks(sure.may_be(most[panel], rows_[i].wrong_finely(screen.blurs[panel]))) << i;
+                Marks* marks = &marks_[i / MARKED_ROWS];
+                for (int64_t panel = first; panel < last; panel++) {
+                    bool may_be = sure.may_be(most[panel], rows_[i].wrong_finely(screen.blurs[panel]));
+                    marks[panel * num_marks_] |= Marks(may_be) << i % MARKED_ROWS;
+                }
             }
         });
     }
@@ -183,13 +195,14 @@ class Screening {
     void each_left(Party::Seat seat, const Use& use) const {
         seat.each_piece(num_panels_, 64, [&](int64_t first, int64_t last, int64_t) {
             auto next_of = [&](int64_t panel) {
-                while (panel < last && !marks_[panel]) panel++;
+                while (panel < last && !is_any_left(panel)) panel++;
                 return panel;
             };
             for (int64_t panel = next_of(first), next; panel < last; panel = next) {
                 next = next_of(panel + 1);
-                for (Marks left = marks_[panel]; left; left &= left - 1)
-                    use(panel, int64_t(__builtin_ctzll(left)), next < last ? next : panel);
+                for (int64_t at = 0; at < num_marks_; at++)
+                    for (Marks left = marks_[panel * num_marks_ + at]; left; left &= left - 1)
+                        use(panel, at * MARKED_ROWS + __builtin_ctzll(left), next < last ? next : panel);
             }
         });
     }
@@ -226,19 +239,24 @@ class Screening {
         seen->num_finely++;
     }
 
+    bool is_any_left(int64_t panel) const {
+        auto marks = marks_.begin() + panel * num_marks_;
+        return std::any_of(marks, marks + num_marks_, [](Marks rows) { return rows != 0; });
+    }
+
     Seen* seen_by(int thread) { return seen_.data() + thread * apart(); }
 
     // From what one thread has seen to what the next one has: no two write to the same line.
     int64_t apart() const { return num_rows_ + 64 / int64_t(sizeof(Seen)); }
 
-    int64_t num_rows_ = 0, num_panels_ = 0, num_tokens_ = 0, size_ = 0;
+    int64_t num_rows_ = 0, num_panels_ = 0, num_tokens_ = 0, size_ = 0, num_marks_ = 0;
     int num_threads_ = 0;
     std::vector<Input> inputs_;         // [rows][size]
     std::vector<Screened> rows_;        // [rows]
     QuadRows quads_;
     std::vector<Seen> seen_;            // [threads][rows and a line's more]
     std::vector<float> largest_;        // [rows][panels]; nothing where it is none of the row
-    std::vector<Marks> marks_;          // [panels] whose rows multiply them
+    std::vector<Marks> marks_;          // [panels][marks of a panel] whose rows multiply them
 };
 
 }  // namespace millrace

@@ -24,7 +24,7 @@ class BlockState(enum.IntEnum):
     QUARANTINED = 3  # in no table, while steps in flight may still touch it
 
 
-MANY_RUNS = 16  # of cached blocks; with fewer, what is evicted is what was cached longest ago, to the block
+MANY_RUNS = 8  # of cached blocks; with fewer, what is evicted is what was cached longest ago, to the block
 RUN_TOKENS = 256  # whose keys lie side by side in the native cache
 
 # Plain numbers: numpy looks for an `__array_ufunc__` of an enum's member each time it meets one, and that takes long.

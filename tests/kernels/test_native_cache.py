@@ -40,7 +40,7 @@ def test_layers_of_blocks_as_large_as_a_page_are_left_where_they_are():
 @pytest.mark.parametrize("block_size", [16, 4])
 def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: int, monkeypatch: pytest.MonkeyPatch):
     def answers() -> tuple[Run, list[np.ndarray]]:  # type: ignore[type-arg]
-        run = Run(checkpoint.load("bfloat16", num_threads=2, worth_a_thread=1), block_size=block_size, num_blocks=64)
+        run = Run(checkpoint.load("bfloat16", num_threads=2, worth_a_thread=1), block_size=block_size, num_blocks=160)
         first = run.whole(list(range(1, 40)), chunks=[7, 20])
         table = np.array(run._tables[0], np.int64)
         host = run.cache.make_host_blocks(len(table))
@@ -53,11 +53,13 @@ def test_answers_and_copies_are_the_same_bits_wherever_layers_lie(block_size: in
         return run, [first, np.array(run.logits[0]), np.array(run.logits[1])]
 
     checkpoint = Checkpoint.random()
+    run_size = native.blocks_of_a_run(block_size)
+    num_blocks = -(-160 // run_size) * run_size
     usual, expected = answers()
-    assert usual.cache.blocks_apart == 64
+    assert usual.cache.blocks_apart == num_blocks > run_size
     monkeypatch.setattr(native, "LARGE_PAGE", 1 << 14)
     spread, found = answers()
-    assert spread.cache.blocks_apart > 64 and spread.cache.data.shape == usual.cache.data.shape
+    assert spread.cache.blocks_apart > num_blocks and spread.cache.data.shape == usual.cache.data.shape
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 

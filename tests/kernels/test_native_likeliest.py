@@ -196,7 +196,19 @@ def test_rows_have_the_likeliest_of_a_large_head_and_multiply_little_of_it(
     model = large(dtype, instruction_set, num_threads)
     for count, left in zip(FEW, check_rows(model, FEW), strict=True):
         assert 0 < left < count * NUM_PANELS / 50 if count <= most_screened(model) else left == -1
-    assert check_rows(model, [512])[0] < 512 * NUM_PANELS / 50 and check_rows(model, [513]) == [-1]
+
+
+def test_up_to_512_rows_have_a_screen_and_its_memory_is_part_of_the_steps() -> None:
+    model = large()
+    most = most_screened(model)
+    (left,) = check_rows(model, [512])
+    assert 0 < left < 512 * NUM_PANELS / 50 if most else left == -1
+    assert check_rows(model, [513]) == [-1]
+    with_it = [model.step_bytes(600, count) for count in (0, 512, 513)]
+    with pytest.raises(NonFiniteError):
+        model.set_tensor("lm_head.weight", np.full((LARGE, 64), np.nan, np.float32))
+    its_part = [num - model.step_bytes(600, count) for num, count in zip(with_it, (0, 512, 513), strict=True)]
+    assert its_part[0] == 0 and its_part[1] == its_part[2] and its_part[1] >= most * NUM_PANELS * 4
 
 
 @pytest.mark.parametrize("shape", [{"is_tied": True}, {"hidden_size": 54}], ids=str)
@@ -315,7 +327,7 @@ def test_threads_that_come_late_change_no_token(dtype: DType, num_threads: int) 
     model = large(dtype, num_threads=num_threads)
     for lateness in (*range(25), 1000, -1):  # phases; -1: they come when they will
         model._library.millrace_come_late(model._model, lateness)
-        for count, left in zip((3, 33), check_rows(model, (3, 33)), strict=True):
+        for count, left in zip((3, 33, 130), check_rows(model, (3, 33, 130)), strict=True):
             assert 0 < left < count * NUM_PANELS / 50 if most_screened(model) else left == -1
 
 

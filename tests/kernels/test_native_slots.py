@@ -27,7 +27,7 @@ class Slots:
     """Sequences in slots, whose prompts are in the cache."""
 
     def __init__(self, dtype: DType = "float32", block_size: int = 4) -> None:
-        self.run = Run(Checkpoint.random().load(dtype, num_threads=2, worth_a_thread=1), block_size, num_blocks=64)
+        self.run = Run(Checkpoint.random().load(dtype, num_threads=2, worth_a_thread=1), block_size, num_blocks=160)
         self.tables = np.zeros((NUM_SLOTS, 96 // block_size), np.int32)
         self.last_tokens = np.arange(7, 7 + NUM_SLOTS) * 5
         self.num_known = np.zeros(NUM_SLOTS, np.int64)
@@ -84,7 +84,7 @@ def spoil_token(slots: Slots) -> None:
 
 
 def spoil_block(slots: Slots) -> None:
-    slots.tables[4, 2] = 64
+    slots.tables[4, 2] = 160
 
 
 def spoil_position(slots: Slots) -> None:

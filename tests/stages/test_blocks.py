@@ -106,7 +106,7 @@ def test_a_run_whose_blocks_all_came_back_is_whole_again():
 
 def test_random_takes_and_returns_leave_each_block_with_one_owner():
     draw = random.Random(7)
-    pool, tables = BlockPool(num_blocks=430, block_size=16), dict[int, list[int]]()
+    pool, tables = BlockPool(num_blocks=430, block_size=32), dict[int, list[int]]()
     for step in range(2000):
         pool.settle(step)
         if tables and (draw.random() < 0.4 or pool.num_available < 8):

@@ -50,7 +50,7 @@ def test_a_victims_blocks_are_copied_to_the_host_and_come_free_when_that_step_is
 
 
 def test_cached_prefixes_lie_behind_those_before_however_few_come_at_a_time_until_all_places_are_taken():
-    host = HostTier(64, block_size=16)  # eight runs of eight blocks
+    host = HostTier(64, block_size=32)  # eight runs of eight blocks
 
     def adopted(step: int, count: int) -> list[int]:
         host.settle(step - 1, [], 0)

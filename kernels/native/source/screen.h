@@ -7,9 +7,10 @@
 // What is left, some panels for each row, is multiplied by the head itself, for that row: the likeliest tokens are its own,
 // to the bit, and so are equals and rows that are broken.
 //
-// In bf16 steps of 1 / 8 / 16 / 32 / 256 rows take 10 / 7 / 6 / 6 / 6 % less so in SmolLM2-135M's shape and of 1 / 8 / 16 / 32
-// / 128 rows 13 / 9 / 5 / 6 / 7 in Qwen3-0.6B's; without bf16's and bytes' instructions 12 / 4 / 5 / 5 % less in the former with
-// AVX-512, and 15 / 2 / 2 / 3 with AVX2, where 4 rows take 2 % more (two cores of a Zen 4 class EPYC; memory at 33 to 55 GB/s).
+// In bf16 steps of 1 / 8 / 16 / 32 / 512 rows take 10 / 7 / 6 / 6 / 7 % less so in SmolLM2-135M's shape and of 1 / 8 / 16 / 32
+// / 128 rows 13 / 9 / 5 / 6 / 7 in Qwen3-0.6B's; without bf16's and bytes' instructions 12 / 4 / 5 / 5 / 5 % less in the former
+// with AVX-512, and 15 / 2 / 2 / 3 / 2 with AVX2, where 4 rows take 2 % more (two cores of a Zen 4 class EPYC; memory at 31 to
+// 51 GB/s).
 //
 // Knows how wrong a logit can be. Refuses to know how tokens are found among logits.
 
@@ -137,14 +138,15 @@ class Screening {
         num_rows_ = num_rows, num_panels_ = head.num_panels(), num_tokens_ = head.n, size_ = head.k;
         num_marks_ = ceil_div(num_rows, MARKED_ROWS), num_threads_ = num_threads;
         inputs_.resize(num_rows * size_), rows_.resize(num_rows), quads_.resize(num_rows, size_);
-        seen_.resize(num_threads * apart()), largest_.resize(num_rows * num_panels_), marks_.resize(num_panels_ * num_marks_);
+        seen_.resize(num_threads * apart(num_rows)), largest_.resize(num_rows * num_panels_), marks_.resize(num_panels_ * num_marks_);
     }
 
-    // What that takes, or a little more.
+    // What that takes, at most.
     static int64_t num_bytes(const Linear& head, int64_t num_rows, int num_threads) {
-        int64_t of_a_row = head.k * int64_t(sizeof(Input)) + QuadRows::most_bytes(head.k) + num_threads * int64_t(sizeof(Seen));
-        return num_rows * (of_a_row + head.num_panels() * int64_t(sizeof(float))) +
-               ceil_div(num_rows, MARKED_ROWS) * head.num_panels() * int64_t(sizeof(Marks));
+        int64_t of_a_row = head.k * int64_t(sizeof(Input)) + QuadRows::most_bytes(head.k) + int64_t(sizeof(Screened));
+        int64_t of_a_thread = apart(num_rows) * int64_t(sizeof(Seen));
+        int64_t of_a_panel = num_rows * int64_t(sizeof(float)) + ceil_div(num_rows, MARKED_ROWS) * int64_t(sizeof(Marks));
+        return num_rows * of_a_row + num_threads * of_a_thread + head.num_panels() * of_a_panel;
     }
 
     const Input* row(int64_t i) const { return inputs_.data() + i * size_; }  // as the head reads it
@@ -244,10 +246,10 @@ class Screening {
         return std::any_of(marks, marks + num_marks_, [](Marks rows) { return rows != 0; });
     }
 
-    Seen* seen_by(int thread) { return seen_.data() + thread * apart(); }
+    Seen* seen_by(int thread) { return seen_.data() + thread * apart(num_rows_); }
 
     // From what one thread has seen to what the next one has: no two write to the same line.
-    int64_t apart() const { return num_rows_ + 64 / int64_t(sizeof(Seen)); }
+    static int64_t apart(int64_t num_rows) { return num_rows + 64 / int64_t(sizeof(Seen)); }
 
     int64_t num_rows_ = 0, num_panels_ = 0, num_tokens_ = 0, size_ = 0, num_marks_ = 0;
     int num_threads_ = 0;

@@ -35,8 +35,9 @@ from .trials import measure_rates
 log = get_logger("millrace.stages")
 
 # Whose memory is taken before it is used, where the cache is as large as what is free allows. A burst of requests is
-# shorter, and what it takes is made up for after it: 32 at once with up to 384 tokens each begin 42 runs of 256. With
-# 8,192 tokens taken, what such a burst does beside linears and attention took 0.03 s more of 4.7.
+# shorter, most often, and what it takes is made up for after it: 32 at once, with 148 to 332 tokens each, begin 41 runs
+# of 256. With 8,192 taken, a burst of these took 0.03 s more of 4.7 (two cores of a Zen 4 class EPYC, SmolLM2-135M's
+# shape, whose 12,288 tokens are 270 MiB; of Qwen3-0.6B's shape they are 1.3 GiB).
 TOKENS_AHEAD = 12288
 
 # bytes of a number, in int4 with its share of a scale

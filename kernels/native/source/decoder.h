@@ -498,7 +498,8 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
     int64_t scratch = model.shape.cache == INT8 ? sizeof(Scratch<int8_t>) : sizeof(Scratch<Weight>);
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
     int num_threads = model.pool->size();
-    int64_t screened = model.screen.is_made() ? std::min(num_logits, SCREENED_ROWS<Weight>) : 0, screening = 0;
+    int64_t screened = model.screen.is_made() ? std::min(num_logits, SCREENED_ROWS<Weight>) : 0;
+    int64_t screening = 0;
     if (screened > 0) screening = Screening<InputOf<Weight>>::num_bytes(model.head, screened, num_threads);
     return activations + screening + (scratch + room) * num_threads;
 }

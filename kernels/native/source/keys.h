@@ -127,7 +127,7 @@ constexpr bool is_fetched_ahead(int64_t rows) { return rows <= 6; }
 // Where keys and values are fetched to: the second-level cache. What waits for the first one takes a place of the few that it
 // has for lines on their way, and the core reads ahead of its own less: attention took 5 to 17 % more so (8,000 tokens, 8 and
 // 16 sequences; two cores of a Zen 4 class EPYC, memory at 54 GB/s; on the Zen 5 class they were alike). In tile registers
-// nobody has looked.
+// nobody has looked. Of a type that each compiler calls its own name.
 constexpr auto FETCHED_TO = IN_AMX<bf16> ? _MM_HINT_T0 : _MM_HINT_T1;
 
 // Always inline: a compiler may take a call that only fetches for one that does nothing, and leave it out.

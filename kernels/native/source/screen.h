@@ -8,9 +8,9 @@
 // to the bit, and so are equals and rows that are broken.
 //
 // In bf16 steps of 1 / 8 / 16 / 32 / 512 rows take 10 / 7 / 6 / 6 / 7 % less so in SmolLM2-135M's shape and of 1 / 8 / 16 / 32
-// / 128 rows 13 / 9 / 5 / 6 / 7 in Qwen3-0.6B's; without bf16's and bytes' instructions 12 / 4 / 5 / 5 / 5 % less in the former
-// with AVX-512, and 15 / 2 / 2 / 3 / 2 with AVX2, where 4 rows take 2 % more (two cores of a Zen 4 class EPYC; memory at 31 to
-// 51 GB/s).
+// / 128 rows 13 / 9 / 5 / 6 / 7 in Qwen3-0.6B's; without bf16's and bytes' instructions those of 1 / 8 / 16 / 32 / 512 rows 12 /
+// 4 / 5 / 5 / 5 % less in the former with AVX-512, and 15 / 2 / 2 / 3 / 2 with AVX2, where 4 rows take 2 % more (two cores of a
+// Zen 4 class EPYC; memory at 31 to 59 GB/s).
 //
 // Knows how wrong a logit can be. Refuses to know how tokens are found among logits.
 

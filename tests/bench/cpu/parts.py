@@ -29,7 +29,7 @@ BATCHES = (1, 8, 16, 32)
 CONTEXT = 256  # tokens, when the measured steps begin
 NUM_STEPS = 32
 NUM_ROUNDS = 3
-SETTLE_S = 2.0  # before the bandwidth is read: an idle engine takes memory for its cache, and is done by then
+SETTLE_S = 3.0  # before the bandwidth is read: an idle engine takes memory for its cache, and is done by then
 
 
 async def measure(model: str, threads: int | None, batches: tuple[int, ...] = BATCHES) -> list[dict[str, float]]:

@@ -46,7 +46,7 @@ class EngineConfig:
     # the batch
     max_num_seqs: int = 256  # sequences that run at once
     max_num_batched_tokens: int | None = None  # of one step, at most; None: 2048, by the native library 512
-    itl_target_ms: float | None = None  # that steps beside answers may take; None: 0, by the native library 50; 0: any
+    itl_target_ms: float | None = None  # that steps beside answers may take; None: natively as measured, else 0; 0: any
     enable_chunked_prefill: bool = True  # False: a prompt runs in one step, whole
     scheduler: str = "priority"  # or "fifo", or package.module:Class, a subclass of millrace.stages.policy.Policy
     priority_ageing_s: float | None = None  # waiting so long is worth one priority; None: however long, it stays behind

@@ -30,7 +30,8 @@ from .native_stepping import NativeChoosing, NativeRunner
 from .phases import Phases
 from .pooler import Pooler
 from .sizing import free_host_bytes, num_host_blocks
-from .trials import measure_rates
+from .step_size import target_ms_for
+from .trials import measure_rates, measure_token_s
 
 log = get_logger("millrace.stages")
 
@@ -103,6 +104,11 @@ def load_natively(
         )
     with phases("rates"):
         rates = measure_rates(runner, config, memory.max_model_len, host_blocks, phases.clock) if host_blocks else None
+        target_ms = config.itl_target_ms
+        if target_ms is None:
+            token_s = rates.compute_s if rates else measure_token_s(runner, config, memory.max_model_len, phases.clock)
+            target_ms = target_ms_for(token_s)
+            log.info("itl_target.chosen", ms=round(target_ms, 1), us_a_prompt_token=round(1e6 * token_s, 1))
     return Computing(
         runner=runner,
         backend="native",
@@ -114,7 +120,7 @@ def load_natively(
         memory=memory,
         num_host_blocks=host_blocks,
         max_num_batched_tokens=config.num_step_tokens,
-        itl_target_ms=config.itl_target_ms or 0.0,
+        itl_target_ms=target_ms,
         rates=rates,
         choosing=partial(NativeChoosing, model=model, runner=runner if config.async_scheduling else None),
         call_before_computing=model.call_before_steps,

@@ -15,25 +15,34 @@ from math import sqrt
 from .config import EngineConfig
 from .step_costs import Costs, StepContents, StepCosts
 
-TARGET_MS = 50.0  # on a CPU: what it computes in that time, 190 tokens of a model of 135M parameters, keeps it busy
+TARGET_TOKENS = 160  # of a prompt: what a CPU computes of one in the target's time keeps it busy
+TARGETS_MS = (50.0, 100.0)  # the least and the most of what that may come to: nobody reads ten tokens a second
 NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # of a step, at most
 FIRST_TOKENS = 64  # of prompts, while nothing is known
 LEAST_TOKENS = 16  # of prompts, in any step that has room for one: they make progress whatever the target
 MOST_SHARE = 2.0  # of the time of decoding rows that miss the target; 2, as rows that take half of it leave 1
+LONG_S = 0.05  # a longer target counts as this one there: it is to leave prompts no less than a shorter one
 PATIENCE_S = 0.5  # that prompts may be to compute, all of them, before the target is stretched, in proportion
 MOST_STRETCH = 3.0  # times the target
 MOST_LOOKED_AT = 100  # prompts, of those that wait
 
 
 def settle_step_size(config: EngineConfig, *, is_native: bool) -> EngineConfig:
-    """With the step size that the configuration leaves open. A prompt that runs whole is not cut for a target."""
-    is_chunked = config.enable_chunked_prefill
+    """With the step size that the configuration leaves open. A prompt that runs whole is not cut for a target; where
+    the native library computes it in parts, a target that nobody has set stays open: see `target_ms_for`."""
+    is_cut = is_native and config.enable_chunked_prefill
     most, target_ms = config.max_num_batched_tokens, config.itl_target_ms
     if most is None:
-        most = max(NATIVE_TOKENS if is_native and is_chunked else OTHER_TOKENS, config.max_num_seqs)
-    if target_ms is None:
-        target_ms = TARGET_MS if is_native and is_chunked else 0.0
+        most = max(NATIVE_TOKENS if is_cut else OTHER_TOKENS, config.max_num_seqs)
+    if target_ms is None and not is_cut:
+        target_ms = 0.0
     return replace(config, max_num_batched_tokens=most, itl_target_ms=target_ms)
+
+
+def target_ms_for(token_s: float) -> float:
+    """The target of an engine that takes so long for a token of a prompt: what `TARGET_TOKENS` take, within bounds."""
+    least_ms, most_ms = TARGETS_MS
+    return min(max(least_ms, 1e3 * TARGET_TOKENS * token_s), most_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +61,10 @@ class Wish:
 class StepSize:
     """Chooses a step's tokens by a target for its time, which it learns to foresee.
 
-    Prompts never starve: where decoding rows alone take half of the target, prompts get as much time as these, and up
-    to `MOST_SHARE` times that the nearer the rows come to missing the target by themselves; and at least
-    `LEAST_TOKENS`. When it would take longer than `PATIENCE_S` to compute all that is known of, a step may take as many
-    times its target, up to `MOST_STRETCH`.
+    Prompts never starve: where decoding rows alone take half of the target (of `LONG_S`, where that is less), prompts
+    get as much time as these, and up to `MOST_SHARE` times that the nearer the rows come to missing it by themselves;
+    and at least `LEAST_TOKENS`. When it would take longer than `PATIENCE_S` to compute all that is known of, a step may
+    take as many times its target, up to `MOST_STRETCH`.
     """
 
     def __init__(self, target_s: float, most: int) -> None:
@@ -82,7 +91,8 @@ class StepSize:
         decoding_s = costs.decoding_s(num_decode, num_context)
         target_s = self.target_s / slowness
         left_s = target_s * stretch(costs, chain(wishes, in_line)) - decoding_s
-        share = MOST_SHARE * min(1.0, decoding_s / target_s)  # at half of the target 1: as much as is left of it
+        long_s = min(self.target_s, LONG_S) / slowness
+        share = MOST_SHARE * min(1.0, decoding_s / long_s)  # at half of that 1: as much as would be left of it
         left_s = max(left_s, share * decoding_s)
         return tokens_within(left_s, costs, wishes, self.most)
 

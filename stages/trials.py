@@ -21,21 +21,33 @@ def measure_rates(
     runner: ModelRunner, config: EngineConfig, max_model_len: int, num_host_blocks: int, clock: Callable[[], float]
 ) -> Rates:
     """How long a block takes to the host, and a token of a prompt to compute; each the better of two runs."""
-    num_tokens = min(RATE_TOKENS, max_model_len - 1, config.num_step_tokens)
-    prompt = prompts_grant([num_tokens], config.block_size)
+    token_s = measure_token_s(runner, config, max_model_len, clock)
+    prompt = _rate_grant(config, max_model_len)
     num_copied = min(len(prompt.table_blocks), num_host_blocks)
     blocks = np.arange(num_copied, dtype=np.int32)
     copies = tuple(BlockCopy(direction, blocks, blocks) for direction in (Direction.OUT, Direction.IN))
     nothing = replace(prompts_grant([], config.block_size), copies=copies)
-    compute_s, copy_s = (min(_seconds(runner, grant, clock) for _ in range(2)) for grant in (prompt, nothing))
-    return Rates(copy_s / (2 * num_copied), compute_s / num_tokens)
+    return Rates(_best_of_two_s(runner, nothing, clock) / (2 * num_copied), token_s)
 
 
-def _seconds(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
-    began = clock()
-    runner.forward(grant)
-    runner.wait()
-    return clock() - began
+def measure_token_s(runner: ModelRunner, config: EngineConfig, max_model_len: int, clock: Callable[[], float]) -> float:
+    """How long a token of a prompt takes to compute; the better of two runs."""
+    prompt = _rate_grant(config, max_model_len)
+    return _best_of_two_s(runner, prompt, clock) / int(prompt.num_tokens[0])
+
+
+def _rate_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
+    return prompts_grant([min(RATE_TOKENS, max_model_len - 1, config.num_step_tokens)], config.block_size)
+
+
+def _best_of_two_s(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
+    taken_s = []
+    for _ in range(2):
+        began = clock()
+        runner.forward(grant)
+        runner.wait()
+        taken_s.append(clock() - began)
+    return min(taken_s)
 
 
 def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from millrace.stages import Engine, EngineConfig, SamplingParams, native_loading
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading import has_cuda_driver
 from millrace.stages.native_loading import TOKENS_AHEAD
+from millrace.stages.outputs import ModelInfo
+from millrace.stages.step_size import TARGET_TOKENS
 from tests.deploy.running import RunningServer
 from tests.kernels.test_native_taken import HAS_CALL
 
@@ -132,6 +135,26 @@ def test_what_the_library_does_not_do_goes_to_torch_or_is_refused_by_name(monkey
     monkeypatch.setenv("MILLRACE_INSTRUCTION_SET", "none of them")
     with pytest.raises(ConfigError, match="attention_backend = native: instruction set none of them"):
         LLM(attention_backend="native", **small)
+
+
+@needs_native
+@pytest.mark.parametrize("swap_space", [None, 0.0])
+def test_a_target_that_nobody_set_follows_from_what_a_token_of_a_prompt_was_measured_to_take(
+    swap_space: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.stages.step_size.TARGETS_MS", (0.0, float("inf")))
+
+    async def main() -> tuple[ModelInfo, ModelInfo]:
+        small = EngineConfig(device="cpu", num_gpu_blocks=128, swap_space=swap_space)
+        async with Engine(small) as measured, Engine(replace(small, itl_target_ms=7.0)) as told:
+            return measured.info, told.info
+
+    measured, told = asyncio.run(main())
+    assert told.itl_target_ms == 7.0
+    assert (measured.rates is None) == (swap_space == 0.0)
+    assert measured.itl_target_ms > 0.0
+    if measured.rates is not None:
+        assert measured.itl_target_ms == pytest.approx(1e3 * TARGET_TOKENS * measured.rates.compute_s)
 
 
 @needs_native

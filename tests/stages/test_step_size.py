@@ -27,11 +27,13 @@ from millrace.stages.step_size import (
     MOST_SHARE,
     MOST_STRETCH,
     PATIENCE_S,
-    TARGET_MS,
+    TARGET_TOKENS,
+    TARGETS_MS,
     StepSize,
     Wish,
     settle_step_size,
     stretch,
+    target_ms_for,
     tokens_within,
 )
 from tests.stages import recordings
@@ -161,6 +163,18 @@ def test_prompts_share_of_a_step_grows_as_answers_alone_come_to_miss_the_target(
     assert shares == pytest.approx([3.0, 1.0, 1.5, 2.0, 2.0], rel=0.1)  # the first: what is left of the target
 
 
+def test_a_longer_target_never_leaves_prompts_less_whatever_answers_alone_take():
+    slow = replace(MODEL, decode_row_s=3e-3)
+    for num_decode in (1, 4, 8, 16, 32):
+        chosen = []
+        for target_ms in (10.0, 30.0, 50.0, 75.0, 100.0, 200.0):
+            size = StepSize(target_ms / 1e3, 100_000)
+            for contents, _ in steps(Random(8), 100):
+                size.note(contents, slow.seconds(contents))
+            chosen.append(size.choose(num_decode, num_decode * 200, [Wish(100, 0)]) - num_decode)
+        assert chosen[2:] == sorted(chosen[2:]), f"{num_decode} rows leave {chosen}"
+
+
 def test_the_target_is_stretched_by_how_long_the_prompts_that_wait_take_beyond_half_a_second():
     costs = Costs(prefill_token_s=1e-3, prefill_pair_s=1e-6)
     assert stretch(costs, []) == stretch(costs, [Wish(300, 0)]) == 1  # 0.345 s
@@ -186,13 +200,19 @@ def test_prompts_in_line_make_room_for_more_of_the_first():
 
 def test_what_is_left_open_depends_on_what_computes():
     native, torch = (settle_step_size(EngineConfig(), is_native=is_native) for is_native in (True, False))
-    assert (native.num_step_tokens, native.itl_target_ms) == (512, TARGET_MS)
+    assert (native.num_step_tokens, native.itl_target_ms) == (512, None)  # until the CPU is measured
     assert (torch.num_step_tokens, torch.itl_target_ms) == (2048, 0.0)
     whole = settle_step_size(EngineConfig(enable_chunked_prefill=False), is_native=True)
     assert (whole.num_step_tokens, whole.itl_target_ms) == (2048, 0.0)
     assert settle_step_size(EngineConfig(max_num_seqs=1000), is_native=True).num_step_tokens == 1000
     said = EngineConfig(max_num_batched_tokens=300, itl_target_ms=0.0)
     assert settle_step_size(said, is_native=True) == said
+
+
+def test_a_target_that_nobody_set_is_what_a_part_of_a_prompt_takes_that_keeps_a_cpu_busy_within_bounds():
+    least_ms, most_ms = TARGETS_MS
+    assert target_ms_for(0.075 / TARGET_TOKENS) == pytest.approx(75.0)
+    assert target_ms_for(0.001 / TARGET_TOKENS) == least_ms and target_ms_for(1.0) == most_ms
 
 
 def test_who_reads_whole_answers_has_no_target_unless_one_is_set():

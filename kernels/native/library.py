@@ -139,6 +139,10 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_screen_bytes.restype = c_int64
     library.millrace_is_shared_by_rows.argtypes = [model]
     library.millrace_is_shared_by_rows.restype = c_int32
+    library.millrace_is_apart.argtypes = [model]
+    library.millrace_is_apart.restype = c_int32
+    library.millrace_assume_apart.argtypes = [model, c_int32]
+    library.millrace_assume_apart.restype = None
     library.millrace_is_passing.argtypes = [model]
     library.millrace_is_passing.restype = c_int32
     library.millrace_wants_screen.argtypes = [model]

@@ -160,6 +160,11 @@ class NativeModel:
         return bool(self._library.millrace_is_shared_by_rows(self._model))
 
     @property
+    def is_apart(self) -> bool:
+        """Whether each of two threads took half of the last step's rows through all layers, alone."""
+        return bool(self._library.millrace_is_apart(self._model))
+
+    @property
     def is_passing(self) -> bool:
         """Whether the last step's rows were so few, in its layers or its head, that weights passed by the caches."""
         return bool(self._library.millrace_is_passing(self._model))
@@ -173,6 +178,11 @@ class NativeModel:
         """From now on the cache behind the cores' own is taken to keep so many bytes; below 0: that is measured, as at
         first. What a step computes does not depend on it."""
         self._library.millrace_assume_kept(self._model, num_bytes)
+
+    def assume_apart(self, is_apart: bool | None) -> None:
+        """From now on the rows of steps that can be taken apart are, or are not; None: it is measured which is faster,
+        as at first. What a step computes does not depend on it."""
+        self._library.millrace_assume_apart(self._model, -1 if is_apart is None else int(is_apart))
 
     def matrix(self, name: str, num_rows: int, num_columns: int) -> Floats:
         """What is computed with in place of a checkpoint's matrix, [rows, columns]: its numbers as they are kept."""

@@ -78,12 +78,14 @@ class Checkpoint:
 
     def load(self, dtype: DType = "float32", **settings: Any) -> NativeModel:
         """Into the library. All threads share each phase of a step but its first, however busy the machine is, and the
-        cache is taken to keep what makes steps fetch a layer ahead and two threads share rows, whatever it does."""
+        cache is taken to keep what makes steps fetch a layer ahead and two threads share rows, whatever it does. No
+        step's rows are taken apart."""
         model = NativeModel(self.shape, dtype, self.cos, self.sin, **settings)
         for name, tensor in self.tensors.items():
             model.set_tensor(name, tensor)
         model._library.millrace_come_late(model._model, 0)
         model.assume_kept(16 << 20)
+        model.assume_apart(False)
         return model
 
     def kept_by(self, model: NativeModel) -> Checkpoint:

@@ -80,7 +80,7 @@ class ProductInTiles {
   public:
     ProductInTiles(const Model& model, const Linear& linear, const TiledRows<bf16>& x, const Out& out, Party::Seat seat)
         : linear_(linear), x_(x), out_(out), seat_(seat), blocks_(linear), after_(place_after(linear, seat)) {
-        char* room = model.room_of(seat.rank);
+        char* room = model.room_of(seat.place);
         sums_ = reinterpret_cast<float*>(room);
         made_ = reinterpret_cast<bf16*>(room + RoomInTiles(linear, x.num_rows).sums_bytes);
     }

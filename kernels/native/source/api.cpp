@@ -131,6 +131,15 @@ EXPORT int64_t millrace_panels_left(const Model* model) { return model->screen.n
 // Whether two threads shared products by rows in the last step.
 EXPORT int32_t millrace_is_shared_by_rows(const Model* model) { return model->is_shared_by_rows; }
 
+// Whether the last step's rows were taken apart.
+EXPORT int32_t millrace_is_apart(const Model* model) { return model->is_apart; }
+
+// For tests: see Apart.
+EXPORT void millrace_assume_apart(Model* model, int32_t is_apart) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->apart.assume(is_apart);
+}
+
 // Whether few rows' weights passed by the caches in the last step.
 EXPORT int32_t millrace_is_passing(const Model* model) { return model->is_passing; }
 

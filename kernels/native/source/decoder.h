@@ -1,8 +1,10 @@
-// The step itself, for one dtype and one type of the cache's numbers: phases that threads go through together.
+// The step itself, for one dtype and one type of the cache's numbers: phases that threads go
+// through together, or each with half of the rows alone.
 
 #pragma once
 
 #include <array>
+#include <atomic>
 
 #include "batch.h"
 #include "likeliest.h"
@@ -28,7 +30,6 @@ int64_t most_room_bytes(const Model& model, int64_t num_rows) {
     return round_up(most, 64);
 }
 
-// Before threads compute: here a lack of memory can be told.
 template <class Weight>
 void reserve_room(Model* model, int64_t num_rows, int num_threads) {
     model->room_apart = most_room_bytes<Weight>(*model, num_rows);
@@ -37,17 +38,30 @@ void reserve_room(Model* model, int64_t num_rows, int num_threads) {
 
 constexpr int64_t ROWS = 16;  // a piece of the work between products
 
+// Rows of a step that may be taken apart, at least: each half is more than a tile. A half of one waits for memory, and fetches
+// no keys a layer ahead: 14 to 24 rows took 3 to 30 % more apart, wherever the cores were.
+constexpr int64_t APART_ROWS = 2 * (GEMM_ROWS + 1);
+
+// Who goes through a step: `num_threads` together; or one of `num_beside` alone, at its `place` among them.
+struct Crew {
+    int num_threads, place = 0, num_beside = num_threads;
+
+    bool is_alone() const { return num_threads < num_beside; }
+};
+
 template <class Weight, class Cached>
 class Step {
     using Input = InputOf<Weight>;
     using Seat = Party::Seat;
 
   public:
-    Step(Model& model, const StepInputs& inputs, int num_threads)
-        : model_(model), shape_(model.shape), num_threads_(num_threads),
+    // `memory`: of its activations. What else threads need is there: see `reserve`.
+    Step(Model& model, const StepInputs& inputs, Crew crew, char* memory, bool is_screened)
+        : model_(model), shape_(model.shape), crew_(crew),
           layout_{inputs.blocks_apart, inputs.block_size, shape_.num_kv_heads, shape_.head_dim}, asked_rows_(inputs),
-          all_(model, reserve(model, inputs, num_threads), inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)),
+          all_(model, memory, inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)), is_screened_(is_screened),
           since_ns_(now_ns()) {
+        int num_threads = crew.num_threads;
         for (const Layer& layer : model.layers)
             (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads, ROWS_TOGETHER<Cached>);
         int64_t num_floats = 0;
@@ -63,15 +77,19 @@ class Step {
             looks_ahead = model.is_shared_by_rows = model.is_passing = false;
         if (looks_ahead) upcoming_.resize(num_threads);
         if (inputs.likeliest) found_.resize(num_threads * found_apart());
-        bool is_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS<Weight>;
-        is_screened_ = inputs.likeliest && is_few && model.screen.is_made();
-        model.screen.num_left = -1;
-        if (is_screened_ && model.screen.num_steps_off > 0) model.screen.num_steps_off--, is_screened_ = false;
         if (is_screened_) screening_.resize(model.head, inputs.num_logits, num_threads);
     }
 
+    // Memory of a step of so many threads: for its activations, and what each thread has. Here a lack of it can be told.
+    static char* reserve(Model& model, int64_t num_tokens, int64_t num_logits, int num_threads, int64_t activation_bytes) {
+        ensure(&model.activations, activation_bytes);
+        ensure(&model.scratch, int64_t(sizeof(Scratch<Cached>)) * num_threads);
+        reserve_room<Weight>(&model, std::max(num_tokens, num_logits), num_threads);
+        return model.activations.as<char>();
+    }
+
     void run(int thread) {
-        Phases phases(model_.pool.get(), thread);
+        Phases phases = crew_.is_alone() ? Phases(crew_.place) : Phases(model_.pool.get(), thread);
         pass(phases, REST, [&](Seat) {  // of the caller alone, while the others come
             each_plan([&](const Batch<Input>& batch, Plan& plan) { list_reads(batch, &plan); });
         });
@@ -85,26 +103,21 @@ class Step {
         if (asked_rows_.is_cut) pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
         end_layer(last, last_batch(), phases);
         finish(last_batch(), phases);
-        if (thread > 0) return;
+    }
+
+    // Once all have gone through it: what was found, and what becomes known of the model.
+    void tell() {
         if (all_.inputs.likeliest) tell_likeliest();
-        model_.num_bytes_beside = 0;
         for (const Upcoming& upcoming : upcoming_) model_.num_bytes_beside += upcoming.num_bytes();
     }
 
     // Adds the times of its parts, and 1 for itself.
-    void tell(int64_t* part_ns) const {
+    void tell_times(int64_t* part_ns) const {
         for (int part = 0; part < NUM_PARTS; part++) part_ns[part] += spent_ns_[part];
         part_ns[NUM_PARTS]++;
     }
 
   private:
-    static char* reserve(Model& model, const StepInputs& inputs, int num_threads) {
-        ensure(&model.activations, step_activation_bytes<Input>(model, inputs.num_tokens, inputs.num_logits));
-        ensure(&model.scratch, int64_t(sizeof(Scratch<Cached>)) * num_threads);
-        reserve_room<Weight>(&model, std::max(inputs.num_tokens, inputs.num_logits), num_threads);
-        return model.activations.as<char>();
-    }
-
     // Who goes through what comes after the last layer's keys and values.
     Batch<Input>& last_batch() { return asked_rows_.is_cut ? asked_ : all_; }
 
@@ -163,7 +176,7 @@ class Step {
             return pass_product(phases, linear, normed, out);
         }
         pass(phases, LINEARS, [&](Seat seat) {
-            TiledRows<Input> own{reinterpret_cast<Input*>(model_.room_of(seat.rank)), normed.num_rows, normed.size};
+            TiledRows<Input> own{reinterpret_cast<Input*>(model_.room_of(seat.place)), normed.num_rows, normed.size};
             norm_to(own, 0, own.num_rows, residual_of(batch), norm_weight.data(), shape_.rms_norm_eps);
             multiply<Weight>(model_, linear, own, out, seat);
         });
@@ -207,7 +220,7 @@ class Step {
         for (const Linear* linear : {&before.output, &before.gate_up, &before.down, &layer.qkv})
             num_pairs += num_pairs_beside<Weight>(*linear, all_.at.normed) / seat.count;
         int64_t tile_bytes = TILE * layout_.padded_dim() * int64_t(sizeof(Cached));
-        int64_t most_bytes = model_.kept.num_bytes() / 2 / seat.count;  // the other half is for what is read meanwhile
+        int64_t most_bytes = model_.kept.num_bytes() / 2 / crew_.num_beside;  // the other half is for what is read meanwhile
         const int64_t* reads = plan.reads.data();
         upcoming_[seat.rank].begin(cache_of(index), reads + plan.first_read[first], reads + plan.first_read[end], tile_bytes,
                                    most_bytes, num_pairs);
@@ -290,18 +303,18 @@ class Step {
     void attend(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
         TilesInUse tiles;
         seat.each_piece(plan.num_parts(), 1, [&](int64_t part, int64_t, int64_t) {
-            attend_part(batch, plan, cache, part, seat.rank, tiles);
+            attend_part(batch, plan, cache, part, seat.place, tiles);
         });
     }
 
-    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int64_t part, int rank,
+    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int64_t part, int place,
                      TilesInUse& tiles) {
         Reads<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
-        Scratch<Cached>* scratch = scratch_of(rank);
+        Scratch<Cached>* scratch = scratch_of(place);
         for (int64_t i = plan.first_chunk[part]; i < plan.first_chunk[part + 1]; i++) {
             const Item& item = plan.items[plan.chunks[i].first];
             int64_t chunk = plan.chunks[i].second;
-            ItemAttention<Cached> attention = look(batch, plan, item, cache, rank);
+            ItemAttention<Cached> attention = look(batch, plan, item, cache, place);
             if constexpr (IN_AMX<Cached>) tiles.shape(attention_shapes(item.num_rows));
             if (plan.is_split || chunk == item.first_chunk())
                 attention.take_queries(batch.at.qkv, batch.at.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
@@ -320,7 +333,7 @@ class Step {
     void put_chunks_together(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
         each_row(seat, int64_t(plan.items.size()), [&](int64_t i) {
             const Item& item = plan.items[i];
-            ItemAttention<Cached> attention = look(batch, plan, item, cache, seat.rank);
+            ItemAttention<Cached> attention = look(batch, plan, item, cache, seat.place);
             for (int64_t chunk = item.first_chunk(); chunk < item.last_chunk(); chunk++) {
                 const float* partial = partial_of(plan, item, chunk);
                 attention.put_together(partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS,
@@ -350,12 +363,12 @@ class Step {
 
     // An item before it has its queries.
     ItemAttention<Cached> look(const Batch<Input>& batch, const Plan& plan, const Item& item, const Cached* cache,
-                               int rank) {
+                               int place) {
         int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        return {layout_, batch.sequences(), item, cache, group, plan.window, scratch_of(rank)};
+        return {layout_, batch.sequences(), item, cache, group, plan.window, scratch_of(place)};
     }
 
-    Scratch<Cached>* scratch_of(int rank) const { return model_.scratch.as<Scratch<Cached>>() + rank; }
+    Scratch<Cached>* scratch_of(int place) const { return model_.scratch.as<Scratch<Cached>>() + place; }
 
     // Hidden states, and logits or the likeliest of them, to whoever asked for these.
     void finish(const Batch<Input>& batch, Phases& phases) {
@@ -423,7 +436,7 @@ class Step {
         const StepInputs& inputs = all_.inputs;
         for (int64_t row = 0; row < inputs.num_logits; row++) {
             Likeliest most = found_[row];
-            for (int thread = 1; thread < num_threads_; thread++) {
+            for (int thread = 1; thread < crew_.num_threads; thread++) {
                 const Likeliest& other = found_[thread * found_apart() + row];
                 if (most.is_behind(other.logit, other.id)) most = other;
             }
@@ -432,7 +445,7 @@ class Step {
         }
         if (!is_screened_) return;
         Screen& screen = model_.screen;
-        screen.num_left = screening_.num_left();
+        screen.num_left = std::max<int64_t>(0, screen.num_left) + screening_.num_left();
         if (screening_.tells_little()) screen.num_steps_off = STEPS_OFF;
     }
 
@@ -441,28 +454,117 @@ class Step {
 
     Model& model_;
     const Shape& shape_;
-    int num_threads_;
+    Crew crew_;
     CacheLayout<Cached> layout_;
     AskedRows asked_rows_;
     Batch<Input> all_, asked_;
     std::vector<Upcoming> upcoming_;  // of each thread, where anything is fetched a layer ahead
     std::vector<Likeliest> found_;    // of each thread, where that is asked for
-    bool is_screened_ = false;        // by what follows
+    bool is_screened_;                // by what follows
     Screening<Input> screening_;
     int64_t since_ns_;  // end of the last phase, if somebody wants to know
     std::array<int64_t, NUM_PARTS> spent_ns_{};
 };
 
+// Whether a screen is asked for the step's likeliest tokens: not for some steps after one that it told little. Counts these.
+template <class Weight>
+bool ask_screen(Screen* screen, const StepInputs& inputs) {
+    bool are_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS<Weight>;
+    if (!inputs.likeliest || !are_few || !screen->is_made()) return false;
+    if (screen->num_steps_off == 0) return true;
+    screen->num_steps_off--;
+    return false;
+}
+
+// Whether the rows of a step can be taken apart: those of sequences that decode, in vectors, by two threads. None reads a key
+// that another one's token has, as each is of a sequence of its own.
+template <class Weight>
+bool can_be_apart(const StepInputs& inputs, int num_threads) {
+    bool do_decode = inputs.num_tokens == inputs.num_sequences && inputs.num_tokens == inputs.num_logits;
+    if (IN_AMX<InputOf<Weight>> || num_threads != 2 || !do_decode || inputs.hidden) return false;
+    if (inputs.num_tokens < APART_ROWS || inputs.query_starts[inputs.num_tokens] != inputs.num_tokens) return false;
+    for (int64_t i = 0; i < inputs.num_tokens; i++)
+        if (inputs.query_starts[i] != i || inputs.logits_rows[i] != i) return false;
+    return true;
+}
+
+// Those from sequence `first` on, of a step whose rows can be taken apart.
+inline StepInputs part_of(const StepInputs& inputs, int64_t first, int64_t num, int64_t vocab_size) {
+    StepInputs part = inputs;  // rows begin with 0 again, in `query_starts` and `logits_rows`, too
+    part.num_tokens = part.num_sequences = part.num_logits = num;
+    part.input_ids += first, part.positions += first, part.slot_mapping += first, part.lengths += first;
+    part.block_tables += first * inputs.table_width;
+    if (inputs.logits) part.logits += first * vocab_size;
+    if (inputs.likeliest) part.likeliest += first, part.is_broken += first;
+    return part;
+}
+
+// Bytes of activations of each half of so many rows. They begin on lines of their own.
+template <class Weight>
+int64_t half_bytes(const Model& model, int64_t num_rows) {
+    int64_t most = ceil_div(num_rows, 2);
+    return round_up(step_activation_bytes<InputOf<Weight>>(model, most, most), 128);
+}
+
+// Returns how long that took, ns; so do the next two.
+inline int64_t run_by(Model& model, int num_threads, const std::function<void(int)>& job) {
+    int64_t began_ns = now_ns();
+    model.pool->run(num_threads, job);
+    return now_ns() - began_ns;
+}
+
+template <class Weight, class Cached>
+int64_t run_apart(Model& model, const StepInputs& inputs, bool is_screened) {
+    using Half = Step<Weight, Cached>;
+    int64_t num = inputs.num_tokens, bytes = half_bytes<Weight>(model, num);
+    char* memory = Half::reserve(model, num, num, 2, 2 * bytes);
+    auto half = [&](int place, int64_t first, int64_t last) {
+        StepInputs part = part_of(inputs, first, last - first, model.shape.vocab_size);
+        return Half(model, part, {1, place, 2}, memory + place * bytes, is_screened);
+    };
+    std::array<Half, 2> halves{half(0, 0, num / 2), half(1, num / 2, num)};
+    std::array<std::atomic<bool>, 2> are_taken{};
+    auto take = [&](int place) {
+        if (!are_taken[place].exchange(true)) halves[place].run(0);
+    };
+    int64_t took_ns = run_by(model, 2, [&](int thread) {
+        take(thread);
+        take(1 - thread);  // where the other has not come: it may wait for its core
+    });
+    for (Half& each : halves) each.tell();
+    if (model.part_ns) halves[0].tell_times(model.part_ns);  // as good as the other's
+    return took_ns;
+}
+
+template <class Weight, class Cached>
+int64_t run_together(Model& model, const StepInputs& inputs, int num_threads, bool is_screened) {
+    using Whole = Step<Weight, Cached>;
+    int64_t bytes = step_activation_bytes<InputOf<Weight>>(model, inputs.num_tokens, inputs.num_logits);
+    char* memory = Whole::reserve(model, inputs.num_tokens, inputs.num_logits, num_threads, bytes);
+    Whole step(model, inputs, {num_threads}, memory, is_screened);
+    int64_t took_ns = run_by(model, num_threads, [&](int thread) { step.run(thread); });
+    step.tell();
+    if (model.part_ns) step.tell_times(model.part_ns);
+    return took_ns;
+}
+
+template <class Weight, class Cached>
+void run_cached(Model& model, const StepInputs& inputs, int num_threads) {
+    bool is_screened = ask_screen<Weight>(&model.screen, inputs), can_be = can_be_apart<Weight>(inputs, num_threads);
+    Apart::Kind kind{inputs.num_tokens, is_screened ? 2 : inputs.likeliest ? 1 : 0};
+    model.screen.num_left = -1, model.num_bytes_beside = 0;
+    model.is_apart = can_be && model.apart.is_next(kind);
+    int64_t took_ns = model.is_apart ? run_apart<Weight, Cached>(model, inputs, is_screened)
+                                     : run_together<Weight, Cached>(model, inputs, num_threads, is_screened);
+    can_be ? model.apart.note(kind, model.is_apart, took_ns) : model.apart.pass();
+}
+
 template <class Weight>
 void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
-    auto run = [&](auto step) {
-        model.pool->run(num_threads, [&](int thread) { step.run(thread); });
-        if (model.part_ns) step.tell(model.part_ns);
-    };
     if (model.shape.cache == INT8)
-        run(Step<Weight, int8_t>(model, inputs, num_threads));
+        run_cached<Weight, int8_t>(model, inputs, num_threads);
     else
-        run(Step<Weight, Weight>(model, inputs, num_threads));
+        run_cached<Weight, Weight>(model, inputs, num_threads);
 }
 
 template <class Weight>
@@ -497,10 +599,15 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
     int64_t room = most_room_bytes<Weight>(model, std::max(num_tokens, num_logits));
     int64_t scratch = model.shape.cache == INT8 ? sizeof(Scratch<int8_t>) : sizeof(Scratch<Weight>);
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
+    int64_t halved = IN_AMX<InputOf<Weight>> ? 0 : std::min(num_tokens, num_logits);  // rows that may be taken apart
+    activations = std::max(activations, 2 * half_bytes<Weight>(model, halved));
     int num_threads = model.pool->size();
     int64_t screened = model.screen.is_made() ? std::min(num_logits, SCREENED_ROWS<Weight>) : 0;
     int64_t screening = 0;
     if (screened > 0) screening = Screening<InputOf<Weight>>::num_bytes(model.head, screened, num_threads);
+    int64_t half = ceil_div(std::min(halved, SCREENED_ROWS<Weight>), 2);
+    if (screened > 0 && half > 0)
+        screening = std::max(screening, 2 * Screening<InputOf<Weight>>::num_bytes(model.head, half, 1));
     return activations + screening + (scratch + room) * num_threads;
 }
 

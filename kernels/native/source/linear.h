@@ -314,7 +314,7 @@ class ProductInVectors {
 
     // The `index`-th of those that this thread holds.
     Input* wide_panel(int64_t index) const {
-        return reinterpret_cast<Input*>(model_.room_of(seat_.rank)) + index * linear_.k * PANEL;
+        return reinterpret_cast<Input*>(model_.room_of(seat_.place)) + index * linear_.k * PANEL;
     }
 
     struct Range {

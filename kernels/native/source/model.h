@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "apart.h"
 #include "kept.h"
 #include "line.h"
 #include "threads.h"
@@ -188,6 +189,8 @@ struct Model {
     Kept kept;                     // by the cache behind the cores' own
     bool is_shared_by_rows = false;  // products of many rows, where they can be: in the last step, as its first one said
     bool is_passing = false;         // weights by few rows, so that the caches keep what else is read: in the last step
+    Apart apart;                     // whether steps' rows are taken so
+    bool is_apart = false;           // the last step's were
     int64_t num_bytes_beside = 0;  // of keys and values that the last step fetched beside products
     DecodeInputs decode_inputs;  // for who decodes, one at a time
     int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks
@@ -198,7 +201,7 @@ struct Model {
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
     int64_t attended_size() const { return shape.num_heads * shape.head_dim; }
     int64_t weights_bytes() const;
-    char* room_of(int rank) const { return room.as<char>() + rank * room_apart; }
+    char* room_of(int place) const { return room.as<char>() + place * room_apart; }
 };
 
 // Grows memory that holds nothing of worth.

@@ -66,7 +66,8 @@ bool Party::join(int thread, Seat* seat) {
     while (!is_due(thread, state_.load(std::memory_order_acquire).phase)) std::this_thread::yield();
     while (!try_to_join()) std::this_thread::yield();
     State now = state_.load(std::memory_order_acquire);  // stays so until this thread has done its part, or all is over
-    *seat = {num_ranks_.fetch_add(1, std::memory_order_relaxed), now.num_present, now.phase};
+    seat->rank = seat->place = num_ranks_.fetch_add(1, std::memory_order_relaxed);
+    seat->count = now.num_present, seat->phase = now.phase;
     return now.phase != OVER;
 }
 

@@ -68,11 +68,12 @@ class Deal {
 // microsecond; then it yields, so that a busy neighbour on the same core is not kept from letting the others on.
 class Party {
   public:
-    // A thread's place among `count` that share a phase. The caller has rank 0, and nobody's rank changes.
+    // A thread as one of `count` that share a phase. The caller has rank 0, and nobody's rank changes.
     struct Seat {
         int rank = 0, count = 1;
         uint32_t phase = 0;  // how many are over for all
-        Deal* deal = nullptr;
+        Deal* deal = nullptr;  // none: nobody else has a part of it
+        int place = 0;         // of what each thread has for itself: its rank, or the one of a thread that is alone
 
         // All `num` things of the phase in pieces of `size` or fewer: use(first, last, end) for the pieces [first, last)
         // that this thread comes to take; it expects those until `end` next. Once in a phase, and for all threads alike.
@@ -172,6 +173,9 @@ class Phases {
         seat_.deal = &party_->deal;
     }
 
+    // Of a thread that goes through them alone.
+    explicit Phases(int place) : party_(nullptr), is_alone_(true) { seat_.place = place; }
+
     // work(seat) is the next phase, and returns for nobody before it has for all. Nothing if it is one that was over
     // when this thread came.
     template <class Work>
@@ -202,6 +206,10 @@ inline void share(int64_t count, int thread, int num_threads, int64_t* first, in
 
 template <class Use>
 void Party::Seat::each_piece(int64_t num, int64_t size, const Use& use) const {
+    if (!deal) {
+        for (int64_t begin = 0; begin < num; begin += size) use(begin, std::min(begin + size, num), num);
+        return;
+    }
     for (int turn = 0; turn < count; turn++) {
         int whose = (rank + turn) % count;
         int64_t first, last;

@@ -69,6 +69,9 @@ def test_rows_that_are_taken_apart_have_the_bits_that_they_have_together(
         apart = decoded(model, num_rows, is_apart=True)
         assert model.is_apart == (not in_registers(instruction_set, dtype))
         assert np.array_equal(apart, together), f"{num_rows} rows"
+    for lateness in (1, -1):  # one thread has to take both halves, or it is as it comes
+        model._library.millrace_come_late(model._model, lateness)
+        assert np.array_equal(decoded(model, num_rows, is_apart=True), together)
 
 
 IN_FEWER_BITS = [{"cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}]
@@ -118,7 +121,7 @@ def test_steps_of_one_kind_that_follow_each_other_show_which_way_is_faster() -> 
     assert not any(kinds[-3::2]), "nothing is known of what never comes twice in a row"
 
 
-def test_about_as_much_is_fetched_beside_products_apart_as_together_and_each_step_is_told_once() -> None:
+def test_keys_are_fetched_beside_products_of_halves_and_each_step_is_told_once() -> None:
     sizes = by_two(IN_VECTORS)
     model = Checkpoint.random(hidden_size=128, intermediate_size=4096).load("bfloat16", **sizes)
     model.assume_kept(1 << 24)
@@ -128,7 +131,7 @@ def test_about_as_much_is_fetched_beside_products_apart_as_together_and_each_ste
         decoded(model, 30, is_apart=is_apart)
         fetched.append(model.num_bytes_beside)
         assert model.is_apart == is_apart and times[3] - before == 30 + 2
-    assert 0.9 * fetched[0] < fetched[1] < 1.1 * fetched[0] and (times[:3] > 0).all()
+    assert all(fetched) and (times[:3] > 0).all()
 
 
 def test_only_steps_of_many_rows_that_decode_are_taken_apart_and_only_by_two_threads() -> None:
@@ -145,7 +148,7 @@ def test_only_steps_of_many_rows_that_decode_are_taken_apart_and_only_by_two_thr
     assert not is_apart(many, num_threads=1) and not is_apart(many, num_threads=3)
     assert not is_apart({sequence: [1] for sequence in range(least - 1)})
     assert not is_apart({0: [1] * 40}) and not is_apart({**many, least: [1, 2]})
-    assert not is_apart({0: [], 1: [1, 2], **{2 + s: [1] for s in range(least)}}, {s: [0] for s in range(1, 2 + least)})
+    assert not is_apart({0: [], 1: [1, 2], **{2 + s: [1] for s in range(least)}})  # as many tokens as sequences
     assert not is_apart(many, {sequence: [0] for sequence in range(least - 1)})
     assert not is_apart(many, {sequence: [0] for sequence in reversed(range(least))})
 
@@ -219,6 +222,17 @@ def test_other_numbers_of_rows_have_a_rule_of_their_own(library: ctypes.CDLL) ->
     few = chosen(library, 500, lambda step, is_apart: 10_000 * (1 + 0.2 * is_apart), num_rows=16)
     many = chosen(library, 500, lambda step, is_apart: 20_000 * (1 - 0.2 * is_apart), num_rows=32)
     assert sum(few[20:]) < 10 and sum(many[20:]) > 470
+
+
+def test_the_other_kind_is_tried_only_where_it_can_be_compared(library: ctypes.CDLL) -> None:
+    library.begin()
+    chosen(library, 30, lambda step, is_apart: 20_000 * (1 - 0.03 * is_apart))
+    kinds = []
+    for _ in range(100):
+        kinds += chosen(library, 1, lambda step, is_apart: 20_000)
+        library.pass_()
+    assert all(kinds)
+    assert chosen(library, 3, lambda step, is_apart: 20_000 * (1 - 0.03 * is_apart)) == [True, False, True]
 
 
 def test_steps_that_do_not_follow_each_other_are_not_compared(library: ctypes.CDLL) -> None:

@@ -30,22 +30,24 @@ class Apart {
     bool is_next(const Kind& kind) const {
         if (is_assumed_) return assumed_;
         const Found& found = found_[place_of(kind)];
-        if (found.num_compared < FIRST) return is_behind_one_ && last_ == kind && !was_apart_;
-        return (found.gained > 0) != (found.until_trial == 0);
+        if (found.num_compared < FIRST) return is_behind(kind) && !was_apart_;
+        return (found.gained > 0) != (found.until_trial == 0 && is_behind(kind));
     }
 
     // That step took so long.
     void note(const Kind& kind, bool is_apart, int64_t took_ns) {
         Found& found = found_[place_of(kind)];
-        if (is_behind_one_ && last_ == kind && was_apart_ != is_apart) {
-            float apart = float(is_apart ? took_ns : took_ns_), together = float(is_apart ? took_ns_ : took_ns);
-            float gained = std::clamp(1 - apart / std::max(1.0f, together), -FAR, FAR);
+        took_ns = std::max<int64_t>(1, took_ns);
+        bool is_compared = is_behind(kind) && was_apart_ != is_apart;
+        if (is_compared) {
+            float longer = std::log(float(took_ns) / float(took_ns_));
+            float gained = std::clamp(is_apart ? -longer : longer, -FAR, FAR);
             found.num_compared = std::min(found.num_compared + 1, LATE);
             found.gained += (gained - found.gained) / float(found.num_compared);
         }
         if (found.until_trial > 0)
             found.until_trial--;
-        else if (found.num_compared >= FIRST)
+        else if (is_compared && found.num_compared >= FIRST)
             found.until_trial = std::fabs(found.gained) < CLOSE ? SOON : LATER;
         last_ = kind, was_apart_ = is_apart, took_ns_ = took_ns, is_behind_one_ = true;
     }
@@ -65,16 +67,19 @@ class Apart {
 
     // About steps of nearly as many rows.
     struct Found {
-        float gained = 0;  // the share of the time that is saved by taking rows apart; below 0: lost
+        float gained = 0;  // by taking rows apart: the logarithm of how many times as long they take together
         int num_compared = 0, until_trial = 0;
     };
+
+    // Whether the last step was such a one.
+    bool is_behind(const Kind& kind) const { return is_behind_one_ && last_ == kind; }
 
     static size_t place_of(const Kind& kind) { return size_t(std::min<int64_t>(kind.num_rows / 8, 15)); }
 
     std::array<Found, 16> found_{};
     Kind last_{};
     bool is_behind_one_ = false, was_apart_ = false;  // the last step
-    int64_t took_ns_ = 0;
+    int64_t took_ns_ = 1;
     bool is_assumed_ = false, assumed_ = false;
 };
 

@@ -39,7 +39,8 @@ void reserve_room(Model* model, int64_t num_rows, int num_threads) {
 constexpr int64_t ROWS = 16;  // a piece of the work between products
 
 // Rows of a step that may be taken apart, at least: each half is more than a tile. A half of one waits for memory, and fetches
-// no keys a layer ahead: 14 to 24 rows took 3 to 30 % more apart, wherever the cores were.
+// no keys a layer ahead: 14 to 24 rows took 3 to 30 % more apart, wherever the cores were (AVX-512; with AVX2 nobody has
+// measured any of it).
 constexpr int64_t APART_ROWS = 2 * (GEMM_ROWS + 1);
 
 // Who goes through a step: `num_threads` together; or one of `num_beside` alone, at its `place` among them.
@@ -476,8 +477,8 @@ bool ask_screen(Screen* screen, const StepInputs& inputs) {
     return false;
 }
 
-// Whether the rows of a step can be taken apart: those of sequences that decode, in vectors, by two threads. None reads a key
-// that another one's token has, as each is of a sequence of its own.
+// Whether the rows of a step can be taken apart: those of sequences that decode, in vectors, by two threads. Sequences share
+// blocks of earlier steps only, so that none reads what another one's row writes.
 template <class Weight>
 bool can_be_apart(const StepInputs& inputs, int num_threads) {
     bool do_decode = inputs.num_tokens == inputs.num_sequences && inputs.num_tokens == inputs.num_logits;
@@ -527,12 +528,14 @@ int64_t run_apart(Model& model, const StepInputs& inputs, bool is_screened) {
     auto take = [&](int place) {
         if (!are_taken[place].exchange(true)) halves[place].run(0);
     };
+    int32_t lateness = model.pool->party.lateness;  // in tests a thread comes in time, or not at all
     int64_t took_ns = run_by(model, 2, [&](int thread) {
+        if (lateness > 0 && thread > 0) return;
         take(thread);
-        take(1 - thread);  // where the other has not come: it may wait for its core
+        if (lateness != 0) take(1 - thread);  // where the other has not come: it may wait for its core
     });
     for (Half& each : halves) each.tell();
-    if (model.part_ns) halves[0].tell_times(model.part_ns);  // as good as the other's
+    if (model.part_ns) halves[0].tell_times(model.part_ns);  // of one half, beside which the other went its way
     return took_ns;
 }
 

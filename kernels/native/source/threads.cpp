@@ -161,12 +161,14 @@ void Pool::run(int num_threads, const std::function<void(int)>& job) {
     compute(0);
     party.close();
     is_running_.store(false, std::memory_order_relaxed);
+    int64_t before = computed_ns();
     for (int spin = 0; num_called > 1 && num_left_.load(std::memory_order_acquire) > 0; spin++) {
         if (spin < NUM_SPINS)
             _mm_pause();
         else
             std::this_thread::yield();
     }
+    used_ns_.fetch_add(computed_ns() - before, std::memory_order_relaxed);  // it had its core, as in waits between phases
     add_shares(now_ns() - began_ns_);  // with those waited for that came late, as their loss counts, too
 }
 

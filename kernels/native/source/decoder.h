@@ -1,5 +1,5 @@
-// The step itself, for one dtype and one type of the cache's numbers: phases that threads go
-// through together, or each with half of the rows alone.
+// The step itself, for one dtype and one type of the cache's numbers: phases that threads go through together, or each alone
+// with half of the rows.
 
 #pragma once
 

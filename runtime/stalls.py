@@ -88,13 +88,16 @@ def _senders(pipeline: Pipeline, channel: Channel[object]) -> list[StageRunner]:
 
 def _keepers(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
     """Stages that keep work which should be moving, while nobody is at work: what they wait for lies on an edge, or was
-    lost."""
+    lost. What comes from outside after a long rest has waited since it came, not since the rest began."""
     runners = pipeline.runners.values()
     if any(runner.is_busy for runner in runners):
         return
     since = max((runner.last_progress_s for runner in runners), default=now)
     for runner in runners:
-        yield from (_edge(channel, now - since) for channel in runner.inputs.values() if len(channel))
+        for channel in runner.inputs.values():
+            if len(channel):
+                came_s = channel.waiting_since if channel.waiting_since != math.inf else since
+                yield _edge(channel, now - max(since, came_s))
     for name, runner in pipeline.runners.items():
         if runner.stage.has_work:
             reason = f"stage {name} has work and has heard nothing for {now - since:.1f} s"

@@ -132,6 +132,22 @@ async def test_an_hour_idle_is_no_stall(env: SimEnv):
 
 
 @sim_test(seeds=1, policies=("fifo",))
+async def test_a_request_that_came_just_now_after_a_long_rest_is_no_stall(env: SimEnv):
+    async with scripted_engine(script=NEVER_ENDS, env=env) as engine:
+        await read(engine, 5, max_tokens=20)
+        await env.sleep(5 * TIMEOUT_S)
+        intake = engine.pipeline.channels["intake.in"]
+        reader = asyncio.ensure_future(read(engine, 5, max_tokens=20))
+        num_looks = 0
+        for _ in range(50):
+            num_looks += len(intake) > 0  # it lies there, and intake has not been woken yet
+            assert find_stall(engine.pipeline, TIMEOUT_S) is None
+            await asyncio.sleep(0)
+        assert num_looks > 0
+        await reader
+
+
+@sim_test(seeds=1, policies=("fifo",))
 async def test_answers_that_nobody_reads_are_no_stall(env: SimEnv):
     async with scripted_engine(script=NEVER_ENDS, env=env, max_unread_tokens=4, max_parked_s=1000.0) as engine:
         answers = engine.generate([97], SamplingParams(max_tokens=400))

@@ -420,15 +420,26 @@ class Step {
             });
         });
         pass(phases, LINEARS, [&](Seat seat) { screening_.look(screen, seat, model_.is_passing); });
-        pass(phases, REST, [&](Seat seat) { screening_.mark(screen, seat); });
+        auto find = [&](Seat seat, int64_t panel, int64_t i, int64_t next) {
+            LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
+            alignas(64) float tile[PANEL];
+            multiply_row<Weight>(head, screening_.row(i), panel, next, tile);
+            hand_over(head, likeliest, tile, i, 1, panel);
+            return likeliest.found[i].logit;
+        };
+        pass(phases, LINEARS, [&](Seat seat) {
+            seat.each_piece(normed.num_rows, ROWS, [&](int64_t first, int64_t last, int64_t) {
+                for (int64_t i = first; i < last; i++) {
+                    int64_t panel = screening_.first_panel(i), next = screening_.first_panel(std::min(i + 1, last - 1));
+                    screening_.know(i, panel, find(seat, panel, i, next));
+                }
+            });
+        });
+        pass(phases, REST, [&](Seat seat) { screening_.mark(seat); });
         pass(phases, LINEARS, [&](Seat seat) {
             LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
             if (screening_.tells_little()) return multiply<Weight>(model_, head, normed, likeliest, seat);
-            screening_.each_left(seat, [&](int64_t panel, int64_t i, int64_t next) {
-                alignas(64) float tile[PANEL];
-                multiply_row<Weight>(head, screening_.row(i), panel, next, tile);
-                hand_over(head, likeliest, tile, i, 1, panel);
-            });
+            screening_.each_left(seat, [&](int64_t panel, int64_t i, int64_t next) { find(seat, panel, i, next); });
         });
     }
 

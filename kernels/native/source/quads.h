@@ -82,14 +82,22 @@ inline I splat_whole(int32_t x) { return _mm512_set1_epi32(x); }
 inline I load_whole(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_whole(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
 inline I add_whole(I a, I b) { return _mm512_add_epi32(a, b); }
-inline F load(const int32_t* p) { return _mm512_cvtepi32_ps(load_whole(p)); }
+inline F widen(I x) { return _mm512_cvtepi32_ps(x); }
 #else
 inline I splat_whole(int32_t x) { return _mm256_set1_epi32(x); }
 inline I load_whole(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline void store_whole(int32_t* p, I x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
 inline I add_whole(I a, I b) { return _mm256_add_epi32(a, b); }
-inline F load(const int32_t* p) { return _mm256_cvtepi32_ps(load_whole(p)); }
+inline F widen(I x) { return _mm256_cvtepi32_ps(x); }
 #endif
+inline F load(const int32_t* p) { return widen(load_whole(p)); }
+
+constexpr int PANEL_VECTORS = int(PANEL) / W;
+
+// Of a row by a panel, in registers.
+struct PanelSums {
+    I of[PANEL_VECTORS];
+};
 
 // Lines to fetch while a tile is summed, so many with each quad of k.
 struct LinesAhead {
@@ -165,8 +173,8 @@ class QuadRows {
         }
     }
 
-    // What this thread comes to do of all rows by `panels`; each tile [rows][32] to `take(tile, first_row, rows, panel)`.
-    // `is_passing`: few rows' panels, so that no cache keeps them.
+    // What this thread comes to do of all rows by `panels`; each row's sums to `take(sums, row, panel)`. `is_passing`: few rows'
+    // panels, so that no cache keeps them.
     template <class Take>
     void multiply(const QuadPanels& panels, Party::Seat seat, bool is_passing, const Take& take) const {
         constexpr int64_t TOGETHER = 4;  // panels
@@ -177,8 +185,8 @@ class QuadRows {
                     int64_t row = first_row(at);
                     int rows = int(first_row(at + 1) - row);
                     sum_tile(panels, panel, at, rows, is_passing, tile);
-                    for (int r = 0; r < rows; r++) add_beyond(panels.panel(panel), row + r, tile + r * PANEL);
-                    take(tile, row, rows, panel);
+                    for (int r = 0; r < rows; r++)
+                        take(with_beyond(panels.panel(panel), row + r, tile + r * PANEL), row + r, panel);
                 }
         });
     }
@@ -212,8 +220,8 @@ class QuadRows {
         Quad numbers;
     };
 
-    // At most k / 9 where what is beyond is more than three times the mean.
-    static int64_t most_beyond(int64_t k) { return k / 8 + 1; }
+    // At most k / 16 where what is beyond is more than four times the mean.
+    static int64_t most_beyond(int64_t k) { return k / 15 + 1; }
 
     int64_t num_tiles() const { return ceil_div(num_rows_, QUAD_ROWS); }
     int64_t first_row(int64_t tile) const { return num_rows_ * tile / num_tiles(); }
@@ -245,12 +253,13 @@ class QuadRows {
         sum(sum_for<Fetched::AHEAD>(rows, ANY), {next, share, num_tiles() == 1 ? 2 : 1});
     }
 
-    void add_beyond(const uint8_t* panel, int64_t row, int32_t* sums) const {
+    PanelSums with_beyond(const uint8_t* panel, int64_t row, const int32_t* tile) const {
+        PanelSums sums;
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++) sums.of[v] = load_whole(tile + v * W);
         for (const Beyond& beyond : beyond_[row])
-            for (int lane = 0; lane < PANEL; lane += W) {
-                WeightQuads columns(panel + (beyond.quad * PANEL + lane) * 4);
-                store_whole(sums + lane, columns.add_to(load_whole(sums + lane), beyond.numbers));
-            }
+            UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
+                sums.of[v] = WeightQuads(panel + (beyond.quad * PANEL + v * W) * 4).add_to(sums.of[v], beyond.numbers);
+        return sums;
     }
 
     int64_t num_rows_ = 0, num_quads_ = 0;

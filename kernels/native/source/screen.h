@@ -4,8 +4,9 @@
 // is half of bf16's bytes, and by rows in int8 twice as many products are one instruction. How far such a logit can be from
 // the head's own is known: no more than what is missed of the head's row and the length of ours, and the other way round.
 // So a panel whose largest logit in int8 is further below a row's best one than both can be wrong does not have the largest.
-// What is left, some panels for each row, is multiplied by the head itself, for that row: the likeliest tokens are its own,
-// to the bit, and so are equals and rows that are broken.
+// The panel that seems to have it is multiplied by the head itself, for that row, and then what is left: panels that may have
+// a logit above the one that is known now, with the first two to five of each row, where it were six to sixteen by int8
+// alone. The likeliest tokens are the head's own, to the bit, and so are equals and rows that are broken.
 //
 // In bf16 steps of 1 / 8 / 16 / 32 / 512 rows take 10 / 7 / 6 / 6 / 7 % less so in SmolLM2-135M's shape and of 1 / 8 / 16 / 32
 // / 128 rows 13 / 9 / 5 / 6 / 7 in Qwen3-0.6B's; without bf16's and bytes' instructions those of 1 / 8 / 16 / 32 / 512 rows 12 /
@@ -95,11 +96,12 @@ struct Screened {
 constexpr int32_t FINER = 254;  // times: what whole numbers miss has 8 bits, too
 
 // A row of numbers as the head reads them, [count], as so many times the scale, `whole`, and as many times a FINERth of it
-// as that misses, `finely`. What is beyond three times the mean, squares' root, has more than 8 bits: that costs products
-// more, is rare, and would make all others coarse.
+// as that misses, `finely`. What is beyond four times the mean, squares' root, has more than 8 bits: that costs products
+// more, is rare, and would make all others coarse. Three times makes them less so by a fourth and each row has some beyond,
+// which costs what fewer closer looks save, and 3 % more of what the screen takes (12 rows, AVX-512, Zen 4 class EPYC).
 template <class T>
 Screened to_whole(const T* row, int64_t count, int32_t* whole, int32_t* finely) {
-    constexpr float CLIPPED = 3.0f;
+    constexpr float CLIPPED = 4.0f;
     float largest = 0, squares = 0;
     for (int64_t i = 0; i < count; i++) {
         float number = widen(row[i]);
@@ -120,14 +122,28 @@ Screened to_whole(const T* row, int64_t count, int32_t* whole, int32_t* finely) 
     return {length, missed, missed_finely, scale};
 }
 
+constexpr float LESS_THAN_ALL = -std::numeric_limits<float>::infinity();
+
+// What the largest logit of a row is at least, as far as is known; NaN: nothing is.
+struct Least {
+    float logit = LESS_THAN_ALL;
+
+    void join(float other) { logit = std::isnan(other) || other > logit ? other : logit; }  // NaN stays: nothing is above it
+    bool may_be(float most) const { return !(most < logit); }
+};
+
 // What one thread knows of a row's logits.
 struct Seen {
-    float least = -std::numeric_limits<float>::infinity();  // that the largest of all is; NaN: nothing is known of it
-    int32_t num_finely = 0;                                 // panels at which it looked closer
+    Least least;
+    float largest = LESS_THAN_ALL;  // of the panels at which it looked closer
+    int64_t panel = -1;             // that has it; none: it looked at none
+    int32_t num_finely = 0;         // panels at which it looked closer
 
-    void see(float largest, float wrong) { join(std::isfinite(largest - wrong) ? largest - wrong : NAN); }
-    void join(float other) { least = std::isnan(other) || other > least ? other : least; }  // NaN stays: nothing is above it
-    bool may_be(float largest, float wrong) const { return !(largest + wrong < least); }
+    void see(int64_t at, float most, float wrong) {
+        least.join(std::isfinite(most - wrong) ? most - wrong : NAN);
+        if (panel < 0 || most > largest) largest = most, panel = at;
+        num_finely++;
+    }
 };
 
 // What a step keeps while it looks for the likeliest tokens of its rows with a screen.
@@ -137,13 +153,13 @@ class Screening {
     void resize(const Linear& head, int64_t num_rows, int num_threads) {
         num_rows_ = num_rows, num_panels_ = head.num_panels(), num_tokens_ = head.n, size_ = head.k;
         num_marks_ = ceil_div(num_rows, MARKED_ROWS), num_threads_ = num_threads;
-        inputs_.resize(num_rows * size_), rows_.resize(num_rows), quads_.resize(num_rows, size_);
-        seen_.resize(num_threads * apart(num_rows)), largest_.resize(num_rows * num_panels_), marks_.resize(num_panels_ * num_marks_);
+        inputs_.resize(num_rows * size_), rows_.resize(num_rows), quads_.resize(num_rows, size_), least_.resize(num_rows);
+        seen_.resize(num_threads * apart(num_rows)), most_.resize(num_rows * num_panels_), marks_.resize(num_panels_ * num_marks_);
     }
 
     // What that takes, at most.
     static int64_t num_bytes(const Linear& head, int64_t num_rows, int num_threads) {
-        int64_t of_a_row = head.k * int64_t(sizeof(Input)) + QuadRows::most_bytes(head.k) + int64_t(sizeof(Screened));
+        int64_t of_a_row = head.k * int64_t(sizeof(Input)) + QuadRows::most_bytes(head.k) + int64_t(sizeof(Screened) + sizeof(Least));
         int64_t of_a_thread = apart(num_rows) * int64_t(sizeof(Seen));
         int64_t of_a_panel = num_rows * int64_t(sizeof(float)) + ceil_div(num_rows, MARKED_ROWS) * int64_t(sizeof(Marks));
         return num_rows * of_a_row + num_threads * of_a_thread + head.num_panels() * of_a_panel;
@@ -164,30 +180,51 @@ class Screening {
     // This thread's part of the panels by all rows. `is_passing`: as in `QuadRows`.
     void look(const Screen& screen, Party::Seat seat, bool is_passing) {
         Seen* seen = seen_by(seat.rank);
-        quads_.multiply(screen.panels, seat, is_passing, [&](const int32_t* tile, int64_t first_row, int count, int64_t panel) {
-            for (int r = 0; r < count; r++) look_at(screen, tile + r * PANEL, first_row + r, panel, &seen[first_row + r]);
+        quads_.multiply(screen.panels, seat, is_passing, [&](const PanelSums& sums, int64_t i, int64_t panel) {
+            most_[i * num_panels_ + panel] = may_be(screen, sums, i, panel, seen[i].least)
+                                                 ? look_closer(screen, sums, i, panel, &seen[i])
+                                                 : LESS_THAN_ALL;
         });
     }
 
-    // This thread's part of the panels: which of them may have the likeliest token of a row.
-    void mark(const Screen& screen, Party::Seat seat) {
+    // The panel that seems to have a row's likeliest token, once all threads have looked: to be multiplied before others are
+    // marked, as no more of these are left than may have a logit above the one that it has.
+    int64_t first_panel(int64_t i) {
+        const Seen* best = &seen_by(0)[i];
+        for (int thread = 1; thread < num_threads_; thread++) {
+            const Seen& other = seen_by(thread)[i];
+            if (best->panel < 0 || (other.panel >= 0 && other.largest > best->largest)) best = &other;
+        }
+        return best->panel;
+    }
+
+    // It was, and the largest of its logits is so large.
+    void know(int64_t i, int64_t panel, float largest) {
+        Least& least = least_[i];
+        for (int thread = 0; thread < num_threads_; thread++) least.join(seen_by(thread)[i].least.logit);
+        if (std::isfinite(largest)) least.join(largest);
+        most_[i * num_panels_ + panel] = LESS_THAN_ALL;
+    }
+
+    // This thread's part of the panels: which other ones may have the likeliest token of a row.
+    void mark(Party::Seat seat) {
         seat.each_piece(num_panels_, 1024, [&](int64_t first, int64_t last, int64_t) {
             for (int64_t i = 0; i < num_rows_; i++) {
-                Seen sure;
-                for (int thread = 0; thread < num_threads_; thread++) sure.join(seen_by(thread)[i].least);
-                const float* most = largest_.data() + i * num_panels_;
+                const float* most = most_.data() + i * num_panels_;
                 Marks* marks = &marks_[i / MARKED_ROWS];
-                for (int64_t panel = first; panel < last; panel++) {
-                    bool may_be = sure.may_be(most[panel], rows_[i].wrong_finely(screen.blurs[panel]));
-                    marks[panel * num_marks_] |= Marks(may_be) << i % MARKED_ROWS;
+                for (int64_t begin = first; begin < last; begin += W) {
+                    int64_t end = std::min(begin + W, last);
+                    if (begin + W == end && !is_any_not_less(load(most + begin), splat(least_[i].logit))) continue;
+                    for (int64_t panel = begin; panel < end; panel++)
+                        marks[panel * num_marks_] |= Marks(least_[i].may_be(most[panel])) << i % MARKED_ROWS;
                 }
             }
         });
     }
 
-    // Panels to multiply, each once for each row that does.
+    // Panels to multiply, each once for each row that does, with the first one of each.
     int64_t num_left() const {
-        int64_t num = 0;
+        int64_t num = num_rows_;
         for (Marks rows : marks_) num += __builtin_popcountll(rows);
         return num;
     }
@@ -218,27 +255,30 @@ class Screening {
     }
 
   private:
-    // A row's products with a panel, [32]: what may be the largest is looked at closer while the panel is in a cache.
-    void look_at(const Screen& screen, const int32_t* products, int64_t i, int64_t panel, Seen* seen) {
-        const Screened& row = rows_[i];
-        const Blur& blur = screen.blurs[panel];
-        float& largest = largest_[i * num_panels_ + panel];
-        int64_t columns = std::min(PANEL, num_tokens_ - panel * PANEL);
-        alignas(64) float logits[PANEL];
-        auto each = [&](const auto& logit) {
-            for (int v = 0; v < PANEL; v += W) store(logits + v, mul(logit(v), load(&screen.scales[panel * PANEL + v])));
-            return largest_of(logits, columns) * row.scale;
-        };
-        largest = each([&](int v) { return load(products + v); });
-        if (!seen->may_be(largest, row.wrong(blur))) {
-            largest = -std::numeric_limits<float>::infinity();
-            return;
-        }
+    // Whether a panel may have a row's likeliest token, by the row's sums with it. Those of the last panel's columns that are
+    // no token's are 0, and may have it looked at in vain.
+    bool may_be(const Screen& screen, const PanelSums& sums, int64_t i, int64_t panel, Least least) const {
+        F scale = splat(rows_[i].scale), wrong = splat(rows_[i].wrong(screen.blurs[panel])), other = splat(least.logit);
+        const float* scales = &screen.scales[panel * PANEL];
+        bool is_any = false;
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
+            is_any |= is_any_not_less(fma(mul(widen(sums.of[v]), load(scales + v * W)), scale, wrong), other);
+        return is_any;
+    }
+
+    // The most that the largest logit of such a panel is, by more numbers of the row, while the panel is in a cache.
+    float look_closer(const Screen& screen, const PanelSums& sums, int64_t i, int64_t panel, Seen* seen) const {
         alignas(64) int32_t fine[PANEL];
+        alignas(64) float logits[PANEL];
         quads_.multiply_finely(i, screen.panels.panel(panel), fine);
-        largest = each([&](int v) { return fma(load(fine + v), splat(1.0f / float(FINER)), load(products + v)); });
-        seen->see(largest, row.wrong_finely(blur));
-        seen->num_finely++;
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            F sum = fma(load(fine + v * W), splat(1.0f / float(FINER)), widen(sums.of[v]));
+            store(logits + v * W, mul(sum, load(&screen.scales[panel * PANEL + v * W])));
+        }
+        float largest = largest_of(logits, std::min(PANEL, num_tokens_ - panel * PANEL)) * rows_[i].scale;
+        float wrong = rows_[i].wrong_finely(screen.blurs[panel]);
+        seen->see(panel, largest, wrong);
+        return largest + wrong;
     }
 
     bool is_any_left(int64_t panel) const {
@@ -257,7 +297,8 @@ class Screening {
     std::vector<Screened> rows_;        // [rows]
     QuadRows quads_;
     std::vector<Seen> seen_;            // [threads][rows and a line's more]
-    std::vector<float> largest_;        // [rows][panels]; nothing where it is none of the row
+    std::vector<Least> least_;          // [rows], by all threads and the first panel
+    std::vector<float> most_;           // [rows][panels] that a logit is there, where it may be the largest; or less than all
     std::vector<Marks> marks_;          // [panels][marks of a panel] whose rows multiply them
 };
 

@@ -79,6 +79,8 @@ inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // `x` where a >= b, otherwise `y`
 inline F where_ge(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x); }
+// Whether any a < b is false
+inline bool is_any_not_less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ) != 0; }
 // x * 2 ** n where a >= b, otherwise 0; where it is not 0, n is a whole number in [-126, 127]
 inline F times_power_where_ge(F a, F b, F x, F n) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x, n);
@@ -147,6 +149,7 @@ inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F where_ge(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+inline bool is_any_not_less(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ)) != 0; }
 inline F times_power_where_ge(F a, F b, F x, F n) {
     __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return where_ge(a, b, mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23))), zero());

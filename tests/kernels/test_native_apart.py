@@ -1,5 +1,5 @@
-"""Steps whose rows two threads take apart, each half of them through all layers: the same bits, where that can be done,
-and only where it is faster."""
+"""Steps whose rows two threads take apart, each half of them, once both are there: the same bits, where that can be
+done, and only where it is faster."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_rows_that_are_taken_apart_have_the_bits_that_they_have_together(
         apart = decoded(model, num_rows, is_apart=True)
         assert model.is_apart == (not in_registers(instruction_set, dtype))
         assert np.array_equal(apart, together), f"{num_rows} rows"
-    for lateness in (1, -1):  # one thread has to take both halves, or it is as it comes
+    for lateness in (1, 9, 15, 1000, -1):  # phases that one thread misses: of some layers, or all; or it is as it comes
         model._library.millrace_come_late(model._model, lateness)
         assert np.array_equal(decoded(model, num_rows, is_apart=True), together)
 

@@ -1,4 +1,4 @@
-// Whether two threads take the rows of a step apart: each half of them, through all layers.
+// Whether two threads take the rows of a step apart: each half of them, from the layer on before which both are there.
 //
 // Together they read each weight once, wait for each other some two hundred times a step, and read what the other one has
 // written. Apart each reads all weights, and nobody waits. Where memory gives 47 to 53 GB/s, perhaps as the cores are on

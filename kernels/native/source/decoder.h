@@ -1,10 +1,10 @@
-// The step itself, for one dtype and one type of the cache's numbers: phases that threads go through together, or each alone
-// with half of the rows.
+// The step itself, for one dtype and one type of the cache's numbers: phases that threads go through together, or from some
+// layer on each alone with half of the rows.
 
 #pragma once
 
 #include <array>
-#include <atomic>
+#include <optional>
 
 #include "batch.h"
 #include "likeliest.h"
@@ -46,8 +46,6 @@ constexpr int64_t APART_ROWS = 2 * (GEMM_ROWS + 1);
 // Who goes through a step: `num_threads` together; or one of `num_beside` alone, at its `place` among them.
 struct Crew {
     int num_threads, place = 0, num_beside = num_threads;
-
-    bool is_alone() const { return num_threads < num_beside; }
 };
 
 template <class Weight, class Cached>
@@ -89,21 +87,33 @@ class Step {
         return model.activations.as<char>();
     }
 
+    // All of it.
     void run(int thread) {
-        Phases phases = crew_.is_alone() ? Phases(crew_.place) : Phases(model_.pool.get(), thread);
-        pass(phases, REST, [&](Seat) {  // of the caller alone, while the others come
-            each_plan([&](const Batch<Input>& batch, Plan& plan) { list_reads(batch, &plan); });
-        });
-        pass(phases, REST, [&](Seat seat) { embed(seat); });
-        for (size_t i = 0; i + 1 < model_.layers.size(); i++) {
-            begin_layer(int(i), phases);
-            end_layer(int(i), all_, phases);
+        Phases phases(model_.pool.get(), thread);
+        begin(phases);
+        run_layers(0, phases);
+    }
+
+    // From its beginning to the layer before which all threads are there; to the last one, if that never is. None for who
+    // comes when that is over.
+    std::optional<int> run_until_all_are_there(Phases& phases) {
+        begin(phases);
+        for (int i = 0; i < last_layer(); i++) {
+            if (phases.is_next_shared() && phases.seat().count == crew_.num_threads) return i;
+            begin_layer(i, phases);
+            end_layer(i, all_, phases);
         }
-        int last = int(model_.layers.size()) - 1;
-        begin_layer(last, phases);
-        if (asked_rows_.is_cut) pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
-        end_layer(last, last_batch(), phases);
-        finish(last_batch(), phases);
+        return phases.is_next_shared() ? std::optional<int>(last_layer()) : std::nullopt;
+    }
+
+    // What another step has left of its rows from `first` on before that layer is what this one, of these rows, goes on with,
+    // by this thread alone.
+    void go_on(const Step& before, int64_t first, int layer) {
+        Phases phases(crew_.place);
+        all_.at.residual = before.all_.at.residual + first * before.all_.at.hidden_stride;
+        since_ns_ = now_ns();
+        list_all_reads(phases);
+        run_layers(layer, phases);
     }
 
     // Once all have gone through it: what was found, and what becomes known of the model.
@@ -112,10 +122,9 @@ class Step {
         for (const Upcoming& upcoming : upcoming_) model_.num_bytes_beside += upcoming.num_bytes();
     }
 
-    // Adds the times of its parts, and 1 for itself.
+    // Adds the times of its parts.
     void tell_times(int64_t* part_ns) const {
         for (int part = 0; part < NUM_PARTS; part++) part_ns[part] += spent_ns_[part];
-        part_ns[NUM_PARTS]++;
     }
 
   private:
@@ -142,6 +151,33 @@ class Step {
         seat.each_piece(num, ROWS, [&](int64_t first, int64_t last, int64_t) {
             for (int64_t row = first; row < last; row++) use(row);
         });
+    }
+
+    int last_layer() const { return int(model_.layers.size()) - 1; }
+
+    void begin(Phases& phases) {
+        list_all_reads(phases);
+        pass(phases, REST, [&](Seat seat) { embed(seat); });
+    }
+
+    // By the caller alone, while the others come.
+    void list_all_reads(Phases& phases) {
+        pass(phases, REST, [&](Seat) {
+            each_plan([&](const Batch<Input>& batch, Plan& plan) { list_reads(batch, &plan); });
+        });
+    }
+
+    // From the layer `first` on, to the end.
+    void run_layers(int first, Phases& phases) {
+        int last = last_layer();
+        for (int i = first; i < last; i++) {
+            begin_layer(i, phases);
+            end_layer(i, all_, phases);
+        }
+        begin_layer(last, phases);
+        if (asked_rows_.is_cut) pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
+        end_layer(last, last_batch(), phases);
+        finish(last_batch(), phases);
     }
 
     void embed(Seat seat) {
@@ -211,7 +247,7 @@ class Step {
     // From here on this thread fetches its part of what layer `index` reads, the one after the layer it is in; of the layer
     // it is in nothing more, and nothing at all in the last one.
     void look_ahead(int index, Seat seat) {
-        int last = int(model_.layers.size()) - 1;
+        int last = last_layer();
         if (upcoming_.empty()) return;
         if (index > last) return upcoming_[seat.rank].stop();
         const Layer &before = model_.layers[index - 1], &layer = model_.layers[index];
@@ -514,8 +550,13 @@ inline StepInputs part_of(const StepInputs& inputs, int64_t first, int64_t num, 
 // Bytes of activations of each half of so many rows. They begin on lines of their own.
 template <class Weight>
 int64_t half_bytes(const Model& model, int64_t num_rows) {
-    int64_t most = ceil_div(num_rows, 2);
-    return round_up(step_activation_bytes<InputOf<Weight>>(model, most, most), 128);
+    return round_up(activation_bytes<InputOf<Weight>>(model, ceil_div(num_rows, 2)), 128);
+}
+
+// And of both halves, and of all of them before they are taken apart.
+template <class Weight>
+int64_t apart_bytes(const Model& model, int64_t num_rows) {
+    return 2 * half_bytes<Weight>(model, num_rows) + activation_bytes<InputOf<Weight>>(model, num_rows);
 }
 
 // Returns how long that took, ns; so do the next two.
@@ -525,28 +566,32 @@ inline int64_t run_by(Model& model, int num_threads, const std::function<void(in
     return now_ns() - began_ns;
 }
 
+// Two threads go through layers together until both are there, as one may have its core later, then each with half of the
+// rows. One that stays alone takes both halves of the last layer.
 template <class Weight, class Cached>
 int64_t run_apart(Model& model, const StepInputs& inputs, bool is_screened) {
-    using Half = Step<Weight, Cached>;
-    int64_t num = inputs.num_tokens, bytes = half_bytes<Weight>(model, num);
-    char* memory = Half::reserve(model, num, num, 2, 2 * bytes);
-    auto half = [&](int place, int64_t first, int64_t last) {
-        StepInputs part = part_of(inputs, first, last - first, model.shape.vocab_size);
-        return Half(model, part, {1, place, 2}, memory + place * bytes, is_screened);
+    using OfRows = Step<Weight, Cached>;
+    int64_t num = inputs.num_tokens, bytes = half_bytes<Weight>(model, num), vocab_size = model.shape.vocab_size;
+    char* memory = OfRows::reserve(model, num, num, 2, apart_bytes<Weight>(model, num));
+    std::array<int64_t, 3> begins{0, num / 2, num};
+    auto half = [&](int place) {
+        StepInputs part = part_of(inputs, begins[place], begins[place + 1] - begins[place], vocab_size);
+        return OfRows(model, part, {1, place, 2}, memory + place * bytes, is_screened);
     };
-    std::array<Half, 2> halves{half(0, 0, num / 2), half(1, num / 2, num)};
-    std::array<std::atomic<bool>, 2> are_taken{};
-    auto take = [&](int place) {
-        if (!are_taken[place].exchange(true)) halves[place].run(0);
-    };
-    int32_t lateness = model.pool->party.lateness;  // in tests a thread comes in time, or not at all
+    std::array<OfRows, 2> halves{half(0), half(1)};
+    StepInputs unasked = inputs;
+    unasked.logits = nullptr, unasked.likeliest = nullptr, unasked.is_broken = nullptr;
+    OfRows whole(model, unasked, {2}, memory + 2 * bytes, false);  // after them, as what it shares is the model's
     int64_t took_ns = run_by(model, 2, [&](int thread) {
-        if (lateness > 0 && thread > 0) return;
-        take(thread);
-        if (lateness != 0) take(1 - thread);  // where the other has not come: it may wait for its core
+        Phases phases(model.pool.get(), thread);
+        std::optional<int> layer = whole.run_until_all_are_there(phases);
+        if (!layer) return;
+        for (int place = phases.seat().rank; place < 2; place += phases.seat().count)
+            halves[place].go_on(whole, begins[place], *layer);
+        phases.run([](const Party::Seat&) {});  // who is counted as there and has yet to see it is waited for
     });
-    for (Half& each : halves) each.tell();
-    if (model.part_ns) halves[0].tell_times(model.part_ns);  // of one half, beside which the other went its way
+    for (OfRows* each : {&whole, &halves[0], &halves[1]}) each->tell();
+    if (model.part_ns) whole.tell_times(model.part_ns), halves[0].tell_times(model.part_ns);  // beside which the other went
     return took_ns;
 }
 
@@ -570,6 +615,7 @@ void run_cached(Model& model, const StepInputs& inputs, int num_threads) {
     model.is_apart = can_be && model.apart.is_next(kind);
     int64_t took_ns = model.is_apart ? run_apart<Weight, Cached>(model, inputs, is_screened)
                                      : run_together<Weight, Cached>(model, inputs, num_threads, is_screened);
+    if (model.part_ns) model.part_ns[NUM_PARTS]++;
     can_be ? model.apart.note(kind, model.is_apart, took_ns) : model.apart.pass();
 }
 
@@ -613,9 +659,9 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
     int64_t room = most_room_bytes<Weight>(model, std::max(num_tokens, num_logits));
     int64_t scratch = model.shape.cache == INT8 ? sizeof(Scratch<int8_t>) : sizeof(Scratch<Weight>);
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
-    int64_t halved = IN_AMX<InputOf<Weight>> ? 0 : std::min(num_tokens, num_logits);  // rows that may be taken apart
-    activations = std::max(activations, 2 * half_bytes<Weight>(model, halved));
     int num_threads = model.pool->size();
+    int64_t halved = IN_AMX<InputOf<Weight>> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);  // may be taken apart
+    if (halved >= APART_ROWS) activations = std::max(activations, apart_bytes<Weight>(model, halved));
     int64_t screened = model.screen.is_made() ? std::min(num_logits, SCREENED_ROWS<Weight>) : 0;
     int64_t screening = 0;
     if (screened > 0) screening = Screening<InputOf<Weight>>::num_bytes(model.head, screened, num_threads);

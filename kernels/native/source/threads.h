@@ -191,6 +191,9 @@ class Phases {
 
     const Party::Seat& seat() const { return seat_; }
 
+    // Whether the next phase is one that this thread has a share of: not one that was over when it came.
+    bool is_next_shared() const { return next_ >= seat_.phase; }
+
   private:
     Party* party_;
     Party::Seat seat_;

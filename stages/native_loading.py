@@ -77,7 +77,9 @@ def load_natively(
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
         most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
-        activations = model.step_bytes(config.num_step_tokens, min(config.num_step_tokens - 1, most_logits))
+        most_tokens = config.num_step_tokens
+        asked = (min(most_tokens - 1, most_logits), min(most_tokens, most_logits))  # not all of them, or perhaps all
+        activations = max(model.step_bytes(most_tokens, num_asked) for num_asked in asked)
         is_chained = config.async_scheduling and model.line_thread > 0
         of_chain = config.max_num_seqs * shape.vocab_size * 4 if is_chained else 0  # its logits, beside those of others
         sizing = sizing_on_cpu(

@@ -141,6 +141,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_is_shared_by_rows.restype = c_int32
     library.millrace_is_apart.argtypes = [model]
     library.millrace_is_apart.restype = c_int32
+    library.millrace_num_together.argtypes = [model]
+    library.millrace_num_together.restype = c_int32
     library.millrace_assume_apart.argtypes = [model, c_int32]
     library.millrace_assume_apart.restype = None
     library.millrace_is_passing.argtypes = [model]

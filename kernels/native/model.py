@@ -161,8 +161,14 @@ class NativeModel:
 
     @property
     def is_apart(self) -> bool:
-        """Whether each of two threads took half of the last step's rows through all layers, alone."""
+        """Whether each of two threads was to take half of the last step's rows, alone, once both were there."""
         return bool(self._library.millrace_is_apart(self._model))
+
+    @property
+    def num_together(self) -> int:
+        """Layers that whoever was there went through with all rows before the last step of which two threads took half
+        each; -1: the other one did not come before the last layer."""
+        return int(self._library.millrace_num_together(self._model))
 
     @property
     def is_passing(self) -> bool:

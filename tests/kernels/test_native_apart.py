@@ -69,9 +69,32 @@ def test_rows_that_are_taken_apart_have_the_bits_that_they_have_together(
         apart = decoded(model, num_rows, is_apart=True)
         assert model.is_apart == (not in_registers(instruction_set, dtype))
         assert np.array_equal(apart, together), f"{num_rows} rows"
-    for lateness in (1, 9, 15, 1000, -1):  # phases that one thread misses: of some layers, or all; or it is as it comes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_taken_apart_from_the_layer_on_before_which_both_threads_are_there(dtype: DType) -> None:
+    model = Checkpoint.random(num_layers=4).load(dtype, **by_two(IN_VECTORS))
+    together, layers = decoded(model, 26, is_apart=False), []
+    for lateness in (*range(1, 50), 1000):  # phases that one thread misses
         model._library.millrace_come_late(model._model, lateness)
-        assert np.array_equal(decoded(model, num_rows, is_apart=True), together)
+        assert np.array_equal(decoded(model, 26, is_apart=True), together), f"{lateness} phases late"
+        layers.append(model.num_together)
+    assert layers[0] == 0 and layers[-1] == -1
+    come = [layer for layer in layers if layer >= 0]
+    assert come == sorted(come) and set(come) == {0, 1, 2, 3} and set(layers[len(come) :]) == {-1}
+    model._library.millrace_come_late(model._model, -1)  # it comes when it will
+    assert np.array_equal(decoded(model, 26, is_apart=True), together)
+
+
+def test_memory_of_halves_is_part_of_a_steps_where_rows_can_be_taken_apart() -> None:
+    def beside(num_threads: int, num_rows: int) -> int:
+        threads: dict[str, Any] = {"num_threads": num_threads, "neighbours": Still(num_threads)}
+        model = Checkpoint.random().load("bfloat16", **by_two(IN_VECTORS) | threads)
+        return model.step_bytes(num_rows, num_rows) - model.step_bytes(num_rows, 0)
+
+    least = least_rows(IN_VECTORS)
+    assert beside(2, least) > 0 and beside(2, least - 1) == beside(1, least) == 0
+    assert 1.9 < beside(2, 8 * least) / beside(2, 4 * least) < 2.1
 
 
 IN_FEWER_BITS = [{"cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}]

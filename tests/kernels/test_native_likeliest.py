@@ -149,6 +149,7 @@ def test_slots_that_read_their_newest_tokens_have_the_likeliest_of_their_logits(
 
 LARGE = 40_003  # tokens: of a head that has a screen
 NUM_PANELS = -(-LARGE // 32)
+MOST_LEFT = 1.6  # panels of each row, about: 1.4 where the first one's logit is known, 1.9 by what int8 tells alone
 FEW = (1, 2, 3, 5, 12, 13, 33, 64, 65, 200)  # rows
 
 
@@ -195,7 +196,7 @@ def test_rows_have_the_likeliest_of_a_large_head_and_multiply_little_of_it(
 ) -> None:
     model = large(dtype, instruction_set, num_threads)
     for count, left in zip(FEW, check_rows(model, FEW), strict=True):
-        assert 0 < left < count * NUM_PANELS / 50 if count <= most_screened(model) else left == -1
+        assert count <= left < MOST_LEFT * count + 2 if count <= most_screened(model) else left == -1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -204,7 +205,7 @@ def test_up_to_512_rows_have_a_screen_and_its_memory_is_part_of_the_steps(instru
     model = large(dtype, instruction_set)
     most = most_screened(model)
     for count, left in zip((512, 513, 512), check_rows(model, (512, 513, 512)), strict=True):
-        assert 0 < left < 512 * NUM_PANELS / 50 if count <= most else left == -1
+        assert 512 <= left < MOST_LEFT * 512 if count <= most else left == -1
     with_it = [model.step_bytes(600, count) for count in (0, 512, 513)]
     with pytest.raises(NonFiniteError):
         model.set_tensor("lm_head.weight", np.full((LARGE, 64), np.nan, np.float32))

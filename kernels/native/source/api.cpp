@@ -134,6 +134,8 @@ EXPORT int32_t millrace_is_shared_by_rows(const Model* model) { return model->is
 // Whether the last step's rows were taken apart.
 EXPORT int32_t millrace_is_apart(const Model* model) { return model->is_apart; }
 
+EXPORT int32_t millrace_num_together(const Model* model) { return model->num_together; }
+
 // For tests: see Apart.
 EXPORT void millrace_assume_apart(Model* model, int32_t is_apart) {
     std::lock_guard<std::mutex> lock(model->is_running);

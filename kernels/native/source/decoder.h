@@ -160,7 +160,7 @@ class Step {
         pass(phases, REST, [&](Seat seat) { embed(seat); });
     }
 
-    // By the caller alone, while the others come.
+    // By who comes first alone, while the others come.
     void list_all_reads(Phases& phases) {
         pass(phases, REST, [&](Seat) {
             each_plan([&](const Batch<Input>& batch, Plan& plan) { list_reads(batch, &plan); });
@@ -586,12 +586,16 @@ int64_t run_apart(Model& model, const StepInputs& inputs, bool is_screened) {
         Phases phases(model.pool.get(), thread);
         std::optional<int> layer = whole.run_until_all_are_there(phases);
         if (!layer) return;
-        for (int place = phases.seat().rank; place < 2; place += phases.seat().count)
-            halves[place].go_on(whole, begins[place], *layer);
+        Party::Seat seat = phases.seat();
+        if (seat.rank == 0) model.num_together = seat.count == 1 ? -1 : *layer;
+        for (int place = seat.rank; place < 2; place += seat.count) halves[place].go_on(whole, begins[place], *layer);
         phases.run([](const Party::Seat&) {});  // who is counted as there and has yet to see it is waited for
     });
     for (OfRows* each : {&whole, &halves[0], &halves[1]}) each->tell();
-    if (model.part_ns) whole.tell_times(model.part_ns), halves[0].tell_times(model.part_ns);  // beside which the other went
+    if (model.part_ns) {
+        whole.tell_times(model.part_ns), halves[0].tell_times(model.part_ns);
+        if (model.num_together < 0) halves[1].tell_times(model.part_ns);  // otherwise it went beside the other
+    }
     return took_ns;
 }
 

@@ -191,6 +191,7 @@ struct Model {
     bool is_passing = false;         // weights by few rows, so that the caches keep what else is read: in the last step
     Apart apart;                     // whether steps' rows are taken so
     bool is_apart = false;           // the last step's were
+    int num_together = 0;            // layers before the last such step's were; -1: one thread alone had both halves
     int64_t num_bytes_beside = 0;  // of keys and values that the last step fetched beside products
     DecodeInputs decode_inputs;  // for who decodes, one at a time
     int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks

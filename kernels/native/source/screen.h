@@ -289,7 +289,7 @@ class Screening {
     Seen* seen_by(int thread) { return seen_.data() + thread * apart(num_rows_); }
 
     // From what one thread has seen to what the next one has: no two write to the same line.
-    static int64_t apart(int64_t num_rows) { return num_rows + 64 / int64_t(sizeof(Seen)); }
+    static int64_t apart(int64_t num_rows) { return num_rows + ceil_div(64, int64_t(sizeof(Seen))); }
 
     int64_t num_rows_ = 0, num_panels_ = 0, num_tokens_ = 0, size_ = 0, num_marks_ = 0;
     int num_threads_ = 0;

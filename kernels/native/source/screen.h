@@ -5,8 +5,8 @@
 // the head's own is known: no more than what is missed of the head's row and the length of ours, and the other way round.
 // So a panel whose largest logit in int8 is further below a row's best one than both can be wrong does not have the largest.
 // The panel that seems to have it is multiplied by the head itself, for that row, and then what is left: panels that may have
-// a logit above the one that is known now, with the first two to five of each row, where it were six to sixteen by int8
-// alone. The likeliest tokens are the head's own, to the bit, and so are equals and rows that are broken.
+// a logit above the one that is known now, with the first one two to five of each row, and by int8 alone 7 to 19 (both
+// shapes below). The likeliest tokens are the head's own, to the bit, and so are equals and rows that are broken.
 //
 // In bf16 steps of 1 / 8 / 16 / 32 / 512 rows take 10 / 7 / 6 / 6 / 7 % less so in SmolLM2-135M's shape and of 1 / 8 / 16 / 32
 // / 128 rows 13 / 9 / 5 / 6 / 7 in Qwen3-0.6B's; without bf16's and bytes' instructions those of 1 / 8 / 16 / 32 / 512 rows 12 /
@@ -97,8 +97,8 @@ constexpr int32_t FINER = 254;  // times: what whole numbers miss has 8 bits, to
 
 // A row of numbers as the head reads them, [count], as so many times the scale, `whole`, and as many times a FINERth of it
 // as that misses, `finely`. What is beyond four times the mean, squares' root, has more than 8 bits: that costs products
-// more, is rare, and would make all others coarse. Three times makes them less so by a fourth and each row has some beyond,
-// which costs what fewer closer looks save, and 3 % more of what the screen takes (12 rows, AVX-512, Zen 4 class EPYC).
+// more, is rare, and would make all others coarse. With three times most rows have some, and the screen takes 3 % more,
+// although fewer panels are looked at closer (16 rows in Qwen3-0.6B's shape, AVX-512, Zen 4 class EPYC).
 template <class T>
 Screened to_whole(const T* row, int64_t count, int32_t* whole, int32_t* finely) {
     constexpr float CLIPPED = 4.0f;

@@ -20,7 +20,7 @@ from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source
 from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
-from ..runtime.cpus import ComputeThreads
+from ..runtime.cpus import ComputeThreads, note_pinned
 from ..runtime.log import get_logger
 from .computing import Computing
 from .config import EngineConfig
@@ -67,6 +67,8 @@ def load_natively(
             cpus=threads.pinned,
             neighbours=Neighbours(threads.count, partial(_log_threads, threads.count)),
         )
+    if model.line_thread:
+        note_pinned(model.line_thread)
     log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
     with phases("weights"):
         check_room_for_weights(

@@ -60,8 +60,8 @@ class NativeModel:
         row. "int4": with a scale for each `group_size` numbers of a row, and the head in int8. An embedding that is not
         the head stays in `dtype`. `cache_dtype` None: as `dtype`. `num_threads` None: as many as
         `machine.default_threads` says. Several are the model's own, who calls waits for them, and each is pinned to the
-        processor of `cpus` in its place; None: all there are, in order; fewer than threads: none is pinned. A single
-        one is whoever calls.
+        processor of `cpus` in its place; None: all there are, in order; fewer than threads: none is pinned. While some
+        are left out, those that compute run on any of their processors. A single one is whoever calls.
         `worth_a_thread`: bytes of weights to read below which another thread does not pay for a token. `neighbours`
         decides how many threads compute where others want the cores, too; None: it is made here.
         Weights come with `set_tensor`; all of them before the first step.

@@ -3,8 +3,9 @@
 A step has a hundred places where its threads wait for each other. So a thread whose core somebody else has half of the
 time stops all of them that half, and each time for as long as the system lets the other one run: a step takes two to
 five times as long, where one thread less would take a little longer and leave the core to who wants it. Hence: where
-threads lose so much of their time, as many are left out as there are cores lost. Now and then those try whether their
-cores are free again.
+threads lose so much of their time, as many are left out as there are cores lost. Those that go on may run on any of
+their cores then, as whoever came may be pinned to one of them. Now and then the others try whether their cores are free
+again.
 
 Plain code that is told what the library has added up. Reads no clock but that of this process's own computing.
 """

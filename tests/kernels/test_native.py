@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import sys
 import time
 from dataclasses import replace
 from functools import cache
@@ -446,6 +447,34 @@ def test_what_is_not_computed_is_refused_with_what_it_lacks() -> None:
         NativeShape(**SMALL | {"hidden_size": 63}).check()
     with pytest.raises(NativeUnavailableError, match=f"instruction set avx10.*this machine has {AVAILABLE[0]}"):
         checkpoint("tied").load(instruction_set="avx10")
+
+
+class Told(Neighbours):
+    """A limit that somebody else sets."""
+
+    def note(self, shares: Longs) -> bool:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(machine.cpus()) < 2, reason="threads have one CPU")
+def test_who_computes_while_others_are_left_out_runs_on_any_of_their_cpus_and_then_on_its_own_again() -> None:
+    first, second = machine.cpus()[:2]
+    own, any_of_them = [{first}, {second}, {first}], {first, second}
+    told, before = Told(3), set(os.listdir("/proc/self/task"))
+    model = checkpoint("tied").load(num_threads=3, cpus=[first, second, first], worth_a_thread=1, neighbours=told)
+    threads = sorted({int(task) for task in set(os.listdir("/proc/self/task")) - before})
+
+    def places(limit: int) -> list[set[int]]:
+        told.limit = limit
+        Run(model).whole(tokens(40), [20, 10, 5, 5])
+        assert os.sched_getaffinity(0) == all_cpus, "whoever calls is where it was"
+        return [os.sched_getaffinity(thread) for thread in threads]
+
+    all_cpus = os.sched_getaffinity(0)
+    assert model.line_thread in threads and sorted(places(3), key=min) == sorted(own, key=min)
+    assert sorted(places(2), key=len) == [{first}, any_of_them, any_of_them], "the one left out stays where it may try"
+    assert os.sched_getaffinity(model.line_thread) == any_of_them
+    assert sorted(places(3), key=min) == sorted(own, key=min) and os.sched_getaffinity(model.line_thread) == {first}
 
 
 class Changing(Neighbours):

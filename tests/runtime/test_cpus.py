@@ -144,15 +144,22 @@ def test_one_thread_and_what_it_starts_can_have_a_lower_priority_than_the_others
     assert found == {"lowered": lower, "child": lower, "here": before}
 
 
+@pytest.mark.parametrize("does_move", [False, True], ids=["", "that is elsewhere for a while"])
 @pytest.mark.skipif(len(HERE) < 2, reason="with one CPU there is no other")
-def test_one_thread_and_what_it_starts_can_keep_off_the_cpu_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_and_what_it_starts_can_keep_off_the_cpu_of_another(
+    does_move: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpus, "_narrowed", {})
+    monkeypatch.setattr(cpus, "_own", {})
     found: dict[str, set[int]] = {}
     is_pinned, is_over = threading.Event(), threading.Event()
 
     def first() -> None:
         try:
             os.sched_setaffinity(0, HERE[:1])
+            if does_move:
+                cpus.note_pinned(threading.get_native_id())
+                os.sched_setaffinity(0, HERE)
         finally:
             is_pinned.set()
         is_over.wait()

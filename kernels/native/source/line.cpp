@@ -26,7 +26,7 @@ Line::Line(int cpu) {
     std::unique_lock<std::mutex> lock(mutex_);
     bool has_begun = false;
     thread_ = std::thread([this, cpu, &has_begun] {
-        if (cpu >= 0) pin(cpu);
+        if (cpu >= 0) pin({cpu});
         {
             std::lock_guard<std::mutex> inner(mutex_);
 #ifdef __linux__

@@ -22,16 +22,27 @@ int64_t clock_ns(clockid_t clock) {
 
 int64_t computed_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this thread
 
+bool is_pinned_to(int cpu) {
+#ifdef __linux__
+    cpu_set_t set;
+    bool is_known = pthread_getaffinity_np(pthread_self(), sizeof set, &set) == 0;
+    return is_known && CPU_COUNT(&set) == 1 && CPU_ISSET(cpu, &set);
+#else
+    (void)cpu;
+    return false;
+#endif
+}
+
 }  // namespace
 
-void pin(int cpu) {
+void pin(const std::vector<int>& cpus) {
 #ifdef __linux__
     cpu_set_t set;
     CPU_ZERO(&set);
-    CPU_SET(cpu, &set);
+    for (int cpu : cpus) CPU_SET(cpu, &set);
     pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // not allowed: the system places the thread, as before
 #else
-    (void)cpu;
+    (void)cpus;
 #endif
 }
 
@@ -123,12 +134,11 @@ Party::State Party::wait_for_other(uint32_t phase) const {
     }
 }
 
-Pool::Pool(int num_threads, const std::vector<int>& cpus) : limit(num_threads) {
-    bool is_pinned = int(cpus.size()) >= num_threads;
+Pool::Pool(int num_threads, const std::vector<int>& cpus) : limit(num_threads), are_loose_(num_threads) {
+    if (int(cpus.size()) >= num_threads) cpus_.assign(cpus.begin(), cpus.begin() + num_threads);
     for (int thread = 1; thread < num_threads; thread++) {
-        int cpu = is_pinned ? cpus[thread] : -1;
-        workers_.emplace_back([this, thread, cpu] {
-            if (cpu >= 0) pin(cpu);
+        workers_.emplace_back([this, thread] {
+            if (!cpus_.empty()) pin({cpus_[thread]});
             work(thread);
         });
     }
@@ -145,6 +155,8 @@ Pool::~Pool() {
 
 void Pool::run(int num_threads, const std::function<void(int)>& job) {
     int num_called = is_trying ? size() : num_threads;
+    is_loose_ = limit < size();
+    settle(0, is_loose_);
     began_ns_ = now_ns();
     job_ = &job;
     party.open(num_threads);
@@ -170,6 +182,15 @@ void Pool::run(int num_threads, const std::function<void(int)>& job) {
     }
     used_ns_.fetch_add(computed_ns() - before, std::memory_order_relaxed);  // it had its core, as in waits between phases
     add_shares(now_ns() - began_ns_);  // with those waited for that came late, as their loss counts, too
+}
+
+void Pool::settle(int thread, bool is_loose) {
+    if (cpus_.empty() || is_loose == bool(are_loose_[thread])) return;
+    auto self = std::this_thread::get_id();
+    if (thread == 0 && (is_loose ? !is_pinned_to(cpus_[0]) : self != loose_caller_)) return;
+    if (thread == 0) loose_caller_ = self;
+    pin(is_loose ? cpus_ : std::vector<int>{cpus_[thread]});
+    are_loose_[thread] = is_loose;
 }
 
 void Pool::compute(int thread) {
@@ -208,7 +229,9 @@ void Pool::work(int thread) {
         }
         Turn turn = turn_.load(std::memory_order_acquire);
         seen = turn.number;
-        thread < turn.num_computing ? compute(thread) : keep_busy();
+        bool does_compute = thread < turn.num_computing;
+        settle(thread, does_compute && is_loose_);
+        does_compute ? compute(thread) : keep_busy();
         num_left_.fetch_sub(1, std::memory_order_release);
     }
 }

@@ -23,7 +23,7 @@ namespace millrace {
 constexpr int NUM_SPINS = 256;  // about 4 to 15 us
 constexpr int64_t AWAKE_NS = 300'000;  // after a region; a busy server's next step begins within that time
 
-void pin(int cpu);  // the calling thread
+void pin(const std::vector<int>& cpus);  // the calling thread
 int64_t now_ns();
 
 // Returns true when `is_so` is. False if that takes long, so that a thread had better sleep: it spins first, then yields.
@@ -122,7 +122,8 @@ enum Share : int32_t { PASSED, USED, LOST, TRIED, LOST_TRYING, NUM_SHARES };
 class Pool {
   public:
     // The caller of `run` is one of the threads. Of the others each is pinned to one of `cpus` in their order, and to
-    // none when there are fewer of them.
+    // none when there are fewer of them. While threads are left out, the rest run on any of these: who wants a core may be
+    // pinned, too, to that of a thread that goes on. A caller does so only if it is pinned itself.
     Pool(int num_threads, const std::vector<int>& cpus);
     ~Pool();
 
@@ -148,11 +149,16 @@ class Pool {
     };
 
     void work(int thread);
+    void settle(int thread, bool is_loose);  // by the thread itself, before it computes or tries
     void compute(int thread);
     void keep_busy();
     void add_shares(int64_t passed_ns);
 
     std::vector<std::thread> workers_;
+    std::vector<int> cpus_;        // of each thread; none: they are where the system has them
+    std::vector<char> are_loose_;  // threads that run on any of these; each knows of itself
+    bool is_loose_ = false;        // those of the region
+    std::thread::id loose_caller_;
     const std::function<void(int)>* job_ = nullptr;
     int64_t began_ns_ = 0;                   // the region
     alignas(64) std::atomic<Turn> turn_{};   // a new one for each region

@@ -19,7 +19,6 @@ from .cgroups import read
 
 FIRST = os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0  # of this process, when it began
 LOWER = 5  # more nice than that: a third of the time of a thread of ours that computes on the same core
-_own: dict[int, frozenset[int]] = {}  # threads, by the system's ids, and the CPU that each of them was pinned to
 _narrowed: dict[frozenset[int], frozenset[int]] = {}  # masks that `keep_off` left threads, and what they had before
 
 
@@ -129,31 +128,23 @@ def lower_priority(native_id: int | None = None) -> bool:
     return True
 
 
-def note_pinned(native_id: int) -> None:
-    """From now on a thread counts as pinned to the CPU that it is pinned to now, wherever it runs later: one that
-    computes may leave it to a busy neighbour for a while. Nothing if it is pinned to none."""
-    if hasattr(os, "sched_getaffinity") and len(taken := os.sched_getaffinity(native_id)) == 1:
-        _own[native_id] = frozenset(taken)
-
-
-def keep_off(pinned: int, native_id: int | None = None) -> bool:
+def keep_off(cpu: int, native_id: int | None = None) -> bool:
     """Has a thread of this process, by default the calling one, and those that it starts from now on, run on other CPUs
-    than the one that thread `pinned` is pinned to: when that has something to do it need not wait for this one.
+    than this one: whoever is pinned to it need not wait for them when he has something to do.
 
-    False, and nothing is changed, where that may run on several or on one that this one may not, where there is no
-    other CPU, and where threads are not kept to CPUs. An engine that such a thread makes later has all of them.
+    False, and nothing is changed, where the thread was not given this CPU, or no other, and where threads are not kept
+    to CPUs. An engine that such a thread makes later has all of them.
     """
     if not hasattr(os, "sched_getaffinity"):
         return False
     thread = threading.get_native_id() if native_id is None else native_id
     try:
-        taken = _own.get(pinned) or os.sched_getaffinity(pinned)
         before = _before(os.sched_getaffinity(thread))
-        left = before - taken
-        if len(taken) > 1 or not left or left == before:
+        left = before - {cpu}
+        if not left or left == before:
             return False
         os.sched_setaffinity(thread, left)
-    except OSError:  # one of them has ended
+    except OSError:  # it has ended
         return False
     _narrowed[left] = before
     return True

@@ -164,10 +164,10 @@ class Env(ABC):
         thread."""
 
     @abstractmethod
-    def yield_to(self, name: str, thread: int = 0) -> None:
+    def yield_to(self, name: str, own_cpu: int | None = None) -> None:
         """From now on the thread of the worker `name` goes first: all other workers of this env, begun or not, run at a
-        lower priority where the system has such, and if that one is pinned to a CPU by now, on others. `thread` is one
-        that computes for it, by the system's id, whose CPU they leave instead; 0: none. In simulation nothing."""
+        lower priority where the system has such, and on other CPUs than `own_cpu`, where it computes or another thread
+        does for it; None: it has no CPU of its own. In simulation nothing."""
 
     @abstractmethod
     def give_way(self) -> None:
@@ -213,7 +213,7 @@ class LiveEnv(Env):
         self._workers: dict[_ThreadWorker, None] = {}
         self._side_threads: list[LiveSideThread] = []
         self._first: str | None = None  # the worker whose threads go first
-        self._first_thread = 0  # that computes for it
+        self._own_cpu: int | None = None  # of that one, or of whoever computes for it
 
     def secret(self, name: str, num_bytes: int) -> bytes:
         return os.urandom(num_bytes)  # a seed may be known: it is a setting, and 0 unless somebody says
@@ -229,8 +229,8 @@ class LiveEnv(Env):
         self._side_threads.append(thread)
         return thread
 
-    def yield_to(self, name: str, thread: int = 0) -> None:
-        self._first, self._first_thread = name, thread
+    def yield_to(self, name: str, own_cpu: int | None = None) -> None:
+        self._first, self._own_cpu = name, own_cpu
         for worker in self._workers:
             if worker.name != name:
                 worker.on_start = self._stand_back
@@ -242,13 +242,8 @@ class LiveEnv(Env):
 
     def _stand_back(self, thread: int) -> None:
         lower_priority(thread)
-        if self._first_thread:
-            keep_off(self._first_thread, thread)
-            return
-        for worker in tuple(self._workers):
-            if worker.name == self._first:
-                for first in worker.native_ids:
-                    keep_off(first, thread)
+        if self._own_cpu is not None:
+            keep_off(self._own_cpu, thread)
 
     async def aclose(self) -> None:
         used = [thread for thread in self._side_threads if thread.is_used]

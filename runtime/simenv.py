@@ -81,7 +81,7 @@ class SimEnv(Env):
     def side_thread(self, name: str) -> SideThread:
         return _SimSideThread()
 
-    def yield_to(self, name: str, thread: int = 0) -> None:
+    def yield_to(self, name: str, own_cpu: int | None = None) -> None:
         pass
 
     def give_way(self) -> None:

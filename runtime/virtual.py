@@ -45,7 +45,7 @@ class VirtualEnv(Env):
     def side_thread(self, name: str) -> SideThread:
         raise RuntimeError(f"side thread {name!r}: there are no threads where time is set from outside")
 
-    def yield_to(self, name: str, thread: int = 0) -> None:
+    def yield_to(self, name: str, own_cpu: int | None = None) -> None:
         pass
 
     def give_way(self) -> None:

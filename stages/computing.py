@@ -37,5 +37,5 @@ class Computing:
     choosing: MakeChoosing = Choosing
     call_before_computing: CallBefore | None = None  # see `Device`
     enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first
-    line_thread: int = 0  # the system's id of one that computes in its place; 0: none does
+    own_cpu: int | None = None  # of the thread that begins each step, which a busy neighbour may have for a while
     assemble: Callable[[Sampler, Ends], Late] | None = None  # where the device runs beside the host

@@ -82,7 +82,6 @@ class Device:
         self._enter = enter
         self._call_before_computing = call_before_computing
         self._worker: Worker | None = None
-        self._entering: asyncio.Future[object] | None = None
         self._env: Env | None = None
         self._queue: StepQueue | None = None
         self._num_phases = 0
@@ -118,15 +117,9 @@ class Device:
             if self._call_before_computing is not None:
                 self._call_before_computing(self._worker.tell)
             if self._enter is not None:
-                self._entering = self._worker.submit(self._run_enter, self._enter)
-                hush(self._entering)
+                hush(self._worker.submit(self._run_enter, self._enter))
         self._sources[phase] = context.source
         self._num_phases = max(self._num_phases, phase + 1)
-
-    async def entered(self) -> None:
-        """Returns when its thread is where steps belong; at once where it is to call nothing first."""
-        if self._entering is not None:
-            await asyncio.wait([self._entering])
 
     @property
     def is_sampling(self) -> bool:

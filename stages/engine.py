@@ -135,7 +135,7 @@ class Engine(EngineBooks, Asking):
         with phases("warm_up"):
             await self._warm_up()
         if self._computes_here:
-            self._env.yield_to("device", loaded.line_thread)
+            self._env.yield_to("device", loaded.own_cpu)
         await self._inject(self._parts.pipeline, faults)
         self._health = Health("ready")
         seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}

@@ -64,7 +64,7 @@ class LoadedModel:
     sampler: Sampler | LateModel
     grammars: Grammars
     make_device: Callable[[], Device]  # whose thread is theirs
-    line_thread: int = 0  # as in `Computing`
+    own_cpu: int | None = None  # as in `Computing`
 
     def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
         """For an answer, which goes on after its prompt: a space it begins with belongs to it."""
@@ -75,7 +75,7 @@ class LoadedModel:
 class ModelText:
     """What a process needs of a model that has the stages of text, and computes nothing."""
 
-    line_thread: ClassVar[int] = 0
+    own_cpu: ClassVar[int | None] = None  # it computes nothing
 
     info: ModelInfo
     tokenizer: Tokenizer
@@ -177,7 +177,7 @@ def _put_together(
     text_parts = (tokenizer, text.encoder, text_table)
     if computing.assemble is None:
         make_device = partial(Device, computing.enter, computing.call_before_computing)
-        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.line_thread)
+        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu)
     with phases("graphs"):
         late = computing.assemble(sampler, Ends(eos_token_ids, info.max_model_len))
     if late.captured is not None:

@@ -120,8 +120,7 @@ class EngineProcess:
             self._link.post(NotStarted(type(error).__name__, "the log has more"))
             return False
         if loaded.info.attention_backend == "native":
-            await device.entered()
-            self._env.yield_to("device", loaded.line_thread)
+            self._env.yield_to("device", loaded.own_cpu)
             self._env.give_way()
         gc.collect()
         gc.freeze()

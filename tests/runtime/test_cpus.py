@@ -144,44 +144,40 @@ def test_one_thread_and_what_it_starts_can_have_a_lower_priority_than_the_others
     assert found == {"lowered": lower, "child": lower, "here": before}
 
 
-@pytest.mark.parametrize("does_move", [False, True], ids=["", "that is elsewhere for a while"])
 @pytest.mark.skipif(len(HERE) < 2, reason="with one CPU there is no other")
-def test_one_thread_and_what_it_starts_can_keep_off_the_cpu_of_another(
-    does_move: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_thread_and_what_it_starts_can_keep_off_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpus, "_narrowed", {})
-    monkeypatch.setattr(cpus, "_own", {})
     found: dict[str, set[int]] = {}
-    is_pinned, is_over = threading.Event(), threading.Event()
-
-    def first() -> None:
-        try:
-            os.sched_setaffinity(0, HERE[:1])
-            if does_move:
-                cpus.note_pinned(threading.get_native_id())
-                os.sched_setaffinity(0, HERE)
-        finally:
-            is_pinned.set()
-        is_over.wait()
 
     def other() -> None:
-        pinned = pinning.native_id
-        assert pinned is not None and cpus.keep_off(pinned) and cpus.keep_off(pinned)
+        assert cpus.keep_off(HERE[0]) and cpus.keep_off(HERE[0])
         child = threading.Thread(target=lambda: found.update(child=os.sched_getaffinity(0)))
         child.start()
         child.join()
         found["other"] = os.sched_getaffinity(0)
         found["seen"] = set(Cpus.of_this_process().allowed)
 
-    pinning = threading.Thread(target=first)
-    pinning.start()
-    is_pinned.wait()
     keeping = threading.Thread(target=other)
     keeping.start()
     keeping.join()
-    is_over.set()
-    pinning.join()
     left = set(HERE[1:])
     assert found == {"child": left, "other": left, "seen": set(HERE)}, "an engine that is made later has all of them"
-    assert not cpus.keep_off(threading.get_native_id()), "a thread that may run on several is in nobody's way"
     assert os.sched_getaffinity(0) == set(HERE)
+
+
+@pytest.mark.skipif(not HERE, reason="threads are not kept to CPUs")
+def test_a_thread_stays_where_it_is_if_it_was_not_given_that_cpu_or_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpus, "_narrowed", {})
+    assert not cpus.keep_off(max(HERE) + 1)
+    assert os.sched_getaffinity(0) == set(HERE)
+    found: dict[str, set[int]] = {}
+
+    def with_one() -> None:
+        os.sched_setaffinity(0, HERE[:1])
+        assert not cpus.keep_off(HERE[0])
+        found["with one"] = os.sched_getaffinity(0)
+
+    thread = threading.Thread(target=with_one)
+    thread.start()
+    thread.join()
+    assert found == {"with one": set(HERE[:1])}

@@ -7,6 +7,8 @@ The model's steps take some milliseconds, so that most of them are handed over w
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +17,8 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
+from millrace.runtime.cpus import Cpus
+from millrace.runtime.env import LiveEnv
 from millrace.runtime.log import captured_logs
 from millrace.runtime.stage import Outlet, Stage
 from millrace.stages.engine import Engine
@@ -196,3 +200,22 @@ def test_a_step_that_fails_takes_those_in_line_with_it_and_all_go_on(checkpoint:
     right, ran, num_handed_over = both(checkpoint, asks, spoil, enable_prefix_caching=False, **settings)
     assert ran.answers == right.answers
     assert len(sampled) > 47 and num_handed_over > 0
+
+
+CORES = Cpus.of_this_process().cores
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(CORES) < 2, reason="threads are not kept to CPUs, or have one core")
+@pytest.mark.parametrize("threads", [len(CORES), 1], ids=["pinned", "not pinned"])
+def test_other_threads_of_an_engine_keep_off_the_cpu_of_the_one_that_begins_steps(
+    checkpoint: Path, threads: int
+) -> None:
+    async def of_others() -> set[int]:
+        async with Engine(model=str(checkpoint), env=(env := LiveEnv(0)), **{**SMALL, **NATIVE, "threads": threads}):
+            found = await env.run_in_thread(os.sched_getaffinity, 0)
+        await env.aclose()
+        return found
+
+    with captured_logs():
+        left = asyncio.run(of_others())
+    assert left == os.sched_getaffinity(0) - ({CORES[0]} if threads == len(CORES) else set())

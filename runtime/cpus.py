@@ -1,5 +1,6 @@
 """Which cores this process may compute on, and for how much of the time: the affinity mask, cgroup quotas of both
-versions, and cores that are two CPUs. And priorities of single threads, where the system has them.
+versions, cores that are two CPUs, and for how long any had nothing to do. And priorities of single threads, where the
+system has them.
 
 Knows Linux; elsewhere there is only a number of CPUs, and no priority of a thread.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -106,6 +107,24 @@ def _limit(folder: Path) -> float | None:
     if len(numbers) != 2 or not all(number.isdigit() for number in numbers) or not int(numbers[1]):
         return None
     return int(numbers[0]) / int(numbers[1])
+
+
+# -- what others leave
+
+
+def ticks(cpus: Collection[int], root: Path = Path("/")) -> tuple[int, int] | None:
+    """(With nothing to run, all) of those CPUs, added up, since the machine was started, in hundredths of a second.
+    None where `/proc/stat` does not count them. Takes 0.1 to 0.3 ms."""
+    names, idle, total = {f"cpu{cpu}" for cpu in cpus}, 0, 0
+    for line in read(root / "proc/stat").splitlines():
+        name, _, rest = line.partition(" ")
+        if name not in names:
+            continue
+        names.remove(name)
+        user, nice, system, *others = (int(number) for number in rest.split()[:8])
+        idle += sum(others[:2])  # idle, and idle until a disk answers
+        total += user + nice + system + sum(others)
+    return None if names or not total else (idle, total)
 
 
 # -- priorities

@@ -20,7 +20,7 @@ from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source
 from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
-from ..runtime.cpus import ComputeThreads
+from ..runtime.cpus import ComputeThreads, ticks
 from ..runtime.log import get_logger
 from .computing import Computing
 from .config import EngineConfig
@@ -65,7 +65,11 @@ def load_natively(
             cache_dtype=cache_dtype,
             num_threads=threads.count,
             cpus=threads.pinned,
-            neighbours=Neighbours(threads.count, partial(_log_threads, threads.count)),
+            neighbours=Neighbours(
+                threads.count,
+                partial(_log_threads, threads.count),
+                ticks=partial(ticks, threads.pinned) if threads.pinned else lambda: None,
+            ),
         )
     log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
     with phases("weights"):

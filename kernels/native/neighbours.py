@@ -4,8 +4,8 @@ A step has a hundred places where its threads wait for each other. So a thread w
 time stops all of them that half, and each time for as long as the system lets the other one run: a step takes two to
 five times as long, where one thread less would take a little longer and leave the core to who wants it. Hence: where
 threads lose so much of their time, as many are left out as there are cores lost. Those that go on may run on any of
-their cores then, as whoever came may be pinned to one of them. Now and then the others try whether their cores are free
-again.
+their cores then, as whoever came may be pinned to one of them. Once some of these are idle, the others try whether they
+have them to themselves: now and then, where the system does not tell.
 
 Plain code that is told what the library has added up. Reads no clock but that of this process's own computing.
 """
@@ -25,7 +25,9 @@ WINDOW_NS = 40_000_000  # of steps, that are judged together
 LOST = 0.25  # cores lost to others in two such windows on end, from which on it is better to leave them
 FREE = 0.1  # of the time of who tries, lost: less is nobody
 TRY_NS = 10_000_000
-FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 8_000_000_000  # of steps between tries; each is twice the one before
+IDLE = 0.3  # of a core, for each thread that is left out: less is not worth a try
+# of steps between tries, or looks at what is idle; after a try in vain twice the one before
+FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 2_000_000_000
 HOLD_NS = 5_000_000_000  # of steps, after it did not help
 
 
@@ -51,13 +53,16 @@ class Neighbours:
         num_threads: int,
         tell: Callable[[int, float], None] = lambda limit, num_lost: None,
         process_ns: Callable[[], int] = time.process_time_ns,
+        ticks: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
         """`tell` hears of a new limit, and how many cores others had. `process_ns`: what all threads of this process
-        have computed."""
+        have computed. `ticks`: how much time a core for each thread had nothing to do, and had, all of them added up;
+        None: nobody knows."""
         self.limit = self.num_threads = num_threads
         self.is_trying = False
         self.num_lost = 0.0  # cores, in the last window
-        self._tell, self._process_ns = tell, process_ns
+        self._tell, self._process_ns, self._ticks = tell, process_ns, ticks
+        self._last_ticks: tuple[int, int] | None = None  # when somebody was left out, or since then at the last look
         self._began = [0] * len(Share)  # sums where the window began
         self._began_process_ns = process_ns()
         self._num_bad = 0  # windows on end in which too much was lost
@@ -86,7 +91,18 @@ class Neighbours:
             self._num_bad = 0
             self._leave(now_ns)
         elif not self._num_bad and self.limit < self.num_threads and now_ns >= self._next_ns:
-            self.is_trying = True
+            self._look(now_ns)
+
+    def _look(self, now_ns: int) -> None:
+        """Has those left out try, if they may have their cores to themselves for as much as is known."""
+        before, self._last_ticks = self._last_ticks, self._ticks()
+        self.is_trying = True
+        if before is None or self._last_ticks is None:
+            return
+        idle, passed = (now - then for now, then in zip(self._last_ticks, before, strict=True))
+        if idle * self.num_threads < IDLE * passed * (self.num_threads - self.limit):
+            self.is_trying = False
+            self._pause(now_ns, FIRST_PAUSE_NS)
 
     def _since(self, shares: Longs, share: Share) -> int:
         """In this window."""
@@ -105,8 +121,11 @@ class Neighbours:
             self.limit, self._next_ns = self.num_threads, now_ns + HOLD_NS
             return
         self.limit = max(least, self.limit - max(1, round(self.num_lost)))
-        self._pause_ns = FIRST_PAUSE_NS
-        self._next_ns = now_ns + self._pause_ns
+        self._last_ticks = self._ticks()
+        self._pause(now_ns, FIRST_PAUSE_NS)
+
+    def _pause(self, now_ns: int, pause_ns: int) -> None:
+        self._pause_ns, self._next_ns = pause_ns, now_ns + pause_ns
 
     def _judge_try(self, shares: Longs) -> None:
         tried_ns, lost_ns = self._since(shares, Share.TRIED), self._since(shares, Share.LOST_TRYING)
@@ -118,8 +137,7 @@ class Neighbours:
         if lost_ns < FREE * tried_ns:
             self.limit, self._next_ns = self.num_threads, 0
         else:
-            self._pause_ns = min(2 * self._pause_ns, LONGEST_PAUSE_NS)
-            self._next_ns = now_ns + self._pause_ns
+            self._pause(now_ns, min(2 * self._pause_ns, LONGEST_PAUSE_NS))
 
     def _begin(self, shares: Longs) -> int:
         """A new window."""

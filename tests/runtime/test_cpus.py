@@ -144,6 +144,25 @@ def test_one_thread_and_what_it_starts_can_have_a_lower_priority_than_the_others
     assert found == {"lowered": lower, "child": lower, "here": before}
 
 
+STAT = """cpu  60 0 30 700 5 0 1 4 0 0
+cpu0 10 1 5 100 2 0 1 3 0 0
+cpu1 20 2 10 200 1 0 0 1 9 9
+cpu10 30 3 15 400 2 0 0 0 0 0
+intr 1 2 3
+"""
+
+
+def test_time_that_nothing_ran_is_added_up_of_the_cpus_that_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text(STAT)
+    assert cpus.ticks((0, 1), tmp_path) == (303, 356)
+    assert cpus.ticks((10,), tmp_path) == (402, 450)
+    assert cpus.ticks((0, 2), tmp_path) is None, "one of them is not counted"
+    (tmp_path / "proc/stat").write_text("cpu0 0 0 0 0 0 0 0 0 0 0\n")
+    assert cpus.ticks((0,), tmp_path) is None, "there, but nothing is counted"
+    assert cpus.ticks((0,), tmp_path / "nowhere") is None
+
+
 @pytest.mark.skipif(len(HERE) < 2, reason="with one CPU there is no other")
 def test_one_thread_and_what_it_starts_can_keep_off_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpus, "_narrowed", {})

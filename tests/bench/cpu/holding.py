@@ -152,6 +152,7 @@ async def measure(model: str, rounds: int) -> dict[str, Any]:
             found = await growth(engine, run)
             shares = {name: await _drawn_share(engine, name, run) for name in drawn}
             quiet, busy = await beside_a_neighbour(engine, run)
+            await p95_step_ms(engine, run)  # meanwhile it finds its cores free again
             _say(f"round {run}: {found}, drawn {shares}, p95 step {quiet:.1f} ms, beside a neighbour {busy:.1f}")
             if not run:
                 memory = memory_mib(engine)

@@ -48,7 +48,7 @@ from ..shapes import SHAPES, make_checkpoint
 from ..throughput import read_bandwidth_gb_s
 from .contenders import RunningServer, Served, start
 from .figures import machine
-from .peers import KV_BYTES, OUR_SERVER, contenders_of, distribution_version, find_peers, our_contenders
+from .peers import OUR_SERVER, contenders_of, distribution_version, find_peers, our_contenders
 from .sustained import Bounds, Window, highest, summary, window
 
 NUM_WARM_UP = 8  # requests, all at once, that are not measured
@@ -253,7 +253,7 @@ def main() -> None:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         version = distribution_version(sys.executable, "millrace")
-        chosen = our_contenders(str(model), options.threads, version, options.max_model_len, KV_BYTES)
+        chosen = our_contenders(str(model), options.threads, version, options.max_model_len)
         for peer in peers:
             chosen += contenders_of(peer, str(model), options.threads, options.max_model_len)
         servers = [each for each in chosen if isinstance(each, Served)]

@@ -23,12 +23,12 @@ from typing import Any
 from millrace.kernels.native.machine import instruction_sets
 
 from .contenders import Contender, InProcess, Served
+from .worker import KV_BYTES
 
 OURS, OUR_SERVER = "millrace", "millrace server"
 PEERS = ("transformers", "vllm", "openvino-genai", "llama-cpp-python", "llama-server")
 CONVERTED = ("openvino-genai", "llama-cpp-python", "llama-server")
 MAX_MODEL_LEN, MAX_NUM_SEQS = 2048, 64
-KV_BYTES = 2 << 30  # for keys and values, that vLLM's server is given
 NO_W4 = frozenset({"w4"})  # in process there is no serving
 NO_BATCHES = frozenset({"w2", "w3", "w4"})  # llama.cpp's binding answers one after the other
 
@@ -114,15 +114,13 @@ def contenders_of(peer: Peer, model: str, threads: int, max_model_len: int = MAX
             return [in_process("transformers", "transformers")]
 
 
-def our_contenders(
-    model: str, threads: int, version: str, max_model_len: int = MAX_MODEL_LEN, kv_bytes: int | None = None
-) -> list[Contender]:
-    """This engine, in process and served; length and bytes for keys and values (None: as it sees fit) are those of its
-    server."""
+def our_contenders(model: str, threads: int, version: str, max_model_len: int = MAX_MODEL_LEN) -> list[Contender]:
+    """This engine, in process and served; the length is its server's. Bytes for keys and values are bounded, as all
+    engines are in memory at once: where two of this one took what they saw fit, weights that another had mapped were
+    read from the disk again with every token (Qwen3-0.6B's shape, 24 GiB)."""
     python = sys.executable
     sizes = ["--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS), "--threads", str(threads)]
-    if kv_bytes is not None:
-        sizes += ["--kv-cache-bytes", str(kv_bytes)]
+    sizes += ["--kv-cache-bytes", str(KV_BYTES)]
     sizes += ["--speculation", "off"]  # random weights repeat themselves: drafts would have it too easy
     serve = [python, "-m", "millrace.deploy", "serve", model, "--port", "{port}", "--device", "cpu", *sizes]
     return [

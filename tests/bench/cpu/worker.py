@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 Asked = tuple[list[int], int]
 
+KV_BYTES = 2 << 30  # for keys and values, in each engine that can be told
+
 
 class Engine(Protocol):
     """An engine that answers all requests at once, greedily, to the asked lengths."""
@@ -36,7 +38,7 @@ class Millrace:
         from millrace.stages import EngineConfig
 
         self.loop = asyncio.new_event_loop()
-        sizes = {"max_model_len": 2048, "max_num_seqs": 64, "itl_target_ms": 0.0}
+        sizes = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_bytes": KV_BYTES, "itl_target_ms": 0.0}
         config = EngineConfig(model=model, device="cpu", threads=num_threads, speculation="off", **sizes)
         self.engine = MillraceEngine(config)  # random weights repeat themselves: drafts would have it too easy
         self.loop.run_until_complete(self.engine.start())
@@ -117,7 +119,8 @@ class OpenVino:
 
         self.openvino, self.genai = openvino, openvino_genai
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens = 2, 256, 2048
+        scheduler.cache_size = KV_BYTES >> 30
+        scheduler.max_num_seqs, scheduler.max_num_batched_tokens = 256, 2048
         scheduler.dynamic_split_fuse = scheduler.enable_prefix_caching = True
         has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         precision = "bf16" if has_bf16 else "f32"  # in bf16 it does not start on a CPU without such instructions

@@ -3,12 +3,12 @@
     python -m tests.bench.cpu.holding [--shape smollm2-135m] [--rounds 3] [--json results.json]
 
 This engine in process, prefix cache and drafts off. Growth: output tokens/s of 8, 32, 128 and 512 requests at once, 32
-tokens in and out. Drawn: W2 and W4 (16 in flight) at temperature 1.0 and top_p 0.95 beside greedy, in turn. Long: the
-time of attention in decoding steps at 8k tokens of context, beside that in which its keys and values are read once; the
-bandwidth for that is read before and after, and the prefix cache is on, so that both are within a second of the steps.
-Neighbour: the 95th percentile of a decoding step's time, eight sequences, with and without another process that is
-always busy, on each core in turn, of which the worst counts. Memory: the most this process had, less weights and the
-cache as far as it was ever used.
+tokens in and out, and how many times as many each is as the one before it, in the same round. Drawn: W2 and W4 (16 in
+flight) at temperature 1.0 and top_p 0.95 beside greedy, in turn. Long: the time of attention in decoding steps at 8k
+tokens of context, beside that in which its keys and values are read once; the bandwidth for that is read before and
+after, and the prefix cache is on, so that both are within a second of the steps. Neighbour: the 95th percentile of a
+decoding step's time, eight sequences, with and without another process that is always busy, on each core in turn, of
+which the worst counts. Memory: the most this process had, less weights and the cache as far as it was ever used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import itertools
 import json
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -164,10 +164,11 @@ async def measure(model: str, rounds: int) -> dict[str, Any]:
             ratios.append(busy / quiet)
             alone.append(quiet)
     long = await at_long_context(config)
-    medians = [statistics.median(rates) for rates in grown.values()]
+    steps = itertools.pairwise(CONCURRENCY)
+    growths = {(few, many): [b / a for a, b in zip(grown[few], grown[many], strict=True)] for few, many in steps}
     return {
         "output_tok_s_by_concurrency": {str(number): spread(rates) for number, rates in grown.items()},
-        "grows": medians == sorted(medians),
+        "growth_in_a_round": {f"{few} to {many}": spread(times) for (few, many), times in growths.items()},
         "drawn_to_greedy": {name: spread(shares) for name, shares in drawn.items()},
         **long,
         "p95_step_ms": spread(alone),

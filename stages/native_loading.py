@@ -20,7 +20,7 @@ from ..model.errors import CheckpointError
 from ..model.expected import expected_shapes, open_source
 from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
-from ..runtime.cpus import ComputeThreads, ticks
+from ..runtime.cpus import ComputeThreads, idle_ns
 from ..runtime.log import get_logger
 from .computing import Computing
 from .config import EngineConfig
@@ -68,7 +68,7 @@ def load_natively(
             neighbours=Neighbours(
                 threads.count,
                 partial(_log_threads, threads.count),
-                ticks=partial(ticks, threads.pinned) if threads.pinned else lambda: None,
+                idle_ns=partial(idle_ns, threads.pinned) if threads.pinned else lambda: None,
             ),
         )
     log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))

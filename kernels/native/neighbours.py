@@ -4,8 +4,8 @@ A step has a hundred places where its threads wait for each other. So a thread w
 time stops all of them that half, and each time for as long as the system lets the other one run: a step takes two to
 five times as long, where one thread less would take a little longer and leave the core to who wants it. Hence: where
 threads lose so much of their time, as many are left out as there are cores lost. Those that go on may run on any of
-their cores then, as whoever came may be pinned to one of them. Once some of these are idle, the others try whether they
-have them to themselves: now and then, where the system does not tell.
+their cores then, as whoever came may be pinned to one of them. Once others have had less of these for a while, as the
+system tells, those left out try whether they have them to themselves: now and then, where it does not tell.
 
 Plain code that is told what the library has added up. Reads no clock but that of this process's own computing.
 """
@@ -25,9 +25,9 @@ WINDOW_NS = 40_000_000  # of steps, that are judged together
 LOST = 0.25  # cores lost to others in two such windows on end, from which on it is better to leave them
 FREE = 0.1  # of the time of who tries, lost: less is nobody
 TRY_NS = 10_000_000
-IDLE = 0.3  # of a core, for each thread that is left out: less is not worth a try
-# of steps between tries, or looks at what is idle; after a try in vain twice the one before
-FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 2_000_000_000
+WANTED = 0.7  # of a core that others had, for each thread that is left out: with more a try would be in vain
+# of steps between looks at what others had, or tries where nobody knows; after a try in vain twice as long
+FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 4_000_000_000
 HOLD_NS = 5_000_000_000  # of steps, after it did not help
 
 
@@ -53,21 +53,22 @@ class Neighbours:
         num_threads: int,
         tell: Callable[[int, float], None] = lambda limit, num_lost: None,
         process_ns: Callable[[], int] = time.process_time_ns,
-        ticks: Callable[[], tuple[int, int] | None] = lambda: None,
+        idle_ns: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
         """`tell` hears of a new limit, and how many cores others had. `process_ns`: what all threads of this process
-        have computed. `ticks`: how much time a core for each thread had nothing to do, and had, all of them added up;
-        None: nobody knows."""
+        have computed. `idle_ns`: for how long the cores of all threads have been idle, and how long there were any that
+        could be, both added up over them; None: nobody knows."""
         self.limit = self.num_threads = num_threads
         self.is_trying = False
         self.num_lost = 0.0  # cores, in the last window
-        self._tell, self._process_ns, self._ticks = tell, process_ns, ticks
-        self._last_ticks: tuple[int, int] | None = None  # when somebody was left out, or since then at the last look
+        self._tell, self._process_ns, self._idle_ns = tell, process_ns, idle_ns
+        self._looked: tuple[int, int, int] | None = None  # what the last look saw: both of `idle_ns`, and `process_ns`
         self._began = [0] * len(Share)  # sums where the window began
         self._began_process_ns = process_ns()
         self._num_bad = 0  # windows on end in which too much was lost
         self._pause_ns = FIRST_PAUSE_NS
         self._next_ns = 0  # sum of steps, before which nothing is tried
+        self._last_try_ns = 0  # the same, when somebody tried or was left out
 
     def note(self, shares: Longs) -> bool:
         """`shares` [5] ns, as `Share` says, since the start. True if something is to be different."""
@@ -91,18 +92,24 @@ class Neighbours:
             self._num_bad = 0
             self._leave(now_ns)
         elif not self._num_bad and self.limit < self.num_threads and now_ns >= self._next_ns:
-            self._look(now_ns)
+            self.is_trying = self._may_be_free() or now_ns >= self._last_try_ns + LONGEST_PAUSE_NS
+            if not self.is_trying:
+                self._pause(now_ns, FIRST_PAUSE_NS)
 
-    def _look(self, now_ns: int) -> None:
-        """Has those left out try, if they may have their cores to themselves for as much as is known."""
-        before, self._last_ticks = self._last_ticks, self._ticks()
-        self.is_trying = True
-        if before is None or self._last_ticks is None:
-            return
-        idle, passed = (now - then for now, then in zip(self._last_ticks, before, strict=True))
-        if idle * self.num_threads < IDLE * passed * (self.num_threads - self.limit):
-            self.is_trying = False
-            self._pause(now_ns, FIRST_PAUSE_NS)
+    def _may_be_free(self) -> bool:
+        """Whether others had little enough of these cores since the last look, or nobody knows: what this process had
+        is not theirs, nor what it left while it had nothing to do."""
+        before, now = self._looked, self._look()
+        if before is None or now is None:
+            return True
+        idle, passed, own = (after - then for after, then in zip(now, before, strict=True))
+        num_had = (passed - idle - own) * self.num_threads / max(1, passed)
+        return num_had <= WANTED * (self.num_threads - self.limit)
+
+    def _look(self) -> tuple[int, int, int] | None:
+        idle_ns = self._idle_ns()
+        self._looked = None if idle_ns is None else (*idle_ns, self._process_ns())
+        return self._looked
 
     def _since(self, shares: Longs, share: Share) -> int:
         """In this window."""
@@ -121,7 +128,8 @@ class Neighbours:
             self.limit, self._next_ns = self.num_threads, now_ns + HOLD_NS
             return
         self.limit = max(least, self.limit - max(1, round(self.num_lost)))
-        self._last_ticks = self._ticks()
+        self._look()
+        self._last_try_ns = now_ns
         self._pause(now_ns, FIRST_PAUSE_NS)
 
     def _pause(self, now_ns: int, pause_ns: int) -> None:
@@ -132,7 +140,7 @@ class Neighbours:
         if tried_ns < TRY_NS:
             return
         lost_ns = self._to_others(lost_ns, self._since(shares, Share.USED) + tried_ns - lost_ns)
-        now_ns = self._begin(shares)
+        self._last_try_ns = now_ns = self._begin(shares)
         self.is_trying = False
         if lost_ns < FREE * tried_ns:
             self.limit, self._next_ns = self.num_threads, 0

@@ -152,15 +152,29 @@ intr 1 2 3
 """
 
 
-def test_time_that_nothing_ran_is_added_up_of_the_cpus_that_are_asked_for(tmp_path: Path) -> None:
+def test_idle_time_is_added_up_of_the_cpus_that_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/stat").write_text(STAT)
-    assert cpus.ticks((0, 1), tmp_path) == (303, 356)
-    assert cpus.ticks((10,), tmp_path) == (402, 450)
-    assert cpus.ticks((0, 2), tmp_path) is None, "one of them is not counted"
-    (tmp_path / "proc/stat").write_text("cpu0 0 0 0 0 0 0 0 0 0 0\n")
-    assert cpus.ticks((0,), tmp_path) is None, "there, but nothing is counted"
-    assert cpus.ticks((0,), tmp_path / "nowhere") is None
+    tick = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    assert cpus.idle_ns((0, 1), tmp_path) == (303 * tick, 356 * tick)
+    assert cpus.idle_ns((10,), tmp_path) == (402 * tick, 450 * tick)
+
+
+@pytest.mark.parametrize(
+    "stat",
+    ["cpu1 1 2 3 4 5\n", "cpu0 0 0 0 0 0\n", "cpu0\n", "cpu0 1 2 3\n", "cpu0 1 2 3 x 5\n", "cpu0 1 2 3 -4 5\n", "\n"],
+)
+def test_a_system_that_does_not_tell_idle_time_is_no_error(tmp_path: Path, stat: str) -> None:
+    assert cpus.idle_ns((0,), tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text(stat)
+    assert cpus.idle_ns((0,), tmp_path) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc/stat")
+def test_a_cpu_of_this_machine_is_idle_for_some_of_its_time() -> None:
+    told = cpus.idle_ns(HERE)
+    assert told is not None and 0 < told[0] < told[1]
 
 
 @pytest.mark.skipif(len(HERE) < 2, reason="with one CPU there is no other")

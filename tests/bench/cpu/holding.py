@@ -94,7 +94,8 @@ async def p95_step_ms(engine: Engine, run: int) -> float:
 
 
 async def beside_a_neighbour(engine: Engine, run: int) -> tuple[float, float]:
-    """The same, alone, and beside a process that computes all the time: on each core in turn, of which the worst."""
+    """The same, alone, and beside a process that computes all the time: on each core in turn, of which the worst. After
+    each the engine finds its cores free again, before anything else is measured."""
     alone = await p95_step_ms(engine, run)
     busy_ms = []
     for cpu in Cpus.of_this_process().cores:
@@ -104,6 +105,9 @@ async def beside_a_neighbour(engine: Engine, run: int) -> tuple[float, float]:
                 assert neighbour.poll() is None, f"nobody computed on CPU {cpu}"
             finally:
                 neighbour.kill()
+        await p95_step_ms(engine, run)
+        neighbours = native_of(engine)._neighbours
+        assert neighbours.limit == neighbours.num_threads, "threads are still left out"
     return alone, max(busy_ms)
 
 
@@ -152,7 +156,6 @@ async def measure(model: str, rounds: int) -> dict[str, Any]:
             found = await growth(engine, run)
             shares = {name: await _drawn_share(engine, name, run) for name in drawn}
             quiet, busy = await beside_a_neighbour(engine, run)
-            await p95_step_ms(engine, run)  # meanwhile it finds its cores free again
             _say(f"round {run}: {found}, drawn {shares}, p95 step {quiet:.1f} ms, beside a neighbour {busy:.1f}")
             if not run:
                 memory = memory_mib(engine)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 Asked = tuple[list[int], int]
 
-KV_BYTES = 2 << 30  # for keys and values, in each engine that can be told
+KV_BYTES = 2 << 30  # for keys and values, in each engine that is told so; llama.cpp has a context of so many tokens
 
 
 class Engine(Protocol):

@@ -5,7 +5,7 @@ time stops all of them that half, and each time for as long as the system lets t
 five times as long, where one thread less would take a little longer and leave the core to who wants it. Hence: where
 threads lose so much of their time, as many are left out as there are cores lost. Those that go on may run on any of
 their cores then, as whoever came may be pinned to one of them. Once others have had less of these for a while, as the
-system tells, those left out try whether they have them to themselves: now and then, where it does not tell.
+system tells, those left out try whether they have them to themselves; and now and then, whatever it tells.
 
 Plain code that is told what the library has added up. Reads no clock but that of this process's own computing.
 """
@@ -26,7 +26,8 @@ LOST = 0.25  # cores lost to others in two such windows on end, from which on it
 FREE = 0.1  # of the time of who tries, lost: less is nobody
 TRY_NS = 10_000_000
 WANTED = 0.7  # of a core that others had, for each thread that is left out: with more a try would be in vain
-# of steps between looks at what others had, or tries where nobody knows; after a try in vain twice as long
+# of steps: between looks at what others had, or tries where nobody knows, twice as long after each in vain; and, of the
+# latter, without a try whatever is known
 FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 4_000_000_000
 HOLD_NS = 5_000_000_000  # of steps, after it did not help
 

@@ -158,6 +158,7 @@ def test_idle_time_is_added_up_of_the_cpus_that_are_asked_for(tmp_path: Path) ->
     tick = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     assert cpus.idle_ns((0, 1), tmp_path) == (303 * tick, 356 * tick)
     assert cpus.idle_ns((10,), tmp_path) == (402 * tick, 450 * tick)
+    assert cpus.idle_ns((0, 2), tmp_path) is None, "one of them is not counted"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_a_system_that_does_not_tell_idle_time_is_no_error(tmp_path: Path, stat:
     assert cpus.idle_ns((0,), tmp_path) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc/stat")
+@pytest.mark.skipif(not HERE or cpus.idle_ns(HERE) is None, reason="this system does not tell")
 def test_a_cpu_of_this_machine_is_idle_for_some_of_its_time() -> None:
     told = cpus.idle_ns(HERE)
     assert told is not None and 0 < told[0] < told[1]

@@ -26,8 +26,8 @@ LOST = 0.25  # cores lost to others in two such windows on end, from which on it
 FREE = 0.1  # of the time of who tries, lost: less is nobody
 TRY_NS = 10_000_000
 WANTED = 0.7  # of a core that others had, for each thread that is left out: with more a try would be in vain
-# of steps: between looks at what others had, or tries where nobody knows, twice as long after each in vain; and, of the
-# latter, without a try whatever is known
+# Of steps between looks at what others had, or tries where nobody knows: after each try in vain twice as long. And the
+# longest that nobody tries, whatever is known.
 FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 4_000_000_000
 HOLD_NS = 5_000_000_000  # of steps, after it did not help
 

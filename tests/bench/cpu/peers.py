@@ -116,9 +116,10 @@ def contenders_of(peer: Peer, model: str, threads: int, max_model_len: int = MAX
 
 def our_contenders(model: str, threads: int, version: str, max_model_len: int = MAX_MODEL_LEN) -> list[Contender]:
     """This engine, in process and served; the length is its server's. Bytes for keys and values are bounded, as all
-    engines are in memory at once: where two of this one took what they saw fit, weights that another had mapped were
-    read from the disk again with every token (Qwen3-0.6B's shape, 24 GiB). Of what it is told it takes all memory when
-    it starts, and of what it sees fit a part: a burst of 32 took 0.03 s more of 4.7 then (SmolLM2-135M's)."""
+    engines are in memory at once: where two of this one took what they saw fit, 14 of 24 GiB, one that maps its weights
+    fell to a token a second, as if it read them from the disk each time (Qwen3-0.6B's shape). Of what it is told it
+    takes all memory when it starts, and of what it sees fit a part: a burst of 32 took 0.03 s more of 4.7 then
+    (SmolLM2-135M's)."""
     python = sys.executable
     sizes = ["--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS), "--threads", str(threads)]
     sizes += ["--kv-cache-bytes", str(KV_BYTES)]

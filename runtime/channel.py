@@ -266,6 +266,7 @@ class ControlLane:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.is_rung = False  # whether the reader has something to take, or is to look around
         self._causes: dict[int, str] = {}
         self._bell = Bell()
 
@@ -275,16 +276,21 @@ class ControlLane:
     def listen(self, bell: Bell) -> None:
         """From now on `bell` rings for each post."""
         self._bell = bell
-        if self._causes:
+        if self.is_rung:
             bell.ring()
+
+    def ring(self) -> None:
+        """Calls the reader, also where there is nothing to take."""
+        self.is_rung = True
+        self._bell.ring()
 
     def post(self, sequence_id: int, cause: str) -> None:
         """Says `cause` of `sequence_id`."""
         if self._causes.get(sequence_id) in (None, "park", "unpark"):
             self._causes[sequence_id] = cause
-        self._bell.ring()
+        self.ring()
 
     def take(self) -> dict[int, str]:
         """All that was posted since the last `take`, in order of posting."""
-        causes, self._causes = self._causes, {}
+        causes, self._causes, self.is_rung = self._causes, {}, False
         return causes

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, Protocol, Self, TypeVar, TypeVarTuple
 
 from .cpus import keep_off, lower_priority
 from .side_thread import LiveSideThread, SideThread, name_of
@@ -107,6 +107,13 @@ class Worker(ABC):
         blocked. May be called again, also while a first call is under way."""
 
 
+class Alarm(Protocol):
+    """A call that is to come."""
+
+    def cancel(self) -> None:
+        """It does not come. May be said again, and afterwards."""
+
+
 class Env(ABC):
     """What a stage may know of the world. Belongs to the one event loop it is first used on."""
 
@@ -141,6 +148,11 @@ class Env(ABC):
     def secret(self, name: str, num_bytes: int) -> bytes:
         """Bytes that nobody outside the process can know; in simulation those of the stream `name`."""
         return self.random(name).randbytes(num_bytes)
+
+    def call_at(self, when_s: float, callback: Callable[[], object]) -> Alarm:
+        """Calls `callback` on the loop when this env's clock has come to `when_s`, unless what is returned is cancelled
+        before."""
+        return asyncio.get_running_loop().call_at(when_s, callback)
 
     async def sleep(self, delay_s: float) -> None:
         """Waits `delay_s` seconds of this env's clock."""

@@ -175,7 +175,7 @@ class StageRunner:
             batch = self._still_wanted(batch)
         if batch:
             return batch
-        if self.stage.reads_lane and len(self._context.lane):
+        if self.stage.reads_lane and self._context.lane.is_rung:
             self._oldest_since_s = now
             return batch
         return None

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
-from .env import Env, Worker
+from .env import Alarm, Env, Worker
 from .side_thread import SideThread
 
 T = TypeVar("T")
@@ -16,13 +18,31 @@ Ts = TypeVarTuple("Ts")
 
 
 class VirtualEnv(Env):
-    """Time stands still until somebody sets `time_s`. There are no threads, no faults and no waiting."""
+    """Time stands still until somebody sets `time_s`, who then calls those that asked for it. There are no threads, no
+    faults and no waiting."""
 
     injects_faults = False
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.time_s = 0.0
+        self._alarms: dict[_Alarm, None] = {}
+
+    @property
+    def next_alarm_s(self) -> float:
+        """When somebody next wants to be called; infinite if nobody does."""
+        return min((alarm.when_s for alarm in self._alarms), default=math.inf)
+
+    def ring(self) -> None:
+        """Calls those whose time has come."""
+        for alarm in [alarm for alarm in self._alarms if alarm.when_s <= self.time_s]:
+            alarm.cancel()
+            alarm.callback()
+
+    def call_at(self, when_s: float, callback: Callable[[], object]) -> Alarm:
+        alarm = _Alarm(when_s, callback, self._alarms)
+        self._alarms[alarm] = None
+        return alarm
 
     def now(self) -> float:
         return self.time_s
@@ -59,6 +79,16 @@ class VirtualEnv(Env):
 
     def note(self, *fields: object) -> None:
         pass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alarm:
+    when_s: float
+    callback: Callable[[], object]
+    others: dict[_Alarm, None]  # all that are to come, this one too
+
+    def cancel(self) -> None:
+        self.others.pop(self, None)
 
 
 def run_at_once(coroutine: Coroutine[Any, Any, T]) -> T:

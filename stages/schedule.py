@@ -1,6 +1,6 @@
-"""The schedule stage: takes new work and feedback, and starts a step whenever it has a credit.
+"""The schedule stage: takes new work and feedback, and starts a step when it has a credit and it is time.
 
-The thinking is in `scheduler.py`.
+The thinking is in `scheduler.py`; when it is time, in `lead.py`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..runtime.env import Alarm
 from ..runtime.stage import Context, Crash, Outlet, Stage
 from ..runtime.trace import EventKind
+from .columns import num_true
+from .lead import Lead
 from .line_trace import LineTrace
 from .messages import Guess, PlanReport, Started, StepDone, StepPlan, StepVoid, TokenRequest
 from .ngrams import Drafter
@@ -30,6 +33,9 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     The control lane names sequences that are over (cancelled, past their deadline, stopped by a stop string); they run
     on for at most K + 1 steps, and nobody sees what they make. And those whose clients stall, or read again.
 
+    A plan that can wait while a step runs is made when the `lead` says so; an alarm then rings, if nothing else has
+    come before it.
+
     A `call_log` is told of each call, and what came of it. The `drafter` guesses how answers go on; what it says is
     told to the log with what was taken, so that who replays it needs no texts.
     """
@@ -49,6 +55,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     ) -> None:
         self.scheduler = Scheduler(limits, policy, first_step)
         self.drafter = drafter
+        self.lead = Lead()
         self.max_waiting = max_waiting  # prompts; more stay in the channel, and hold their senders back
         self.last_step_s = 0.0  # when a step was last planned or done
         self.call_log: CallLog | None = None
@@ -56,6 +63,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self._batch: Sequence[Any] = ()
         self._taken = 0  # messages of it
         self._context: Context | None = None
+        self._alarm: Alarm | None = None
         self._trace: LineTrace | None = None
 
     async def setup(self, context: Context) -> None:
@@ -73,16 +81,20 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
         self._batch, self._taken = batch, 0
         failed = self._take(batch, out)
-        guesses = () if self.drafter is None else self._guess(self.drafter)
+        is_held = self._is_held()
+        guesses = () if self.drafter is None or is_held else self._guess(self.drafter)
         causes = self._take_lane()
         plans = []
-        while (plan := self.scheduler.plan()) is not None:
+        while not is_held and (plan := self.scheduler.plan()) is not None:
             self._send(plan, out)
             plans.append(plan)
         if self.call_log is not None:
-            self.call_log.schedule([*batch, *guesses], causes, plans, failed)
+            self.call_log.schedule([*batch, *guesses], causes, plans, failed, is_held)
         assert self._trace is not None
         self._trace.line()
+
+    async def teardown(self) -> None:
+        self._set_alarm(None)
 
     async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[StepPlan]) -> None:
         """Goes on with the messages it had not taken, and computes anew all that runs."""
@@ -91,6 +103,21 @@ class Schedule(Stage[TokenRequest, StepPlan]):
             self.call_log.crash("schedule")
         self.scheduler.rebuild()
         await self.handle(rest, out)
+
+    def _is_held(self) -> bool:
+        """Whether nothing is to be planned yet. If so, the alarm is set."""
+        assert self._context is not None
+        is_held = self.lead.holds(self.scheduler, self._context.env.now())
+        self._set_alarm(self.lead.due_s if is_held else None)
+        return is_held
+
+    def _set_alarm(self, when_s: float | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if when_s is not None:
+            assert self._context is not None
+            self._alarm = self._context.env.call_at(when_s, self._context.lane.ring)
 
     def _guess(self, drafter: Drafter) -> Sequence[Guess]:
         """Of sequences that draft, or may begin to, how they may go on."""
@@ -102,7 +129,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     def _take_lane(self) -> Mapping[int, str]:
         assert self._context is not None and self._trace is not None
-        if not len(self._context.lane):
+        if not self._context.lane.is_rung:
             return NO_CAUSES
         causes = self._context.lane.take()
         for sequence_id, cause in causes.items():
@@ -119,13 +146,16 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     def _take(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> list[int]:
         """Returns the sequences that are given up."""
-        scheduler, trace = self.scheduler, self._trace
-        assert trace is not None
+        scheduler, trace, context = self.scheduler, self._trace, self._context
+        assert trace is not None and context is not None
         failed: list[int] = []
         for message in batch:
             self._taken += 1
             match message:
                 case StepDone():
+                    self.lead.note_begun(now_s := context.env.now())
+                    if num_true(message.is_finished):
+                        self.lead.note_end(now_s)
                     scheduler.on_done(message)
                     trace.done(message)
                 case PlanReport():
@@ -136,6 +166,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                 case Guess():  # in a recording that is run again
                     scheduler.take_guess(message)
                 case StepVoid():
+                    self.lead.note_begun(context.env.now())
                     for sequence, error in scheduler.on_void(message):
                         out.fail(sequence.request_id, error)
                         failed.append(sequence.sequence_id)
@@ -148,6 +179,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
             for tell in self.on_start:
                 tell(plan.started)
         self.last_step_s = self._context.env.now()
+        if not self.scheduler.num_in_flight:
+            self.lead.note_begun(self.last_step_s)
         self._trace.planned(plan)
 
     @property

@@ -87,6 +87,22 @@ class Scheduler:
         return self.last_granted - self.completed_step
 
     @property
+    def has_credit(self) -> bool:
+        """Whether another step may be planned now: allocate has answered, and fewer than K are in flight."""
+        return self._outstanding is None and self.num_in_flight < self.limits.steps_in_flight
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that the steps in flight take as a rule, all of them; 0 if there are none, or it can not be told."""
+        total_s, step_size = 0.0, self._step_size
+        for flight in self._flights:
+            step_s = 0.0 if step_size is None or flight.contents is None else step_size.expected_s(flight.contents)
+            if not step_s:
+                return 0.0
+            total_s += step_s
+        return total_s
+
+    @property
     def may_plan_after_report(self) -> bool:
         """Whether there may be a credit left once the outstanding plan is granted. If not, some step in flight is done
         before another can be planned, whatever the report says."""
@@ -264,7 +280,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next plan, or None while there is nothing to say or nobody to say it to."""
-        if self._outstanding is not None or self.num_in_flight >= self.limits.steps_in_flight:
+        if not self.has_credit:
             return None
         self.lives.settle(self.completed_step, self.last_granted)
         if self._must_wait:

@@ -73,6 +73,11 @@ class Costs:
         """A step of rows that decode, and nothing else."""
         return self.step_s + self.decode_row_s * num_rows + self.decode_context_s * num_context
 
+    def seconds(self, contents: StepContents) -> float:
+        """A step with these contents."""
+        prefill_s = self.prefill_token_s * contents.num_prefill + self.prefill_pair_s * contents.num_pairs
+        return self.decoding_s(contents.num_decode, contents.num_context) + prefill_s
+
 
 class StepCosts:
     """Costs fitted to the last steps that computed prompts and the last of any kind, so that neither kind is forgotten
@@ -89,6 +94,7 @@ class StepCosts:
         self._prefills = np.zeros((NUM_KEPT, 6))
         self._num_fitted = 0  # of the prefills there were, when costs were last fitted
         self._found = np.zeros(5)
+        self.last_read = Costs()  # all 0 before
         self._read_at = 0  # notes, when the slowness was last judged
         self._slowness = 1.0
 
@@ -120,10 +126,11 @@ class StepCosts:
             self._num_fitted = self._num_prefills
             rows = np.concatenate([self._late[: self.num_noted], self._prefills[: self._num_prefills]])
             self._found = fit_robustly(rows[:, :5], rows[:, 5])
+            self.last_read = Costs(*self._found.tolist())
         if self._read_at != self.num_noted:
             self._read_at = self.num_noted
             self._slowness = self._judge()
-        return Costs(*self._found.tolist()), self._slowness
+        return self.last_read, self._slowness
 
     def _judge(self) -> float:
         last = np.arange(max(0, self.num_noted - NUM_LATE), self.num_noted) % NUM_KEPT

@@ -77,6 +77,10 @@ class StepSize:
         """A step took so long."""
         self._costs.note(contents, seconds)
 
+    def expected_s(self, contents: StepContents) -> float:
+        """What a step with these contents takes as a rule, by what the last choice was made by; 0 before the first."""
+        return self._costs.last_read.seconds(contents)
+
     def choose(self, num_decode: int, num_context: int, wishes: Sequence[Wish], in_line: Iterable[Wish] = ()) -> int:
         """Tokens of a step with so many decoding rows, which attend to `num_context` tokens, and of these prompts as
         much as there is time for, in order; what they leave of it is for others, perhaps some of those in line."""

@@ -1,9 +1,9 @@
 """What a recording is: JSON lines that say what schedule and allocate were told, in order, and what they decided.
 
-    {"millrace_recording": 2, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...},
+    {"millrace_recording": 3, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...},
      "repeats": {"least": 2, "most": 6}}
     {"t": 1.25, "schedule": {"in": [{"add": {...}}, {"done": {...}}, {"report": 7}, {"guess": {...}}],
-                             "lane": [[3, "cancel"]], "plans": [{...}], "failed": [],
+                             "lane": [[3, "cancel"]], "plans": [{...}], "failed": [], "is_held": true,
                              "repeats": [{"sequence_id": 3, "counts": [...], "found": [...], "right": [...]}]}}
     {"t": 1.25, "allocate": {"rates": [[copy_s, compute_s]], "answers": [{"report": {...}, "grant": {...}}]}}
     {"t": 1.25, "reset_prefix_cache": 12}
@@ -50,8 +50,8 @@ from ..params import SamplingParams
 from ..pooling import PoolingParams
 from ..speculation import num_speculative_tokens
 
-VERSION = 2  # 1: before steps told their time, which nothing was decided by
-READABLE = (1, VERSION)
+VERSION = 3  # 1: before steps told their time, which nothing was decided by; 2: before any plan was held
+READABLE = (1, 2, VERSION)
 Fields = dict[str, Any]  # of a message: plain values, and arrays where it has them
 
 
@@ -60,9 +60,15 @@ class CallLog(Protocol):
     what it is given, and keeps only messages, which nobody else changes either."""
 
     def schedule(
-        self, batch: Sequence[Any], causes: Mapping[int, str], plans: Sequence[StepPlan], failed: Sequence[int]
+        self,
+        batch: Sequence[Any],
+        causes: Mapping[int, str],
+        plans: Sequence[StepPlan],
+        failed: Sequence[int],
+        is_held: bool,
     ) -> None:
-        """Schedule took this batch, and these causes from the control lane; planned so, and gave these sequences up."""
+        """Schedule took this batch, and these causes from the control lane; planned so, or held its plan as it was too
+        early, and gave these sequences up."""
 
     def allocate(
         self, batch: Sequence[StepPlan | Rates], answers: Sequence[tuple[StepGrant | None, PlanReport]]

@@ -22,12 +22,13 @@ from ...runtime.virtual import VirtualEnv, run_at_once
 from ..allocate import Allocate
 from ..errors import ConfigError
 from ..host import HostTier
+from ..lead import Lead
 from ..messages import PlanReport, Rates, StepGrant, StepPlan
 from ..ngrams import Drafter
 from ..policy import BUILT_IN, AgeingPriority, Policy
 from ..prefix import PrefixCache
 from ..schedule import Schedule
-from ..scheduler import Limits
+from ..scheduler import Limits, Scheduler
 from .recorded import AllocateCall, CacheReset, Call, Recording, RecordingError, ReportTaken, ScheduleCall
 from .recording import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields, shown
 
@@ -122,6 +123,7 @@ class Replay:
     def __init__(self, recording: Recording, policy: Policy | None = None, core: Core | None = None) -> None:
         self.recording = recording
         self.core = core or Core(recording.engine, policy)
+        self._lead = self.core.schedule.lead = _ToldLead()
         self.difference: Difference | None = None
         self.time_s = 0.0
         self.num_calls = self.num_decisions = 0
@@ -167,7 +169,8 @@ class Replay:
         other = copy.copy(self)
         tracer = Tracer(self.core.env, enabled=False)
         shared = {id(self.core.tracer): tracer}  # it is of threads, and can not be copied
-        other.core, other._plans, other._reports = copy.deepcopy((self.core, self._plans, self._reports), shared)
+        mine = (self.core, self._lead, self._plans, self._reports)
+        other.core, other._lead, other._plans, other._reports = copy.deepcopy(mine, shared)
         other._hash = self._hash.copy()
         return other
 
@@ -184,6 +187,7 @@ class Replay:
         batch = [self._take_report(each) if isinstance(each, ReportTaken) else each for each in call.taken]
         for sequence_id, cause in call.lane:
             self.core.lane.post(sequence_id, cause)
+        self._lead.is_held = call.is_held
         plans, failed = self.core.run_schedule(batch)
         self._plans += plans
         made = [plain(plan_fields(plan)) for plan in plans]
@@ -226,6 +230,15 @@ def built_in_policy(engine: RecordedEngine) -> Policy:
     return BUILT_IN[engine.scheduler]()
 
 
+class _ToldLead(Lead):
+    """Holds plans when it is told to."""
+
+    is_held = False
+
+    def holds(self, scheduler: Scheduler, now_s: float) -> bool:
+        return self.is_held
+
+
 class _Heard:
     """What the stages say of their last call."""
 
@@ -234,7 +247,12 @@ class _Heard:
     answers: Sequence[tuple[StepGrant | None, PlanReport]] = ()
 
     def schedule(
-        self, batch: Sequence[Any], causes: Mapping[int, str], plans: Sequence[StepPlan], failed: Sequence[int]
+        self,
+        batch: Sequence[Any],
+        causes: Mapping[int, str],
+        plans: Sequence[StepPlan],
+        failed: Sequence[int],
+        is_held: bool,
     ) -> None:
         self.plans, self.failed = plans, failed
 

@@ -2,8 +2,8 @@
 model in place of the device, in virtual time.
 
 Stages are called one after another, as the loop of an engine would call them, and time moves from one event to the
-next: an arrival, a client that leaves, a step that is done. What takes time is told by the cost model alone; clients
-read at once, and nothing fails.
+next: an arrival, a client that leaves, a step that is done, a plan that is due. What takes time is told by the cost
+model alone; clients read at once, and nothing fails.
 """
 
 from __future__ import annotations
@@ -161,10 +161,11 @@ class Simulation:
             arrives_s = arriving[1].arrival_s + front_s if arriving is not None else np.inf
             done_s = flights[0].end_s if flights else np.inf
             leaves_s = self._leaving[0][0] if self._leaving else np.inf
-            now_s = min(arrives_s, done_s, leaves_s)
+            now_s = min(arrives_s, done_s, leaves_s, self.core.env.next_alarm_s)
             if now_s == np.inf:
                 break
             self.core.env.time_s = now_s
+            self.core.env.ring()
             batch: list[Any] = []
             if done_s == now_s:
                 batch.append(self._finish(flights.popleft()))

@@ -278,6 +278,16 @@ def test_the_control_lane_keeps_the_first_cause_of_each_sequence_in_the_order_of
     assert lane.take() == {}
 
 
+def test_a_control_lane_may_be_rung_with_nothing_to_take() -> None:
+    lane = ControlLane("control")
+    assert not lane.is_rung
+    lane.ring()
+    assert lane.is_rung and len(lane) == 0
+    assert lane.take() == {} and not lane.is_rung
+    lane.post(7, "cancel")
+    assert lane.is_rung and lane.take() == {7: "cancel"} and not lane.is_rung
+
+
 # -- any order of operations, against a model that is a list and a queue of waiters
 
 

@@ -12,6 +12,7 @@ import pytest
 from millrace.runtime import cpus
 from millrace.runtime.env import LiveEnv, WorkerClosed
 from millrace.runtime.simloop import SimEnv
+from millrace.runtime.virtual import VirtualEnv
 
 
 class RustPanic(BaseException):
@@ -242,6 +243,41 @@ def test_live_fault_points_never_strike_and_clocks_agree_with_the_loop():
         assert env.wall_time() > 1.6e9
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [LiveEnv, SimEnv])
+def test_an_env_calls_at_the_time_that_it_was_told_unless_that_is_cancelled(kind: type[LiveEnv] | type[SimEnv]):
+    env = kind(0)
+
+    async def main() -> None:
+        called: list[float] = []
+        env.call_at(when_s := env.now() + 0.02, lambda: called.append(env.now()))
+        alarm = env.call_at(env.now() + 0.01, lambda: called.append(0.0))
+        alarm.cancel()
+        await env.sleep(0.05)
+        assert len(called) == 1 and called[0] >= when_s - 1e-6
+        alarm.cancel()
+        await env.aclose()
+
+    if isinstance(env, SimEnv):
+        env.loop.run_until_complete(main())
+    else:
+        asyncio.run(main())
+
+
+def test_where_time_is_set_from_outside_those_are_called_whose_time_has_come():
+    env, called = VirtualEnv(), []
+    alarms = {when_s: env.call_at(when_s, lambda when_s=when_s: called.append(when_s)) for when_s in (3.0, 1.0, 2.0)}
+    assert env.next_alarm_s == 1.0
+    alarms[1.0].cancel()
+    env.time_s = 2.5
+    env.ring()
+    assert called == [2.0] and env.next_alarm_s == 3.0
+    alarms[2.0].cancel()
+    env.time_s = 3.0
+    env.ring()
+    env.ring()
+    assert called == [2.0, 3.0] and env.next_alarm_s == float("inf")
 
 
 def test_a_secret_is_known_to_no_one_who_knows_the_seed():

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.runtime.runner import StageCrashed
 from millrace.runtime.simloop import SimEnv
-from millrace.runtime.stage import Outlet, Stage
+from millrace.runtime.stage import Context, Outlet, Stage
 from millrace.runtime.testing import sim_test
 from tests.runtime.flows import Pass, Slow, Word, line, outcome
 
@@ -36,6 +36,28 @@ async def test_a_full_channel_holds_the_stage_before_it_back(env: SimEnv) -> Non
         assert sum(not task.done() for task in tasks) == 12
         await asyncio.gather(*tasks)
         assert pipeline.runners["pass"].times.blocked > 5.0
+
+
+@sim_test(seeds=6)
+async def test_a_stage_that_rings_its_own_lane_is_called_with_nothing_when_it_said(env: SimEnv) -> None:
+    class Later(Stage[Word, Word]):
+        reads_lane = True
+        held: Word | None = None
+
+        async def setup(self, context: Context) -> None:
+            self.lane = context.lane
+
+        async def handle(self, batch: Sequence[Word], out: Outlet[Word]) -> None:
+            self.lane.take()
+            if batch:
+                (self.held,) = batch
+                env.call_at(env.now() + 7.0, self.lane.ring)
+            elif self.held is not None:
+                out.send(self.held)
+
+    async with line(Later(), env=env) as pipeline:
+        began = env.now()
+        assert await pipeline.call(Word("a", "said")) == ["said"] and env.now() - began == pytest.approx(7.0, abs=0.1)
 
 
 @sim_test(seeds=3)

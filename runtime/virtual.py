@@ -35,9 +35,11 @@ class VirtualEnv(Env):
 
     def ring(self) -> None:
         """Calls those whose time has come."""
-        for alarm in [alarm for alarm in self._alarms if alarm.when_s <= self.time_s]:
-            alarm.cancel()
-            alarm.callback()
+        due = [alarm for alarm in self._alarms if alarm.when_s <= self.time_s]
+        for alarm in sorted(due, key=lambda alarm: alarm.when_s):
+            if alarm in self._alarms:  # none before it has cancelled it
+                alarm.cancel()
+                alarm.callback()
 
     def call_at(self, when_s: float, callback: Callable[[], object]) -> Alarm:
         alarm = _Alarm(when_s, callback, self._alarms)

@@ -56,6 +56,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self.scheduler = Scheduler(limits, policy, first_step)
         self.drafter = drafter
         self.lead = Lead()
+        self.told_early: bool | None = None  # whether it is too early to plan, by who knows; None: nobody does
         self.max_waiting = max_waiting  # prompts; more stay in the channel, and hold their senders back
         self.last_step_s = 0.0  # when a step was last planned or done
         self.call_log: CallLog | None = None
@@ -63,7 +64,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self._batch: Sequence[Any] = ()
         self._taken = 0  # messages of it
         self._context: Context | None = None
-        self._alarm: Alarm | None = None
+        self._alarm: Alarm | None = None  # a plan waits
         self._trace: LineTrace | None = None
 
     async def setup(self, context: Context) -> None:
@@ -81,15 +82,15 @@ class Schedule(Stage[TokenRequest, StepPlan]):
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
         self._batch, self._taken = batch, 0
         failed = self._take(batch, out)
-        is_held = self._is_held()
-        guesses = () if self.drafter is None or is_held else self._guess(self.drafter)
+        is_early = self._is_early()
+        guesses = () if self.drafter is None or is_early else self._guess(self.drafter)
         causes = self._take_lane()
         plans = []
-        while not is_held and (plan := self.scheduler.plan()) is not None:
+        while not is_early and (plan := self.scheduler.plan()) is not None:
             self._send(plan, out)
             plans.append(plan)
         if self.call_log is not None:
-            self.call_log.schedule([*batch, *guesses], causes, plans, failed, is_held)
+            self.call_log.schedule([*batch, *guesses], causes, plans, failed, is_early)
         assert self._trace is not None
         self._trace.line()
 
@@ -104,12 +105,17 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self.scheduler.rebuild()
         await self.handle(rest, out)
 
-    def _is_held(self) -> bool:
+    def _is_early(self) -> bool:
         """Whether nothing is to be planned yet. If so, the alarm is set."""
+        if self.told_early is not None:
+            return self.told_early
         assert self._context is not None
-        is_held = self.lead.holds(self.scheduler, self._context.env.now())
-        self._set_alarm(self.lead.due_s if is_held else None)
-        return is_held
+        scheduler, lead = self.scheduler, self.lead
+        is_early = scheduler.has_last_credit and lead.is_early(scheduler.expected_s, self._context.env.now())
+        if self._alarm is not None and not is_early:
+            lead.note_planned(is_late=not scheduler.num_in_flight)
+        self._set_alarm(lead.due_s if is_early else None)
+        return is_early
 
     def _set_alarm(self, when_s: float | None) -> None:
         if self._alarm is not None:

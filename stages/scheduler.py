@@ -92,14 +92,18 @@ class Scheduler:
         return self._outstanding is None and self.num_in_flight < self.limits.steps_in_flight
 
     @property
+    def has_last_credit(self) -> bool:
+        """Whether one step may be planned now, and no second one."""
+        return self.has_credit and self.num_in_flight == self.limits.steps_in_flight - 1
+
+    @property
     def expected_s(self) -> float:
         """Seconds that the steps in flight take as a rule, all of them; 0 if there are none, or it can not be told."""
         total_s, step_size = 0.0, self._step_size
         for flight in self._flights:
-            step_s = 0.0 if step_size is None or flight.contents is None else step_size.expected_s(flight.contents)
-            if not step_s:
+            if step_size is None or flight.contents is None or flight.generation != self._generation:
                 return 0.0
-            total_s += step_s
+            total_s += step_size.expected_s(flight.contents)
         return total_s
 
     @property

@@ -94,7 +94,7 @@ class StepCosts:
         self._prefills = np.zeros((NUM_KEPT, 6))
         self._num_fitted = 0  # of the prefills there were, when costs were last fitted
         self._found = np.zeros(5)
-        self.last_read = Costs()  # all 0 before
+        self.last_told = Costs()  # by `read`
         self._read_at = 0  # notes, when the slowness was last judged
         self._slowness = 1.0
 
@@ -126,11 +126,11 @@ class StepCosts:
             self._num_fitted = self._num_prefills
             rows = np.concatenate([self._late[: self.num_noted], self._prefills[: self._num_prefills]])
             self._found = fit_robustly(rows[:, :5], rows[:, 5])
-            self.last_read = Costs(*self._found.tolist())
+            self.last_told = Costs(*self._found.tolist())
         if self._read_at != self.num_noted:
             self._read_at = self.num_noted
             self._slowness = self._judge()
-        return self.last_read, self._slowness
+        return self.last_told, self._slowness
 
     def _judge(self) -> float:
         last = np.arange(max(0, self.num_noted - NUM_LATE), self.num_noted) % NUM_KEPT

@@ -79,7 +79,7 @@ class StepSize:
 
     def expected_s(self, contents: StepContents) -> float:
         """What a step with these contents takes as a rule, by what the last choice was made by; 0 before the first."""
-        return self._costs.last_read.seconds(contents)
+        return self._costs.last_told.seconds(contents)
 
     def choose(self, num_decode: int, num_context: int, wishes: Sequence[Wish], in_line: Iterable[Wish] = ()) -> int:
         """Tokens of a step with so many decoding rows, which attend to `num_context` tokens, and of these prompts as

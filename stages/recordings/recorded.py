@@ -57,7 +57,7 @@ class ScheduleCall:
     lane: Sequence[tuple[int, str]]  # (sequence, cause), in order
     plans: Sequence[Fields]
     failed: Sequence[int]  # sequences given up
-    is_held: bool = False  # it was too early to plan
+    is_early: bool = False  # it was too early to plan
     repeats: Sequence[tuple[int, Repeats]] = ()  # of sequences that ended
 
 
@@ -155,8 +155,8 @@ class Recording:
         plans = [NO_DRAFTS | {"accepted": []} | unchanged.put_back("plan", plan) for plan in _objects(told, "plans")]
         failed = Given("schedule", {"failed": [], **told}).wholes("failed", 2**53)
         repeats = [read_repeats(each, self.engine) for each in _objects(told, "repeats")]
-        is_held = Given("schedule", {"is_held": False, **told}).flag("is_held")
-        return ScheduleCall(number, time_s, taken, _lane(told), plans, failed, is_held, repeats)
+        is_early = Given("schedule", {"is_early": False, **told}).flag("is_early")
+        return ScheduleCall(number, time_s, taken, _lane(told), plans, failed, is_early, repeats)
 
     def _taken(
         self, item: dict[str, Any], unchanged: Unchanged

@@ -130,13 +130,13 @@ class Recorder:
         causes: Mapping[int, str],
         plans: Sequence[StepPlan],
         failed: Sequence[int],
-        is_held: bool,
+        is_early: bool,
     ) -> None:
         num_bytes = CALL_BYTES
         for message in batch:
             if type(message) is TokenRequest:
                 num_bytes += message.token_ids.nbytes
-        self._put(num_bytes, "schedule", tuple(batch), causes, plans, failed, is_held)
+        self._put(num_bytes, "schedule", tuple(batch), causes, plans, failed, is_early)
 
     def allocate(self, batch: Sequence[Any], answers: Sequence[Answer]) -> None:
         self._put(CALL_BYTES, "allocate", tuple(batch), answers)
@@ -223,7 +223,7 @@ class _Encoder:
         causes: Mapping[int, str],
         plans: Sequence[StepPlan],
         failed: Sequence[int],
-        is_held: bool,
+        is_early: bool,
     ) -> Fields:
         taken = [self._taken(message) for message in batch]
         over = [sequence_id for sequence_id, cause in causes.items() if cause not in ("park", "unpark")]
@@ -236,7 +236,7 @@ class _Encoder:
             "lane": [[sequence_id, cause] for sequence_id, cause in causes.items()],
             "plans": [self._unchanged.leave_out("plan", plan_fields(plan)) for plan in plans],
             "failed": list(failed),
-            "is_held": is_held,
+            "is_early": is_early,
             "repeats": [] if self._answers is None else self._answers.take(batch, over),
         }
         return {name: value for name, value in made.items() if value}

@@ -3,7 +3,7 @@
     {"millrace_recording": 3, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...},
      "repeats": {"least": 2, "most": 6}}
     {"t": 1.25, "schedule": {"in": [{"add": {...}}, {"done": {...}}, {"report": 7}, {"guess": {...}}],
-                             "lane": [[3, "cancel"]], "plans": [{...}], "failed": [], "is_held": true,
+                             "lane": [[3, "cancel"]], "plans": [{...}], "failed": [], "is_early": true,
                              "repeats": [{"sequence_id": 3, "counts": [...], "found": [...], "right": [...]}]}}
     {"t": 1.25, "allocate": {"rates": [[copy_s, compute_s]], "answers": [{"report": {...}, "grant": {...}}]}}
     {"t": 1.25, "reset_prefix_cache": 12}
@@ -14,9 +14,10 @@ on the engine's clock, on which that was `began_s`. A message is an object with 
 as in the message of its kind before is left out (`Unchanged`). Positions and places are written less the step's number,
 so that rows which go on decoding do not change. Prompts and answers are there as numbers that show what is alike and
 not what it says (`veil.py`), unless ids were asked for. Of guesses and drafts only is told how many tokens they are:
-nothing that is decided depends on more. Where the engine may draft, each sequence that ends is told with how it repeats
-what was said (`repeats.py`; not at all: it does nowhere), found by so many last tokens as the first line says: nothing
-was decided by it, and a simulation drafts by it.
+nothing that is decided depends on more. That a plan waits depends on clocks; `is_early` says so, or is left out. Where
+the engine may draft, each sequence that ends is told with how it repeats what was said (`repeats.py`; not at all: it
+does nowhere), found by so many last tokens as the first line says: nothing was decided by it, and a simulation drafts
+by it.
 
 This file knows the format, both ways, and no file: `recorder.py` writes one, `recorded.py` reads one. Nothing read here
 is trusted.
@@ -50,7 +51,7 @@ from ..params import SamplingParams
 from ..pooling import PoolingParams
 from ..speculation import num_speculative_tokens
 
-VERSION = 3  # 1: before steps told their time, which nothing was decided by; 2: before any plan was held
+VERSION = 3  # 1: before steps told their time, which nothing was decided by; 2: before any plan waited
 READABLE = (1, 2, VERSION)
 Fields = dict[str, Any]  # of a message: plain values, and arrays where it has them
 
@@ -65,9 +66,9 @@ class CallLog(Protocol):
         causes: Mapping[int, str],
         plans: Sequence[StepPlan],
         failed: Sequence[int],
-        is_held: bool,
+        is_early: bool,
     ) -> None:
-        """Schedule took this batch, and these causes from the control lane; planned so, or held its plan as it was too
+        """Schedule took this batch, and these causes from the control lane; planned so, or not at all as it was too
         early, and gave these sequences up."""
 
     def allocate(

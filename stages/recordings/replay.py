@@ -22,13 +22,12 @@ from ...runtime.virtual import VirtualEnv, run_at_once
 from ..allocate import Allocate
 from ..errors import ConfigError
 from ..host import HostTier
-from ..lead import Lead
 from ..messages import PlanReport, Rates, StepGrant, StepPlan
 from ..ngrams import Drafter
 from ..policy import BUILT_IN, AgeingPriority, Policy
 from ..prefix import PrefixCache
 from ..schedule import Schedule
-from ..scheduler import Limits, Scheduler
+from ..scheduler import Limits
 from .recorded import AllocateCall, CacheReset, Call, Recording, RecordingError, ReportTaken, ScheduleCall
 from .recording import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields, shown
 
@@ -102,8 +101,12 @@ class Core:
         source = self.tracer.source(name)
         return Context(self.env, self.tracer, source, self.lane, lambda request_id: True, _escalate)
 
-    def run_schedule(self, batch: Sequence[Any]) -> tuple[Sequence[StepPlan], Sequence[int]]:
-        """One `handle` of schedule. The plans that it made, and the sequences that it gave up."""
+    def run_schedule(
+        self, batch: Sequence[Any], is_early: bool | None = None
+    ) -> tuple[Sequence[StepPlan], Sequence[int]]:
+        """One `handle` of schedule, which is told whether it is too early to plan, or judges that by itself. The plans
+        that it made, and the sequences that it gave up."""
+        self.schedule.told_early = is_early
         run_at_once(self.schedule.handle(batch, DEAF))
         return self._heard.plans, self._heard.failed
 
@@ -123,7 +126,6 @@ class Replay:
     def __init__(self, recording: Recording, policy: Policy | None = None, core: Core | None = None) -> None:
         self.recording = recording
         self.core = core or Core(recording.engine, policy)
-        self._lead = self.core.schedule.lead = _ToldLead()
         self.difference: Difference | None = None
         self.time_s = 0.0
         self.num_calls = self.num_decisions = 0
@@ -169,8 +171,7 @@ class Replay:
         other = copy.copy(self)
         tracer = Tracer(self.core.env, enabled=False)
         shared = {id(self.core.tracer): tracer}  # it is of threads, and can not be copied
-        mine = (self.core, self._lead, self._plans, self._reports)
-        other.core, other._lead, other._plans, other._reports = copy.deepcopy(mine, shared)
+        other.core, other._plans, other._reports = copy.deepcopy((self.core, self._plans, self._reports), shared)
         other._hash = self._hash.copy()
         return other
 
@@ -187,8 +188,7 @@ class Replay:
         batch = [self._take_report(each) if isinstance(each, ReportTaken) else each for each in call.taken]
         for sequence_id, cause in call.lane:
             self.core.lane.post(sequence_id, cause)
-        self._lead.is_held = call.is_held
-        plans, failed = self.core.run_schedule(batch)
+        plans, failed = self.core.run_schedule(batch, is_early=call.is_early)
         self._plans += plans
         made = [plain(plan_fields(plan)) for plan in plans]
         decisions = [Decision("plan", *pair) for pair in _pairs(call.plans, made)]
@@ -230,15 +230,6 @@ def built_in_policy(engine: RecordedEngine) -> Policy:
     return BUILT_IN[engine.scheduler]()
 
 
-class _ToldLead(Lead):
-    """Holds plans when it is told to."""
-
-    is_held = False
-
-    def holds(self, scheduler: Scheduler, now_s: float) -> bool:
-        return self.is_held
-
-
 class _Heard:
     """What the stages say of their last call."""
 
@@ -252,7 +243,7 @@ class _Heard:
         causes: Mapping[int, str],
         plans: Sequence[StepPlan],
         failed: Sequence[int],
-        is_held: bool,
+        is_early: bool,
     ) -> None:
         self.plans, self.failed = plans, failed
 

@@ -64,7 +64,8 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         self._batch: Sequence[Any] = ()
         self._taken = 0  # messages of it
         self._context: Context | None = None
-        self._alarm: Alarm | None = None  # a plan waits
+        self._alarm: Alarm | None = None
+        self._has_waited = False  # a plan, beside the step that runs
         self._trace: LineTrace | None = None
 
     async def setup(self, context: Context) -> None:
@@ -81,6 +82,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
 
     async def handle(self, batch: Sequence[Any], out: Outlet[StepPlan]) -> None:
         self._batch, self._taken = batch, 0
+        last_done = self.scheduler.completed_step
         failed = self._take(batch, out)
         is_early = self._is_early()
         guesses = () if self.drafter is None or is_early else self._guess(self.drafter)
@@ -89,6 +91,9 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         while not is_early and (plan := self.scheduler.plan()) is not None:
             self._send(plan, out)
             plans.append(plan)
+        if self.scheduler.completed_step != last_done:
+            self._judge_wait()
+        self._has_waited |= is_early
         if self.call_log is not None:
             self.call_log.schedule([*batch, *guesses], causes, plans, failed, is_early)
         assert self._trace is not None
@@ -112,10 +117,18 @@ class Schedule(Stage[TokenRequest, StepPlan]):
         assert self._context is not None
         scheduler, lead = self.scheduler, self.lead
         is_early = scheduler.has_last_credit and lead.is_early(scheduler.expected_s, self._context.env.now())
-        if self._alarm is not None and not is_early:
-            lead.note_planned(is_late=not scheduler.num_in_flight)
         self._set_alarm(lead.due_s if is_early else None)
         return is_early
+
+    def _judge_wait(self) -> None:
+        """A step is done. If a plan waited beside it: whether there was one when the device wanted it."""
+        has_waited, self._has_waited = self._has_waited, False
+        if not has_waited:
+            return
+        if self.scheduler.num_in_flight:
+            self.lead.note_waited(is_late=False)
+        elif self.scheduler.is_asking:  # since just now, perhaps; else there was nothing to run
+            self.lead.note_waited(is_late=True)
 
     def _set_alarm(self, when_s: float | None) -> None:
         if self._alarm is not None:
@@ -173,6 +186,7 @@ class Schedule(Stage[TokenRequest, StepPlan]):
                     scheduler.take_guess(message)
                 case StepVoid():
                     self.lead.note_begun(context.env.now())
+                    self._has_waited = False  # no plan was wanted then
                     for sequence, error in scheduler.on_void(message):
                         out.fail(sequence.request_id, error)
                         failed.append(sequence.sequence_id)

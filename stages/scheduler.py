@@ -98,13 +98,16 @@ class Scheduler:
 
     @property
     def expected_s(self) -> float:
-        """Seconds that the steps in flight take as a rule, all of them; 0 if there are none, or it can not be told."""
-        total_s, step_size = 0.0, self._step_size
-        for flight in self._flights:
-            if step_size is None or flight.contents is None or flight.generation != self._generation:
-                return 0.0
-            total_s += step_size.expected_s(flight.contents)
-        return total_s
+        """Seconds that the step which runs takes as a rule; 0 if none does, or it can not be told."""
+        running, step_size = self._flights[0] if self._flights else None, self._step_size
+        if running is None or step_size is None or running.contents is None or running.generation != self._generation:
+            return 0.0
+        return step_size.expected_s(running.contents)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether allocate has a plan with rows that it has not answered yet."""
+        return self._outstanding is not None and len(self._outstanding.slots) > 0
 
     @property
     def may_plan_after_report(self) -> bool:

@@ -1,7 +1,8 @@
 """Runs a recording again: the real schedule and allocate stages, call by call, under virtual time.
 
-Each call is given what it was given then, and what it decides is compared with what it decided then. Both read no clock
-and draw no dice, so all is the same, unless code or settings are not.
+Each call is given what it was given then, and what it decides is compared with what it decided then. What schedule
+decides by a clock, whether a plan waits, is told with each call; else both read none and draw no dice, so all is the
+same, unless code or settings are not.
 """
 
 from __future__ import annotations

@@ -280,6 +280,16 @@ def test_where_time_is_set_from_outside_those_are_called_whose_time_has_come():
     assert called == [2.0, 3.0] and env.next_alarm_s == float("inf")
 
 
+def test_of_those_whose_time_has_come_together_the_earlier_is_called_first_and_may_cancel_the_later():
+    env, called = VirtualEnv(), []
+    later = env.call_at(2.0, lambda: called.append(2.0))
+    env.call_at(1.0, later.cancel)
+    env.call_at(0.5, lambda: called.append(0.5))
+    env.time_s = 3.0
+    env.ring()
+    assert called == [0.5] and env.next_alarm_s == float("inf")
+
+
 def test_a_secret_is_known_to_no_one_who_knows_the_seed():
     assert LiveEnv(0).secret("keys", 16) != LiveEnv(0).secret("keys", 16)
     assert SimEnv(0).secret("keys", 16) == SimEnv(0).secret("keys", 16)

@@ -54,7 +54,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "none: 512 by the native library, else 2048",
         "itl_target_ms": "milliseconds that a step may take while answers wait for their next token, as steps of late "
         "have shown: prompts get what is left, and twice what answers take that alone miss it or take 50; up to three "
-        "times that while prompts wait that take over half a second; none: what 160 tokens of a prompt take, as 64 do "
+        "times that while prompts wait that take over half a second; none: what 180 tokens of a prompt take, as 64 do "
         "at the start, 50 to 100 by the native library, else 0; 0: whatever it takes, and each step is planned as soon "
         "as it may be, not shortly before the device is free",
         "enable_chunked_prefill": "let long prompts run over several steps",

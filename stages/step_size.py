@@ -15,7 +15,7 @@ from math import sqrt
 from .config import EngineConfig
 from .step_costs import Costs, StepContents, StepCosts
 
-TARGET_TOKENS = 160  # of a prompt: what a CPU computes of one in the target's time keeps it busy
+TARGET_TOKENS = 180  # of a prompt: what a CPU computes of one in the target's time keeps it busy
 TARGETS_MS = (50.0, 100.0)  # of what that may come to: few read faster than ten tokens a second
 NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # of a step, at most
 FIRST_TOKENS = 64  # of prompts, while nothing is known

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, TypedDict, TypeVar, TypeVarTuple
 
-from .env import Env, Job, Told, Worker, run_job
+from .env import Env
 from .side_thread import SideThread
 from .simfaults import FaultPoints
 from .simtime import MAX_CALLBACKS, START_S, SimLoop
+from .workers import Job, Told, Worker, run_job
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .env import AT_ONCE, IF_ASKED, Job, Told, Worker
+from .workers import AT_ONCE, IF_ASKED, Job, Told, Worker
 
 R = TypeVar("R")
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
-from .env import Alarm, Env, Worker
+from .env import Alarm, Env
 from .side_thread import SideThread
+from .workers import Worker
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

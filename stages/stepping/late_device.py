@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from ...runtime.env import Worker, WorkerClosed
 from ...runtime.histogram import Histogram
 from ...runtime.stage import Context
 from ...runtime.steps import chain, hush
+from ...runtime.workers import Worker, WorkerClosed
 from ..device import Device
 from ..messages import StepGrant, StepTokens
 from .submission import Step, StepLine

@@ -10,9 +10,10 @@ import weakref
 import pytest
 
 from millrace.runtime import cpus
-from millrace.runtime.env import LiveEnv, WorkerClosed
+from millrace.runtime.env import LiveEnv
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.virtual import VirtualEnv
+from millrace.runtime.workers import WorkerClosed
 
 
 class RustPanic(BaseException):

@@ -14,9 +14,9 @@ from typing import Any
 import anyio
 import pytest
 
-from millrace.runtime.env import WorkerClosed
 from millrace.runtime.simloop import POLICIES, Deadlock, Livelock, LoopErrors, SimEnv, SimError, run
 from millrace.runtime.testing import LeakedTasks, no_leaked_tasks, sim_test
+from millrace.runtime.workers import WorkerClosed
 
 Main = Callable[[SimEnv], Coroutine[Any, Any, Any]]
 

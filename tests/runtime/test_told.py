@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.env import AskedTooLate, LiveEnv, Told, Worker
+from millrace.runtime.env import LiveEnv
 from millrace.runtime.steps import StepQueue
+from millrace.runtime.workers import AskedTooLate, Told, Worker
 
 
 class CountedLoop(asyncio.SelectorEventLoop):

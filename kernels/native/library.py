@@ -151,6 +151,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_wants_screen.restype = c_int32
     library.millrace_panels_left.argtypes = [model]
     library.millrace_panels_left.restype = c_int64
+    library.millrace_panels_looked_at_closer.argtypes = [model]
+    library.millrace_panels_looked_at_closer.restype = c_int64
     library.millrace_step_bytes.argtypes = [model, c_int64, c_int64]
     library.millrace_step_bytes.restype = c_int64
     library.millrace_time_parts.argtypes = [model, c_void_p]

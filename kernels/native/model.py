@@ -155,6 +155,11 @@ class NativeModel:
         return int(self._library.millrace_panels_left(self._model))
 
     @property
+    def num_panels_closer(self) -> int:
+        """Those that the last step's screen looked at closer, each once for each row."""
+        return int(self._library.millrace_panels_looked_at_closer(self._model))
+
+    @property
     def is_shared_by_rows(self) -> bool:
         """Whether two threads shared the last step's products by rows, each with all weights, not by columns."""
         return bool(self._library.millrace_is_shared_by_rows(self._model))

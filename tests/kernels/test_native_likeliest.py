@@ -43,6 +43,7 @@ class Both(Run):
     """Steps, each run twice: what it takes for the likeliest, and what a chooser takes from its logits."""
 
     num_left = -1  # panels of the head that the last step was left with
+    num_closer = 0  # and that it looked at closer
 
     def of(self, parts: dict[int, list[int]], asked: dict[int, list[int]] | None = None) -> tuple[Array, ...]:
         """(ids, broken rows; the same of the chooser), [L] each."""
@@ -52,7 +53,7 @@ class Both(Run):
         def twice(*args: object, logits: Array, **inputs: object) -> None:
             found.append((np.full(len(logits), -1), np.full(len(logits), True)))
             step(*args, likeliest=found[0], **inputs)  # type: ignore[arg-type]
-            self.num_left = self.model.num_panels_left
+            self.num_left, self.num_closer = self.model.num_panels_left, self.model.num_panels_closer
             step(*args, logits=logits, **inputs)  # type: ignore[arg-type]
 
         self.model.step = twice  # type: ignore[method-assign, assignment]
@@ -279,6 +280,37 @@ def test_they_have_it_however_short_or_long_rows_are(factor: float) -> None:
         check_rows(spoiled.load("bfloat16", num_threads=2, worth_a_thread=1), [count])
 
 
+def test_panels_are_looked_at_closer_less_often_once_largest_logits_of_rows_are_known() -> None:
+    model = large(num_threads=1)
+    run, closer = Both(model), []
+    for step in range(4):
+        run.of({33 * step + i: [i * 37 % LARGE] for i in range(33)})
+        closer.append(run.num_closer)
+    assert max(closer[1:]) < closer[0] / 2 if most_screened(model) else closer == [0] * 4
+
+
+def what_the_head_multiplies(model: NativeModel, token: int) -> Array:
+    """[hidden], of a sequence of that token; the head is another one then."""
+    head = np.zeros((LARGE, 64), np.float32)
+    head[:64] = np.eye(64)
+    model.set_tensor("lm_head.weight", head)
+    return np.asarray(Run(model).step({0: [token]})[0][0, :64].astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_have_their_tokens_whose_largest_logits_are_far_below_those_before(dtype: DType) -> None:
+    model, head = large(dtype), large_checkpoint().tensors["lm_head.weight"].copy()
+    x = what_the_head_multiplies(model, 5)
+    head[20_000] = 1.5 * np.linalg.norm(head[0]) / np.linalg.norm(x) * x
+    model.set_tensor("lm_head.weight", head)
+    run = Both(model)
+    for step in range(3):
+        assert set(run.of({100 * step + i: [5] for i in range(33)})[0]) == {20_000}
+    ids, _, right, _ = run.of({1000 + i: [40 + i * 37 % VOCAB] for i in range(33)})
+    assert ids.tolist() == right.tolist() and ids.tolist().count(20_000) < 5
+    assert 33 <= run.num_left < 33 * NUM_PANELS / 50 if most_screened(model) else run.num_left == -1
+
+
 STEP = 2.0**-12  # of a head's numbers
 
 
@@ -307,14 +339,11 @@ def test_what_is_missed_is_allowed_for_even_where_all_of_it_goes_the_same_way(
     norm = large_checkpoint().tensors["model.norm.weight"].copy()
     norm[0] *= 40 if beyond else 1
     model.set_tensor("model.norm.weight", norm)
-    head = np.zeros((LARGE, 64), np.float32)
-    head[:64] = np.eye(64)
-    model.set_tensor("lm_head.weight", head)
-    x = Run(model).step({0: [5]})[0][0, :64].astype(np.float64)  # what the head multiplies
+    x, head = what_the_head_multiplies(model, 5), np.zeros((LARGE, 64), np.float32)
     scale = min(abs(x).max(), 4 * np.sqrt((x * x).mean())) / 127
     whole = np.rint(x / scale) * scale
     assert (abs(x / scale).max() > 128) == beyond
-    head[:64], head[ahead] = 0, mislead(x)
+    head[ahead] = mislead(x)
     in_int8 = np.rint(head[ahead] / STEP) * STEP @ whole
     straight = np.rint(127 * x / abs(x).max())  # nothing is missed of it, or little
     head[behind] = straight * (0.3 * in_int8 + 0.7 * (head[ahead] @ x)) / (straight @ x)

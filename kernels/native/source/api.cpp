@@ -127,6 +127,7 @@ EXPORT int32_t millrace_wants_screen(const Model* model) { return wants_screen(m
 
 // Panels of the head that the last step's screen left, each once for each row; -1: that went without.
 EXPORT int64_t millrace_panels_left(const Model* model) { return model->screen.num_left; }
+EXPORT int64_t millrace_panels_looked_at_closer(const Model* model) { return model->screen.num_closer; }
 
 // Whether two threads shared products by rows in the last step.
 EXPORT int32_t millrace_is_shared_by_rows(const Model* model) { return model->is_shared_by_rows; }

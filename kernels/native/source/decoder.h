@@ -452,7 +452,7 @@ class Step {
             seat.each_piece(normed.num_rows, 1, [&](int64_t i, int64_t, int64_t) {
                 norm_row(row(i), model_.final_norm.data(), k, shape_.rms_norm_eps, numbers.data());
                 normed.put(i, 0, k, numbers.data());
-                screening_.put(i, numbers.data());
+                screening_.put(screen, i, numbers.data());
             });
         });
         pass(phases, LINEARS, [&](Seat seat) { screening_.look(screen, seat, model_.is_passing); });
@@ -490,10 +490,12 @@ class Step {
             }
             inputs.is_broken[row] = most.is_broken();
             inputs.likeliest[row] = most.is_broken() ? 0 : most.id;
+            if (is_screened_ && !most.is_broken()) model_.screen.expected.note(most.logit / screening_.length(row));
         }
         if (!is_screened_) return;
         Screen& screen = model_.screen;
         screen.num_left = std::max<int64_t>(0, screen.num_left) + screening_.num_left();
+        screen.num_closer += screening_.num_closer();
         if (screening_.tells_little()) screen.num_steps_off = STEPS_OFF;
     }
 
@@ -615,7 +617,7 @@ template <class Weight, class Cached>
 void run_cached(Model& model, const StepInputs& inputs, int num_threads) {
     bool is_screened = ask_screen<Weight>(&model.screen, inputs), can_be = can_be_apart<Weight>(inputs, num_threads);
     Apart::Kind kind{inputs.num_tokens, is_screened ? 2 : inputs.likeliest ? 1 : 0};
-    model.screen.num_left = -1, model.num_bytes_beside = 0;
+    model.screen.num_left = -1, model.screen.num_closer = model.num_bytes_beside = 0;
     model.is_apart = can_be && model.apart.is_next(kind);
     int64_t took_ns = model.is_apart ? run_apart<Weight, Cached>(model, inputs, is_screened)
                                      : run_together<Weight, Cached>(model, inputs, num_threads, is_screened);

@@ -2,8 +2,11 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -136,6 +139,28 @@ struct QuadPanels {
     }
 };
 
+// What the largest logits of rows are, for what has length 1, as those of the last ones tell.
+class Expected {
+  public:
+    void note(float largest) {
+        if (!std::isfinite(largest)) return;
+        num_ = std::min(num_ + 1, LATE);
+        float from_mean = largest - mean_;
+        mean_ += from_mean / float(num_);
+        variance_ += (from_mean * (largest - mean_) - variance_) / float(num_);
+    }
+
+    // What few are below, and each may be.
+    float at_least() const {
+        return num_ < FIRST ? -std::numeric_limits<float>::infinity() : mean_ - 2.0f * std::sqrt(variance_);
+    }
+
+  private:
+    static constexpr int FIRST = 8, LATE = 64;  // rows, before anything is expected, and that count, about
+    float mean_ = 0, variance_ = 0;
+    int num_ = 0;
+};
+
 // How far products with a panel's rows can be from those with their numbers in int8: for what has length 1 by as much as
 // `missed`; and the length of these numbers, by which what is missed of the other side counts.
 struct Blur {
@@ -147,7 +172,9 @@ struct Screen {
     QuadPanels panels;            // none: there is no screen
     std::vector<float> scales;    // [panels][32] of each row of the head
     std::vector<Blur> blurs;      // [panels], the most of their rows
+    Expected expected;
     int64_t num_steps_off = 0;    // that are yet to go without, as it told little
+    int64_t num_closer = 0;       // panels that the last step looked at closer, each once for each row
     int64_t num_left = -1;        // panels that it left in the last step, each once for each row; -1: that went without
 
     bool is_made() const { return panels.num_panels > 0; }

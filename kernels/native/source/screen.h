@@ -8,6 +8,10 @@
 // a logit above the one that is known now, with the first one two to five of each row, and by int8 alone 7 to 19 (both
 // shapes below). The likeliest tokens are the head's own, to the bit, and so are equals and rows that are broken.
 //
+// A panel that may have the largest logit, as far as is known by then, is looked at closer while it is in a cache, in finer
+// numbers of the row. Before much is known that is many of them: 142 of a row's 4,748, by one thread. So what other threads
+// know counts, and what largest logits were lately: panels that are below that are left for later, and 26 remain.
+//
 // In bf16 steps of 1 / 8 / 16 / 32 / 512 rows take 10 / 7 / 6 / 6 / 7 % less so in SmolLM2-135M's shape and of 1 / 8 / 16 / 32
 // / 128 rows 13 / 9 / 5 / 6 / 7 in Qwen3-0.6B's; without bf16's and bytes' instructions those of 1 / 8 / 16 / 32 / 512 rows 12 /
 // 4 / 5 / 5 / 5 % less in the former with AVX-512, and 15 / 2 / 2 / 3 / 2 with AVX2, where 4 rows take 2 % more (two cores of a
@@ -87,6 +91,7 @@ inline float length_at_most(float squares) {
 struct Screened {
     float length = 0, missed = 0, missed_finely = 0;  // of the row and of what these miss of it, or a little more
     float scale = 0;
+    float expected = 0;  // what its largest logit is hardly below
 
     // By how much the largest logit of such a panel can be wrong, and that of a closer look.
     float wrong(const Blur& panel) const { return length * panel.missed + missed * panel.size; }
@@ -110,7 +115,7 @@ Screened to_whole(const T* row, int64_t count, int32_t* whole, int32_t* finely) 
     float mean = std::sqrt(squares / float(count)), scale = std::min(largest, CLIPPED * mean) / 127.0f;
     float fine_scale = scale / float(FINER), length = length_at_most(squares);
     // Tiny, or nothing is known of it.
-    if (!(fine_scale >= FLT_MIN && squares <= FLT_MAX)) return {length, length, length, 0.0f};
+    if (!(fine_scale >= FLT_MIN && squares <= FLT_MAX)) return {length, length, length, 0.0f, 0.0f};
     for (int64_t i = 0; i < count; i++) {
         finely[i] = int32_t(std::lrintf(widen(row[i]) / fine_scale));
         whole[i] = int32_t(std::lrintf(float(finely[i]) / float(FINER)));
@@ -132,17 +137,28 @@ struct Least {
     bool may_be(float most) const { return !(most < logit); }
 };
 
-// What one thread knows of a row's logits.
+// What one thread knows of a row's logits. Others may ask what they are at least, at any time.
 struct Seen {
     Least least;
-    float largest = LESS_THAN_ALL;  // of the panels at which it looked closer
-    int64_t panel = -1;             // that has it; none: it looked at none
-    int32_t num_finely = 0;         // panels at which it looked closer
+    float largest = LESS_THAN_ALL;  // of the panels that may have had the likeliest token
+    int64_t panel = -1;             // that has it; none: there was none
+    int32_t num_closer = 0;         // panels at which it looked closer
 
     void see(int64_t at, float most, float wrong) {
-        least.join(std::isfinite(most - wrong) ? most - wrong : NAN);
+        join(std::isfinite(most - wrong) ? most - wrong : NAN);
         if (panel < 0 || most > largest) largest = most, panel = at;
-        num_finely++;
+    }
+
+    void join(float other) {
+        Least joined = least;
+        joined.join(other);
+        __atomic_store(&least.logit, &joined.logit, __ATOMIC_RELAXED);
+    }
+
+    float least_now() const {
+        float logit;
+        __atomic_load(&least.logit, &logit, __ATOMIC_RELAXED);
+        return logit;
     }
 };
 
@@ -167,22 +183,25 @@ class Screening {
 
     const Input* row(int64_t i) const { return inputs_.data() + i * size_; }  // as the head reads it
 
+    float length(int64_t i) const { return rows_[i].length; }
+
     // A row, normed: [size].
-    void put(int64_t i, const float* numbers) {
+    void put(const Screen& screen, int64_t i, const float* numbers) {
         int64_t padded = round_up(size_, 4);
         thread_local std::vector<int32_t> whole, finely;
         whole.assign(padded, 0), finely.assign(padded, 0);
         narrow_all(numbers, size_, &inputs_[i * size_]);
         rows_[i] = to_whole(row(i), size_, whole.data(), finely.data());
         quads_.put(i, whole.data(), finely.data());
+        rows_[i].expected = screen.expected.at_least() * rows_[i].length;
     }
 
     // This thread's part of the panels by all rows. `is_passing`: as in `QuadRows`.
     void look(const Screen& screen, Party::Seat seat, bool is_passing) {
         Seen* seen = seen_by(seat.rank);
         quads_.multiply(screen.panels, seat, is_passing, [&](const PanelSums& sums, int64_t i, int64_t panel) {
-            most_[i * num_panels_ + panel] = may_be(screen, sums, i, panel, seen[i].least)
-                                                 ? look_closer(screen, sums, i, panel, &seen[i])
+            most_[i * num_panels_ + panel] = bounds(screen, sums, i, panel).is_any_not_less(seen[i].least.logit)
+                                                 ? look_again(screen, sums, i, panel, &seen[i])
                                                  : LESS_THAN_ALL;
         });
     }
@@ -246,24 +265,52 @@ class Screening {
         });
     }
 
+    int64_t num_closer() const {
+        int64_t num = 0;
+        for (const Seen& seen : seen_) num += seen.num_closer;
+        return num;
+    }
+
     // Whether so much is left, or was looked at closer, that it had been better to multiply all of the head.
     bool tells_little() const {
-        int64_t num_finely = 0;
-        for (const Seen& seen : seen_) num_finely += seen.num_finely;
         int64_t num_tiles = ceil_div(num_rows_, 8);  // a row that is left costs about as much as eight together
-        return num_left() * 4 > num_panels_ * num_tiles || num_finely * 4 > num_panels_ * num_rows_;
+        return num_left() * 4 > num_panels_ * num_tiles || num_closer() * 4 > num_panels_ * num_rows_;
     }
 
   private:
-    // Whether a panel may have a row's likeliest token, by the row's sums with it. Those of the last panel's columns that are
-    // no token's are 0, and may have it looked at in vain.
-    bool may_be(const Screen& screen, const PanelSums& sums, int64_t i, int64_t panel, Least least) const {
-        F scale = splat(rows_[i].scale), wrong = splat(rows_[i].wrong(screen.blurs[panel])), other = splat(least.logit);
+    // The most that each logit of a row by a panel is, by its sums with it.
+    struct Bounds {
+        F of[PANEL_VECTORS];
+
+        bool is_any_not_less(float other) const {
+            bool is_any = false;
+            UNROLL for (int v = 0; v < PANEL_VECTORS; v++) is_any |= millrace::is_any_not_less(of[v], splat(other));
+            return is_any;
+        }
+    };
+
+    Bounds bounds(const Screen& screen, const PanelSums& sums, int64_t i, int64_t panel) const {
+        F scale = splat(rows_[i].scale), wrong = splat(rows_[i].wrong(screen.blurs[panel]));
         const float* scales = &screen.scales[panel * PANEL];
-        bool is_any = false;
+        Bounds most;
         UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
-            is_any |= is_any_not_less(fma(mul(widen(sums.of[v]), load(scales + v * W)), scale, wrong), other);
-        return is_any;
+            most.of[v] = fma(mul(widen(sums.of[v]), load(scales + v * W)), scale, wrong);
+        return most;
+    }
+
+    // The most that the largest logit is of a panel that may have a row's likeliest token, as far as this thread knew, or less
+    // than all where others know better. Those of the last panel's columns that are no token's are 0, and may have it looked
+    // at in vain.
+    [[gnu::noinline]] float look_again(const Screen& screen, const PanelSums& sums, int64_t i, int64_t panel, Seen* seen) const {
+        Bounds most = bounds(screen, sums, i, panel);
+        for (int thread = 0; thread < num_threads_; thread++) seen->join(seen_[thread * apart(num_rows_) + i].least_now());
+        if (!most.is_any_not_less(seen->least.logit)) return LESS_THAN_ALL;
+        if (most.is_any_not_less(rows_[i].expected)) return look_closer(screen, sums, i, panel, seen);
+        F all = most.of[0];
+        UNROLL for (int v = 1; v < PANEL_VECTORS; v++) all = max(most.of[v], all);
+        float largest = max_of(all), wrong = rows_[i].wrong(screen.blurs[panel]);
+        seen->see(panel, largest - wrong, wrong);
+        return largest;
     }
 
     // The most that the largest logit of such a panel is, by more numbers of the row, while the panel is in a cache.
@@ -277,7 +324,7 @@ class Screening {
         }
         float largest = largest_of(logits, std::min(PANEL, num_tokens_ - panel * PANEL)) * rows_[i].scale;
         float wrong = rows_[i].wrong_finely(screen.blurs[panel]);
-        seen->see(panel, largest, wrong);
+        seen->see(panel, largest, wrong), seen->num_closer++;
         return largest + wrong;
     }
 

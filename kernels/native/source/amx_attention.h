@@ -61,7 +61,7 @@ void sum_columns_in_tiles(const bf16* weights, const bf16* const* tiles, const R
     if (C > 3) clear_tile<3>();
     for (int64_t tile = first; tile < last; tile++) {
         const bf16* at = tiles[tile] + 2 * dim;
-        if (is_fetching) fetch(reads.ahead(last - first + tile - first), TILE * width * 2);
+        if (is_fetching) fetch(reads.ahead(tile - first), TILE * width * 2);
         load_tile<6>(weights + tile * TILE, 2 * CHUNK);
         auto add = [&](auto column) {
             constexpr int i = decltype(column)::value;

@@ -193,15 +193,21 @@ LONG: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 4096}
 TILES_OF_16 = 16 * 32 * 2  # bytes of a tile: 16 keys by 32 numbers of bf16
 
 
-def run(model: NativeModel, num_kept: int, block_size: int = 16, has_prompt: bool = True) -> tuple[Array, list[int]]:
+def run(
+    model: NativeModel,
+    num_kept: int,
+    block_size: int = 16,
+    has_prompt: bool = True,
+    num_context: int = NUM_CONTEXT,
+) -> tuple[Array, list[int]]:
     """Logits of three steps of decoding rows, in two of them beside a prompt, of which no logits are asked for in the
     last one; and how many bytes each has fetched."""
     model.assume_kept(num_kept)
-    going = Run(model, block_size=block_size)
+    going = Run(model, num_blocks=2 * NUM_SEQUENCES * -(-(num_context + 30) // block_size), block_size=block_size)
     draw = np.random.default_rng(5)
     vocabulary = model.shape.vocab_size
     for sequence in range(NUM_SEQUENCES):
-        going.step({sequence: draw.integers(0, vocabulary, NUM_CONTEXT).tolist()})
+        going.step({sequence: draw.integers(0, vocabulary, num_context).tolist()})
     given, fetched = [], []
     for turn in range(3):
         parts = {s: [(7 * s + turn) % vocabulary] for s in range(NUM_SEQUENCES)}
@@ -218,9 +224,9 @@ def load(dtype: DType = "bfloat16", sizes: dict[str, Any] | None = None, **setti
     return Checkpoint.random(**(sizes or {})).load(dtype, **(given | settings))
 
 
-def check_same_bits(model: NativeModel) -> None:
-    without, none = run(model, 0)
-    ahead, some = run(model, PLENTY)
+def check_same_bits(model: NativeModel, num_context: int = NUM_CONTEXT) -> None:
+    without, none = run(model, 0, num_context=num_context)
+    ahead, some = run(model, PLENTY, num_context=num_context)
     assert np.array_equal(without, ahead)
     assert none == [0, 0, 0] and all(some)
 
@@ -247,6 +253,16 @@ def test_so_they_have_with_int8_and_any_number_of_threads(settings: dict[str, An
 @pytest.mark.parametrize("sizes", [{"head_dim": 24, "rotary_dim": 24}, {"num_layers": 3}], ids=str)
 def test_so_they_have_with_padded_heads_and_more_layers(sizes: dict[str, Any]) -> None:
     check_same_bits(load(sizes=sizes))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"cache_dtype": "int8"}, {"num_threads": 1}, {"sizes": {"num_layers": 2, "sliding_windows": (None, 300)}}],
+    ids=str,
+)
+def test_so_they_have_where_a_chunk_s_values_wait_for_the_next_one_s_keys(settings: dict[str, Any]) -> None:
+    """As they do with nothing fetched, of 600 keys."""
+    check_same_bits(load(**settings), num_context=600)
 
 
 @pytest.mark.parametrize("lateness", [1, 5, 1000])

@@ -311,6 +311,22 @@ def test_rows_have_their_tokens_whose_largest_logits_are_far_below_those_before(
     assert 33 <= run.num_left < 33 * NUM_PANELS / 50 if most_screened(model) else run.num_left == -1
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_columns_of_no_token_are_no_logits_where_all_of_a_row_s_are_below_nothing(num_threads: int) -> None:
+    """The last panel has 29 such columns, whose sums are 0; rows before had large logits, so panels are below these."""
+    model, draw = large(num_threads=num_threads), np.random.default_rng(3)
+    high, low = (what_the_head_multiplies(model, token) for token in (5, 77))
+    head = (-low * draw.uniform(1.0, 2.0, (LARGE, 1)) / np.linalg.norm(low)).astype(np.float32)
+    across = high - (high @ low) / (low @ low) * low
+    head[20_000] = 40 * across / np.linalg.norm(across) - 3 * low / np.linalg.norm(low)
+    model.set_tensor("lm_head.weight", head)
+    run = Both(model)
+    for step in range(3):
+        assert set(run.of({100 * step + i: [5] for i in range(33)})[0]) == {20_000}
+    ids, _, right, _ = run.of({1000 + i: [77] for i in range(33)})
+    assert ids.tolist() == right.tolist() and -(-LARGE // 32) - 1 not in ids // 32
+
+
 STEP = 2.0**-12  # of a head's numbers
 
 

@@ -314,6 +314,7 @@ class ItemAttention {
     // while memory is busy. Otherwise it is idle meanwhile: a tenth of the time where it is fast. Attention of one row at 8k
     // tokens takes 6 % less so where memory gives 52 GB/s and 2 where it gives 33, of 12 rows with 500 tokens 4 and 1
     // (SmolLM2-135M's shape; two cores of a Zen 4 class EPYC). In one chunk there is little to gain, and 5 % to lose.
+    // NOTE: small blocks, and tile registers, keep a chunk's values where the next one's would overwrite them.
     bool can_wait() const { return !IN_AMX<T> && layout_.is_tiled() && is_fetched_ahead(num_rows_) && item_.num_chunks() > 1; }
 
     // Adds the tiles of a chunk's keys to those that are read, or of its values. Small blocks hold no tiles, and any will do.

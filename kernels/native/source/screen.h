@@ -115,7 +115,7 @@ Screened to_whole(const T* row, int64_t count, int32_t* whole, int32_t* finely) 
     float mean = std::sqrt(squares / float(count)), scale = std::min(largest, CLIPPED * mean) / 127.0f;
     float fine_scale = scale / float(FINER), length = length_at_most(squares);
     // Tiny, or nothing is known of it.
-    if (!(fine_scale >= FLT_MIN && squares <= FLT_MAX)) return {length, length, length, 0.0f, 0.0f};
+    if (!(fine_scale >= FLT_MIN && squares <= FLT_MAX)) return {length, length, length, 0.0f};
     for (int64_t i = 0; i < count; i++) {
         finely[i] = int32_t(std::lrintf(widen(row[i]) / fine_scale));
         whole[i] = int32_t(std::lrintf(float(finely[i]) / float(FINER)));
@@ -299,13 +299,16 @@ class Screening {
     }
 
     // The most that the largest logit is of a panel that may have a row's likeliest token, as far as this thread knew, or less
-    // than all where others know better. Those of the last panel's columns that are no token's are 0, and may have it looked
-    // at in vain.
+    // than all where others know better. One that is below what is expected keeps what int8 tells: it is multiplied later if
+    // it may have it still.
+    // NOTE: those of the last panel's columns that are no token's are 0. They may have it looked at in vain, but must not count
+    // as a logit that there is; so it is always looked at closer, where they are left out.
     [[gnu::noinline]] float look_again(const Screen& screen, const PanelSums& sums, int64_t i, int64_t panel, Seen* seen) const {
         Bounds most = bounds(screen, sums, i, panel);
         for (int thread = 0; thread < num_threads_; thread++) seen->join(seen_[thread * apart(num_rows_) + i].least_now());
         if (!most.is_any_not_less(seen->least.logit)) return LESS_THAN_ALL;
-        if (most.is_any_not_less(rows_[i].expected)) return look_closer(screen, sums, i, panel, seen);
+        bool is_full = (panel + 1) * PANEL <= num_tokens_;
+        if (!is_full || most.is_any_not_less(rows_[i].expected)) return look_closer(screen, sums, i, panel, seen);
         F all = most.of[0];
         UNROLL for (int v = 1; v < PANEL_VECTORS; v++) all = max(most.of[v], all);
         float largest = max_of(all), wrong = rows_[i].wrong(screen.blurs[panel]);

@@ -269,6 +269,7 @@ SPOILED = (
 def test_they_have_it_however_little_int8_tells(spoil: Callable[[Array], object], dtype: DType) -> None:
     for count in FEW:  # each with a screen that has yet to tell little
         check_rows(large(dtype, spoil=spoil), [count])
+    check_rows(large(dtype, spoil=spoil), [33, 33, 65, 5])  # and one that expects what rows before had
 
 
 @pytest.mark.parametrize("factor", [1e-20, 1e18, 3e35], ids=str)

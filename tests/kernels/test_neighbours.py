@@ -30,6 +30,7 @@ class Machine:
             lambda limit, lost: self.told.append(limit),
             lambda: self.process_ns,
             lambda: (self.idle_ns // TICK_NS * TICK_NS, self.all_ns // TICK_NS * TICK_NS) if tells else None,
+            lambda: self.all_ns // num_threads,
         )
 
     def step(self, count: int = 1) -> None:
@@ -102,7 +103,21 @@ def test_a_try_in_four_seconds_is_the_most_while_others_are_seen_to_have_a_core(
         machine.step()
         machine.rest(5 * MS)
     assert machine.limits[10:] == [num_threads - 1] * 2990
-    assert machine.num_tries <= 3000 // 400
+    assert machine.num_tries <= 3000 * 15 // 4000
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("num_threads", [2, 16])
+def test_who_left_while_the_engine_rested_costs_it_seven_steps(num_threads: int, tells: bool):
+    """However often a try was in vain before: a rest as long as any pause is one."""
+    machine = Machine(num_threads, tells=tells)
+    machine.others = 1
+    machine.step(10_000)
+    assert machine.limits[-1] == num_threads - 1
+    machine.others = 0
+    machine.rest(5000 * MS)
+    machine.step(8)
+    assert machine.limits[-1] == num_threads
 
 
 @pytest.mark.parametrize("tells", [True, False])

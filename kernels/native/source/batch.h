@@ -4,6 +4,7 @@
 
 #include <map>
 
+#include "linear.h"
 #include "plan.h"
 
 namespace millrace {
@@ -103,5 +104,28 @@ struct AskedRows {
         return asked;
     }
 };
+
+// Rows that each thread norms for itself, at most: a tile of them, whose products need no room for anything else. In AMX nobody
+// has measured it.
+template <class Input>
+constexpr int64_t NORMED_BY_ALL = IN_AMX<Input> ? 0 : GEMM_ROWS;
+
+// Bytes of room for each thread in any of the products of `num_rows` rows, and in what comes before one.
+template <class Weight>
+int64_t most_room_bytes(const Model& model, int64_t num_rows) {
+    using Input = InputOf<Weight>;
+    int64_t most = room_bytes<Weight>(model.head, num_rows);
+    most = std::max(most, NORMED_BY_ALL<Input> * model.shape.hidden_size * int64_t(sizeof(Input)));
+    for (const Layer& layer : model.layers)
+        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+            most = std::max(most, room_bytes<Weight>(*linear, num_rows));
+    return round_up(most, 64);
+}
+
+template <class Weight>
+void reserve_room(Model* model, int64_t num_rows, int num_threads) {
+    model->room_apart = most_room_bytes<Weight>(*model, num_rows);
+    ensure(&model->room, model->room_apart * num_threads);
+}
 
 }  // namespace millrace

@@ -1,47 +1,17 @@
-// The step itself, for one dtype and one type of the cache's numbers: phases that threads go through together, or from some
-// layer on each alone with half of the rows.
+// The step itself, for one dtype and one type of the cache's numbers: a decoder's layers in phases, which threads go through
+// together, or from some layer on one alone with its rows.
+//
+// Knows in which order the parts come. Refuses to know what each does: products (linear.h), attention (attending.h) and what
+// comes after the layers (ending.h); and who goes through a step (ways.h).
 
 #pragma once
 
-#include <array>
 #include <optional>
 
-#include "batch.h"
-#include "likeliest.h"
-#include "norms.h"
-#include "screen.h"
+#include "attending.h"
+#include "ending.h"
 
 namespace millrace {
-
-// Rows that each thread norms for itself, at most: a tile of them, whose products need no room for anything else. In AMX nobody
-// has measured it.
-template <class Input>
-constexpr int64_t NORMED_BY_ALL = IN_AMX<Input> ? 0 : GEMM_ROWS;
-
-// Bytes of room for each thread in any of the products of `num_rows` rows, and in what comes before one.
-template <class Weight>
-int64_t most_room_bytes(const Model& model, int64_t num_rows) {
-    using Input = InputOf<Weight>;
-    int64_t most = room_bytes<Weight>(model.head, num_rows);
-    most = std::max(most, NORMED_BY_ALL<Input> * model.shape.hidden_size * int64_t(sizeof(Input)));
-    for (const Layer& layer : model.layers)
-        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-            most = std::max(most, room_bytes<Weight>(*linear, num_rows));
-    return round_up(most, 64);
-}
-
-template <class Weight>
-void reserve_room(Model* model, int64_t num_rows, int num_threads) {
-    model->room_apart = most_room_bytes<Weight>(*model, num_rows);
-    ensure(&model->room, model->room_apart * num_threads);
-}
-
-constexpr int64_t ROWS = 16;  // a piece of the work between products
-
-// Rows of a step that may be taken apart, at least: each half is more than a tile. A half of one waits for memory, and fetches
-// no keys a layer ahead: 14 to 24 rows took 3 to 30 % more apart, wherever the cores were (AVX-512; with AVX2 nobody has
-// measured any of it).
-constexpr int64_t APART_ROWS = 2 * (GEMM_ROWS + 1);
 
 // Who goes through a step: `num_threads` together; or one of `num_beside` alone, at its `place` among them.
 struct Crew {
@@ -58,8 +28,8 @@ class Step {
     Step(Model& model, const StepInputs& inputs, Crew crew, char* memory, bool is_screened)
         : model_(model), shape_(model.shape), crew_(crew),
           layout_{inputs.blocks_apart, inputs.block_size, shape_.num_kv_heads, shape_.head_dim}, asked_rows_(inputs),
-          all_(model, memory, inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)), is_screened_(is_screened),
-          since_ns_(now_ns()) {
+          all_(model, memory, inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)), attending_(model, layout_),
+          ending_(model, inputs, crew.num_threads, is_screened), timed_(model.part_ns) {
         int num_threads = crew.num_threads;
         for (const Layer& layer : model.layers)
             (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads, ROWS_TOGETHER<Cached>);
@@ -75,14 +45,13 @@ class Step {
         if ((looks_ahead || model.is_shared_by_rows || model.is_passing) && !is_any_kept())
             looks_ahead = model.is_shared_by_rows = model.is_passing = false;
         if (looks_ahead) upcoming_.resize(num_threads);
-        if (inputs.likeliest) found_.resize(num_threads * found_apart());
-        if (is_screened_) screening_.resize(model.head, inputs.num_logits, num_threads);
+        each_plan([&](const Batch<Input>&, Plan& plan) { plan.can_wait = attending_.can_wait() && !looks_ahead; });
     }
 
     // Memory of a step of so many threads: for its activations, and what each thread has. Here a lack of it can be told.
     static char* reserve(Model& model, int64_t num_tokens, int64_t num_logits, int num_threads, int64_t activation_bytes) {
         ensure(&model.activations, activation_bytes);
-        ensure(&model.scratch, int64_t(sizeof(Scratch<Cached>)) * num_threads);
+        ensure(&model.scratch, Attending<Input, Cached>::scratch_bytes(num_threads));
         reserve_room<Weight>(&model, std::max(num_tokens, num_logits), num_threads);
         return model.activations.as<char>();
     }
@@ -111,21 +80,19 @@ class Step {
     void go_on(const Step& before, int64_t first, int layer) {
         Phases phases(crew_.place);
         all_.at.residual = before.all_.at.residual + first * before.all_.at.hidden_stride;
-        since_ns_ = now_ns();
+        timed_.start();
         list_all_reads(phases);
         run_layers(layer, phases);
     }
 
     // Once all have gone through it: what was found, and what becomes known of the model.
     void tell() {
-        if (all_.inputs.likeliest) tell_likeliest();
+        ending_.tell();
         for (const Upcoming& upcoming : upcoming_) model_.num_bytes_beside += upcoming.num_bytes();
     }
 
     // Adds the times of its parts.
-    void tell_times(int64_t* part_ns) const {
-        for (int part = 0; part < NUM_PARTS; part++) part_ns[part] += spent_ns_[part];
-    }
+    void tell_times(int64_t* part_ns) const { timed_.tell(part_ns); }
 
   private:
     // Who goes through what comes after the last layer's keys and values.
@@ -137,33 +104,17 @@ class Step {
             for (auto& [window, plan] : batch->plans) use(*batch, plan);
     }
 
-    // A phase, whose time is that of a part of the step.
-    template <class Work>
-    void pass(Phases& phases, Part part, const Work& work) {
-        if (!phases.run(work) || !model_.part_ns || phases.seat().rank > 0) return;
-        int64_t now = now_ns();
-        spent_ns_[part] += now - since_ns_;
-        since_ns_ = now;
-    }
-
-    template <class Use>
-    static void each_row(Seat seat, int64_t num, const Use& use) {
-        seat.each_piece(num, ROWS, [&](int64_t first, int64_t last, int64_t) {
-            for (int64_t row = first; row < last; row++) use(row);
-        });
-    }
-
     int last_layer() const { return int(model_.layers.size()) - 1; }
 
     void begin(Phases& phases) {
         list_all_reads(phases);
-        pass(phases, REST, [&](Seat seat) { embed(seat); });
+        timed_.pass(phases, REST, [&](Seat seat) { embed(seat); });
     }
 
     // By who comes first alone, while the others come.
     void list_all_reads(Phases& phases) {
-        pass(phases, REST, [&](Seat) {
-            each_plan([&](const Batch<Input>& batch, Plan& plan) { list_reads(batch, &plan); });
+        timed_.pass(phases, REST, [&](Seat) {
+            each_plan([&](const Batch<Input>& batch, Plan& plan) { attending_.list_reads(batch, &plan); });
         });
     }
 
@@ -175,9 +126,9 @@ class Step {
             end_layer(i, all_, phases);
         }
         begin_layer(last, phases);
-        if (asked_rows_.is_cut) pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
+        if (asked_rows_.is_cut) timed_.pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
         end_layer(last, last_batch(), phases);
-        finish(last_batch(), phases);
+        ending_.run(last_batch(), timed_, phases);
     }
 
     void embed(Seat seat) {
@@ -209,10 +160,10 @@ class Step {
                      const Out& out) {
         const TiledRows<Input>& normed = batch.at.normed;
         if (normed.num_rows > NORMED_BY_ALL<Input>) {
-            pass(phases, REST, [&](Seat seat) { norm(batch, norm_weight, seat); });
+            timed_.pass(phases, REST, [&](Seat seat) { norm(batch, norm_weight, seat); });
             return pass_product(phases, linear, normed, out);
         }
-        pass(phases, LINEARS, [&](Seat seat) {
+        timed_.pass(phases, LINEARS, [&](Seat seat) {
             TiledRows<Input> own{reinterpret_cast<Input*>(model_.room_of(seat.place)), normed.num_rows, normed.size};
             norm_to(own, 0, own.num_rows, residual_of(batch), norm_weight.data(), shape_.rms_norm_eps);
             multiply<Weight>(model_, linear, own, out, seat);
@@ -222,12 +173,12 @@ class Step {
     // A product of a layer's.
     template <class Out>
     void pass_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out) {
-        pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, linear, x, out, seat, upcoming_of(seat)); });
+        timed_.pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, linear, x, out, seat, upcoming_of(seat)); });
     }
 
     // By the cache behind the cores' own, which is measured if nobody knows.
     bool is_any_kept() {
-        return model_.kept.measured(model_.weights.as<char>(), model_.weights.num_bytes(), since_ns_) > 0;
+        return model_.kept.measured(model_.weights.as<char>(), model_.weights.num_bytes(), timed_.since_ns()) > 0;
     }
 
     // Whether keys and values are fetched a layer ahead, if they are kept until then: where products have time for it, and
@@ -267,7 +218,7 @@ class Step {
     void begin_layer(int index, Phases& phases) {
         const Layer& layer = model_.layers[index];
         pass_normed(phases, all_, layer.input_norm, layer.qkv, Rows{all_.at.qkv, all_.at.qkv_stride, Into::STORE});
-        pass(phases, REST, [&](Seat seat) { place_tokens(layer, cache_of(index), seat); });
+        timed_.pass(phases, REST, [&](Seat seat) { place_tokens(layer, cache_of(index), seat); });
     }
 
     void end_layer(int index, const Batch<Input>& batch, Phases& phases) {
@@ -276,9 +227,10 @@ class Step {
         const Cached* cache = cache_of(index);
         const Activations<Input>& at = batch.at;
         Rows residual{at.residual, at.hidden_stride, Into::ADD};
-        pass(phases, ATTENTION, [&](Seat seat) { attend(batch, plan, cache, seat); });
-        if (plan.is_split) pass(phases, ATTENTION, [&](Seat seat) { put_chunks_together(batch, plan, cache, seat); });
-        pass(phases, LINEARS, [&](Seat seat) {
+        timed_.pass(phases, ATTENTION, [&](Seat seat) { attending_.attend(batch, plan, cache, seat); });
+        if (plan.is_split)
+            timed_.pass(phases, ATTENTION, [&](Seat seat) { attending_.put_chunks_together(batch, plan, cache, seat); });
+        timed_.pass(phases, LINEARS, [&](Seat seat) {
             look_ahead(index + 1, seat);
             multiply<Weight>(model_, layer.output, at.attended, residual, seat, upcoming_of(seat));
         });
@@ -337,208 +289,6 @@ class Step {
         }
     }
 
-    void attend(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
-        TilesInUse tiles;
-        seat.each_piece(plan.num_parts(), 1, [&](int64_t part, int64_t, int64_t) {
-            attend_part(batch, plan, cache, part, seat.place, tiles);
-        });
-    }
-
-    // A chunk that was begun, and who sees it.
-    struct Sight {
-        const Item* item;
-        int64_t chunk;
-        std::optional<ItemAttention<Cached>> attention;
-        typename ItemAttention<Cached>::Begun begun;
-    };
-
-    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int64_t part, int place,
-                     TilesInUse& tiles) {
-        Reads<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
-        std::array<Sight, 2> sights;
-        Sight *sight = &sights[0], *other = &sights[1], *waiting = nullptr;
-        for (int64_t i = plan.first_chunk[part]; i < plan.first_chunk[part + 1]; i++) {
-            const Item& item = plan.items[plan.chunks[i].first];
-            int64_t chunk = plan.chunks[i].second;
-            sight->item = &item, sight->chunk = chunk;
-            ItemAttention<Cached>& attention = sight->attention.emplace(look(batch, plan, item, cache, place));
-            if constexpr (IN_AMX<Cached>) tiles.shape(attention_shapes(item.num_rows));
-            if (plan.is_split || chunk == item.first_chunk())
-                attention.take_queries(batch.at.qkv, batch.at.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
-            attention.begin_chunk(chunk, &reads, sight == &sights[1], waiting ? &waiting->begun.weighing : nullptr,
-                                  &sight->begun);
-            if (waiting) end_chunk(batch, plan, *waiting, &reads, place);
-            waiting = nullptr;
-            if (is_waiting(attention))
-                waiting = sight, std::swap(sight, other);
-            else
-                end_chunk(batch, plan, *sight, &reads, place);
-        }
-        if (waiting) end_chunk(batch, plan, *waiting, &reads, place);
-    }
-
-    void end_chunk(const Batch<Input>& batch, const Plan& plan, Sight& sight, Reads<Cached>* reads, int place) {
-        auto& [item, chunk, attention, begun] = sight;
-        Scratch<Cached>* scratch = scratch_of(place);
-        if (plan.is_split) {
-            float* partial = partial_of(plan, *item, chunk);
-            return attention->end_chunk(begun, reads, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
-        }
-        attention->end_chunk(begun, reads, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
-        attention->put_together(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk, chunk == item->first_chunk());
-        if (chunk + 1 == item->last_chunk()) attention->finish(batch.at.attended);
-    }
-
-    void put_chunks_together(const Batch<Input>& batch, const Plan& plan, const Cached* cache, Seat seat) {
-        each_row(seat, int64_t(plan.items.size()), [&](int64_t i) {
-            const Item& item = plan.items[i];
-            ItemAttention<Cached> attention = look(batch, plan, item, cache, seat.place);
-            for (int64_t chunk = item.first_chunk(); chunk < item.last_chunk(); chunk++) {
-                const float* partial = partial_of(plan, item, chunk);
-                attention.put_together(partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS,
-                                       chunk == item.first_chunk());
-            }
-            attention.finish(batch.at.attended);
-        });
-    }
-
-    // What a chunk of a split plan leaves behind: largest scores, sums of weights, and sums of values.
-    float* partial_of(const Plan& plan, const Item& item, int64_t chunk) const {
-        return model_.partials.as<float>() + (item.partial + chunk - item.first_chunk()) * plan.partial_size;
-    }
-
-    // Whether a chunk's values wait until the next one's keys are scored: not where keys and values are fetched a layer ahead,
-    // as many are in a cache then, and attention of 16 rows with 400 or 1,000 tokens takes 3 to 4 % more so.
-    bool is_waiting(const ItemAttention<Cached>& attention) const { return upcoming_.empty() && attention.can_wait(); }
-
-    // In the order of `attend_part`.
-    void list_reads(const Batch<Input>& batch, Plan* plan) {
-        plan->first_read.push_back(0);
-        for (int64_t part = 0; part < plan->num_parts(); part++) {
-            std::optional<std::pair<ItemAttention<Cached>, int64_t>> waiting;
-            auto list_values = [&] {
-                if (waiting) waiting->first.list_values(waiting->second, &plan->reads);
-                waiting.reset();
-            };
-            for (int64_t i = plan->first_chunk[part]; i < plan->first_chunk[part + 1]; i++) {
-                auto [item, chunk] = plan->chunks[i];
-                ItemAttention<Cached> attention = look(batch, *plan, plan->items[item], nullptr, 0);
-                attention.list_keys(chunk, &plan->reads);
-                list_values();
-                waiting.emplace(attention, chunk);
-                if (!is_waiting(attention)) list_values();
-            }
-            list_values();
-            plan->first_read.push_back(int64_t(plan->reads.size()));
-        }
-        static_assert(Reads<Cached>::AHEAD <= MOST_AHEAD, "what is read ahead of the last tile is in the list");
-        plan->reads.resize(plan->reads.size() + MOST_AHEAD);
-    }
-
-    // An item before it has its queries.
-    ItemAttention<Cached> look(const Batch<Input>& batch, const Plan& plan, const Item& item, const Cached* cache,
-                               int place) {
-        int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        return {layout_, batch.sequences(), item, cache, group, plan.window, scratch_of(place)};
-    }
-
-    Scratch<Cached>* scratch_of(int place) const { return model_.scratch.as<Scratch<Cached>>() + place; }
-
-    // Hidden states, and logits or the likeliest of them, to whoever asked for these.
-    void finish(const Batch<Input>& batch, Phases& phases) {
-        const StepInputs& inputs = batch.inputs;
-        const Activations<Input>& at = batch.at;
-        int64_t hidden = shape_.hidden_size;
-        TiledRows<Input> normed{at.normed.data, inputs.num_logits, hidden};
-        if (inputs.hidden) {
-            pass(phases, REST, [&](Seat seat) {
-                each_row(seat, inputs.num_tokens, [&](int64_t t) {
-                    std::memcpy(inputs.hidden + t * hidden, at.residual + t * at.hidden_stride, hidden * 4);
-                });
-            });
-        }
-        if (!inputs.logits && !inputs.likeliest) return;
-        auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
-        if constexpr (SCREENED_ROWS<Weight> > 0) {
-            if (is_screened_) return find_screened(normed, row, phases);
-        }
-        pass(phases, REST, [&](Seat seat) {
-            seat.each_piece(inputs.num_logits, ROWS, [&](int64_t first, int64_t last, int64_t) {
-                norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
-            });
-        });
-        Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
-        if (inputs.logits)
-            return pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, model_.head, normed, logits, seat); });
-        pass(phases, LINEARS, [&](Seat seat) {
-            LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
-            multiply<Weight>(model_, model_.head, normed, likeliest, seat);
-        });
-    }
-
-    // The likeliest of rows; `row(i)` is where the i-th begins before its norm. Where the screen tells little, all of the
-    // head is multiplied after it.
-    template <class Row>
-    void find_screened(const TiledRows<Input>& normed, const Row& row, Phases& phases) {
-        const Screen& screen = model_.screen;
-        const Linear& head = model_.head;
-        pass(phases, REST, [&](Seat seat) {
-            int64_t k = head.k;
-            thread_local std::vector<float> numbers;
-            numbers.resize(k);
-            seat.each_piece(normed.num_rows, 1, [&](int64_t i, int64_t, int64_t) {
-                norm_row(row(i), model_.final_norm.data(), k, shape_.rms_norm_eps, numbers.data());
-                normed.put(i, 0, k, numbers.data());
-                screening_.put(screen, i, numbers.data());
-            });
-        });
-        pass(phases, LINEARS, [&](Seat seat) { screening_.look(screen, seat, model_.is_passing); });
-        auto find = [&](Seat seat, int64_t panel, int64_t i, int64_t next) {
-            LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
-            alignas(64) float tile[PANEL];
-            multiply_row<Weight>(head, screening_.row(i), panel, next, tile);
-            hand_over(head, likeliest, tile, i, 1, panel);
-            return likeliest.found[i].logit;
-        };
-        pass(phases, LINEARS, [&](Seat seat) {
-            seat.each_piece(normed.num_rows, ROWS, [&](int64_t first, int64_t last, int64_t) {
-                for (int64_t i = first; i < last; i++) {
-                    int64_t panel = screening_.first_panel(i), next = screening_.first_panel(std::min(i + 1, last - 1));
-                    screening_.know(i, panel, find(seat, panel, i, next));
-                }
-            });
-        });
-        pass(phases, REST, [&](Seat seat) { screening_.mark(seat); });
-        pass(phases, LINEARS, [&](Seat seat) {
-            LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
-            if (screening_.tells_little()) return multiply<Weight>(model_, head, normed, likeliest, seat);
-            screening_.each_left(seat, [&](int64_t panel, int64_t i, int64_t next) { find(seat, panel, i, next); });
-        });
-    }
-
-    // Of what each thread has found, where that was asked for.
-    void tell_likeliest() {
-        const StepInputs& inputs = all_.inputs;
-        for (int64_t row = 0; row < inputs.num_logits; row++) {
-            Likeliest most = found_[row];
-            for (int thread = 1; thread < crew_.num_threads; thread++) {
-                const Likeliest& other = found_[thread * found_apart() + row];
-                if (most.is_behind(other.logit, other.id)) most = other;
-            }
-            inputs.is_broken[row] = most.is_broken();
-            inputs.likeliest[row] = most.is_broken() ? 0 : most.id;
-            if (is_screened_ && !most.is_broken()) model_.screen.expected.note(most.logit / screening_.length(row));
-        }
-        if (!is_screened_) return;
-        Screen& screen = model_.screen;
-        screen.num_left = std::max<int64_t>(0, screen.num_left) + screening_.num_left();
-        screen.num_closer += screening_.num_closer();
-        if (screening_.tells_little()) screen.num_steps_off = STEPS_OFF;
-    }
-
-    // From what one thread has found to what the next one has: no two write to the same line.
-    int64_t found_apart() const { return all_.inputs.num_logits + 64 / int64_t(sizeof(Likeliest)); }
-
     Model& model_;
     const Shape& shape_;
     Crew crew_;
@@ -546,172 +296,9 @@ class Step {
     AskedRows asked_rows_;
     Batch<Input> all_, asked_;
     std::vector<Upcoming> upcoming_;  // of each thread, where anything is fetched a layer ahead
-    std::vector<Likeliest> found_;    // of each thread, where that is asked for
-    bool is_screened_;                // by what follows
-    Screening<Input> screening_;
-    int64_t since_ns_;  // end of the last phase, if somebody wants to know
-    std::array<int64_t, NUM_PARTS> spent_ns_{};
+    Attending<Input, Cached> attending_;
+    Ending<Weight> ending_;
+    Timed timed_;
 };
-
-// Whether a screen is asked for the step's likeliest tokens: not for some steps after one that it told little. Counts these.
-template <class Weight>
-bool ask_screen(Screen* screen, const StepInputs& inputs) {
-    bool are_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS<Weight>;
-    if (!inputs.likeliest || !are_few || !screen->is_made()) return false;
-    if (screen->num_steps_off == 0) return true;
-    screen->num_steps_off--;
-    return false;
-}
-
-// Whether the rows of a step can be taken apart: those of sequences that decode, in vectors, by two threads. Sequences share
-// blocks of earlier steps only, so that none reads what another one's row writes.
-template <class Weight>
-bool can_be_apart(const StepInputs& inputs, int num_threads) {
-    bool do_decode = inputs.num_tokens == inputs.num_sequences && inputs.num_tokens == inputs.num_logits;
-    if (IN_AMX<InputOf<Weight>> || num_threads != 2 || !do_decode || inputs.hidden) return false;
-    if (inputs.num_tokens < APART_ROWS || inputs.query_starts[inputs.num_tokens] != inputs.num_tokens) return false;
-    for (int64_t i = 0; i < inputs.num_tokens; i++)
-        if (inputs.query_starts[i] != i || inputs.logits_rows[i] != i) return false;
-    return true;
-}
-
-// Those from sequence `first` on, of a step whose rows can be taken apart.
-inline StepInputs part_of(const StepInputs& inputs, int64_t first, int64_t num, int64_t vocab_size) {
-    StepInputs part = inputs;  // rows begin with 0 again, in `query_starts` and `logits_rows`, too
-    part.num_tokens = part.num_sequences = part.num_logits = num;
-    part.input_ids += first, part.positions += first, part.slot_mapping += first, part.lengths += first;
-    part.block_tables += first * inputs.table_width;
-    if (inputs.logits) part.logits += first * vocab_size;
-    if (inputs.likeliest) part.likeliest += first, part.is_broken += first;
-    return part;
-}
-
-// Bytes of activations of each half of so many rows. They begin on lines of their own.
-template <class Weight>
-int64_t half_bytes(const Model& model, int64_t num_rows) {
-    return round_up(activation_bytes<InputOf<Weight>>(model, ceil_div(num_rows, 2)), 128);
-}
-
-// And of both halves, and of all of them before they are taken apart.
-template <class Weight>
-int64_t apart_bytes(const Model& model, int64_t num_rows) {
-    return 2 * half_bytes<Weight>(model, num_rows) + activation_bytes<InputOf<Weight>>(model, num_rows);
-}
-
-// Returns how long that took, ns; so do the next two.
-inline int64_t run_by(Model& model, int num_threads, const std::function<void(int)>& job) {
-    int64_t began_ns = now_ns();
-    model.pool->run(num_threads, job);
-    return now_ns() - began_ns;
-}
-
-// Two threads go through layers together until both are there, as one may have its core later, then each with half of the
-// rows. One that stays alone takes both halves of the last layer.
-template <class Weight, class Cached>
-int64_t run_apart(Model& model, const StepInputs& inputs, bool is_screened) {
-    using OfRows = Step<Weight, Cached>;
-    int64_t num = inputs.num_tokens, bytes = half_bytes<Weight>(model, num), vocab_size = model.shape.vocab_size;
-    char* memory = OfRows::reserve(model, num, num, 2, apart_bytes<Weight>(model, num));
-    std::array<int64_t, 3> begins{0, num / 2, num};
-    auto half = [&](int place) {
-        StepInputs part = part_of(inputs, begins[place], begins[place + 1] - begins[place], vocab_size);
-        return OfRows(model, part, {1, place, 2}, memory + place * bytes, is_screened);
-    };
-    std::array<OfRows, 2> halves{half(0), half(1)};
-    StepInputs unasked = inputs;
-    unasked.logits = nullptr, unasked.likeliest = nullptr, unasked.is_broken = nullptr;
-    OfRows whole(model, unasked, {2}, memory + 2 * bytes, false);  // after them, as what it shares is the model's
-    int64_t took_ns = run_by(model, 2, [&](int thread) {
-        Phases phases(model.pool.get(), thread);
-        std::optional<int> layer = whole.run_until_all_are_there(phases);
-        if (!layer) return;
-        Party::Seat seat = phases.seat();
-        if (seat.rank == 0) model.num_together = seat.count == 1 ? -1 : *layer;
-        for (int place = seat.rank; place < 2; place += seat.count) halves[place].go_on(whole, begins[place], *layer);
-        phases.run([](const Party::Seat&) {});  // who is counted as there and has yet to see it is waited for
-    });
-    for (OfRows* each : {&whole, &halves[0], &halves[1]}) each->tell();
-    if (model.part_ns) {
-        whole.tell_times(model.part_ns), halves[0].tell_times(model.part_ns);
-        if (model.num_together < 0) halves[1].tell_times(model.part_ns);  // otherwise it went beside the other
-    }
-    return took_ns;
-}
-
-template <class Weight, class Cached>
-int64_t run_together(Model& model, const StepInputs& inputs, int num_threads, bool is_screened) {
-    using Whole = Step<Weight, Cached>;
-    int64_t bytes = step_activation_bytes<InputOf<Weight>>(model, inputs.num_tokens, inputs.num_logits);
-    char* memory = Whole::reserve(model, inputs.num_tokens, inputs.num_logits, num_threads, bytes);
-    Whole step(model, inputs, {num_threads}, memory, is_screened);
-    int64_t took_ns = run_by(model, num_threads, [&](int thread) { step.run(thread); });
-    step.tell();
-    if (model.part_ns) step.tell_times(model.part_ns);
-    return took_ns;
-}
-
-template <class Weight, class Cached>
-void run_cached(Model& model, const StepInputs& inputs, int num_threads) {
-    bool is_screened = ask_screen<Weight>(&model.screen, inputs), can_be = can_be_apart<Weight>(inputs, num_threads);
-    Apart::Kind kind{inputs.num_tokens, is_screened ? 2 : inputs.likeliest ? 1 : 0};
-    model.screen.num_left = -1, model.screen.num_closer = model.num_bytes_beside = 0;
-    model.is_apart = can_be && model.apart.is_next(kind);
-    int64_t took_ns = model.is_apart ? run_apart<Weight, Cached>(model, inputs, is_screened)
-                                     : run_together<Weight, Cached>(model, inputs, num_threads, is_screened);
-    if (model.part_ns) model.part_ns[NUM_PARTS]++;
-    can_be ? model.apart.note(kind, model.is_apart, took_ns) : model.apart.pass();
-}
-
-template <class Weight>
-void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
-    if (model.shape.cache == INT8)
-        run_cached<Weight, int8_t>(model, inputs, num_threads);
-    else
-        run_cached<Weight, Weight>(model, inputs, num_threads);
-}
-
-template <class Weight>
-void run_head_typed(Model& model, const float* hidden, int64_t count, float* logits, int num_threads) {
-    using Input = InputOf<Weight>;
-    const Shape& shape = model.shape;
-    ensure(&model.activations, activation_bytes<Input>(model, count));
-    reserve_room<Weight>(&model, count, num_threads);
-    TiledRows<Input> normed{model.activations.as<Input>(), count, shape.hidden_size};
-    Rows out{logits, shape.vocab_size, Into::STORE};
-    model.is_shared_by_rows = model.is_passing = false;
-    model.pool->run(num_threads, [&](int thread) {
-        Phases phases(model.pool.get(), thread);
-        phases.run([&](Party::Seat seat) {
-            auto row = [&](int64_t i) { return hidden + i * shape.hidden_size; };
-            seat.each_piece(count, ROWS, [&](int64_t first, int64_t last, int64_t) {
-                norm_to(normed, first, last, row, model.final_norm.data(), shape.rms_norm_eps);
-            });
-        });
-        phases.run([&](Party::Seat seat) { multiply<Weight>(model, model.head, normed, out, seat); });
-    });
-}
-
-inline void norm_rows(const Model& model, const float* hidden, int64_t count, float* normed) {
-    int64_t size = model.shape.hidden_size;
-    for (int64_t i = 0; i < count; i++)
-        norm_row(hidden + i * size, model.final_norm.data(), size, model.shape.rms_norm_eps, normed + i * size);
-}
-
-template <class Weight>
-int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits) {
-    int64_t room = most_room_bytes<Weight>(model, std::max(num_tokens, num_logits));
-    int64_t scratch = model.shape.cache == INT8 ? sizeof(Scratch<int8_t>) : sizeof(Scratch<Weight>);
-    int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
-    int num_threads = model.pool->size();
-    int64_t halved = IN_AMX<InputOf<Weight>> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);  // may be taken apart
-    if (halved >= APART_ROWS) activations = std::max(activations, apart_bytes<Weight>(model, halved));
-    int64_t screened = model.screen.is_made() ? std::min(num_logits, SCREENED_ROWS<Weight>) : 0;
-    int64_t screening = 0;
-    if (screened > 0) screening = Screening<InputOf<Weight>>::num_bytes(model.head, screened, num_threads);
-    int64_t half = ceil_div(std::min(halved, SCREENED_ROWS<Weight>), 2);
-    if (screened > 0 && half > 0)
-        screening = std::max(screening, 2 * Screening<InputOf<Weight>>::num_bytes(model.head, half, 1));
-    return activations + screening + (scratch + room) * num_threads;
-}
 
 }  // namespace millrace

@@ -5,8 +5,8 @@
 // the head's own is known: no more than what is missed of the head's row and the length of ours, and the other way round.
 // So a panel whose largest logit in int8 is further below a row's best one than both can be wrong does not have the largest.
 // The panel that seems to have it is multiplied by the head itself, for that row, and then what is left: panels that may have
-// a logit above the one that is known now, with the first one two to five of each row, and by int8 alone 7 to 19 (both
-// shapes below). The likeliest tokens are the head's own, to the bit, and so are equals and rows that are broken.
+// a logit above the one that is known now, with the first one three of a row's 1,536 and four to six of its 4,748 (steps of 1 to
+// 32 rows in the two shapes below). The likeliest tokens are the head's own, to the bit, and so are equals and broken rows.
 //
 // A panel that may have the largest logit, as far as is known by then, is looked at closer while it is in a cache, in finer
 // numbers of the row. Before much is known that is many of them: 142 of a row's 4,748, by one thread. So what other threads

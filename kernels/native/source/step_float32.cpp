@@ -1,4 +1,4 @@
-#include "decoder.h"
+#include "ways.h"
 
 namespace millrace {
 

@@ -5,8 +5,9 @@ time stops all of them that half, and each time for as long as the system lets t
 five times as long, where one thread less would take a little longer and leave the core to who wants it. Hence: where
 threads lose so much of their time, as many are left out as there are cores lost. Those that go on may run on any of
 their cores then, as whoever came may be pinned to one of them. Once others have had less of these for a while, as the
-system tells, those left out try whether they have them to themselves; and now and then, whatever it tells. That while
-goes on while there is nothing to compute: who was there before a rest may be gone after it.
+system tells, those left out try whether they have them to themselves; and now and then, whatever it tells. Both go by
+the clock, rests included, as who was there before a rest may be gone after it. But a try may cost a step, so after one
+in vain steps come first, too.
 
 Plain code that is told what the library has added up, and what time it is.
 """
@@ -27,10 +28,11 @@ LOST = 0.25  # cores lost to others in two such windows on end, from which on it
 FREE = 0.1  # of the time of who tries, lost: less is nobody
 TRY_NS = 10_000_000
 WANTED = 0.7  # of a core that others had, for each thread that is left out: with more a try would be in vain
-# Between looks at what others had, or tries where nobody knows: after each try in vain twice as long. And the longest
-# that nobody tries, whatever is known.
+# By the clock between looks at what others had, or tries where nobody knows: after each try in vain twice as long. And
+# the longest that nobody tries, whatever is known.
 FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 4_000_000_000
-HOLD_NS = 5_000_000_000  # of steps, after it did not help
+HOLD_NS = 5_000_000_000  # of steps, as they are what is lost meanwhile: after it did not help
+TIRED_NS = 500_000_000  # of steps, after a try in vain
 
 
 class Share(IntEnum):
@@ -60,7 +62,7 @@ class Neighbours:
     ) -> None:
         """`tell` hears of a new limit, and how many cores others had. `process_ns`: what all threads of this process
         have computed. `idle_ns`: for how long the cores of all threads have been idle, and how long there were any that
-        could be, both added up over them; None: nobody knows."""
+        could be, both added up over them; None: nobody knows. `clock_ns`: what time it is, of any clock."""
         self.limit = self.num_threads = num_threads
         self.is_trying = False
         self.num_lost = 0.0  # cores, in the last window
@@ -71,6 +73,7 @@ class Neighbours:
         self._num_bad = 0  # windows on end in which too much was lost
         self._pause_ns = FIRST_PAUSE_NS
         self._held_until_ns = 0  # sum of steps, before which nobody is left out
+        self._tired_until_ns = 0  # the same, before which nobody tries
         self._next_try_ns = 0  # by the clock
         self._last_try_ns = 0  # the same, when somebody tried or was left out
 
@@ -95,10 +98,16 @@ class Neighbours:
         if self._num_bad >= 2:
             self._num_bad = 0
             self._leave(shares.item(PASSED))
-        elif not self._num_bad and self.limit < self.num_threads and (now_ns := self._clock_ns()) >= self._next_try_ns:
-            self.is_trying = self._may_be_free() or now_ns >= self._last_try_ns + LONGEST_PAUSE_NS
-            if not self.is_trying:
-                self._pause(FIRST_PAUSE_NS)
+        elif not self._num_bad and self.limit < self.num_threads and shares.item(PASSED) >= self._tired_until_ns:
+            self._try_if_due()
+
+    def _try_if_due(self) -> None:
+        now_ns = self._clock_ns()
+        if now_ns < self._next_try_ns:
+            return
+        self.is_trying = self._may_be_free() or now_ns >= self._last_try_ns + LONGEST_PAUSE_NS
+        if not self.is_trying:
+            self._pause(FIRST_PAUSE_NS)
 
     def _may_be_free(self) -> bool:
         """Whether others had little enough of these cores since the last look, or nobody knows: what this process had
@@ -147,9 +156,9 @@ class Neighbours:
         self._begin(shares)
         self.is_trying = False
         if lost_ns < FREE * tried_ns:
-            self.limit, self._held_until_ns = self.num_threads, 0
+            self.limit = self.num_threads
         else:
-            self._last_try_ns = self._clock_ns()
+            self._last_try_ns, self._tired_until_ns = self._clock_ns(), shares.item(PASSED) + TIRED_NS
             self._pause(min(2 * self._pause_ns, LONGEST_PAUSE_NS))
 
     def _begin(self, shares: Longs) -> None:

@@ -108,15 +108,19 @@ def test_a_try_in_four_seconds_is_the_most_while_others_are_seen_to_have_a_core(
 
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("num_threads", [2, 16])
-def test_who_left_while_the_engine_rested_costs_it_seven_steps(num_threads: int, tells: bool):
-    """However often a try was in vain before: a rest as long as any pause is one."""
+def test_who_left_while_the_engine_rested_costs_it_five_steps(num_threads: int, tells: bool):
+    """However often a try was in vain before, if half a second of steps came after: a rest counts as a pause."""
     machine = Machine(num_threads, tells=tells)
     machine.others = 1
     machine.step(10_000)
+    num_tries = machine.num_tries
+    while machine.num_tries == num_tries:
+        machine.step()
+    machine.step(50)
     assert machine.limits[-1] == num_threads - 1
     machine.others = 0
     machine.rest(5000 * MS)
-    machine.step(8)
+    machine.step(6)
     assert machine.limits[-1] == num_threads
 
 
@@ -128,6 +132,17 @@ def test_tries_become_rare_while_the_other_one_stays(tells: bool):
     machine.step(3000)
     assert machine.limits[10:] == [1] * 2990
     assert 3 <= machine.num_tries <= 15
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_one_step_in_fifty_is_the_most_that_tries_however_long_each_is_waited_for(tells: bool):
+    machine = Machine(2, tells=tells)
+    machine.others = 1
+    for _ in range(3000):
+        machine.step()
+        machine.rest(1000 * MS)
+    assert machine.limits[10:] == [1] * 2990
+    assert 3 <= machine.num_tries <= 3000 / 50
 
 
 def test_a_core_that_never_seems_idle_is_tried_all_the_same():
@@ -162,6 +177,9 @@ def test_where_others_want_every_core_all_threads_stay():
     machine.others = 4
     machine.step(200)
     assert machine.limits.count(2) > 180 and machine.told == [1, 2]
+    machine.rest(10_000 * MS)
+    machine.step(40)
+    assert machine.told == [1, 2], "five seconds of steps, not of the clock"
 
 
 def test_what_other_threads_of_this_process_compute_is_nobody_elses():

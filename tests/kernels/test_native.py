@@ -220,6 +220,24 @@ def test_logits_are_the_same_bits_whichever_others_are_asked_for(
     assert all(np.array_equal(more[sequence], same[sequence]) for sequence in parts)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_who_decodes_and_is_not_asked_for_leaves_its_keys_and_values(name: str, dtype: DType, num_threads: int) -> None:
+    """Steps of one token each, of some of which nobody wants logits: what comes after them sees all of them."""
+    model, before = load(name, dtype, None, num_threads), {0: tokens(41), 1: tokens(300, 1), 2: tokens(13, 2)}
+    all_rows, some = Run(model, num_blocks=600), Run(model, num_blocks=600)
+    for run in (all_rows, some):
+        run.step(before)
+    for token, asked in enumerate([{0: [0]}, {1: [0], 2: [0]}, {2: [0]}], start=7):
+        parts = {sequence: [token] for sequence in before}
+        whole, given = all_rows.step(parts), some.step(parts, asked)
+        assert all(np.array_equal(given[sequence], whole[sequence]) for sequence in asked)
+    last = {sequence: [5, 6] for sequence in before}
+    whole, given = all_rows.step(last), some.step(last)
+    assert all(np.array_equal(given[sequence], whole[sequence]) for sequence in before)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_long_context_that_is_split_over_threads_gives_the_same_bits(dtype: DType) -> None:
     """1,100 tokens are five chunks of keys: one sequence decodes alone, so its chunks go to all threads."""

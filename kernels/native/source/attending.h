@@ -5,6 +5,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <optional>
 
 #include "batch.h"
@@ -20,9 +21,10 @@ class Attending {
   public:
     Attending(Model& model, const CacheLayout<Cached>& layout) : model_(model), shape_(model.shape), layout_(layout) {}
 
-    // Whether chunks can wait at all: see `Plan::does_wait`. Small blocks, and tile registers, keep a chunk's values where the
-    // next one's would overwrite them.
-    bool can_wait() const { return !IN_AMX<Cached> && layout_.is_tiled(); }
+    // Before anything is listed: whether chunks' values wait where it is worth it (see `Plan`), so not where keys and values
+    // are fetched a layer ahead.
+    // NOTE: small blocks, and tile registers, keep a chunk's values where the next one's would overwrite them.
+    void decide_waiting(bool looks_ahead) { can_wait_ = !looks_ahead && !IN_AMX<Cached> && layout_.is_tiled(); }
 
     // Memory of it, of so many threads.
     static int64_t scratch_bytes(int num_threads) { return int64_t(sizeof(Scratch<Cached>)) * num_threads; }
@@ -37,8 +39,8 @@ class Attending {
             };
             std::array<size_t, 2> seen;
             plan->each_chunk(
-                part, [&](size_t i, int place, bool) { list(seen[place] = i, &Attention::list_keys); },
-                [&](int place) { list(seen[place], &Attention::list_values); });
+                part, can_wait_, [&](size_t i, int half, bool) { list(seen[half] = i, &Attention::list_keys); },
+                [&](int half) { list(seen[half], &Attention::list_values); });
             plan->first_read.push_back(int64_t(plan->reads.size()));
         }
         static_assert(Reads<Cached>::AHEAD <= MOST_AHEAD, "what is read ahead of the last tile is in the list");
@@ -76,27 +78,27 @@ class Attending {
         typename Attention::Begun begun;
     };
 
-    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int64_t part, int place_of_thread,
+    void attend_part(const Batch<Input>& batch, const Plan& plan, const Cached* cache, int64_t part, int place,
                      TilesInUse& tiles) {
         Reads<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
         std::array<Sight, 2> sights;
-        auto begin = [&](size_t i, int place, bool is_other_waiting) {
-            Sight& sight = sights[place];
+        auto begin = [&](size_t i, int half, bool is_other_waiting) {
+            Sight& sight = sights[half];
             auto [item, chunk] = plan.chunks[i];
             sight.item = &plan.items[item], sight.chunk = chunk;
-            Attention& attention = sight.attention.emplace(look(batch, plan, *sight.item, cache, place_of_thread));
+            Attention& attention = sight.attention.emplace(look(batch, plan, *sight.item, cache, place));
             if constexpr (IN_AMX<Cached>) tiles.shape(attention_shapes(sight.item->num_rows));
             if (plan.is_split || chunk == sight.item->first_chunk())
                 attention.take_queries(batch.at.qkv, batch.at.qkv_stride, 1.0f / std::sqrt(float(shape_.head_dim)));
-            attention.begin_chunk(chunk, &reads, place, is_other_waiting ? &sights[1 - place].begun.weighing : nullptr,
-                                  &sight.begun);
+            Weighing<Cached>* weighed = is_other_waiting ? &sights[1 - half].begun.weighing : nullptr;
+            attention.begin_chunk(chunk, &reads, half, weighed, &sight.begun);
         };
-        plan.each_chunk(part, begin, [&](int place) { end_chunk(batch, plan, sights[place], &reads, place_of_thread); });
+        plan.each_chunk(part, can_wait_, begin, [&](int half) { end_chunk(batch, plan, sights[half], &reads, place); });
     }
 
-    void end_chunk(const Batch<Input>& batch, const Plan& plan, Sight& sight, Reads<Cached>* reads, int place_of_thread) {
+    void end_chunk(const Batch<Input>& batch, const Plan& plan, Sight& sight, Reads<Cached>* reads, int place) {
         auto& [item, chunk, attention, begun] = sight;
-        Scratch<Cached>* scratch = scratch_of(place_of_thread);
+        Scratch<Cached>* scratch = scratch_of(place);
         if (plan.is_split) {
             float* partial = partial_of(plan, *item, chunk);
             return attention->end_chunk(begun, reads, partial, partial + MAX_ROWS, partial + 2 * MAX_ROWS);
@@ -122,6 +124,7 @@ class Attending {
     Model& model_;
     const Shape& shape_;
     CacheLayout<Cached> layout_;
+    bool can_wait_ = false;
 };
 
 }  // namespace millrace

@@ -106,12 +106,12 @@ class ItemAttention {
         Weighing<T> weighing;
     };
 
-    // Scores of a chunk, into half `place` of the scratch's. Meanwhile what is `weighed` is, if anything.
-    void begin_chunk(int64_t chunk, Reads<T>* reads, int place, Weighing<T>* weighed, Begun* begun) {
+    // Scores of a chunk, into that half of the scratch's. Meanwhile what is `weighed` is, if anything.
+    void begin_chunk(int64_t chunk, Reads<T>* reads, int half, Weighing<T>* weighed, Begun* begun) {
         int64_t base = chunk * CHUNK;
         Span span = begun->span = item_.span_of(chunk);
         Tiles keys;
-        float* scores = scratch_->scores[place];
+        float* scores = scratch_->scores[half];
         find_tiles(base, span, &keys, &begun->values);
         score(keys, *reads, span, scores, weighed);
         if (is_fetched_ahead(num_rows_)) reads->tiles += span.num_tiles();

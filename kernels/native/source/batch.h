@@ -1,4 +1,4 @@
-// Rows of a step that go through layers together, and what is kept of them meanwhile.
+// Rows of a step that go through layers together, what is kept of them meanwhile, and room for their products.
 
 #pragma once
 

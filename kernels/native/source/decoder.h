@@ -1,8 +1,8 @@
 // The step itself, for one dtype and one type of the cache's numbers: a decoder's layers in phases, which threads go through
 // together, or from some layer on one alone with its rows.
 //
-// Knows in which order the parts come. Refuses to know what each does: products (linear.h), attention (attending.h) and what
-// comes after the layers (ending.h); and who goes through a step (ways.h).
+// Knows in which order the parts come. Refuses to know what each does: products (linear.h), attention (attending.h), what lies
+// between the two (placing.h), and what comes after the layers (ending.h); and who goes through a step (ways.h).
 
 #pragma once
 
@@ -10,6 +10,8 @@
 
 #include "attending.h"
 #include "ending.h"
+#include "norms.h"
+#include "placing.h"
 
 namespace millrace {
 
@@ -26,10 +28,10 @@ class Step {
   public:
     // `memory`: of its activations. What else threads need is there: see `reserve`.
     Step(Model& model, const StepInputs& inputs, Crew crew, char* memory, bool is_screened)
-        : model_(model), shape_(model.shape), crew_(crew),
+        : model_(model), shape_(model.shape), crew_(crew), times_(model.part_ns),
           layout_{inputs.blocks_apart, inputs.block_size, shape_.num_kv_heads, shape_.head_dim}, asked_rows_(inputs),
-          all_(model, memory, inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)), attending_(model, layout_),
-          ending_(model, inputs, crew.num_threads, is_screened), timed_(model.part_ns) {
+          all_(model, memory, inputs), asked_(model, all_.at.end, asked_rows_.of(inputs)), placing_(model, layout_, inputs),
+          attending_(model, layout_), ending_(model, inputs, crew.num_threads, is_screened) {
         int num_threads = crew.num_threads;
         for (const Layer& layer : model.layers)
             (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads, ROWS_TOGETHER<Cached>);
@@ -45,7 +47,7 @@ class Step {
         if ((looks_ahead || model.is_shared_by_rows || model.is_passing) && !is_any_kept())
             looks_ahead = model.is_shared_by_rows = model.is_passing = false;
         if (looks_ahead) upcoming_.resize(num_threads);
-        each_plan([&](const Batch<Input>&, Plan& plan) { plan.can_wait = attending_.can_wait() && !looks_ahead; });
+        attending_.decide_waiting(looks_ahead);
     }
 
     // Memory of a step of so many threads: for its activations, and what each thread has. Here a lack of it can be told.
@@ -80,7 +82,7 @@ class Step {
     void go_on(const Step& before, int64_t first, int layer) {
         Phases phases(crew_.place);
         all_.at.residual = before.all_.at.residual + first * before.all_.at.hidden_stride;
-        timed_.start();
+        times_.start();
         list_all_reads(phases);
         run_layers(layer, phases);
     }
@@ -92,7 +94,7 @@ class Step {
     }
 
     // Adds the times of its parts.
-    void tell_times(int64_t* part_ns) const { timed_.tell(part_ns); }
+    void tell_times(int64_t* part_ns) const { times_.tell(part_ns); }
 
   private:
     // Who goes through what comes after the last layer's keys and values.
@@ -108,12 +110,12 @@ class Step {
 
     void begin(Phases& phases) {
         list_all_reads(phases);
-        timed_.pass(phases, REST, [&](Seat seat) { embed(seat); });
+        times_.pass(phases, REST, [&](Seat seat) { embed(seat); });
     }
 
     // By who comes first alone, while the others come.
     void list_all_reads(Phases& phases) {
-        timed_.pass(phases, REST, [&](Seat) {
+        times_.pass(phases, REST, [&](Seat) {
             each_plan([&](const Batch<Input>& batch, Plan& plan) { attending_.list_reads(batch, &plan); });
         });
     }
@@ -126,9 +128,9 @@ class Step {
             end_layer(i, all_, phases);
         }
         begin_layer(last, phases);
-        if (asked_rows_.is_cut) timed_.pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
+        if (asked_rows_.is_cut) times_.pass(phases, REST, [&](Seat seat) { keep_asked(seat); });
         end_layer(last, last_batch(), phases);
-        ending_.run(last_batch(), timed_, phases);
+        ending_.run(last_batch(), times_, phases);
     }
 
     void embed(Seat seat) {
@@ -160,10 +162,10 @@ class Step {
                      const Out& out) {
         const TiledRows<Input>& normed = batch.at.normed;
         if (normed.num_rows > NORMED_BY_ALL<Input>) {
-            timed_.pass(phases, REST, [&](Seat seat) { norm(batch, norm_weight, seat); });
+            times_.pass(phases, REST, [&](Seat seat) { norm(batch, norm_weight, seat); });
             return pass_product(phases, linear, normed, out);
         }
-        timed_.pass(phases, LINEARS, [&](Seat seat) {
+        times_.pass(phases, LINEARS, [&](Seat seat) {
             TiledRows<Input> own{reinterpret_cast<Input*>(model_.room_of(seat.place)), normed.num_rows, normed.size};
             norm_to(own, 0, own.num_rows, residual_of(batch), norm_weight.data(), shape_.rms_norm_eps);
             multiply<Weight>(model_, linear, own, out, seat);
@@ -173,12 +175,12 @@ class Step {
     // A product of a layer's.
     template <class Out>
     void pass_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out) {
-        timed_.pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, linear, x, out, seat, upcoming_of(seat)); });
+        times_.pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, linear, x, out, seat, upcoming_of(seat)); });
     }
 
     // By the cache behind the cores' own, which is measured if nobody knows.
     bool is_any_kept() {
-        return model_.kept.measured(model_.weights.as<char>(), model_.weights.num_bytes(), timed_.since_ns()) > 0;
+        return model_.kept.measured(model_.weights.as<char>(), model_.weights.num_bytes(), times_.since_ns()) > 0;
     }
 
     // Whether keys and values are fetched a layer ahead, if they are kept until then: where products have time for it, and
@@ -218,7 +220,7 @@ class Step {
     void begin_layer(int index, Phases& phases) {
         const Layer& layer = model_.layers[index];
         pass_normed(phases, all_, layer.input_norm, layer.qkv, Rows{all_.at.qkv, all_.at.qkv_stride, Into::STORE});
-        timed_.pass(phases, REST, [&](Seat seat) { place_tokens(layer, cache_of(index), seat); });
+        times_.pass(phases, REST, [&](Seat seat) { place_tokens(layer, cache_of(index), seat); });
     }
 
     void end_layer(int index, const Batch<Input>& batch, Phases& phases) {
@@ -227,10 +229,10 @@ class Step {
         const Cached* cache = cache_of(index);
         const Activations<Input>& at = batch.at;
         Rows residual{at.residual, at.hidden_stride, Into::ADD};
-        timed_.pass(phases, ATTENTION, [&](Seat seat) { attending_.attend(batch, plan, cache, seat); });
+        times_.pass(phases, ATTENTION, [&](Seat seat) { attending_.attend(batch, plan, cache, seat); });
         if (plan.is_split)
-            timed_.pass(phases, ATTENTION, [&](Seat seat) { attending_.put_chunks_together(batch, plan, cache, seat); });
-        timed_.pass(phases, LINEARS, [&](Seat seat) {
+            times_.pass(phases, ATTENTION, [&](Seat seat) { attending_.put_chunks_together(batch, plan, cache, seat); });
+        times_.pass(phases, LINEARS, [&](Seat seat) {
             look_ahead(index + 1, seat);
             multiply<Weight>(model_, layer.output, at.attended, residual, seat, upcoming_of(seat));
         });
@@ -257,48 +259,25 @@ class Step {
 
     // Norms and rotates queries and keys, and writes keys and values into the cache.
     void place_tokens(const Layer& layer, Cached* cache, Seat seat) {
-        int64_t dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
+        int64_t dim = shape_.head_dim;
         each_row(seat, all_.inputs.num_tokens, [&](int64_t t) {
-            float *q = all_.at.qkv + t * all_.at.qkv_stride, *k = q + heads * dim, *v = k + kv_heads * dim;
-            for (int64_t head = 0; head < heads; head++) turn(q + head * dim, layer.q_norm, all_.inputs.positions[t]);
-            for (int64_t head = 0; head < kv_heads; head++) turn(k + head * dim, layer.k_norm, all_.inputs.positions[t]);
-            int64_t slot = all_.inputs.slot_mapping[t];
-            if (slot < 0) return;
-            int64_t block = slot / layout_.block_size, offset = slot % layout_.block_size;
-            for (int64_t head = 0; head < kv_heads; head++)
-                write_token(layout_, layout_.keys(cache, block, head), layout_.values(cache, block, head), offset,
-                            k + head * dim, v + head * dim);
+            float* heads = all_.at.qkv + t * all_.at.qkv_stride;
+            for (int64_t head = 0; head < shape_.num_heads; head++) placing_.turn(heads + head * dim, layer.q_norm, t);
+            for (int64_t head = 0; head < shape_.num_kv_heads; head++) placing_.place(layer, cache, t, head, heads);
         });
-    }
-
-    // Norms a head, if the model does, and rotates it to its position; the halves are the pairs.
-    void turn(float* head, const std::vector<float>& norm, int64_t position) const {
-        if (!norm.empty()) norm_row(head, norm.data(), shape_.head_dim, shape_.rms_norm_eps, head);
-        int64_t half = shape_.rotary_dim / 2;
-        const float *cos = model_.cos.data() + position * half, *sin = model_.sin.data() + position * half;
-        int64_t i = 0;
-        for (; i + W <= half; i += W) {
-            F a = load(head + i), b = load(head + i + half), c = load(cos + i), s = load(sin + i);
-            store(head + i, sub(mul(a, c), mul(b, s)));
-            store(head + i + half, add(mul(b, c), mul(a, s)));
-        }
-        for (; i < half; i++) {
-            float a = head[i], b = head[i + half];
-            head[i] = a * cos[i] - b * sin[i];
-            head[i + half] = b * cos[i] + a * sin[i];
-        }
     }
 
     Model& model_;
     const Shape& shape_;
     Crew crew_;
+    PartTimes times_;
     CacheLayout<Cached> layout_;
     AskedRows asked_rows_;
     Batch<Input> all_, asked_;
     std::vector<Upcoming> upcoming_;  // of each thread, where anything is fetched a layer ahead
+    Placing<Cached> placing_;
     Attending<Input, Cached> attending_;
     Ending<Weight> ending_;
-    Timed timed_;
 };
 
 }  // namespace millrace

@@ -26,13 +26,13 @@ class Ending {
     }
 
     // Hidden states, and logits or the likeliest of them, to whoever asked for these.
-    void run(const Batch<Input>& batch, Timed& timed, Phases& phases) {
+    void run(const Batch<Input>& batch, PartTimes& times, Phases& phases) {
         const StepInputs& inputs = batch.inputs;
         const Activations<Input>& at = batch.at;
         int64_t hidden = shape_.hidden_size;
         TiledRows<Input> normed{at.normed.data, inputs.num_logits, hidden};
         if (inputs.hidden) {
-            timed.pass(phases, REST, [&](Seat seat) {
+            times.pass(phases, REST, [&](Seat seat) {
                 each_row(seat, inputs.num_tokens, [&](int64_t t) {
                     std::memcpy(inputs.hidden + t * hidden, at.residual + t * at.hidden_stride, hidden * 4);
                 });
@@ -41,17 +41,17 @@ class Ending {
         if (!inputs.logits && !inputs.likeliest) return;
         auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
         if constexpr (SCREENED_ROWS<Weight> > 0) {
-            if (is_screened_) return find_screened(normed, row, timed, phases);
+            if (is_screened_) return find_screened(normed, row, times, phases);
         }
-        timed.pass(phases, REST, [&](Seat seat) {
+        times.pass(phases, REST, [&](Seat seat) {
             seat.each_piece(inputs.num_logits, ROWS, [&](int64_t first, int64_t last, int64_t) {
                 norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);
             });
         });
         Rows logits{inputs.logits, shape_.vocab_size, Into::STORE};
         if (inputs.logits)
-            return timed.pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, model_.head, normed, logits, seat); });
-        timed.pass(phases, LINEARS, [&](Seat seat) {
+            return times.pass(phases, LINEARS, [&](Seat seat) { multiply<Weight>(model_, model_.head, normed, logits, seat); });
+        times.pass(phases, LINEARS, [&](Seat seat) {
             LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
             multiply<Weight>(model_, model_.head, normed, likeliest, seat);
         });
@@ -81,10 +81,10 @@ class Ending {
     // The likeliest of rows; `row(i)` is where the i-th begins before its norm. Where the screen tells little, all of the
     // head is multiplied after it.
     template <class Row>
-    void find_screened(const TiledRows<Input>& normed, const Row& row, Timed& timed, Phases& phases) {
+    void find_screened(const TiledRows<Input>& normed, const Row& row, PartTimes& times, Phases& phases) {
         const Screen& screen = model_.screen;
         const Linear& head = model_.head;
-        timed.pass(phases, REST, [&](Seat seat) {
+        times.pass(phases, REST, [&](Seat seat) {
             int64_t k = head.k;
             thread_local std::vector<float> numbers;
             numbers.resize(k);
@@ -94,7 +94,7 @@ class Ending {
                 screening_.put(screen, i, numbers.data());
             });
         });
-        timed.pass(phases, LINEARS, [&](Seat seat) { screening_.look(screen, seat, model_.is_passing); });
+        times.pass(phases, LINEARS, [&](Seat seat) { screening_.look(screen, seat, model_.is_passing); });
         auto find = [&](Seat seat, int64_t panel, int64_t i, int64_t next) {
             LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
             alignas(64) float tile[PANEL];
@@ -102,7 +102,7 @@ class Ending {
             hand_over(head, likeliest, tile, i, 1, panel);
             return likeliest.found[i].logit;
         };
-        timed.pass(phases, LINEARS, [&](Seat seat) {
+        times.pass(phases, LINEARS, [&](Seat seat) {
             seat.each_piece(normed.num_rows, ROWS, [&](int64_t first, int64_t last, int64_t) {
                 for (int64_t i = first; i < last; i++) {
                     int64_t panel = screening_.first_panel(i), next = screening_.first_panel(std::min(i + 1, last - 1));
@@ -110,8 +110,8 @@ class Ending {
                 }
             });
         });
-        timed.pass(phases, REST, [&](Seat seat) { screening_.mark(seat); });
-        timed.pass(phases, LINEARS, [&](Seat seat) {
+        times.pass(phases, REST, [&](Seat seat) { screening_.mark(seat); });
+        times.pass(phases, LINEARS, [&](Seat seat) {
             LikeliestOfRows likeliest{found_.data() + seat.rank * found_apart()};
             if (screening_.tells_little()) return multiply<Weight>(model_, head, normed, likeliest, seat);
             screening_.each_left(seat, [&](int64_t panel, int64_t i, int64_t next) { find(seat, panel, i, next); });
@@ -123,7 +123,7 @@ class Ending {
 
     Model& model_;
     const Shape& shape_;
-    StepInputs inputs_;
+    StepInputs inputs_;  // the step's: of `batch.inputs` not all rows may be asked for
     int num_threads_;
     std::vector<Likeliest> found_;  // of each thread, where that is asked for
     bool is_screened_;              // by what follows

@@ -17,7 +17,6 @@ struct Plan {
     std::vector<int64_t> first_chunk;                 // [parts + 1] of `chunks`
     std::vector<int64_t> reads, first_read;           // of `Reads`, and [parts + 1] of these
     int64_t partial_size = 0;                         // floats a chunk of a split plan leaves behind, for MAX_ROWS rows
-    bool can_wait = false;                            // whether chunks may: not where keys and values are fetched a layer ahead
 
     int64_t num_parts() const { return int64_t(first_chunk.size()) - 1; }
     int64_t num_tiles(size_t i) const { return items[chunks[i].first].span_of(chunks[i].second).num_tiles(); }
@@ -26,29 +25,33 @@ struct Plan {
     // vectors; in AMX nobody has looked).
     int64_t cost(size_t i) const { return (num_tiles(i) + 1) * (items[chunks[i].first].num_rows + 3); }
 
-    // Whether a chunk's values are summed after the next one's keys are scored. Its weights are computed beside these then,
-    // while memory is busy. Otherwise it is idle meanwhile: a tenth of the time where it is fast. Attention of one row at 8k
-    // tokens takes 6 % less so where memory gives 52 GB/s and 2 where it gives 33, of 12 rows with 500 tokens 4 and 1
-    // (SmolLM2-135M's shape; two cores of a Zen 4 class EPYC). In one chunk there is little to gain, and 5 % to lose; and 3 to 4
-    // of 16 rows with 400 or 1,000 tokens, where keys and values are fetched a layer ahead, as many are in a cache then.
-    bool does_wait(size_t i) const {
+    // Whether it is worth it to sum a chunk's values after the next one's keys are scored. Its weights are computed beside these
+    // then, while memory is busy. Otherwise it is idle meanwhile: a tenth of the time where it is fast. Attention of one row at
+    // 8k tokens takes 6 % less so where memory gives 52 GB/s and 2 where it gives 33, of 12 rows with 500 tokens 4 and 1
+    // (SmolLM2-135M's shape; two cores of a Zen 4 class EPYC). In one chunk there is little to gain, and 5 % to lose; and 3 to
+    // 4 of 16 rows with 400 or 1,000 tokens, where keys and values are fetched a layer ahead: many are in a cache then.
+    bool is_worth_waiting(size_t i) const {
         const Item& item = items[chunks[i].first];
-        return can_wait && is_fetched_ahead(item.num_rows) && item.num_chunks() > 1;
+        return is_fetched_ahead(item.num_rows) && item.num_chunks() > 1;
     }
 
-    // What is done with a part's chunks, in the order in which they are read: begin(i, place, is_other_waiting) reads the keys
-    // of one, to a place of two, and end(place) its values; the chunk in the other place may wait for its end meanwhile.
+    // What is done with a part's chunks, in the order in which they are read: begin(i, half, is_other_waiting) reads the keys
+    // of one, to one half of two, and end(half) its values; the chunk in the other half may wait for its end meanwhile, where
+    // one `can_wait`.
     template <class Begin, class End>
-    void each_chunk(int64_t part, const Begin& begin, const End& end) const {
-        int place = 0;
+    void each_chunk(int64_t part, bool can_wait, const Begin& begin, const End& end) const {
+        int half = 0;
         bool is_other_waiting = false;
         for (int64_t i = first_chunk[part]; i < first_chunk[part + 1]; i++) {
-            begin(size_t(i), place, is_other_waiting);
-            if (is_other_waiting) end(1 - place);
-            is_other_waiting = does_wait(i);
-            is_other_waiting ? void(place = 1 - place) : end(place);
+            begin(size_t(i), half, is_other_waiting);
+            if (is_other_waiting) end(1 - half);
+            is_other_waiting = can_wait && is_worth_waiting(i);
+            if (is_other_waiting)
+                half = 1 - half;
+            else
+                end(half);
         }
-        if (is_other_waiting) end(1 - place);
+        if (is_other_waiting) end(1 - half);
     }
 
     // Chunks from `i` that one thread sees.

@@ -1,6 +1,12 @@
 // How a step is gone through: by all threads together, or by two of which each takes half of the rows.
+//
+// Knows who goes through which rows, and in what memory. Refuses to know what a layer is.
 
 #pragma once
+
+#include <array>
+#include <functional>
+#include <optional>
 
 #include "decoder.h"
 
@@ -21,15 +27,21 @@ bool ask_screen(Screen* screen, const StepInputs& inputs) {
     return false;
 }
 
+// Whether each sequence of a step has one token of it, in their order.
+inline bool have_one_token_each(const StepInputs& inputs) {
+    bool have = inputs.num_tokens == inputs.num_sequences;
+    for (int64_t i = 0; have && i <= inputs.num_sequences; i++) have = inputs.query_starts[i] == i;
+    return have;
+}
+
 // Whether the rows of a step can be taken apart: those of sequences that decode, in vectors, by two threads. Sequences share
 // blocks of earlier steps only, so that none reads what another one's row writes.
 template <class Weight>
 bool can_be_apart(const StepInputs& inputs, int num_threads) {
-    bool do_decode = inputs.num_tokens == inputs.num_sequences && inputs.num_tokens == inputs.num_logits;
-    if (IN_AMX<InputOf<Weight>> || num_threads != 2 || !do_decode || inputs.hidden) return false;
-    if (inputs.num_tokens < APART_ROWS || inputs.query_starts[inputs.num_tokens] != inputs.num_tokens) return false;
+    if (IN_AMX<InputOf<Weight>> || num_threads != 2 || inputs.num_tokens != inputs.num_logits || inputs.hidden) return false;
+    if (inputs.num_tokens < APART_ROWS || !have_one_token_each(inputs)) return false;
     for (int64_t i = 0; i < inputs.num_tokens; i++)
-        if (inputs.query_starts[i] != i || inputs.logits_rows[i] != i) return false;
+        if (inputs.logits_rows[i] != i) return false;
     return true;
 }
 
@@ -131,7 +143,9 @@ void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
 template <class Weight>
 int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits) {
     int64_t room = most_room_bytes<Weight>(model, std::max(num_tokens, num_logits));
-    int64_t scratch = model.shape.cache == INT8 ? sizeof(Scratch<int8_t>) : sizeof(Scratch<Weight>);
+    using Input = InputOf<Weight>;
+    auto scratch_bytes = model.shape.cache == INT8 ? Attending<Input, int8_t>::scratch_bytes
+                                                   : Attending<Input, Weight>::scratch_bytes;
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
     int num_threads = model.pool->size();
     int64_t halved = IN_AMX<InputOf<Weight>> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);  // may be taken apart
@@ -142,7 +156,7 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
     int64_t half = ceil_div(std::min(halved, SCREENED_ROWS<Weight>), 2);
     if (screened > 0 && half > 0)
         screening = std::max(screening, 2 * Screening<InputOf<Weight>>::num_bytes(model.head, half, 1));
-    return activations + screening + (scratch + room) * num_threads;
+    return activations + screening + scratch_bytes(num_threads) + room * num_threads;
 }
 
 }  // namespace millrace

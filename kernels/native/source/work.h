@@ -5,6 +5,7 @@
 #include <array>
 
 #include "model.h"
+#include "threads.h"
 
 namespace millrace {
 
@@ -19,9 +20,9 @@ void each_row(Party::Seat seat, int64_t num, const Use& use) {
 }
 
 // The times of a step's parts, as who comes first sees them.
-class Timed {
+class PartTimes {
   public:
-    explicit Timed(bool is_asked) : is_asked_(is_asked) { start(); }
+    explicit PartTimes(bool is_asked) : is_asked_(is_asked) { start(); }
 
     void start() { since_ns_ = now_ns(); }
     int64_t since_ns() const { return since_ns_; }  // when the last phase ended
@@ -42,7 +43,7 @@ class Timed {
 
   private:
     bool is_asked_;
-    int64_t since_ns_ = 0;
+    int64_t since_ns_;
     std::array<int64_t, NUM_PARTS> spent_ns_{};
 };
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from . import logits as maths
 from .arrays import Array, arrays_of
 from .choosing import NO_ROWS, Choice, Choosing, MakeChoosing, Rows, any_of
+from .columns import num_true
 from .config import LogprobsMode
 from .grammar.masks import GrammarMasks
 from .logits import Longs
@@ -100,8 +101,7 @@ class Sampler:
         for started in grant.started:
             self.start(started)
         if isinstance(logits, Choice):  # made with the forward pass, for each sampled row
-            errors = logits.is_broken * int(FinishReason.ERROR)
-            return self.settle(grant, np.stack([logits.token_ids, errors]))
+            return self._settle_chosen(grant, logits.token_ids, logits.is_broken)[0]
         return self.choose(grant, logits)
 
     def choose(self, grant: StepGrant, logits: Array | LogitsWithPrompts) -> StepTokens:
@@ -134,17 +134,26 @@ class Sampler:
         """Tokens of a step without drafts whose device has chosen by itself, and wrote them down: `told` [2, L], token
         ids or -1 for a row that was over, and `FinishReason`s, of which only an error is looked at. `scores` [L, W] are
         for who makes log-probabilities of them."""
-        table, slots = self.table, grant.slots[grant.is_sampled]
-        rows = ((told[0] >= 0) & (table.needs[slots] & ENDED == 0)).nonzero()[0]
-        slots, token_ids = slots[rows], told[0, rows].astype(np.intp)
-        places, ids = table.num_generated[slots], table.sequence_ids[slots]
-        finishes = table.settle(slots, places, token_ids, told[1, rows] == FinishReason.ERROR)
-        tokens = StepTokens(grant.step, slots, ids, places, token_ids, finishes, started=grant.started)
+        tokens, goes_on = self._settle_chosen(grant, told[0].astype(np.intp), told[1] == FinishReason.ERROR)
         if scores is None:
             return tokens
-        asked = ((table.needs[slots] & LOGPROBS != 0) & (finishes != FinishReason.ERROR)).nonzero()[0]
-        found = self.choosing.read_scores(slots[asked], scores[rows[asked]])
+        slots, finishes = tokens.slots, tokens.finishes
+        asked = ((self.table.needs[slots] & LOGPROBS != 0) & (finishes != FinishReason.ERROR)).nonzero()[0]
+        found = self.choosing.read_scores(slots[asked], scores[goes_on][asked])
         return replace(tokens, logprobs=dict(zip(asked.tolist(), found, strict=True)))
+
+    def _settle_chosen(self, grant: StepGrant, token_ids: Indices, is_broken: Bools) -> tuple[StepTokens, Bools]:
+        """Tokens of a step without drafts, [L] that were chosen for its sampled rows, below 0 for one that was over;
+        and which of these rows went on until now."""
+        table, slots = self.table, grant.slots
+        if num_true(grant.is_sampled) < len(slots):
+            slots = slots[grant.is_sampled]
+        goes_on = (table.needs[slots] & ENDED == 0) & (token_ids >= 0)
+        if num_true(goes_on) < len(slots):
+            slots, token_ids, is_broken = slots[goes_on], token_ids[goes_on], is_broken[goes_on]
+        places, ids = table.num_generated[slots], table.sequence_ids[slots]
+        finishes = table.settle(slots, places, token_ids, is_broken)
+        return StepTokens(grant.step, slots, ids, places, token_ids, finishes, started=grant.started), goes_on
 
     def _sample(
         self,

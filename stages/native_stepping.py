@@ -86,7 +86,7 @@ class NativeRunner(ModelRunner):
             self._greedy_steps[step % MOST_IN_FLIGHT] = step
         if self._chain is None or not self._is_link(grant):
             return
-        follows = bool((self._last_link[slots] == step - 1).all())
+        follows = num_true(self._last_link[slots] == step - 1) == len(slots)
         if follows and len(grant.table_slots):
             self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
         self._last_link[slots] = step

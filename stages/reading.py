@@ -14,15 +14,17 @@ async def read_outputs(outbox: RequestOutbox, kind: OutputKind = "delta") -> Asy
     """An outbox, read as `RequestOutput`s of a kind."""
     request = outbox.request
     choices = [_empty(index, request.params) for index in range(request.num_sequences)]
+    given = request.prompts[0].token_ids
+    prompt_ids = None if given is None else given.tolist()
     async for deltas in outbox:
         for delta in deltas:
             _add(choices[delta.index], delta)
         if kind == "delta":
-            yield _output(outbox, [_part(delta, request.params) for delta in deltas], choices)
+            yield _output(outbox, [_part(delta, request.params) for delta in deltas], choices, prompt_ids)
         elif kind == "cumulative":
-            yield _output(outbox, [_copy(choice) for choice in choices], choices)
+            yield _output(outbox, [_copy(choice) for choice in choices], choices, prompt_ids)
     if kind == "final":
-        yield _output(outbox, choices, choices)
+        yield _output(outbox, choices, choices, prompt_ids)
 
 
 def _empty(index: int, params: SamplingParams) -> CompletionOutput:
@@ -49,15 +51,16 @@ def _copy(choice: CompletionOutput) -> CompletionOutput:
 
 
 def _output(
-    outbox: RequestOutbox, outputs: list[CompletionOutput], choices: Sequence[CompletionOutput]
+    outbox: RequestOutbox,
+    outputs: list[CompletionOutput],
+    choices: Sequence[CompletionOutput],
+    prompt_ids: list[int] | None,
 ) -> RequestOutput:
-    prompt = outbox.request.prompts[0]
     is_finished = all(choice.finish_reason is not None for choice in choices)
-    token_ids = outbox.prompt_token_ids(0) if is_finished else prompt.token_ids
     return RequestOutput(
         request_id=outbox.request_id,
-        prompt=prompt.text,
-        prompt_token_ids=None if token_ids is None else token_ids.tolist(),
+        prompt=outbox.request.prompts[0].text,
+        prompt_token_ids=outbox.prompt_token_ids(0).tolist() if is_finished else prompt_ids,
         outputs=outputs,
         finished=is_finished,
         num_prompt_tokens=outbox.num_prompt_tokens,

@@ -121,6 +121,21 @@ def test_prompts_that_begin_alike_get_the_tokens_they_would_get_alone(checkpoint
     live(test)
 
 
+def test_a_prompts_token_ids_are_one_list_in_all_outputs_until_the_last_which_has_them_of_any_prompt(checkpoint):
+    """As a prompt may have ten thousand, and each token is an output."""
+
+    async def test() -> None:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        async with engine_of(checkpoint) as engine:
+            by_ids = [o.prompt_token_ids async for o in engine.generate([5, 6, 7], params)]
+            by_text = [o.prompt_token_ids async for o in engine.generate("Once", params)]
+        assert len(by_ids) > 1 and all(ids is by_ids[0] for ids in by_ids[:-1])
+        assert by_ids[0] == by_ids[-1] == [5, 6, 7]
+        assert by_text[:-1] == [None] * (len(by_text) - 1) and by_text[-1]
+
+    live(test)
+
+
 def test_deltas_joined_are_what_cumulative_and_final_outputs_say(checkpoint):
     async def test() -> None:
         async with engine_of(checkpoint) as engine:

@@ -45,6 +45,7 @@ NUM_TOKENS = 32  # in and out, of a request of the growth
 CONTEXT, MAX_MODEL_LEN = 7936, 8192
 NUM_LOOKS = 9  # at the long context, after one that warms up
 NUM_BESIDE, NUM_STEPS = 8, 200  # sequences and steps beside a neighbour
+MOST_WAITS = 10  # for the cores to be free after it, times so many steps
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"  # on this CPU
 DRAWN_IN = ("w2", "w4")
 DRAWN = {"temperature": 1.0, "top_p": 0.95}
@@ -105,10 +106,18 @@ async def beside_a_neighbour(engine: Engine, run: int) -> tuple[float, float]:
                 assert neighbour.poll() is None, f"nobody computed on CPU {cpu}"
             finally:
                 neighbour.kill()
-        await p95_step_ms(engine, run)
-        neighbours = native_of(engine)._neighbours
-        assert neighbours.limit == neighbours.num_threads, "threads are still left out"
+        await compute_until_alone(engine, run)
     return alone, max(busy_ms)
+
+
+async def compute_until_alone(engine: Engine, run: int) -> None:
+    """Until all threads compute again: the machine may have somebody else on it for a while, too."""
+    neighbours = native_of(engine)._neighbours
+    for _ in range(MOST_WAITS):
+        await p95_step_ms(engine, run)
+        if neighbours.limit == neighbours.num_threads:
+            return
+    raise AssertionError(f"threads are still left out after {MOST_WAITS * NUM_STEPS} steps")
 
 
 def memory_mib(engine: Engine) -> dict[str, float]:

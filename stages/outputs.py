@@ -69,7 +69,7 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None  # if it was given as text
-    prompt_token_ids: list[int] | None  # if it was given as ids, one list for all outputs; of any prompt at the end
+    prompt_token_ids: list[int] | None  # if it was given as ids, one list until the end; there of any prompt
     outputs: list[CompletionOutput]
     finished: bool
     num_prompt_tokens: int  # 0 until the first token

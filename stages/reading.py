@@ -14,17 +14,18 @@ async def read_outputs(outbox: RequestOutbox, kind: OutputKind = "delta") -> Asy
     """An outbox, read as `RequestOutput`s of a kind."""
     request = outbox.request
     choices = [_empty(index, request.params) for index in range(request.num_sequences)]
-    given = request.prompts[0].token_ids
-    prompt_ids = None if given is None else given.tolist()
+    given, prompt_ids = request.prompts[0].token_ids, None
     async for deltas in outbox:
         for delta in deltas:
             _add(choices[delta.index], delta)
+        if given is not None and prompt_ids is None and kind != "final":
+            prompt_ids = given.tolist()  # for all outputs but the last
         if kind == "delta":
             yield _output(outbox, [_part(delta, request.params) for delta in deltas], choices, prompt_ids)
         elif kind == "cumulative":
             yield _output(outbox, [_copy(choice) for choice in choices], choices, prompt_ids)
     if kind == "final":
-        yield _output(outbox, choices, choices, prompt_ids)
+        yield _output(outbox, choices, choices, None)
 
 
 def _empty(index: int, params: SamplingParams) -> CompletionOutput:

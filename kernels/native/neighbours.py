@@ -32,7 +32,7 @@ WANTED = 0.7  # of a core that others had, for each thread that is left out: wit
 # the longest that nobody tries, whatever is known.
 FIRST_PAUSE_NS, LONGEST_PAUSE_NS = 500_000_000, 4_000_000_000
 HOLD_NS = 5_000_000_000  # of steps, as they are what is lost meanwhile: after it did not help
-TIRED_NS = 500_000_000  # of steps, after a try in vain
+TIRED_NS = 500_000_000  # of steps, after a try in vain: one in fifty tries where they take 10 ms
 
 
 class Share(IntEnum):
@@ -62,7 +62,7 @@ class Neighbours:
     ) -> None:
         """`tell` hears of a new limit, and how many cores others had. `process_ns`: what all threads of this process
         have computed. `idle_ns`: for how long the cores of all threads have been idle, and how long there were any that
-        could be, both added up over them; None: nobody knows. `clock_ns`: what time it is, of any clock."""
+        could be, both added up over them; None: nobody knows. `clock_ns`: of one that never goes back."""
         self.limit = self.num_threads = num_threads
         self.is_trying = False
         self.num_lost = 0.0  # cores, in the last window

@@ -61,6 +61,24 @@ def test_a_row_in_the_middle_of_its_prompt_gets_no_token():
     assert sampler.sample(grant([(1, 2, 1, True)]), peaks(9)).places.tolist() == [0]
 
 
+def test_what_a_device_has_written_down_belongs_to_the_rows_that_go_on_and_so_do_its_scores():
+    """The first row was over by then, and the last one's logits held no number: nobody reads their scores."""
+    sampler, read = make(), []
+
+    def read_scores(slots, scores):
+        read.extend(zip(slots.tolist(), scores[:, 0].tolist(), strict=True))
+        return [f"of {slot}" for slot in slots.tolist()]
+
+    sampler.choosing.read_scores = read_scores
+    for slot, logprobs in ((3, 2), (1, None), (0, 2), (2, 2)):
+        sampler.start(started(slot, logprobs=logprobs))
+    told = np.array([[-1, 6, 7, 0], [FinishReason.NONE, FinishReason.NONE, FinishReason.NONE, FinishReason.ERROR]])
+    tokens = sampler.settle(decode(3, 1, 0, 2), told.astype(np.int32), np.array([[30], [10], [0], [20]], np.int32))
+    assert tokens.slots.tolist() == [1, 0, 2] and tokens.token_ids.tolist() == [6, 7, 0]
+    assert tokens.finishes.tolist() == [FinishReason.NONE, FinishReason.NONE, FinishReason.ERROR]
+    assert read == [(0, 0)] and tokens.logprobs == {1: "of 0"}
+
+
 def test_dtypes_are_those_of_the_messages():
     tokens = one(noise(1), temperature=1.0)
     kinds = (tokens.slots, tokens.sequence_ids, tokens.places, tokens.token_ids, tokens.finishes)

@@ -259,12 +259,8 @@ class Step {
 
     // Norms and rotates queries and keys, and writes keys and values into the cache.
     void place_tokens(const Layer& layer, Cached* cache, Seat seat) {
-        int64_t dim = shape_.head_dim;
-        each_row(seat, all_.inputs.num_tokens, [&](int64_t t) {
-            float* heads = all_.at.qkv + t * all_.at.qkv_stride;
-            for (int64_t head = 0; head < shape_.num_heads; head++) placing_.turn(heads + head * dim, layer.q_norm, t);
-            for (int64_t head = 0; head < shape_.num_kv_heads; head++) placing_.place(layer, cache, t, head, heads);
-        });
+        each_row(seat, all_.inputs.num_tokens,
+                 [&](int64_t t) { placing_.place(layer, cache, t, all_.at.qkv + t * all_.at.qkv_stride); });
     }
 
     Model& model_;

@@ -123,7 +123,7 @@ class Ending {
 
     Model& model_;
     const Shape& shape_;
-    StepInputs inputs_;  // the step's: of `batch.inputs` not all rows may be asked for
+    StepInputs inputs_;  // the step's; `batch.inputs` may count rows anew
     int num_threads_;
     std::vector<Likeliest> found_;  // of each thread, where that is asked for
     bool is_screened_;              // by what follows

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "keys.h"
 #include "norms.h"
 #include "step.h"
@@ -17,6 +19,21 @@ class Placing {
     Placing(const Model& model, const CacheLayout<Cached>& layout, const StepInputs& inputs)
         : model_(model), shape_(model.shape), layout_(layout), inputs_(inputs) {}
 
+    // Turns a token's queries and keys, and puts keys and values into the layer's cache. `heads`: all of them, as the product
+    // left them.
+    void place(const Layer& layer, Cached* cache, int64_t t, float* heads) const {
+        int64_t dim = shape_.head_dim, slot = inputs_.slot_mapping[t];
+        float *keys = heads + shape_.num_heads * dim, *values = keys + shape_.num_kv_heads * dim;
+        for (float* head = heads; head < keys; head += dim) turn(head, layer.q_norm, t);
+        for (float* head = keys; head < values; head += dim) turn(head, layer.k_norm, t);
+        if (slot < 0) return;
+        int64_t block = slot / layout_.block_size, offset = slot % layout_.block_size;
+        for (int64_t head = 0; head < shape_.num_kv_heads; head++)
+            write_token(layout_, layout_.keys(cache, block, head), layout_.values(cache, block, head), offset,
+                        keys + head * dim, values + head * dim);
+    }
+
+  private:
     // Norms a head of token `t`, if the model does, and rotates it to its position; the halves are the pairs.
     void turn(float* head, const std::vector<float>& norm, int64_t t) const {
         if (!norm.empty()) norm_row(head, norm.data(), shape_.head_dim, shape_.rms_norm_eps, head);
@@ -35,18 +52,6 @@ class Placing {
         }
     }
 
-    // Puts that token's key and value of kv head `head` into the layer's cache. `heads`: all of the token, as the product left
-    // them: queries, keys and values; the key is turned there.
-    void place(const Layer& layer, Cached* cache, int64_t t, int64_t head, float* heads) const {
-        int64_t dim = shape_.head_dim, slot = inputs_.slot_mapping[t];
-        float *key = heads + (shape_.num_heads + head) * dim, *value = key + shape_.num_kv_heads * dim;
-        turn(key, layer.k_norm, t);
-        if (slot < 0) return;
-        int64_t block = slot / layout_.block_size, offset = slot % layout_.block_size;
-        write_token(layout_, layout_.keys(cache, block, head), layout_.values(cache, block, head), offset, key, value);
-    }
-
-  private:
     const Model& model_;
     const Shape& shape_;
     CacheLayout<Cached> layout_;

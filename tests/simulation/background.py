@@ -56,7 +56,7 @@ FOUND_LATE_BY = {  # (seed, steps in flight), as above
     "result_overwritten": ((0, 4),),
     "diff_buffer_taken_too_soon": ((11, 2),),
     "swap_in_not_waited_for": ((0, 1),),
-    "swap_out_not_behind_its_writers": ((58, 4),),
+    "swap_out_not_behind_its_writers": ((139, 2),),
     "line_not_entered": ((0, 1),),
     "stream_not_used": ((0, 1),),
     "finished_row_written_again": ((2, 4),),

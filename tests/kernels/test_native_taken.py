@@ -12,7 +12,7 @@ import pytest
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.shape import NativeShape
 from millrace.kernels.native.taken import IDLE_S, LARGE_PAGE, LOOK_BYTES, TakenAhead, take_pages
-from tests.kernels.test_native import resident_bytes
+from tests.kernels.test_native_weights import resident_bytes
 
 MIB = 1 << 20
 HAS_CALL = take_pages(np.zeros(1 << 14, np.uint8).ctypes.data // 4096 * 4096, 4096)

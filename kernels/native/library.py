@@ -131,6 +131,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_set_positions.restype = c_int32
     library.millrace_set_tensor.argtypes = [model, c_int64, c_int32, c_void_p, c_int32]
     library.millrace_set_tensor.restype = c_int32
+    library.millrace_code_weights.argtypes = [model]
+    library.millrace_code_weights.restype = c_int32
     library.millrace_get_matrix.argtypes = [model, c_int64, c_int32, c_void_p]
     library.millrace_get_matrix.restype = c_int32
     library.millrace_weights_bytes.argtypes = [model]

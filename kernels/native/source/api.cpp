@@ -5,6 +5,7 @@
 #include <new>
 
 #include "chain.h"
+#include "coding.h"
 #include "model.h"
 #include "sampling.h"
 #include "screen.h"
@@ -107,6 +108,17 @@ EXPORT int32_t millrace_set_positions(Model* model, const float* cos, const floa
 EXPORT int32_t millrace_set_tensor(Model* model, int64_t layer, int32_t kind, const void* data, int32_t type) {
     try {
         return set_tensor(*model, layer, Kind(kind), data, Type(type)) ? 0 : 1;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+// Of a model that has all of its tensors, and takes no more. 0: done; 2: no memory, and some are coded.
+EXPORT int32_t millrace_code_weights(Model* model) {
+    try {
+        std::lock_guard<std::mutex> lock(model->is_running);
+        code_weights(*model);
+        return 0;
     } catch (const std::bad_alloc&) {
         return 2;
     }

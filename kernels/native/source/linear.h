@@ -4,8 +4,8 @@
 // group, and one of these times their scales), whatever the number of rows, of threads, or the tile it falls in: so the same row
 // gives the same bits in every batch.
 //
-// Weights become numbers of what is multiplied, which holds them exactly, in registers. Where there are enough tiles of
-// rows (`is_widened`), the first one leaves a panel behind as these numbers, for the others.
+// Weights become numbers of what is multiplied, which holds them exactly, in registers: see sums.h. Where there are enough
+// tiles of rows (`is_widened`), the first one leaves a panel behind as these numbers, for the others.
 //
 // Where the machine has tile registers, bf16 is multiplied in these: see amx_linear.h.
 
@@ -33,7 +33,8 @@ int64_t num_held(const Linear& linear) {
 // in bf16 and pays late: eight tiles take 4 % less, seven as long, three to six up to 10 % more (AVX2 on a Zen 3 class
 // EPYC, when there could be any number of tiles). Of quantized weights it is several instructions: three tiles take 4 to 15
 // % less, two up to 10 % more. Where bf16 is multiplied two tiles widen, too; with AVX-512 nobody has measured any of this
-// since the first tile does it.
+// since the first tile does it. Coded ones never are: putting numbers together costs nothing beside the sums of ten rows and
+// more, and 9 % of a tile to leave them behind (AVX-512 with bf16, Zen 4 class EPYC).
 template <class Weight>
 bool is_widened(const Linear& linear, int64_t num_tiles) {
     using Input = InputOf<Weight>;
@@ -153,7 +154,7 @@ class ProductInVectors {
     // who read it there; none: each reads it as it is.
     template <class Stored>
     void multiply(const Stored* numbers, int64_t part, int64_t panel, Ahead ahead, Input* wide) const {
-        if constexpr (!std::is_same<Stored, Input>::value) {
+        if constexpr (!std::is_same<Stored, Input>::value && !std::is_same<Stored, Coded>::value) {
             if (wide && part == 0) return multiply_by<true>(numbers, part, panel, ahead, wide);
             if (wide) return multiply_by<false, Input>(wide, part, panel, ahead, nullptr);
         }

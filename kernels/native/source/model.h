@@ -20,7 +20,9 @@ namespace millrace {
 
 constexpr int64_t PANEL = 32;  // columns of a product that lie together
 
-enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4, CODED = 5 };  // the last: bf16 in 12 bits
+
+constexpr int64_t CODE_BOOK_BYTES = 64, CODED_BLOCK_BYTES = 192;  // of a coded panel, and of four of k: see coded.h
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -70,6 +72,9 @@ class Memory {
     }
     int64_t num_bytes() const { return data_ ? num_bytes_ : 0; }
 
+    // Only so many are needed from now on; the system gets what it has mapped beyond them.
+    void shrink(int64_t num_bytes);
+
   private:
     void* data_ = nullptr;
     int64_t num_bytes_ = 0;
@@ -78,8 +83,8 @@ class Memory {
 };
 
 // A weight [n, k] in panels of 32 of its n rows, which are columns of the product: [n / 32][k / 2][32][2] in bf16,
-// [n / 32][k][32] in float32 and int8, [n / 32][k / 2][32] bytes of two numbers in int4. What is past n is zero. In which
-// order the pairs of k lie is told by `each_pair`.
+// [n / 32][k][32] in float32 and int8, [n / 32][k / 2][32] bytes of two numbers in int4, and coded as coded.h tells. What is
+// past n is zero. In which order the pairs of k lie is told by `each_pair`.
 // A number of int8 and int4 is to be multiplied by the scale of its row and its group of k.
 struct Linear {
     int64_t n = 0, k = 0;
@@ -88,6 +93,7 @@ struct Linear {
     const Linear* next = nullptr;  // what is multiplied after it, and after a step's last one the first
     int64_t offset = 0;       // of a layer's weight in the memory of all
     Memory weight;            // none until a tensor is set
+    Memory whole_blocks;      // of panels that are coded
     Memory scales;            // bf16 [n / 32][groups][32]; none where numbers are what they are
     std::vector<float> bias;  // [n rounded up to 32] in the order of the columns; empty: none
 
@@ -98,6 +104,7 @@ struct Linear {
     int64_t weight_bytes() const { return num_panels() * panel_bytes(); }
     int64_t panel_bytes() const {
         int64_t numbers = k * PANEL;
+        if (type == CODED) return CODE_BOOK_BYTES + k / 4 * CODED_BLOCK_BYTES;
         return type == INT4 ? numbers / 2 : type == INT8 ? numbers : type == BFLOAT16 ? numbers * 2 : numbers * 4;
     }
 };
@@ -248,7 +255,8 @@ enum Kind : int32_t {
 // Tells each linear which one is multiplied after it.
 void set_order(Model& model);
 
-// Puts the tensor `data` [rows, columns] of `type` in its place. False if a number is not finite in the model's dtype.
+// Puts the tensor `data` [rows, columns] of `type` in its place, in a linear that is not coded. False if a number is not
+// finite in the model's dtype.
 bool set_tensor(Model& model, int64_t layer, Kind kind, const void* data, Type type);
 
 // What products see of a tensor that has rows and columns, [rows, columns]. False for any other, and for one not yet set.

@@ -62,9 +62,19 @@ Memory Memory::taken(int64_t num_bytes, [[maybe_unused]] Pool& pool) {
     return memory;
 }
 
+void Memory::shrink(int64_t num_bytes) {
+    num_bytes_ = num_bytes;
+#ifdef __linux__
+    int64_t mapped_bytes = std::max(LARGE_PAGE, round_up(num_bytes, LARGE_PAGE));
+    if (mapped_bytes >= mapped_bytes_) return;
+    munmap(as<char>() + mapped_bytes, mapped_bytes_ - mapped_bytes);
+    mapped_bytes_ = mapped_bytes;
+#endif
+}
+
 int64_t Model::weights_bytes() const {
     auto of = [](const Linear& linear) {
-        return linear.weight.num_bytes() + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
+        return linear.weight.num_bytes() + linear.whole_blocks.num_bytes() + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
     };
     int64_t total = embedding.num_bytes() + of(head) + int64_t(final_norm.size()) * 4;
     for (const Layer& layer : layers) {

@@ -11,15 +11,15 @@
 
 #include <algorithm>
 
-#include "fetch.h"
-#include "model.h"
-#include "simd.h"
+#include "coded.h"
 
 namespace millrace {
 
 // Calls `use` with a linear's panels as what they hold; `Weight` is the model's dtype.
 template <class Weight, class Use>
 void with_panels(const Linear& linear, const Use& use) {
+    if constexpr (HAS_CODED && std::is_same<Weight, bf16>::value)
+        if (linear.type == CODED) return use(linear.weight.as<Coded>());
     switch (linear.type) {
         case INT8: return use(linear.weight.as<int8_t>());
         case INT4: return use(linear.weight.as<Nibbles>());

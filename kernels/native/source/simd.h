@@ -21,6 +21,10 @@ struct Nibbles {  // two numbers of 4 bits, the first of them in the lower half
     uint8_t codes;
 };
 
+struct Coded {  // what panels of coded numbers are made of: see coded.h
+    uint8_t byte;
+};
+
 // What the 16 codes of 4 bits stand for, times a scale.
 alignas(64) constexpr float LEVELS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 

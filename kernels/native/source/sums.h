@@ -22,9 +22,9 @@ constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
 // with AVX2 one takes 25 % more in int8.
 template <class Input, class Stored>
 constexpr int64_t PASSING_ROWS = IN_AMX<Input> ? 0
-                                 : std::is_same<Stored, bf16>::value || std::is_same<Stored, float>::value ? FEW_ROWS<Input>
-                                 : STREAMS == 1                                                            ? 1
-                                                                                                           : 0;
+                                 : std::is_same<Stored, int8_t>::value || std::is_same<Stored, Nibbles>::value
+                                     ? int64_t(STREAMS == 1)
+                                     : FEW_ROWS<Input>;
 template <class Weight>
 int64_t passing_rows(const Linear& linear) {
     int64_t rows = 0;
@@ -45,9 +45,9 @@ constexpr int64_t num_times(int64_t num_pairs) { return num_pairs / pairs_apart(
 constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_VECTORS; }
 
 // Sums of R rows by V vectors of a panel's columns, from `lane` on, over some pairs of k, which lie in S streams. x of a
-// tile of `TiledRows`; a row of out begins PANEL after the one before.
-// WIDENS: these columns of `wide` become the panel's, as numbers of what is multiplied. A function of its own: within the
-// loop over columns GCC had too few registers for it (4 rows in int4 took 1.3 times as long).
+// tile of `TiledRows`; a row of out begins PANEL after the one before. WIDENS: these columns of `wide` become the panel's, as
+// numbers of what is multiplied. A function of its own: within the loop over columns GCC had too few registers for it (4 rows
+// in int4 took 1.3 times as long).
 template <int R, int V, int S, Fetched FETCHED, bool WIDENS, class Input, class Stored>
 [[gnu::noinline]] void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out,
                                    const Ahead& ahead, Input* wide) {
@@ -93,6 +93,35 @@ template <int R, int V, int S, Fetched FETCHED, bool WIDENS, class Input, class 
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) store(out + r * PANEL + v * W, sums[r][v]);
 }
+
+#if defined(MILLRACE_BF16_DOT)
+// The same of a panel that is coded: by all of its columns, and nobody widens it.
+template <int R, int V, int S, Fetched FETCHED, bool WIDENS>
+[[gnu::noinline]] void sum_vectors(const bf16* x, const Coded* panel, int64_t, int64_t num_pairs, float* out,
+                                   const Ahead& ahead, bf16*) {
+    static_assert(V * W == PANEL && S == 1 && !WIDENS);
+    CodedBlocks blocks(panel);
+    Fetching<FETCHED> fetching(ahead);
+    F sums[R][V];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) sums[r][v] = zero();
+    for (int64_t block = 0; block < num_pairs / 2; block++) {
+        if (FETCHED == Fetched::PASSING) blocks.let_next_pass();
+        F weights[2][V];
+        blocks.read(weights);
+        UNROLL for (int pair = 0; pair < 2; pair++, x += 2 * R) {
+            fetching.once();
+            fetching.beside();
+            UNROLL for (int r = 0; r < R; r++) {
+                uint32_t both = pair_at(x + 2 * r);
+                UNROLL for (int v = 0; v < V; v++) sums[r][v] = add_dots(sums[r][v], weights[pair][v], both);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) store(out + r * PANEL + v * W, sums[r][v]);
+}
+#endif
 
 // Rows of a tile that is one of several, at least.
 constexpr int LEAST_OF_SEVERAL = GEMM_ROWS / 2;

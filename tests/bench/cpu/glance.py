@@ -44,7 +44,7 @@ def glance(runs: Sequence[Run]) -> Iterator[str]:
     yield (
         "How many times as good ours is as the best of the others, in the median of the rounds (-: nobody to compare "
         "with); and the share of the memory's read rate at which ours goes through the weights in W1, in process (of a "
-        "head in int8 it reads half, where there is one):"
+        "head in int8 it reads half, of layers in 12 bits three quarters, where there are any):"
     )
     yield ""
     headings = ("", *(heading for heading, *_ in COLUMNS), "W1, of memory's rate")

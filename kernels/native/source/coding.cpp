@@ -1,0 +1,174 @@
+#include "coding.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "coded.h"
+
+namespace millrace {
+
+#if defined(MILLRACE_BF16_DOT) && !defined(__AMX_BF16__) && !defined(MILLRACE_EMULATE_AMX)
+
+namespace {
+
+constexpr int64_t MOST_WHOLE = 8;  // of so many blocks one is whole, at most, or a linear stays as it is
+
+// How far a byte's size is from that of the most common one; larger ones come last: of normally distributed numbers each
+// power of 4 below is a quarter as common as the one before, and what is above is none at all soon.
+int rarity(int byte, int most_common) {
+    int below = (most_common & 127) - (byte & 127);
+    return below >= 0 ? below : 128 - below;
+}
+
+// The 16 most common upper bytes of a panel's numbers, as one block of SAMPLED tells, and the likeliest of what these lack.
+CodeBook book_of(const bf16* panel, int64_t num_blocks) {
+    constexpr int64_t SAMPLED = 4;
+    std::array<int32_t, 256> counts{};
+    for (int64_t block = 0; block < num_blocks; block += SAMPLED)
+        for (int64_t i = 0; i < BLOCK_NUMBERS; i++) counts[panel[block * BLOCK_NUMBERS + i] >> 8]++;
+    int most_common = int(std::max_element(counts.begin(), counts.end()) - counts.begin());
+    std::array<uint8_t, 256> bytes;
+    std::iota(bytes.begin(), bytes.end(), uint8_t(0));
+    std::stable_sort(bytes.begin(), bytes.end(), [&](uint8_t a, uint8_t b) {
+        return counts[a] != counts[b] ? counts[a] > counts[b] : rarity(a, most_common) < rarity(b, most_common);
+    });
+    CodeBook book{};
+    std::copy(bytes.begin(), bytes.begin() + 16, book.upper);
+    return book;
+}
+
+// Codes the numbers of one pair of k, [32][2]: their lower bytes, and their codes, [64] each. False if the book lacks any.
+bool code_pair(const CodeBook& book, const bf16* numbers, uint8_t* lower, __m512i* codes) {
+    const __m512i first = _mm512_loadu_si512(numbers), second = _mm512_loadu_si512(numbers + PANEL);
+    const __m512i low = _mm512_set1_epi16(255);
+    _mm512_storeu_si512(lower, _mm512_packus_epi16(_mm512_and_si512(first, low), _mm512_and_si512(second, low)));
+    const __m512i upper = _mm512_packus_epi16(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
+    __mmask64 known = 0;
+    *codes = _mm512_setzero_si512();
+    for (int code = 0; code < 16; code++) {
+        __mmask64 are = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8(char(book.upper[code])));
+        *codes = _mm512_mask_mov_epi8(*codes, are, _mm512_set1_epi8(char(code)));
+        known |= are;
+    }
+    return known == ~__mmask64(0);
+}
+
+// Codes a panel to `to`, and adds its whole blocks. Returns how many these are.
+int64_t code_panel(const bf16* panel, int64_t num_blocks, uint8_t* to, std::vector<WholeBlock>* whole) {
+    CodeBook book = book_of(panel, num_blocks);
+    int64_t num_whole = 0;
+    int64_t* next = &book.first_whole;  // where the next whole block is told
+    for (int64_t block = 0; block < num_blocks; block++, panel += BLOCK_NUMBERS) {
+        uint8_t* coded = to + CODE_BOOK_BYTES + block * CODED_BLOCK_BYTES;
+        __m512i codes[2];
+        bool is_first_known = code_pair(book, panel, coded, &codes[0]);
+        bool is_second_known = code_pair(book, panel + 2 * PANEL, coded + 2 * PANEL, &codes[1]);
+        _mm512_storeu_si512(coded + BLOCK_NUMBERS, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
+        if (is_first_known && is_second_known) continue;
+        *next = block, num_whole++;
+        whole->emplace_back();
+        std::copy(panel, panel + BLOCK_NUMBERS, whole->back().numbers);
+        next = &whole->back().next;
+    }
+    *next = NO_BLOCK;
+    std::memcpy(to, &book, sizeof(book));
+    return num_whole;
+}
+
+// Codes linears in the order in which they lie, each to where the last one ended: never past its own beginning, as what is
+// coded is smaller.
+class Coder {
+  public:
+    explicit Coder(Model& model) : model_(model) {}
+
+    void code(Linear& linear) {
+        Linear coded;
+        coded.n = linear.n, coded.k = linear.k, coded.type = CODED;
+        if (linear.type != BFLOAT16 || linear.k % 4 || !code_to_room(linear, coded)) return move(linear);
+        Memory whole(num_whole_ * int64_t(sizeof(WholeBlock)));  // may be the last there is: before anything has changed
+        linear.type = CODED;
+        place(linear, [&](char* to) {
+            model_.pool->run(num_threads(), [&](int thread) {
+                int64_t first, last, size = coded.panel_bytes();
+                share(coded.num_panels(), thread, num_threads(), &first, &last);
+                std::memcpy(to + first * size, room_.as<char>() + first * size, (last - first) * size);
+            });
+        });
+        tell_whole(linear, whole.as<WholeBlock>());
+        linear.whole_blocks = std::move(whole);
+    }
+
+    // Bytes of all of them.
+    int64_t end() const { return end_; }
+
+  private:
+    int num_threads() const { return model_.pool->size(); }
+
+    // False if it is not worth it.
+    bool code_to_room(const Linear& linear, const Linear& coded) {
+        ensure(&room_, coded.weight_bytes());
+        whole_.resize(num_threads()), num_of_panels_.resize(linear.num_panels());
+        int64_t num_blocks = linear.k / 4;
+        model_.pool->run(num_threads(), [&](int thread) {
+            int64_t first, last;
+            share(linear.num_panels(), thread, num_threads(), &first, &last);
+            whole_[thread].clear();
+            for (int64_t panel = first; panel < last; panel++)
+                num_of_panels_[panel] = code_panel(linear.weight.as<bf16>() + panel * linear.k * PANEL, num_blocks,
+                                                   room_.as<uint8_t>() + panel * coded.panel_bytes(), &whole_[thread]);
+        });
+        num_whole_ = 0;
+        for (const auto& each : whole_) num_whole_ += int64_t(each.size());
+        return num_whole_ * MOST_WHOLE <= num_blocks * linear.num_panels();
+    }
+
+    // A linear as it is, to where the last one ended.
+    void move(Linear& linear) {
+        const char* from = linear.weight.as<char>();
+        place(linear, [&](char* to) {
+            if (to != from) std::memmove(to, from, linear.weight_bytes());
+        });
+    }
+
+    template <class Put>
+    void place(Linear& linear, const Put& put) {
+        put(model_.weights.as<char>() + end_);
+        linear.offset = end_, linear.weight = Memory(model_.weights, end_, linear.weight_bytes());
+        end_ += round_up(linear.weight_bytes(), 64);
+    }
+
+    // Copies whole blocks to where they stay, and tells each panel's book where its own are.
+    void tell_whole(const Linear& linear, WholeBlock* to) const {
+        WholeBlock* end = to;
+        for (const auto& each : whole_) end = std::copy(each.begin(), each.end(), end);
+        for (int64_t panel = 0; panel < linear.num_panels(); to += num_of_panels_[panel++])
+            reinterpret_cast<CodeBook*>(linear.weight.as<char>() + panel * linear.panel_bytes())->whole = to;
+    }
+
+    Model& model_;
+    Memory room_;
+    std::vector<std::vector<WholeBlock>> whole_;  // of each thread's panels
+    std::vector<int64_t> num_of_panels_;          // whole blocks of each panel
+    int64_t num_whole_ = 0, end_ = 0;
+};
+
+}  // namespace
+
+void code_weights(Model& model) {
+    if (!model.weights.num_bytes()) return;
+    Coder coder(model);
+    for (Layer& layer : model.layers)
+        for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) coder.code(*linear);
+    model.weights.shrink(coder.end());
+}
+
+#else
+
+void code_weights(Model&) {}
+
+#endif
+
+}  // namespace millrace

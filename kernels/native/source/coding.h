@@ -1,0 +1,13 @@
+// How weights of bf16 become coded ones: see coded.h. Refuses to know who multiplies them.
+
+#pragma once
+
+#include "model.h"
+
+namespace millrace {
+
+// Codes the layers' linears that are kept in bf16, where that is worth it, and gives memory back. All tensors are set: a linear
+// that is coded takes no more of them.
+void code_weights(Model& model);
+
+}  // namespace millrace

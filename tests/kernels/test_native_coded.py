@@ -1,0 +1,148 @@
+"""Weights of bf16 in 12 bits a number: the same numbers, the same bits of every logit, in less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.kernels.native import build
+from millrace.kernels.native.model import NativeModel
+from tests.counts import FULL
+from tests.kernels.native_oracle import Array, Checkpoint, Run, round_to_bfloat16
+from tests.kernels.test_native import AVAILABLE, MODELS, checkpoint, tokens
+from tests.kernels.test_native_weights import resident_bytes
+
+pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
+
+# Which multiply bf16 in vectors, and so take coded weights.
+CODING = [name for name in ("avx512_bf16",) if name in AVAILABLE]
+if "avx512" in AVAILABLE and (FULL or not CODING):
+    CODING.append("avx512_bf16_emulated")
+needs_coding = pytest.mark.skipif(not CODING, reason="nothing here multiplies bf16 in vectors")
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def settings(instruction_set: str, num_threads: int = 2) -> dict[str, Any]:
+    return {"instruction_set": instruction_set, "num_threads": num_threads, "worth_a_thread": 1}
+
+
+def coded(made: Checkpoint, instruction_set: str, num_threads: int = 2) -> NativeModel:
+    model = made.load("bfloat16", **settings(instruction_set, num_threads))
+    model.code_weights()
+    return model
+
+
+def of_all_sizes(shape: tuple[int, ...], seed: int = 0) -> Array:
+    """Numbers whose upper bytes have nothing in common, zeros of both signs and the largest ones among them."""
+    bits = np.random.default_rng(seed).integers(0, 1 << 16, shape, np.uint16)
+    bits[(bits & 0x7F80) >= 0x4000] &= 0xBF7F  # 2 at most, as larger ones overflow somewhere
+    bits[0, :2] = 0x0000, 0x8000
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def with_rare(tensor: Array, every: int) -> Array:
+    """One number of so many is of any size."""
+    draw = np.random.default_rng(1)
+    return np.where(draw.integers(0, every, tensor.shape) == 0, of_all_sizes(tensor.shape), tensor)
+
+
+def large(every: int = 0) -> Checkpoint:
+    """Linears of several panels and many blocks; of whose numbers one of `every` is of any size."""
+    made = Checkpoint.random(hidden_size=128, intermediate_size=320, num_heads=4, seed=7)
+    if every:
+        made.tensors |= {name: with_rare(x, every) for name, x in made.tensors.items() if "proj.weight" in name}
+    return made
+
+
+@needs_coding
+@pytest.mark.parametrize("instruction_set", CODING)
+@pytest.mark.parametrize("every", [0, 20_000, 1_500])
+def test_no_bit_of_a_logit_depends_on_whether_weights_are_coded(every: int, instruction_set: str) -> None:
+    """1 to 40 rows have tiles of each size; threads share 200 by rows; for rare numbers' sake blocks are kept whole."""
+    made = large(every)
+    plain = made.load("bfloat16", **settings(instruction_set))
+    for num_threads in (1, 2, 3):
+        model = coded(made, instruction_set, num_threads)
+        assert model.weights_bytes < plain.weights_bytes
+        for count in (*range(1, 41), 200):
+            assert np.array_equal(Run(model).whole(tokens(count)), Run(plain).whole(tokens(count))), count
+
+
+@needs_coding
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_gives_the_same_bits_coded(name: str) -> None:
+    made = checkpoint(name)
+    plain = made.load("bfloat16", **settings(CODING[0]))
+    assert np.array_equal(Run(coded(made, CODING[0])).whole(tokens(100)), Run(plain).whole(tokens(100)))
+
+
+@needs_coding
+@pytest.mark.parametrize("every", [0, 20_000, 1_500])
+def test_a_coded_matrix_has_the_numbers_it_was_given(every: int) -> None:
+    made = large(every)
+    model = coded(made, CODING[0])
+    for name, tensor in made.tensors.items():
+        if "proj.weight" in name:
+            assert np.array_equal(model.matrix(name, *tensor.shape).view(np.uint32), tensor.view(np.uint32)), name
+
+
+@needs_coding
+def test_coded_matrices_take_three_quarters_of_their_memory() -> None:
+    made = large()
+    plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
+    others = sum(2 * made.tensors[name].size for name in made.tensors if "embed" in name) + 4096
+    assert 0.75 < (model.weights_bytes - others) / (plain.weights_bytes - others) < 0.80  # with books and whole blocks
+
+
+@needs_coding
+def test_a_matrix_of_numbers_of_all_sizes_stays_as_it_is_among_others_that_are_coded() -> None:
+    """What comes after it moves to where it ends."""
+    made = large()
+    made.tensors[DOWN] = of_all_sizes(made.tensors[DOWN].shape)
+    plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
+    saved = plain.weights_bytes - model.weights_bytes
+    all_saved = large().load("bfloat16", **settings(CODING[0])).weights_bytes - coded(large(), CODING[0]).weights_bytes
+    assert 0 < saved < all_saved
+    assert np.array_equal(model.matrix(DOWN, *made.tensors[DOWN].shape), made.tensors[DOWN])
+    assert np.array_equal(Run(model).whole(tokens(60)), Run(plain).whole(tokens(60)))
+
+
+@needs_coding
+def test_what_coded_weights_no_longer_need_goes_back_to_the_system() -> None:
+    """At no time is there a second copy of the model: of one matrix at most."""
+    made = Checkpoint.random(hidden_size=1024, intermediate_size=4096, num_heads=16, num_kv_heads=8, head_dim=64)
+    model = made.load("bfloat16", **settings(CODING[0]))
+    before, counted = resident_bytes(), model.weights_bytes
+    model.code_weights()
+    saved = counted - model.weights_bytes
+    assert saved > 12 << 20  # of 60 MiB
+    assert before - resident_bytes() > saved - (6 << 20)  # large pages, and what the C library keeps
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
+def test_where_nothing_is_gained_weights_stay_as_they_are(name: str) -> None:
+    made = checkpoint("tied")
+    kinds: list[tuple[str, str | None]] = [("float32", None), ("bfloat16", "int8"), ("bfloat16", "int4")]
+    if name != "avx512_bf16":
+        kinds.append(("bfloat16", None))
+    for dtype, quantization in kinds:
+        model = made.load(dtype, quantization=quantization, **settings(name))  # type: ignore[arg-type]
+        before, logits = model.weights_bytes, Run(model).whole(tokens(20))
+        model.code_weights()
+        assert model.weights_bytes == before and np.array_equal(Run(model).whole(tokens(20)), logits)
+
+
+def test_a_tensor_that_comes_after_coding_is_refused_by_name() -> None:
+    made = checkpoint("tied")
+    model = made.load("bfloat16", num_threads=1)
+    model.code_weights()
+    with pytest.raises(RuntimeError, match=DOWN):
+        model.set_tensor(DOWN, made.tensors[DOWN])
+
+
+def test_rounding_leaves_these_numbers_as_they_are() -> None:
+    numbers = of_all_sizes((64, 64))
+    assert np.array_equal(round_to_bfloat16(numbers).view(np.uint32), numbers.view(np.uint32))

@@ -173,8 +173,11 @@ def _fill(model: NativeModel, root: Path, shape: ModelConfig, load_format: str) 
 
 
 def _code(model: NativeModel) -> None:
-    """Makes the weights smaller, where that loses nothing."""
+    """Makes the weights smaller, where that loses nothing; without the memory for it they stay as they are."""
     before = model.weights_bytes
-    model.code_weights()
+    try:
+        model.code_weights()
+    except MemoryError as error:
+        log.warning("weights.left", reason=str(error))
     if model.weights_bytes < before:
-        log.info("weights.coded", mib=model.weights_bytes >> 20, of_mib=before >> 20, bits_lost=0)
+        log.info("weights.coded", weights_mib=round(model.weights_bytes / 2**20, 1), of_mib=round(before / 2**20, 1))

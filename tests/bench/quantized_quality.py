@@ -78,6 +78,7 @@ def load(root: Path, form: Form) -> NativeModel:
     source = open_source(root, config, "auto")
     for name in expected_shapes(config):
         model.set_tensor(name, source.array(name))
+    model.code_weights()  # as an engine does
     return model
 
 

@@ -115,6 +115,8 @@ def subjects(shape: str, threads: int | None) -> list[Subject]:
             tensor = source.array(name)
             for each in made:
                 each.model.set_tensor(name, tensor)
+    for each in made:
+        each.model.code_weights()  # as an engine does: of plain bf16
     return made
 
 

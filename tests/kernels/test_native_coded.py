@@ -10,7 +10,7 @@ import pytest
 from millrace.kernels.native import build
 from millrace.kernels.native.model import NativeModel
 from tests.counts import FULL
-from tests.kernels.native_oracle import Array, Checkpoint, Run, round_to_bfloat16
+from tests.kernels.native_oracle import Array, Checkpoint, Run
 from tests.kernels.test_native import AVAILABLE, MODELS, checkpoint, tokens
 from tests.kernels.test_native_weights import resident_bytes
 
@@ -23,6 +23,8 @@ if "avx512" in AVAILABLE and (FULL or not CODING):
 needs_coding = pytest.mark.skipif(not CODING, reason="nothing here multiplies bf16 in vectors")
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
+GATE = "model.layers.0.mlp.gate_proj.weight"
+ONE = 0x3F80  # larger numbers overflow somewhere in a step
 
 
 def settings(instruction_set: str, num_threads: int = 2) -> dict[str, Any]:
@@ -35,10 +37,10 @@ def coded(made: Checkpoint, instruction_set: str, num_threads: int = 2) -> Nativ
     return model
 
 
-def of_all_sizes(shape: tuple[int, ...], seed: int = 0) -> Array:
-    """Numbers whose upper bytes have nothing in common, zeros of both signs and the largest ones among them."""
-    bits = np.random.default_rng(seed).integers(0, 1 << 16, shape, np.uint16)
-    bits[(bits & 0x7F80) >= 0x4000] &= 0xBF7F  # 2 at most, as larger ones overflow somewhere
+def of_all_sizes(shape: tuple[int, ...], most: int = 0x7F7F) -> Array:
+    """Numbers whose upper bytes have nothing in common, zeros of both signs among them; bf16's bits `most` at most."""
+    draw = np.random.default_rng(0)
+    bits = draw.integers(0, most + 1, shape, np.uint16) | draw.integers(0, 2, shape, np.uint16) << np.uint16(15)
     bits[0, :2] = 0x0000, 0x8000
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
@@ -46,7 +48,7 @@ def of_all_sizes(shape: tuple[int, ...], seed: int = 0) -> Array:
 def with_rare(tensor: Array, every: int) -> Array:
     """One number of so many is of any size."""
     draw = np.random.default_rng(1)
-    return np.where(draw.integers(0, every, tensor.shape) == 0, of_all_sizes(tensor.shape), tensor)
+    return np.where(draw.integers(0, every, tensor.shape) == 0, of_all_sizes(tensor.shape, ONE), tensor)
 
 
 def large(every: int = 0) -> Checkpoint:
@@ -60,23 +62,42 @@ def large(every: int = 0) -> Checkpoint:
 @needs_coding
 @pytest.mark.parametrize("instruction_set", CODING)
 @pytest.mark.parametrize("every", [0, 20_000, 1_500])
+@pytest.mark.slow
 def test_no_bit_of_a_logit_depends_on_whether_weights_are_coded(every: int, instruction_set: str) -> None:
     """1 to 40 rows have tiles of each size; threads share 200 by rows; for rare numbers' sake blocks are kept whole."""
+    counts = (*range(1, 41), 200)
     made = large(every)
     plain = made.load("bfloat16", **settings(instruction_set))
+    expected = {count: Run(plain).whole(tokens(count)) for count in counts}
     for num_threads in (1, 2, 3):
         model = coded(made, instruction_set, num_threads)
-        assert model.weights_bytes < plain.weights_bytes
-        for count in (*range(1, 41), 200):
-            assert np.array_equal(Run(model).whole(tokens(count)), Run(plain).whole(tokens(count))), count
+        for count in counts:
+            assert np.array_equal(Run(model).whole(tokens(count)), expected[count]), count
+
+
+@needs_coding
+def test_many_who_decode_get_the_same_bits_coded_together_and_apart() -> None:
+    """Their keys are fetched beside the products; two threads take half of the rows each."""
+    made = large(1_500)
+    models = [made.load("bfloat16", **settings(CODING[0])), *(coded(made, CODING[0]) for _ in range(2))]
+    models[2].assume_apart(True)
+    runs = [Run(model) for model in models]
+    for step in range(4):
+        parts = {sequence: tokens(70 if step == 0 else 1, sequence) for sequence in range(32)}
+        plain, together, apart = (run.step(parts) for run in runs)
+        for sequence in parts:
+            assert np.array_equal(plain[sequence], together[sequence])
+            assert np.array_equal(plain[sequence], apart[sequence])
+    assert models[1].num_bytes_beside > 0 and models[2].is_apart
 
 
 @needs_coding
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_gives_the_same_bits_coded(name: str) -> None:
     made = checkpoint(name)
-    plain = made.load("bfloat16", **settings(CODING[0]))
-    assert np.array_equal(Run(coded(made, CODING[0])).whole(tokens(100)), Run(plain).whole(tokens(100)))
+    plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
+    assert model.weights_bytes < plain.weights_bytes
+    assert np.array_equal(Run(model).whole(tokens(100)), Run(plain).whole(tokens(100)))
 
 
 @needs_coding
@@ -84,24 +105,39 @@ def test_every_kind_of_model_gives_the_same_bits_coded(name: str) -> None:
 def test_a_coded_matrix_has_the_numbers_it_was_given(every: int) -> None:
     made = large(every)
     model = coded(made, CODING[0])
+    model.code_weights()  # again: they are already
     for name, tensor in made.tensors.items():
         if "proj.weight" in name:
             assert np.array_equal(model.matrix(name, *tensor.shape).view(np.uint32), tensor.view(np.uint32)), name
 
 
 @needs_coding
-def test_coded_matrices_take_three_quarters_of_their_memory() -> None:
+def test_panels_of_nothing_but_whole_blocks_and_of_zeros_are_coded_with_the_others() -> None:
+    """16 rows of gate and of up share a panel, of 20 that there are."""
     made = large()
+    strange = made.tensors[GATE].copy()
+    strange[:16], strange[16:32], strange[32, -4:] = of_all_sizes((16, 128)), 0.0, of_all_sizes((1, 4))
+    made.tensors[GATE] = strange
     plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
-    others = sum(2 * made.tensors[name].size for name in made.tensors if "embed" in name) + 4096
-    assert 0.75 < (model.weights_bytes - others) / (plain.weights_bytes - others) < 0.80  # with books and whole blocks
+    usual = coded(large(), CODING[0]).weights_bytes
+    assert usual < model.weights_bytes < plain.weights_bytes
+    assert np.array_equal(model.matrix(GATE, *strange.shape).view(np.uint32), strange.view(np.uint32))
+
+
+@needs_coding
+def test_coded_matrices_take_three_quarters_of_their_memory() -> None:
+    plain, model = large().load("bfloat16", **settings(CODING[0])), coded(large(), CODING[0])
+    matrices = sum(2 * tensor.size for name, tensor in large().tensors.items() if "proj.weight" in name)
+    left = matrices - (plain.weights_bytes - model.weights_bytes)
+    assert 0.75 < left / matrices < 0.80  # with books and whole blocks
+    assert coded(large(1_500), CODING[0]).weights_bytes > model.weights_bytes  # more of these
 
 
 @needs_coding
 def test_a_matrix_of_numbers_of_all_sizes_stays_as_it_is_among_others_that_are_coded() -> None:
     """What comes after it moves to where it ends."""
     made = large()
-    made.tensors[DOWN] = of_all_sizes(made.tensors[DOWN].shape)
+    made.tensors[DOWN] = of_all_sizes(made.tensors[DOWN].shape, ONE)
     plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
     saved = plain.weights_bytes - model.weights_bytes
     all_saved = large().load("bfloat16", **settings(CODING[0])).weights_bytes - coded(large(), CODING[0]).weights_bytes
@@ -111,8 +147,8 @@ def test_a_matrix_of_numbers_of_all_sizes_stays_as_it_is_among_others_that_are_c
 
 
 @needs_coding
+@pytest.mark.slow
 def test_what_coded_weights_no_longer_need_goes_back_to_the_system() -> None:
-    """At no time is there a second copy of the model: of one matrix at most."""
     made = Checkpoint.random(hidden_size=1024, intermediate_size=4096, num_heads=16, num_kv_heads=8, head_dim=64)
     model = made.load("bfloat16", **settings(CODING[0]))
     before, counted = resident_bytes(), model.weights_bytes
@@ -141,8 +177,3 @@ def test_a_tensor_that_comes_after_coding_is_refused_by_name() -> None:
     model.code_weights()
     with pytest.raises(RuntimeError, match=DOWN):
         model.set_tensor(DOWN, made.tensors[DOWN])
-
-
-def test_rounding_leaves_these_numbers_as_they_are() -> None:
-    numbers = of_all_sizes((64, 64))
-    assert np.array_equal(round_to_bfloat16(numbers).view(np.uint32), numbers.view(np.uint32))

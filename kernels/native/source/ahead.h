@@ -11,10 +11,9 @@ namespace millrace {
 
 constexpr int64_t MOST_SHARE = 256;  // bytes: the four lines of the cache that are fetched at most at a time
 
-// What is to be fetched while a tile is computed, so that memory is busy meanwhile: so many `times` the next `share`
-// bytes from `place` on, whole lines. Where not all of the tile's columns are summed at a time, as many are fetched with
-// the next ones, `apart` further on; 0: all are fetched with the first ones. And what else, with the first ones.
-// `is_passing`: the panel itself is asked for, as what passes, and nothing ahead.
+// So many `times` the next `share` bytes from `place` on, whole lines. Where not all of the tile's columns are summed at a
+// time, as many are fetched with the next ones, `apart` further on; 0: all are fetched with the first ones. And what else, with
+// the first ones. `is_passing`: the panel itself is asked for, as what passes, and nothing ahead.
 struct Ahead {
     const char* place;
     int64_t share, times, apart;

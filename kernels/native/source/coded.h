@@ -3,13 +3,13 @@
 // What a step of few rows takes is the time in which its weights come from memory. A number's upper byte, its sign and seven
 // bits of its exponent, hardly differs from one weight to another: 16 of them are those of all but one of 10,000 numbers that
 // are normally distributed. So a panel has a book of its 16 most common upper bytes, and of each number 4 bits that tell which
-// of them it has, and the lower byte. Blocks that have another one, too, are kept whole, elsewhere: one of some hundred. Sums
-// are those of the numbers themselves, in their order: no bit of a logit changes. Steps of 1 / 4 / 8 rows take 14 to 27 / 8 to
-// 17 / 0 to 10 % less, most where memory is slow, others and prompts as long as before, 2 % more or less (SmolLM2-135M's and
-// Qwen3-0.6B's shape; two cores of a Zen 4 class EPYC, memory at 33 to 57 GB/s).
+// of them it has, and the lower byte. Blocks that have another one, too, are kept whole, elsewhere. Sums are those of the
+// numbers themselves, in their order: no bit of a logit changes. Steps of 1 / 4 / 8 rows take 7 to 27 / 3 to 17 / 0 to 10 %
+// less, most where memory is slow, others and prompts as long as before, 2 % more or less (SmolLM2-135M's and Qwen3-0.6B's
+// shape, of random numbers; two cores of a Zen 4 class EPYC, memory at 33 to 57 GB/s).
 //
-// Only where bf16 is multiplied in vectors: as pairs of it weights are put together from bytes by one instruction for 16 of
-// them. Nobody has looked where they are to become float32, or are read by tile registers, from memory as they are.
+// Only where bf16 is multiplied in vectors: there one instruction joins the bytes of 32 numbers to pairs. Whether it pays where
+// weights become float32, or where tile registers read them from memory, nobody has measured.
 //
 // Knows how coded numbers lie, and puts them together. Refuses to know how they get there: see coding.cpp.
 
@@ -34,7 +34,7 @@ constexpr int64_t BLOCK_NUMBERS = 4 * PANEL;  // two pairs of k
 // A block that is kept whole: [2][32][2].
 struct alignas(64) WholeBlock {
     bf16 numbers[BLOCK_NUMBERS];
-    int64_t next;  // of the panel's blocks, that is; NO_BLOCK: there is none
+    int64_t next;  // number, within the panel, of the next one; NO_BLOCK: there is none
 };
 constexpr int64_t NO_BLOCK = INT64_MAX;
 
@@ -43,12 +43,12 @@ constexpr int64_t NO_BLOCK = INT64_MAX;
 struct alignas(64) CodeBook {
     uint8_t upper[16];        // by their codes
     const WholeBlock* whole;  // one after the other
-    int64_t first_whole;      // which block that is, or NO_BLOCK: told here, as nobody waits for more memory than the panel's
+    int64_t first_whole;      // its number, or NO_BLOCK: told here, so that nobody waits for other memory than the panel's
 };
 static_assert(sizeof(CodeBook) == CODE_BOOK_BYTES && BLOCK_NUMBERS * 3 / 2 == CODED_BLOCK_BYTES);
 
 inline const uint8_t* block_of(const Coded* panel, int64_t block) {
-    return &panel->byte + CODE_BOOK_BYTES + block * CODED_BLOCK_BYTES;
+    return reinterpret_cast<const uint8_t*>(panel) + CODE_BOOK_BYTES + block * CODED_BLOCK_BYTES;
 }
 
 // Where among a pair's 64 bytes a number is: as instructions that put bytes together take them.
@@ -111,7 +111,7 @@ class CodedBlocks {
         fetch_whole();
     }
 
-    // The one that comes next: one block of a hundred.
+    // The one that comes next, long before it is read.
     [[gnu::always_inline]] void fetch_whole() const {
         auto place = reinterpret_cast<const char*>(whole_);
         for (int64_t i = 0; i < int64_t(sizeof(WholeBlock)); i += 64) _mm_prefetch(place + i, _MM_HINT_T1);

@@ -10,20 +10,20 @@
 
 namespace millrace {
 
-#if defined(MILLRACE_BF16_DOT) && !defined(__AMX_BF16__) && !defined(MILLRACE_EMULATE_AMX)
+#if defined(MILLRACE_BF16_DOT)
 
 namespace {
 
-constexpr int64_t MOST_WHOLE = 8;  // of so many blocks one is whole, at most, or a linear stays as it is
+constexpr int64_t BLOCKS_A_WHOLE = 8;  // a linear with more than one whole block in so many stays as it is
 
 // How far a byte's size is from that of the most common one; larger ones come last: of normally distributed numbers each
-// power of 4 below is a quarter as common as the one before, and what is above is none at all soon.
+// power of 4 below is a quarter as common as the one before, and above it there are soon none.
 int rarity(int byte, int most_common) {
     int below = (most_common & 127) - (byte & 127);
     return below >= 0 ? below : 128 - below;
 }
 
-// The 16 most common upper bytes of a panel's numbers, as one block of SAMPLED tells, and the likeliest of what these lack.
+// A panel's book: the most common upper bytes of one block in SAMPLED, filled up with the likeliest of the rest.
 CodeBook book_of(const bf16* panel, int64_t num_blocks) {
     constexpr int64_t SAMPLED = 4;
     std::array<int32_t, 256> counts{};
@@ -62,11 +62,11 @@ int64_t code_panel(const bf16* panel, int64_t num_blocks, uint8_t* to, std::vect
     int64_t num_whole = 0;
     int64_t* next = &book.first_whole;  // where the next whole block is told
     for (int64_t block = 0; block < num_blocks; block++, panel += BLOCK_NUMBERS) {
-        uint8_t* coded = to + CODE_BOOK_BYTES + block * CODED_BLOCK_BYTES;
+        uint8_t* place = to + CODE_BOOK_BYTES + block * CODED_BLOCK_BYTES;
         __m512i codes[2];
-        bool is_first_known = code_pair(book, panel, coded, &codes[0]);
-        bool is_second_known = code_pair(book, panel + 2 * PANEL, coded + 2 * PANEL, &codes[1]);
-        _mm512_storeu_si512(coded + BLOCK_NUMBERS, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
+        bool is_first_known = code_pair(book, panel, place, &codes[0]);
+        bool is_second_known = code_pair(book, panel + 2 * PANEL, place + 2 * PANEL, &codes[1]);
+        _mm512_storeu_si512(place + BLOCK_NUMBERS, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
         if (is_first_known && is_second_known) continue;
         *next = block, num_whole++;
         whole->emplace_back();
@@ -85,10 +85,11 @@ class Coder {
     explicit Coder(Model& model) : model_(model) {}
 
     void code(Linear& linear) {
+        if (!linear.weight.num_bytes()) return;
         Linear coded;
         coded.n = linear.n, coded.k = linear.k, coded.type = CODED;
         if (linear.type != BFLOAT16 || linear.k % 4 || !code_to_room(linear, coded)) return move(linear);
-        Memory whole(num_whole_ * int64_t(sizeof(WholeBlock)));  // may be the last there is: before anything has changed
+        Memory whole(whole_bytes());  // may be the last there is: before anything has changed
         linear.type = CODED;
         place(linear, [&](char* to) {
             model_.pool->run(num_threads(), [&](int thread) {
@@ -106,23 +107,25 @@ class Coder {
 
   private:
     int num_threads() const { return model_.pool->size(); }
+    int64_t whole_bytes() const { return num_whole_ * int64_t(sizeof(WholeBlock)); }
 
-    // False if it is not worth it.
+    // False if it is not worth it. A thread that finds so many whole blocks that it is not leaves it at that, so nobody needs
+    // more memory than was set aside: where a lack of it can be told, as it can not by the pool's threads.
     bool code_to_room(const Linear& linear, const Linear& coded) {
         ensure(&room_, coded.weight_bytes());
-        whole_.resize(num_threads()), num_of_panels_.resize(linear.num_panels());
-        int64_t num_blocks = linear.k / 4;
+        whole_.resize(num_threads()), num_whole_of_.resize(linear.num_panels());
+        int64_t num_blocks = linear.k / 4, most = num_blocks * linear.num_panels() / BLOCKS_A_WHOLE;
+        for (auto& each : whole_) each.clear(), each.reserve(most + num_blocks);
         model_.pool->run(num_threads(), [&](int thread) {
             int64_t first, last;
             share(linear.num_panels(), thread, num_threads(), &first, &last);
-            whole_[thread].clear();
-            for (int64_t panel = first; panel < last; panel++)
-                num_of_panels_[panel] = code_panel(linear.weight.as<bf16>() + panel * linear.k * PANEL, num_blocks,
-                                                   room_.as<uint8_t>() + panel * coded.panel_bytes(), &whole_[thread]);
+            for (int64_t panel = first; panel < last && int64_t(whole_[thread].size()) <= most; panel++)
+                num_whole_of_[panel] = code_panel(linear.weight.as<bf16>() + panel * linear.k * PANEL, num_blocks,
+                                                  room_.as<uint8_t>() + panel * coded.panel_bytes(), &whole_[thread]);
         });
         num_whole_ = 0;
         for (const auto& each : whole_) num_whole_ += int64_t(each.size());
-        return num_whole_ * MOST_WHOLE <= num_blocks * linear.num_panels();
+        return num_whole_ <= most && coded.weight_bytes() + whole_bytes() < linear.weight_bytes();
     }
 
     // A linear as it is, to where the last one ended.
@@ -144,21 +147,23 @@ class Coder {
     void tell_whole(const Linear& linear, WholeBlock* to) const {
         WholeBlock* end = to;
         for (const auto& each : whole_) end = std::copy(each.begin(), each.end(), end);
-        for (int64_t panel = 0; panel < linear.num_panels(); to += num_of_panels_[panel++])
+        for (int64_t panel = 0; panel < linear.num_panels(); panel++) {
             reinterpret_cast<CodeBook*>(linear.weight.as<char>() + panel * linear.panel_bytes())->whole = to;
+            to += num_whole_of_[panel];
+        }
     }
 
     Model& model_;
     Memory room_;
     std::vector<std::vector<WholeBlock>> whole_;  // of each thread's panels
-    std::vector<int64_t> num_of_panels_;          // whole blocks of each panel
+    std::vector<int64_t> num_whole_of_;           // each panel
     int64_t num_whole_ = 0, end_ = 0;
 };
 
 }  // namespace
 
 void code_weights(Model& model) {
-    if (!model.weights.num_bytes()) return;
+    if (!HAS_CODED || !model.weights.num_bytes()) return;
     Coder coder(model);
     for (Layer& layer : model.layers)
         for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) coder.code(*linear);

@@ -74,7 +74,8 @@ void Memory::shrink(int64_t num_bytes) {
 
 int64_t Model::weights_bytes() const {
     auto of = [](const Linear& linear) {
-        return linear.weight.num_bytes() + linear.whole_blocks.num_bytes() + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
+        int64_t numbers = linear.weight.num_bytes() + linear.whole_blocks.num_bytes();
+        return numbers + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
     };
     int64_t total = embedding.num_bytes() + of(head) + int64_t(final_norm.size()) * 4;
     for (const Layer& layer : layers) {

@@ -12,6 +12,9 @@
 #include <algorithm>
 
 #include "coded.h"
+#include "fetch.h"
+#include "model.h"
+#include "simd.h"
 
 namespace millrace {
 

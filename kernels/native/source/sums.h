@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "ahead.h"

@@ -120,18 +120,30 @@ async def compute_until_alone(engine: Engine, run: int) -> None:
     raise AssertionError(f"threads are still left out after {MOST_WAITS * NUM_STEPS} steps")
 
 
-def memory_mib(engine: Engine) -> dict[str, float]:
-    """The most this process had so far, and what is neither weights nor cache: runs of blocks of which any was used,
-    and memory that was taken for those that come next."""
+def peak_mib() -> float:
+    """The most memory this process had, since it began or since `forget_peak`."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def forget_peak() -> None:
+    """Takes note of what is there now as the most there was: it is counted anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_mib(engine: Engine, while_loading: float) -> dict[str, float]:
+    """The most this process had since it was ready, and what is neither weights nor cache: runs of blocks of which any
+    was used, and memory that was taken for those that come next. Besides, the most until then: weights take more
+    before they are coded."""
     assert isinstance(engine._parts, EngineParts)
     cache: Any = engine._parts.loaded.runner.cache  # type: ignore[attr-defined]
     num_used = int(np.count_nonzero(cache.data[0].any(axis=(1, 2, 3))))
     used = num_used * cache.data[:, 0].nbytes
     taken = max(used, cache.ahead.num_taken)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_mib() * 2**20
     weights = native_of(engine).weights_bytes + native_of(engine).screen_bytes
     return {
         "peak": peak / 2**20,
+        "peak_while_loading": while_loading,
         "weights": weights / 2**20,
         "used_cache": used / 2**20,
         "taken_cache": taken / 2**20,
@@ -161,13 +173,15 @@ async def measure(model: str, rounds: int) -> dict[str, Any]:
     ratios: list[float] = []
     alone: list[float] = []
     async with Engine(config) as engine:
+        while_loading = peak_mib()
+        forget_peak()
         for run in range(rounds + 1):
             found = await growth(engine, run)
             shares = {name: await _drawn_share(engine, name, run) for name in drawn}
             quiet, busy = await beside_a_neighbour(engine, run)
             _say(f"round {run}: {found}, drawn {shares}, p95 step {quiet:.1f} ms, beside a neighbour {busy:.1f}")
             if not run:
-                memory = memory_mib(engine)
+                memory = memory_mib(engine, while_loading)
                 continue
             for number, rate in found.items():
                 grown[number].append(rate)

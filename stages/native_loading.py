@@ -173,11 +173,11 @@ def _fill(model: NativeModel, root: Path, shape: ModelConfig, load_format: str) 
 
 
 def _code(model: NativeModel) -> None:
-    """Makes the weights smaller, where that loses nothing; without the memory for it they stay as they are."""
+    """Makes the weights smaller, where that loses nothing; what there is no memory for stays as it is."""
     before = model.weights_bytes
     try:
         model.code_weights()
     except MemoryError as error:
-        log.warning("weights.left", reason=str(error))
+        log.warning("weights.not_coded", reason=str(error))
     if model.weights_bytes < before:
         log.info("weights.coded", weights_mib=round(model.weights_bytes / 2**20, 1), of_mib=round(before / 2**20, 1))

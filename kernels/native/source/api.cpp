@@ -113,7 +113,7 @@ EXPORT int32_t millrace_set_tensor(Model* model, int64_t layer, int32_t kind, co
     }
 }
 
-// Of a model that has all of its tensors, and takes no more. 0: done; 2: no memory, and some are coded.
+// Of a model that has all of its tensors, and takes no more. 0: done; 2: there was no memory for some, which stay as they are.
 EXPORT int32_t millrace_code_weights(Model* model) {
     try {
         std::lock_guard<std::mutex> lock(model->is_running);

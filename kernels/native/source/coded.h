@@ -3,7 +3,7 @@
 // What a step of few rows takes is the time in which its weights come from memory. A number's upper byte, its sign and seven
 // bits of its exponent, hardly differs from one weight to another: 16 of them are those of all but one of 10,000 numbers that
 // are normally distributed. So a panel has a book of its 16 most common upper bytes, and of each number 4 bits that tell which
-// of them it has, and the lower byte. Blocks that have another one, too, are kept whole, elsewhere. Sums are those of the
+// of them it has, and the lower byte. A block with any other upper byte is kept whole as well, elsewhere. Sums are those of the
 // numbers themselves, in their order: no bit of a logit changes. Steps of 1 / 4 / 8 rows take 7 to 27 / 3 to 17 / 0 to 10 %
 // less, most where memory is slow, others and prompts as long as before, 2 % more or less (SmolLM2-135M's and Qwen3-0.6B's
 // shape, of random numbers; two cores of a Zen 4 class EPYC, memory at 33 to 57 GB/s).

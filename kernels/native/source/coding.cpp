@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
+#include <exception>
+#include <new>
 #include <numeric>
 #include <vector>
 
@@ -89,17 +92,25 @@ class Coder {
         Linear coded;
         coded.n = linear.n, coded.k = linear.k, coded.type = CODED;
         if (linear.type != BFLOAT16 || linear.k % 4 || !code_to_room(linear, coded)) return move(linear);
-        Memory whole(whole_bytes());  // may be the last there is: before anything has changed
-        linear.type = CODED;
+        Memory whole(whole_bytes());  // like all that memory may lack for, before anything has changed
         place(linear, [&](char* to) {
             model_.pool->run(num_threads(), [&](int thread) {
                 int64_t first, last, size = coded.panel_bytes();
                 share(coded.num_panels(), thread, num_threads(), &first, &last);
                 std::memcpy(to + first * size, room_.as<char>() + first * size, (last - first) * size);
             });
+            linear.type = CODED;
         });
         tell_whole(linear, whole.as<WholeBlock>());
         linear.whole_blocks = std::move(whole);
+    }
+
+    // A linear as it is, to where the last one ended.
+    void move(Linear& linear) {
+        const char* from = linear.weight.as<char>();
+        place(linear, [&](char* to) {
+            if (to != from) std::memmove(to, from, linear.weight_bytes());
+        });
     }
 
     // Bytes of all of them.
@@ -109,31 +120,32 @@ class Coder {
     int num_threads() const { return model_.pool->size(); }
     int64_t whole_bytes() const { return num_whole_ * int64_t(sizeof(WholeBlock)); }
 
-    // False if it is not worth it. A thread that finds so many whole blocks that it is not leaves it at that, so nobody needs
-    // more memory than was set aside: where a lack of it can be told, as it can not by the pool's threads.
+    // False if it is not worth it. Room for whole blocks is set aside before the threads begin, as none of the pool's can tell
+    // of a lack; all stop once there are more of them than it is worth.
     bool code_to_room(const Linear& linear, const Linear& coded) {
         ensure(&room_, coded.weight_bytes());
         whole_.resize(num_threads()), num_whole_of_.resize(linear.num_panels());
         int64_t num_blocks = linear.k / 4, most = num_blocks * linear.num_panels() / BLOCKS_A_WHOLE;
-        for (auto& each : whole_) each.clear(), each.reserve(most + num_blocks);
+        auto share_of = [&](int thread) {
+            std::array<int64_t, 2> panels;
+            share(linear.num_panels(), thread, num_threads(), &panels[0], &panels[1]);
+            return panels;
+        };
+        for (int thread = 0; thread < num_threads(); thread++) {
+            auto [first, last] = share_of(thread);
+            whole_[thread].clear(), whole_[thread].reserve(std::min(most + num_blocks, (last - first) * num_blocks));
+        }
+        std::atomic<int64_t> num_whole{0};
         model_.pool->run(num_threads(), [&](int thread) {
-            int64_t first, last;
-            share(linear.num_panels(), thread, num_threads(), &first, &last);
-            for (int64_t panel = first; panel < last && int64_t(whole_[thread].size()) <= most; panel++)
-                num_whole_of_[panel] = code_panel(linear.weight.as<bf16>() + panel * linear.k * PANEL, num_blocks,
-                                                  room_.as<uint8_t>() + panel * coded.panel_bytes(), &whole_[thread]);
+            auto [first, last] = share_of(thread);
+            for (int64_t panel = first; panel < last && num_whole <= most; panel++) {
+                const bf16* from = linear.weight.as<bf16>() + panel * linear.k * PANEL;
+                uint8_t* to = room_.as<uint8_t>() + panel * coded.panel_bytes();
+                num_whole += num_whole_of_[panel] = code_panel(from, num_blocks, to, &whole_[thread]);
+            }
         });
-        num_whole_ = 0;
-        for (const auto& each : whole_) num_whole_ += int64_t(each.size());
+        num_whole_ = num_whole;
         return num_whole_ <= most && coded.weight_bytes() + whole_bytes() < linear.weight_bytes();
-    }
-
-    // A linear as it is, to where the last one ended.
-    void move(Linear& linear) {
-        const char* from = linear.weight.as<char>();
-        place(linear, [&](char* to) {
-            if (to != from) std::memmove(to, from, linear.weight_bytes());
-        });
     }
 
     template <class Put>
@@ -165,9 +177,19 @@ class Coder {
 void code_weights(Model& model) {
     if (!HAS_CODED || !model.weights.num_bytes()) return;
     Coder coder(model);
+    std::exception_ptr lack;
+    auto code = [&](Linear& linear) {
+        try {
+            coder.code(linear);
+        } catch (const std::bad_alloc&) {  // a smaller one may have enough
+            lack = std::current_exception();
+            coder.move(linear);
+        }
+    };
     for (Layer& layer : model.layers)
-        for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) coder.code(*linear);
+        for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) code(*linear);
     model.weights.shrink(coder.end());
+    if (lack) std::rethrow_exception(lack);
 }
 
 #else

@@ -21,6 +21,7 @@ MAX_HEADER_LINE = 8 * 1024
 MAX_HEADER_BLOCK = 16 * 1024
 MAX_HEADERS = 100
 MAX_READ = 16 * 1024  # bytes parsed in one go: made of the shortest chunks these take 10 ms, and 256 KiB would take 170
+TOKENS = ("Expect", "Upgrade", "Connection", "Sec-WebSocket-Version")  # headers in ASCII, quoted by errors of aiohttp
 LINGER_S = 1.0  # of reading on after an early answer, so that the client gets to see it
 
 
@@ -151,11 +152,16 @@ class Listener(web.Server):
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Lets the loop turn between pipelined requests: from Python 3.12 on aiohttp runs a handler at once, and the
-        300 and more that fit in one read would follow one another if none has to wait."""
+        300 and more that fit in one read would follow one another if none has to wait.
+
+        Refuses bytes that are no text where HTTP allows names only: aiohttp fails over errors that would quote them."""
         connection = request.protocol
         assert isinstance(connection, Connection)
         if connection.has_more_requests:
             await asyncio.sleep(0)
+        for name in TOKENS:
+            if not all(value.isascii() for value in request.headers.getall(name, ())):
+                return error_response(ApiError("bad_request", f"the header {name} is not ASCII"))
         return await self._handler(request)
 
 

@@ -49,6 +49,22 @@ def test_an_endless_header_is_cut_off_after_sixteen_kibibytes(server):
     check_error(answer, 431)
 
 
+@pytest.mark.parametrize("name", ["Expect", "Upgrade", "Connection", "Sec-WebSocket-Version"])
+@pytest.mark.parametrize("path", ["/health", "/nope", "/v1/stream", "/v1/completions"])
+def test_bytes_that_are_no_text_in_a_header_of_names_are_refused_and_no_error_of_ours(server, path, name):
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    for value in ("websocket\udcff", "\udcff", "é"):
+        head = head_bytes("GET", path, headers | {name: "MARK"})
+        told = tell(server, head.replace(b"MARK", value.encode("utf-8", "surrogateescape")))
+        check_error(told.answer(), 400)
+    assert "unhandled error" not in server.errors() and "request.failed" not in server.errors()
+
+
+def test_bytes_that_are_no_text_in_any_other_header_are_let_through(server):
+    head = head_bytes("GET", "/health", {"X-Name": "MARK"}).replace(b"MARK", b"Jos\xe9")
+    assert tell(server, head).answer().status == 200
+
+
 def test_headers_within_the_limits_are_served(server):
     for data in (
         with_header("X-Long", 8000),

@@ -64,7 +64,8 @@ class RunningServer:
 
     def errors(self) -> str:
         """What it has written to stderr so far."""
-        return os.pread(self._errors.fileno(), 10_000_000, 0).decode(errors="replace")
+        errors = self._errors.fileno()
+        return os.pread(errors, os.fstat(errors).st_size, 0).decode(errors="replace")
 
     def ask(self, question: str) -> Any:
         """See `scripted_serve`."""

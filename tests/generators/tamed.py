@@ -19,6 +19,7 @@ FORMS: dict[str, Any] = {
     "guided_choice": ["a", "b"],
     "guided_grammar": 'root ::= "a"',
 }
+NOTHING: dict[str, Any] = {}
 PATIENCE_S = 60.0
 Body = dict[str, Any]
 
@@ -59,23 +60,32 @@ def _tools(body: Body) -> None:
     """Each with a name of its own and a schema that is one; the choice among them."""
     names = []
     for i, tool in enumerate(body.get("tools") or ()):
-        function = tool.get("function", tool)
-        function["name"] = f"tool{i}"
-        names.append(function["name"])
-        for key in ("parameters", "input_schema"):
-            if function.get(key) is not None:
-                function[key] = OBJECT
+        names.append(f"tool{i}")
+        for function in (tool, _object(tool, "function")):  # where names are depends on the route
+            if "name" in function:
+                function["name"] = names[i]
+            for key in ("parameters", "input_schema"):
+                if function.get(key) is not None:
+                    function[key] = OBJECT
     choice = body.get("tool_choice")
-    kind = choice if isinstance(choice, str) else (choice or {}).get("type")
+    kind = choice if isinstance(choice, str) else (choice or NOTHING).get("type")
     if kind not in (None, "auto", "none") and (not names or body.get("use_beam_search")):
         del body["tool_choice"]
     elif kind in ("function", "tool"):
-        choice.get("function", choice)["name"] = names[0]
+        for function in (choice, _object(choice, "function")):
+            if "name" in function:
+                function["name"] = names[0]
 
 
 def _nested_form(body: Body, outer: str, inner: str) -> None:
-    form = (body.get(outer) or {}).get(inner)
-    if form and "schema" in form:
+    form = _object(_object(body, outer), inner)
+    if "schema" in form:
         form["schema"] = OBJECT
-    if form and form.get("type") == "json_schema" and "name" in form:
+    if form.get("type") == "json_schema" and "name" in form:
         form["name"] = "a"
+
+
+def _object(body: Body, name: str) -> Body:
+    """That field, or nothing if it is no object: a route may not know the name, and then its value is anything."""
+    value = body.get(name)
+    return value if isinstance(value, dict) else NOTHING

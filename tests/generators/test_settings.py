@@ -1,0 +1,22 @@
+"""Engines with drawn settings, as many as fit a change; MILLRACE_FULL=1 and a command for more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.counts import count, first_seed
+from tests.generators import settings
+
+pytestmark = pytest.mark.slow
+
+
+def test_no_answer_depends_on_how_an_engine_is_set_or_on_what_runs_beside_it():
+    taken = settings.run(count(15, 300), first_seed())
+    assert set(taken) == {"swap", "recompute"}
+
+
+def test_an_answer_that_does_depend_is_told(monkeypatch):
+    monkeypatch.setitem(settings.ALONE, "dtype", "float32")
+    monkeypatch.setitem(settings.NUMBERS, "dtype", ["bfloat16"])
+    with pytest.raises(AssertionError, match=r"seed 1, case \d+, .*answers \[\d+.*\] are others"):
+        settings.run(20, 1)

@@ -21,7 +21,7 @@ MAX_HEADER_LINE = 8 * 1024
 MAX_HEADER_BLOCK = 16 * 1024
 MAX_HEADERS = 100
 MAX_READ = 16 * 1024  # bytes parsed in one go: made of the shortest chunks these take 10 ms, and 256 KiB would take 170
-TOKENS = ("Expect", "Upgrade", "Connection", "Sec-WebSocket-Version")  # headers in ASCII, quoted by errors of aiohttp
+ASCII_HEADERS = ("Expect", "Upgrade", "Connection", "Sec-WebSocket-Version", "Sec-WebSocket-Key")  # see `not_ascii`
 LINGER_S = 1.0  # of reading on after an early answer, so that the client gets to see it
 
 
@@ -96,9 +96,7 @@ class Connection(web.RequestHandler):
         else:
             self.log_exception("unhandled error", exc_info=exc)
             error = ApiError("internal_error", "internal error")
-        response = error_response(error)
-        response.force_close()
-        return response
+        return closing_response(error)
 
     def _is_between_requests(self) -> bool:
         """Whether what arrives now belongs to headers: no request is waiting, under way or sending its body."""
@@ -152,17 +150,32 @@ class Listener(web.Server):
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Lets the loop turn between pipelined requests: from Python 3.12 on aiohttp runs a handler at once, and the
-        300 and more that fit in one read would follow one another if none has to wait.
-
-        Refuses bytes that are no text where HTTP allows names only: aiohttp fails over errors that would quote them."""
+        300 and more that fit in one read would follow one another if none has to wait."""
         connection = request.protocol
         assert isinstance(connection, Connection)
         if connection.has_more_requests:
             await asyncio.sleep(0)
-        for name in TOKENS:
-            if not all(value.isascii() for value in request.headers.getall(name, ())):
-                return error_response(ApiError("bad_request", f"the header {name} is not ASCII"))
+        if name := not_ascii(request):
+            error = ApiError("bad_request", f"the header {name} has bytes beyond ASCII: leave these out")
+            return closing_response(error)
         return await self._handler(request)
+
+
+def not_ascii(request: web.BaseRequest) -> str | None:
+    """The first of `ASCII_HEADERS` that has other bytes, or None. HTTP allows none there, and aiohttp fails over them:
+    it can not encode an error that quotes them, or does not expect what its decoder says of a key."""
+    for name in ASCII_HEADERS:
+        if not all(value.isascii() for value in request.headers.getall(name, ())):
+            return name
+    return None
+
+
+def closing_response(error: ApiError) -> web.Response:
+    """An error of a request that no route has seen, behind which the connection closes."""
+    response = error_response(error)
+    response.headers.update({"Server": "millrace", "X-Content-Type-Options": "nosniff"})
+    response.force_close()
+    return response
 
 
 def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> web.Response:

@@ -20,6 +20,12 @@ from tests.security.test_t40_smuggling import REFUSED, request
 
 GOOD = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
 CHUNKED = head_bytes("POST", TEXT, {"Content-Type": "application/json", "Transfer-Encoding": "chunked"})
+HANDSHAKE = {
+    "Upgrade": "websocket",
+    "Connection": "Upgrade",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+}
 SEEDS: list[bytes] = [
     *REFUSED.values(),
     request(),
@@ -32,7 +38,7 @@ SEEDS: list[bytes] = [
     head_bytes("OPTIONS", TEXT, {"Origin": "http://a", "Access-Control-Request-Method": "POST"}),
     head_bytes("POST", TEXT, {"Expect": "100-continue", "Content-Length": "2", "Content-Type": "application/json"})
     + b"{}",
-    head_bytes("GET", "/v1/stream", {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}),
+    head_bytes("GET", "/v1/stream", HANDSHAKE),
     head_bytes("GET", "/health", {"X-Long": "x" * 9000}),
     head_bytes("POST", TEXT, {"Content-Encoding": "gzip", "Content-Length": "4", "Content-Type": "application/json"})
     + b"\x1f\x8b\x08\x00",

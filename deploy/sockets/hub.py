@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from aiohttp import web
 
 from ...runtime.log import get_logger
+from ..connections import error_response
 from ..errors import ApiError, not_serving, unforeseen
 from ..generation import Generation
 from ..metrics import Metrics
@@ -69,7 +70,10 @@ class Hub:
     async def _serve(self, request: web.Request, make_session: Callable[[Peer], SocketSession]) -> web.StreamResponse:
         self.service.require_engine()
         peer = Peer(request, self.config)
-        await peer.open()
+        try:
+            await peer.open()
+        except ConnectionError:  # nobody is there to read this
+            return error_response(ApiError("bad_request", "the client left before its handshake was answered"))
         session = make_session(peer)
         try:
             if len(self._sessions) >= self.config.ws_max_sockets:

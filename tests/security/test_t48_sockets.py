@@ -9,7 +9,8 @@ import time
 import pytest
 
 from tests.counts import count, first_seed
-from tests.deploy.running import RunningServer
+from tests.deploy.running import RunningServer, head_bytes
+from tests.generators.http_mutator import HANDSHAKE, tell
 from tests.security.frames import CLOSE, frame, say, upgraded
 from tests.security.test_t48_disconnects import gone_in_time
 
@@ -40,6 +41,14 @@ def test_everything_is_free_soon_after_the_client_has_left(slow_server, fields, 
 
 @pytest.mark.slow
 @pytest.mark.memory(left_mib=4 + NUM_ROUNDS / 10)  # twenty at a time leave the allocator's memory in pieces
+def test_a_client_that_leaves_before_its_handshake_is_answered_is_no_error_of_ours(slow_server):
+    behind = head_bytes("GET", "/health", {})  # while it is there, the handshake waits for a turn of the loop
+    for _ in range(20):
+        told = tell(slow_server, head_bytes("GET", "/v1/stream", HANDSHAKE) + behind)  # and says that no more comes
+        assert b" 500 " not in told
+    assert "request.failed" not in slow_server.errors()
+
+
 def test_at_random_moments(slow_server):
     draw = random.Random(first_seed())
     for _ in range(NUM_ROUNDS):

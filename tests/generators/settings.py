@@ -3,8 +3,8 @@
     python -m tests.generators.settings --cases 500 [--model FOLDER]
 
 A case draws how numbers are kept, how an engine is to work, and requests that come at once: greedy ones, drawn ones
-with seeds, some with a common beginning, some that repeat themselves, some whose client leaves midway. Every answer has
-to be that of an engine with the same numbers on one thread, which computes each request whole and alone: whatever is
+with seeds, some with a common beginning, some that repeat themselves, some whose client leaves midway. Each has to get
+the tokens that an engine with the same numbers on one thread gives it, which computes it whole and alone: whatever is
 batched, cut, drafted, found in the cache, swapped out or computed again. On a CPU, by the native library.
 """
 
@@ -38,7 +38,11 @@ SETTINGS: dict[str, list[Any]] = {
     "swap_space": [0.0, 0.25],
     "itl_target_ms": [0.0, 5.0, 50.0],
 }
-POOLS = [LENGTH + 64, 2 * LENGTH, 40 * LENGTH]  # tokens that have room at once: in most of them they take each other's
+POOLS = [
+    LENGTH + 64,
+    2 * LENGTH,
+    40 * LENGTH,
+]  # tokens that have room at once: in the first two, sequences take each other's blocks
 ALONE = {"threads": 1, "max_num_seqs": 1, "speculation": "off", "enable_prefix_caching": False, "num_gpu_blocks": 1000}
 
 
@@ -62,11 +66,15 @@ class Case:
     @classmethod
     def of(cls, draw: random.Random) -> Case:
         """The next one."""
-        numbers, settings = ({name: draw.choice(known) for name, known in all.items()} for all in (NUMBERS, SETTINGS))
+        numbers, settings = _one_of_each(draw, NUMBERS), _one_of_each(draw, SETTINGS)
         common = _ids(draw, draw.choice([0, 16, 33, 70]))
         settings["num_gpu_blocks"] = draw.choice(POOLS) // settings["block_size"]
         requests = [_request(draw, common) for _ in range(draw.choice([1, 5, 20, 34]))]
         return cls(numbers, settings, requests)
+
+
+def _one_of_each(draw: random.Random, known: dict[str, list[Any]]) -> dict[str, Any]:
+    return {name: draw.choice(values) for name, values in known.items()}
 
 
 def _ids(draw: random.Random, count: int) -> list[int]:
@@ -77,9 +85,8 @@ def _request(draw: random.Random, common: list[int]) -> Asked:
     prompt = draw.choice([[], common]) + _ids(draw, draw.randint(1, 90))
     if draw.random() < 0.2:
         prompt = prompt[:3] * 20
-    max_tokens = draw.randint(
-        1, min(LENGTH - len(prompt), draw.choice([40, 120]))
-    )  # long ones take each other's blocks
+    longest = draw.choice([40, 120])  # sequences that grow by the latter take each other's blocks
+    max_tokens = draw.randint(1, min(LENGTH - len(prompt), longest))
     how: dict[str, Any] = draw.choice(
         [
             {"temperature": 0.0},
@@ -114,12 +121,14 @@ class Engines:
     async def answer_each(self, numbers: dict[str, Any], requests: list[Asked]) -> list[list[int]]:
         """By one with these numbers, one after the other."""
         async with self._engine(numbers | ALONE) as engine:
-            return [await _answer(engine, asked) for asked in requests]
+            async with asyncio.timeout(TIMEOUT_S):
+                return [await _answer(engine, asked) for asked in requests]
 
     async def answer_all(self, settings: dict[str, Any], requests: list[Asked]) -> list[list[int]]:
         """By one with these settings, at once."""
         async with self._engine(settings) as engine:
-            answers = await asyncio.wait_for(asyncio.gather(*(_answer(engine, asked) for asked in requests)), TIMEOUT_S)
+            async with asyncio.timeout(TIMEOUT_S):
+                answers = await asyncio.gather(*(_answer(engine, asked) for asked in requests))
             schedule: Any = engine.pipeline.stages["schedule"]
             for (how, _), number in schedule.scheduler.preemptions.items():
                 self.num_taken[how] += number
@@ -135,11 +144,15 @@ def run(cases: int, seed: int, model: str | None = None) -> Counter[str]:
     engines = Engines(model)
     for number in range(cases):
         case = Case.of(random.Random(seed * 1_000_003 + number))
-        wanted = asyncio.run(engines.answer_each(case.numbers, case.requests))
-        found = asyncio.run(engines.answer_all(case.numbers | case.settings, case.requests))
-        other = [place for place, tokens in enumerate(found) if tokens != wanted[place]]
         told = f"seed {seed}, case {number}, {case.numbers}, {case.settings}"
-        assert not other, f"{told}: answers {other} are others; the first to {case.requests[other[0]]}"
+        try:
+            wanted = asyncio.run(engines.answer_each(case.numbers, case.requests))
+            found = asyncio.run(engines.answer_all(case.numbers | case.settings, case.requests))
+        except Exception as error:
+            raise AssertionError(f"{told}: {error!r}") from error
+        other = [place for place, tokens in enumerate(found) if tokens != wanted[place]]
+        if other:
+            raise AssertionError(f"{told}: answers {other} are others; the first to {case.requests[other[0]]}")
     return engines.num_taken
 
 
@@ -151,7 +164,8 @@ def main() -> None:
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     taken = dict(run(options.cases, options.seed, options.model))
-    print(f"{options.cases} engines with drawn settings: each request has its answer alone; blocks were taken: {taken}")
+    print(f"{options.cases} engines with drawn settings: each request has the tokens that it has alone")
+    print(f"blocks were taken: {taken}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ FORMS: dict[str, Any] = {
     "guided_choice": ["a", "b"],
     "guided_grammar": 'root ::= "a"',
 }
-NOTHING: dict[str, Any] = {}
 PATIENCE_S = 60.0
 Body = dict[str, Any]
 
@@ -37,8 +36,8 @@ def tamed(value: Any) -> Any:
     _nested_form(body, "output_config", "format")
     if body.get("timeout_s") is not None:
         body["timeout_s"] = PATIENCE_S
-    if body.get("bad_words"):
-        body["bad_words"] = [word for word in body["bad_words"] if word.strip()]
+    if isinstance(body.get("bad_words"), list):
+        body["bad_words"] = [word for word in body["bad_words"] if not isinstance(word, str) or word.strip()]
     body.pop("dimensions", None)  # the scripted model's embeddings can not be cut
     return body
 
@@ -58,8 +57,11 @@ def _one_form(body: Body) -> None:
 
 def _tools(body: Body) -> None:
     """Each with a name of its own and a schema that is one; the choice among them."""
-    names = []
-    for i, tool in enumerate(body.get("tools") or ()):
+    names: list[str] = []
+    tools = body.get("tools")
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if not isinstance(tool, dict):
+            return
         names.append(f"tool{i}")
         for function in (tool, _object(tool, "function")):  # where names are depends on the route
             if "name" in function:
@@ -68,10 +70,10 @@ def _tools(body: Body) -> None:
                 if function.get(key) is not None:
                     function[key] = OBJECT
     choice = body.get("tool_choice")
-    kind = choice if isinstance(choice, str) else (choice or NOTHING).get("type")
+    kind = choice if isinstance(choice, str) else _object(body, "tool_choice").get("type")
     if kind not in (None, "auto", "none") and (not names or body.get("use_beam_search")):
         del body["tool_choice"]
-    elif kind in ("function", "tool"):
+    elif kind in ("function", "tool") and isinstance(choice, dict):
         for function in (choice, _object(choice, "function")):
             if "name" in function:
                 function["name"] = names[0]
@@ -88,4 +90,4 @@ def _nested_form(body: Body, outer: str, inner: str) -> None:
 def _object(body: Body, name: str) -> Body:
     """That field, or nothing if it is no object: a route may not know the name, and then its value is anything."""
     value = body.get(name)
-    return value if isinstance(value, dict) else NOTHING
+    return value if isinstance(value, dict) else {}

@@ -171,7 +171,7 @@ def not_ascii(request: web.BaseRequest) -> str | None:
 
 
 def closing_response(error: ApiError) -> web.Response:
-    """An error of a request that no route has seen, behind which the connection closes."""
+    """An error that no route and no middleware answers, behind which the connection closes."""
     response = error_response(error)
     response.headers.update({"Server": "millrace", "X-Content-Type-Options": "nosniff"})
     response.force_close()

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from . import step_state, triton_attention, triton_launch, triton_layers, triton_plan, triton_step
-from .work_lists import AttentionShape, extend_tiling
+from .work_lists import REGISTERS, AttentionShape, extend_tiling
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block may have
 PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # blocks on one multiprocessor, each with 1 KiB of its own more
-REGISTERS = 1 << 16  # of a multiprocessor
 NUM_PROCESSORS = 132  # of an H200
 # A thread's, for values outside loops over tokens: Triton 3.7 (PyTorch 2.13's) keeps one of fp8 extend there, read once
 # an item; no other release needs any.
@@ -166,6 +165,17 @@ def attention_cases(
     plain = [case("decode"), case("extend")]
     others: list[tuple[int | None, float | None, bool]] = [(4096, None, False), (None, 50.0, False), (None, None, True)]
     return [*plain, *(case(kind, *options) for options in others for kind in ("decode", "extend"))]
+
+
+def group_cases(head_dim: int) -> list[Case]:
+    """As many query heads to a key/value head as models have, in bfloat16, over a cache of either kind. The same lines
+    take other registers: of 2 heads so many that two programs of three fitted, and an H200 took a third longer."""
+    sizes = [(group, cache) for group in (1, 2, 8) for cache in (None, torch.float8_e4m3fn)]
+    return [
+        replace(case, name=f"{case.name} group {group}")
+        for group, cache in sizes
+        for case in attention_cases(head_dim, torch.bfloat16, group, cache_dtype=cache)[:2]
+    ]
 
 
 def step_cases() -> list[Case]:
@@ -339,6 +349,7 @@ def main() -> int:
     cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
     small = torch.float8_e4m3fn
     cases += [case for dim in head_dims for case in attention_cases(dim, torch.bfloat16, cache_dtype=small)]
+    cases += [case for dim in head_dims for case in group_cases(dim)]
     num_problems = 0
     for arch in options.arch or sorted(SHARED_BYTES, reverse=True):
         for case in (case for case in cases + all_cases(arch, head_dims, dtypes) if arch >= case.least_arch):

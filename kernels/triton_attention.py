@@ -129,7 +129,8 @@ def attend(
         B=block_size, D=head_dim, BLOCK_D=block_d, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
         HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
         HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
-        PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps, enable_fp_fusion=True,
+        PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
+        maxnreg=tiling.max_registers, enable_fp_fusion=True,
     )  # fmt: skip
     if division.max_splits:
         block_r = min(next_power_of_2(rows), max(1, MERGED_ELEMENTS // (4 * block_d)))

@@ -27,6 +27,8 @@ from torch import Tensor
 
 Ints = npt.NDArray[np.int32]
 
+REGISTERS = 1 << 16  # of a multiprocessor
+MOST_REGISTERS = 255  # of a thread
 MIN_ROWS = 16  # the smallest M of a tensor-core dot; a group of fewer heads is padded: that costs FLOPs, not bytes
 MIN_TILES = 4  # of a program's stretch: shorter pieces cost more to merge than they gain
 MAX_FIXED_PIECES = 16  # of a decode task in batch-invariant mode, which bounds the partial sums of long contexts
@@ -63,6 +65,13 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int  # depth of the software pipeline of loads
     occupancy: int  # programs that fit on a multiprocessor together
+
+    @property
+    def max_registers(self) -> int | None:
+        """Of a thread, so that the compiler leaves enough for `occupancy` programs: a multiprocessor gives REGISTERS
+        out to a warp by 8 a thread. None: what a thread can have at most is not too many."""
+        registers = REGISTERS // (32 * self.num_warps * self.occupancy) // 8 * 8
+        return registers if registers < MOST_REGISTERS else None
 
 
 @dataclass(frozen=True, slots=True)

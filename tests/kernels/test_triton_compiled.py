@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from millrace.kernels import compile_cases, compile_check, triton_launch
 from millrace.kernels.compile_check import Case, Report
+from millrace.kernels.work_lists import REGISTERS, Tiling
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,6 +31,7 @@ CASES = [
     *((90, case) for case in compile_check.attention_cases(128, BF16)),
     *((90, case) for case in compile_check.attention_cases(128, BF16, cache_dtype=torch.float8_e4m3fn)[:2]),
     *((80, case) for case in compile_check.attention_cases(128, BF16)[:2]),
+    *((90, case) for case in compile_check.group_cases(128)),
 ]
 
 
@@ -85,7 +87,15 @@ def test_a_launch_is_recorded_with_all_its_arguments() -> None:
     assert [launch.kernel.__name__ for launch in launches] == ["_list_kernel", "_attention_kernel", "_merge_kernel"]
     for launch in launches:
         assert set(launch.arguments) == set(launch.kernel.arg_names)
-        assert launch.options == {"num_warps": 8 if "merge" in launch.kernel.__name__ else 4, "enable_fp_fusion": True}
+    plain = {"num_warps": 4, "enable_fp_fusion": True}
+    assert [launch.options for launch in launches] == [plain, plain | {"maxnreg": 168}, plain | {"num_warps": 8}]
+
+
+def test_programs_that_share_a_multiprocessor_get_an_even_share_of_its_registers() -> None:
+    for occupancy, registers in ((1, None), (2, None), (3, 168), (4, 128)):
+        tiling = Tiling(16, 64, 4, 2, occupancy)
+        assert tiling.max_registers == registers
+        assert registers is None or occupancy * registers * 4 * 32 <= REGISTERS < occupancy * (registers + 8) * 4 * 32
 
 
 def test_launches_are_the_same_for_any_lengths() -> None:

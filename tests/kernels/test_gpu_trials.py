@@ -93,6 +93,17 @@ def test_an_fp8_cache_that_forgets_its_scales_is_found(has_norms: bool) -> None:
         assert (check(trial) == []) == is_right
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_what_bfloat16_rounds_before_a_head_is_turned_is_no_fault_of_the_kernel(is_fp8: bool) -> None:
+    def a_tenth_off(*args: Any) -> Tensor:
+        return KERNELS.attention_prologue(args[0] * 1.1, *args[1:])
+
+    for kernels, is_right in ((KERNELS, True), (replace(KERNELS, attention_prologue=a_tenth_off), False)):
+        draw = torch.Generator().manual_seed(0)
+        trial = prologue_trial(kernels, WIDTHS, 300, torch.bfloat16, draw, has_norms=True, is_fp8=is_fp8)
+        assert (check(trial) == []) == is_right
+
+
 @pytest.mark.parametrize("more", [{"window": 9}, {"soft_cap": 3.0}, {"is_fp8": True}])
 def test_what_attention_is_asked_for_besides_is_checked(more: dict[str, Any]) -> None:
     load = [(1, 40), (7, 30)]

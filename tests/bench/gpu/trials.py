@@ -49,14 +49,18 @@ def poisoned_memory() -> Iterator[None]:
             torch.use_deterministic_algorithms(False)
 
 
-def far(name: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> Iterator[str]:
-    """A sentence if `got` is not near what float64 gives; NaN is near nothing, and infinities only to themselves."""
+def far(
+    name: str, got: Tensor, want: Tensor, tolerance: float | None = None, slack: Tensor | None = None
+) -> Iterator[str]:
+    """A sentence if `got` is not near what float64 gives; NaN is near nothing, and infinities only to themselves.
+    `slack`, of the same shape, is what each number may be off besides."""
     allowed = TOLERANCES[got.dtype] if tolerance is None else tolerance
     if got.shape != want.shape:
         yield f"{name} is {list(got.shape)}, and should be {list(want.shape)}"
         return
     mine, his = got.double(), want.double().to(got.device)
-    error = torch.where(mine == his, 0.0, (mine - his).abs() / (1 + his.abs()))
+    room = 0.0 if slack is None else slack.to(got.device)
+    error = torch.where(mine == his, 0.0, ((mine - his).abs() - room) / (1 + his.abs()))
     is_far = ~(error <= allowed)
     if bool(is_far.any()):
         worst = error.nan_to_num(torch.inf).max().item()

@@ -2,7 +2,7 @@
 
 Grids depend on the padded size of a step alone, so that a captured graph serves every step of that size; what there
 really is to do is read from the diff. None moves more than some megabytes, and most next to nothing: what counts is the
-launch. They have been run in Triton's interpreter and compiled for sm_80 and sm_90, and not yet been run on a GPU.
+launch.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

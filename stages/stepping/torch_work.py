@@ -1,6 +1,6 @@
 """What a step line launches on torch's tensors: a decoder between the kernels that make its inputs and note its tokens.
 
-Runs on a CPU, where the twins do the kernels' part, and is tested there; on a GPU it has not been run yet.
+Runs on a CPU, too, where the twins do the kernels' part, and is tested there.
 """
 
 from __future__ import annotations

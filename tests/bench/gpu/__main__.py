@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def main() -> int:
 
 def run(parts: list[Part], seed: int, *, is_dry: bool) -> dict[str, Any]:
     """What the parts found, as it is written. A dry run takes one process for them all."""
-    told: dict[str, Any] = {"seed": seed, "parts": {part.name: {"rows": [], "wrong": []} for part in parts}}
+    told: dict[str, Any] = {"measured_on": date.today().isoformat(), "seed": seed}
+    told["parts"] = {part.name: {"rows": [], "wrong": []} for part in parts}
     for group in [parts] if is_dry else [[part] for part in parts]:
         limit_s = DRY_LIMIT_S if is_dry else sum(part.limit_s for part in group)
         began = time.monotonic()

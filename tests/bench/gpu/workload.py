@@ -58,13 +58,21 @@ def run(place: Place) -> None:
     shape, requests, before = chosen(place)
     with TemporaryDirectory() as folder, LLM(**options_of(place, shape, Path(folder))) as llm:
         ask(llm, before)
-        began = time.perf_counter()
+        began, (gaps, idle_s) = time.perf_counter(), idleness(llm)
         counts = ask(llm, requests)
-        place.tell(row_of(shape, requests, time.perf_counter() - began))
+        seconds, (more_gaps, more_idle_s) = time.perf_counter() - began, idleness(llm)
+        idle = {"gaps": more_gaps - gaps, "idle_share": (more_idle_s - idle_s) / seconds}
+        place.tell(row_of(shape, requests, seconds) | idle)
         place.tell({"startup_s": round(sum(llm.info.startup_s.values()), 2), "num_blocks": llm.info.num_blocks})
     for got, (_, want) in zip(counts, requests, strict=True):
         if got != want:
             place.complain(f"an answer has {got} tokens and was to have {want}")
+
+
+def idleness(llm: Any) -> tuple[int, float]:
+    """How often a device stood idle between two steps so far, and for how many seconds; not of one that waits."""
+    gaps = llm.engine.idle_gaps_us
+    return (0, 0.0) if gaps is None else (gaps.num_observed, gaps.total / 1e6)
 
 
 def options_of(place: Place, shape: dict[str, Any], folder: Path) -> dict[str, Any]:

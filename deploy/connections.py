@@ -22,6 +22,7 @@ MAX_HEADER_BLOCK = 16 * 1024
 MAX_HEADERS = 100
 MAX_READ = 16 * 1024  # bytes parsed in one go: made of the shortest chunks these take 10 ms, and 256 KiB would take 170
 ASCII_HEADERS = ("Expect", "Upgrade", "Connection", "Sec-WebSocket-Version", "Sec-WebSocket-Key")  # see `not_ascii`
+CONTINUE = "100-continue"
 LINGER_S = 1.0  # of reading on after an early answer, so that the client gets to see it
 
 
@@ -158,6 +159,8 @@ class Listener(web.Server):
         if name := not_ascii(request):
             error = ApiError("bad_request", f"the header {name} has bytes beyond ASCII: leave these out")
             return closing_response(error)
+        if (request.headers.get("Expect") or CONTINUE).lower() != CONTINUE:
+            return closing_response(ApiError("expectation_failed", f"the only Expect known here is {CONTINUE}"))
         return await self._handler(request)
 
 

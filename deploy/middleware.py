@@ -77,8 +77,6 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError("method_not_allowed", f"this route takes {allowed}", headers={"Allow": allowed})
         case 413:
             return ApiError("body_too_large", "the body is too long")
-        case 417:
-            return ApiError("expectation_failed", "the only Expect known here is 100-continue")
         case _:
             return ApiError("bad_request", "bad request")
 

@@ -10,11 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from ..runtime.log import get_logger
 from ..stages.messages import ChatPrompt
-from .connections import error_response
 from .dashboard.feed import Feed
 from .embeddings import Embeddings
 from .errors import ApiError, shorten
@@ -237,13 +236,11 @@ class Routes:
         return answer({"id": some_id, "aborted": True})
 
 
-async def expect(request: web.Request) -> web.Response | None:
-    """Tells a client that waits with its body to send it."""
-    if request.headers.get("Expect", "").lower() != "100-continue":
-        return error_response(ApiError("expectation_failed", "the only Expect known here is 100-continue"))
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0
-    return None
+async def expect(request: web.Request) -> None:
+    """Tells a client that waits with its body to send it. HTTP/1.0 knows no such answer."""
+    if request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
 
 
 def answer(data: Mapping[str, Any], status: int = 200) -> web.Response:

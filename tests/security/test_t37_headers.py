@@ -63,6 +63,21 @@ def test_bytes_beyond_ascii_in_a_header_of_names_are_refused_and_no_error_of_our
     assert "unhandled error" not in log and "request.failed" not in log
 
 
+def test_an_expectation_that_nobody_knows_is_417_in_our_words_on_every_route(server):
+    for method, path in (("GET", "/health"), ("GET", "/nope"), ("GET", "/v1/stream"), ("POST", TEXT)):
+        for value in ("x", "100-continue, x", "<b>"):
+            told = tell(server, head_bytes(method, path, {"Expect": value}) + head_bytes("GET", "/health", {}))
+            assert told.is_closed and told.num_responses == 1
+            check_error(told.answer(), 417)
+            assert b"<b>" not in told.answer().body
+
+
+def test_a_client_of_http_1_0_that_expects_to_go_on_is_told_nothing_it_does_not_know(server):
+    head = head_bytes("POST", TEXT, {"Expect": "100-continue", "Content-Length": "2"}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    told = tell(server, head + b"{}")
+    assert told.num_responses == 1 and told.answer().status >= 400
+
+
 def test_bytes_beyond_ascii_in_any_other_header_are_let_through(server):
     head = head_bytes("GET", "/health", {"X-Name": "MARK", "Connection": "close"}).replace(b"MARK", b"Jos\xe9")
     assert tell(server, head).answer().status == 200

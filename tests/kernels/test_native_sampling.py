@@ -119,6 +119,36 @@ def test_a_token_is_the_first_whose_share_of_what_is_kept_is_above_u(size: int, 
         assert sums[token_id] - weights[token_id] / weights.sum() - 1e-5 <= target <= sums[token_id] + 1e-5
 
 
+HEAPS: dict[str, Any] = {
+    "flat": lambda draw, size: draw.standard_normal(size),
+    "peaked": lambda draw, size: np.append(draw.standard_normal(size - 1) * 2.5, 18.0),
+    "a word list's": lambda draw, size: -1.3 * np.log(np.arange(1, size + 1)) + draw.standard_normal(size) * 0.3,
+    "all but equal": lambda draw, size: np.nextafter(np.float32(3), np.float32(draw.integers(2, size=size) * 9)),
+    "of two values": lambda draw, size: draw.integers(2, size=size) * 1e-3,
+    "of the smallest there are": lambda draw, size: draw.integers(-1, 3, size=size) * 1.401298464324817e-45,
+    "far apart": lambda draw, size: draw.standard_normal(size) * 400,
+    "mostly hidden": lambda draw, size: np.where(draw.random(size) < 0.999, -np.inf, draw.standard_normal(size)),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("heap", HEAPS)
+def test_top_p_ends_at_the_token_before_which_less_than_its_share_has_been_seen(heap: str, temperature: float) -> None:
+    """From the unlikeliest on, so that u = 0 takes the last one kept."""
+    size, shares = 20_000, np.array([0.0, 1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 1 - 1e-9])
+    logits = np.sort(HEAPS[heap](np.random.default_rng(size), size).astype(np.float32))
+    token_ids, _ = choose(np.tile(logits, (len(shares), 1)), temperature=temperature, top_p=shares)
+    falling = logits[::-1].astype(np.float64)
+    weights = np.exp((falling - falling[0]) / temperature)
+    weights[weights < 1e-37] = 0  # as good as none in float32
+    before = (weights.cumsum() - weights) / weights.sum()
+    for token_id, share in zip(token_ids, shares, strict=True):
+        ties = np.flatnonzero(falling == falling[size - 1 - token_id])
+        assert ties[-1] == size - 1 - token_id, "all that tie with the last one are kept"
+        assert weights[ties[0]] > 0 and before[ties[0]] <= share + 1e-6, "more is kept than it takes"
+        assert ties[-1] + 1 == size or before[ties[-1] + 1] >= share - 1e-6, "less is kept than it takes"
+
+
 def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     logits = np.array([[2.0, 1.0, 1.0, 1.0, 0.0]] * 200, np.float32)
     u = np.arange(200) / 200

@@ -14,8 +14,10 @@ namespace {
 constexpr int64_t BLOCK = 128;  // tokens that are looked at together
 constexpr int64_t WORDS = BLOCK / 32;  // of a mask, for a block
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-constexpr int NUM_BUCKETS = 4096;
-constexpr float BUCKETS_PER_UNIT = 128.0f;  // of a log-weight; what is below e ** -32 shares the last bucket
+constexpr int RUNGS = 8;
+constexpr float FALLS[RUNGS - 1] = {0.5f, 1, 2, 3, 4.5f, 7, 11};  // of log-weights below the largest, at first
+constexpr int64_t FEW = 128;  // logits, that are sorted
+constexpr int64_t SUMMED = 1024;  // weights that are added up in float32, then in float64
 
 // Sets the logits of tokens whose bits are 0 to -inf.
 void hide(float* logits, const uint32_t* words, int64_t size) {
@@ -29,6 +31,24 @@ void hide(float* logits, const uint32_t* words, int64_t size) {
         }
     }
 }
+
+struct Between {  // [low, high)
+    float low, high;
+};
+
+// Logits, each at most the one before it, and the weights of what is at or above each; of the last, of all that counts.
+struct Rungs {
+    float at[RUNGS];
+    double mass[RUNGS] = {};
+
+    // Where tokens, from the likeliest on, come to `wanted`; `seen` are those before the first rung, and then those above.
+    Between where(double wanted, double& seen) const {
+        int r = 0;
+        while (r + 1 < RUNGS && seen + mass[r] < wanted) r++;
+        if (r > 0) seen += mass[r - 1];
+        return {at[r], r > 0 ? at[r - 1] : std::numeric_limits<float>::infinity()};
+    }
+};
 
 // One row, while its token is chosen.
 class Row {
@@ -70,7 +90,6 @@ class Row {
     // By inverse CDF in the order of the vocabulary, from what top_k, then top_p, then min_p keep. Each keeps all that
     // is at least as likely as some token, so tokens that tie with the last one kept are kept.
     int64_t draw(double temperature, int64_t top_k, double top_p, double min_p, double u) {
-        scale_ = float(1.0 / temperature);
         is_scaled_ = temperature != 1.0;
         temperature_ = float(temperature);
         float least = top_k > 0 && top_k < size_ ? kth_largest(top_k) : NOTHING;
@@ -104,9 +123,7 @@ class Row {
         const float* x = block(b);
         F best = splat(best_), bound = splat(least), temperature = splat(temperature_), sum = zero();
         for (int i = 0; i < BLOCK; i += W) {
-            F logits = load(x + i), value = sub(logits, best);
-            if (is_scaled_) value = div(value, temperature);
-            F weight = where_ge(logits, bound, exp(value), zero());
+            F logits = load(x + i), weight = where_ge(logits, bound, weight_of(logits, best, temperature), zero());
             store(weights + i, weight);
             sum = add(sum, weight);
         }
@@ -134,42 +151,88 @@ class Row {
     }
 
     // The logit of the last token, from the likeliest on, before which less than `share` of what is at or above `least`
-    // has been seen. Tokens are counted in buckets of about the same likelihood, and one bucket is sorted.
+    // has been seen. How much is at or above a few logits is summed up at once; it lies between two of them, and the same
+    // is done with the tokens there, until so few are left that they are sorted.
     float least_of_share(float least, double share) {
-        buckets_.assign(NUM_BUCKETS, 0.0);
-        weights_.resize(num_blocks_ * BLOCK);
-        double mass = 0;
-        for (int64_t b = 0; b < num_blocks_; b++) {
-            if (!counts(b, least)) continue;
-            float* weights = weights_.data() + b * BLOCK;
-            mass += weigh(b, least, weights);
-            const float* x = block(b);
-            for (int i = 0; i < BLOCK; i++)
-                if (weights[i] > 0) buckets_[bucket(x[i])] += weights[i];
+        float lowest = std::max(least, best_ - 87.0f * temperature_);  // below it weights are 0
+        Rungs rungs;
+        for (int r = 0; r + 1 < RUNGS; r++) rungs.at[r] = std::max(best_ - FALLS[r] * temperature_, lowest);
+        rungs.at[RUNGS - 1] = lowest;
+        each_run(lowest, [&](const float* x, int64_t size) { weigh_above(x, size, rungs); });
+        double wanted = share * rungs.mass[RUNGS - 1], seen = 0;
+        Between between = rungs.where(wanted, seen);
+        found_.resize(num_blocks_ * BLOCK + W);  // whole vectors are written
+        int64_t count = 0;
+        each_run(between.low, [&](const float* x, int64_t size) { count = gather(x, size, between, count); });
+        while (count > FEW) {
+            auto [lowest_left, highest_left] = extremes_of_found(count);
+            if (lowest_left == highest_left) return lowest_left;
+            float step = (highest_left - lowest_left) / RUNGS;
+            for (int r = 0; r < RUNGS; r++) rungs.at[r] = highest_left - step * float(r + 1), rungs.mass[r] = 0;
+            rungs.at[RUNGS - 1] = lowest_left;
+            std::fill_n(found_.begin() + count, W, NOTHING);
+            weigh_above(found_.data(), count, rungs);
+            between = rungs.where(wanted, seen);
+            count = gather(found_.data(), count, between, 0);
         }
-        double wanted = share * mass, seen = 0;
-        int crossing = 0;
-        while (crossing < NUM_BUCKETS && seen + buckets_[crossing] < wanted) seen += buckets_[crossing++];
-        if (crossing == NUM_BUCKETS) return least;
-        sorted_.clear();
-        for (int64_t b = 0; b < num_blocks_; b++) {
-            if (!counts(b, least) || bucket(maxima_[b]) > crossing) continue;
-            const float *x = block(b), *weights = weights_.data() + b * BLOCK;
-            for (int i = 0; i < BLOCK; i++)
-                if (weights[i] > 0 && bucket(x[i]) == crossing) sorted_.emplace_back(x[i], weights[i]);
-        }
-        std::sort(sorted_.begin(), sorted_.end(), [](auto& a, auto& b) { return a.first > b.first; });
-        float last = best_;
-        for (auto& [logit, weight] : sorted_) {
-            if (seen >= wanted) break;
-            last = logit;
-            seen += weight;
-        }
+        std::sort(found_.begin(), found_.begin() + count, std::greater<float>());
+        float last = std::min(between.high, best_);
+        for (int64_t i = 0; i < count && seen < wanted; i++) seen += weight_of(last = found_[i]);
         return last;
     }
 
-    int bucket(float logit) const {
-        return int(std::min((best_ - logit) * scale_ * BUCKETS_PER_UNIT, float(NUM_BUCKETS - 1)));
+    // `take(x, count)` of blocks that count and follow each other; the last one of all, which may be filled up, is alone.
+    template <class Take>
+    void each_run(float least, const Take& take) {
+        for (int64_t b = 0, first; b < num_blocks_; b++) {
+            for (first = b; b + 1 < num_blocks_ && counts(b, least);) b++;
+            if (first < b) take(logits_ + first * BLOCK, (b - first) * BLOCK);
+            if (b + 1 == num_blocks_ && counts(b, least)) take(block(b), BLOCK);
+        }
+    }
+
+    // Adds weights of what is at or above each rung. Numbers past `count`, to a whole vector, are -inf.
+    void weigh_above(const float* x, int64_t count, Rungs& rungs) const {
+        F best = splat(best_), temperature = splat(temperature_);
+        for (int64_t begin = 0; begin < count; begin += SUMMED) {
+            F sums[RUNGS];
+            for (F& sum : sums) sum = zero();
+            for (int64_t i = begin; i < std::min(count, begin + SUMMED); i += W) {
+                F logits = load(x + i), weight = weight_of(logits, best, temperature);
+                UNROLL for (int r = 0; r < RUNGS; r++)
+                    sums[r] = add(sums[r], where_ge(logits, splat(rungs.at[r]), weight, zero()));
+            }
+            for (int r = 0; r < RUNGS; r++) rungs.mass[r] += sum_of(sums[r]);
+        }
+    }
+
+    // Writes the logits between two to `found_`, behind `num_found`; how many there are then. From there, too, at or behind
+    // where they are written to. Numbers past `count`, to a whole vector, are -inf.
+    int64_t gather(const float* x, int64_t count, Between between, int64_t num_found) {
+        F low = splat(between.low), high = splat(between.high);
+        for (int64_t i = 0; i < count; i += W) num_found += store_between(found_.data() + num_found, load(x + i), low, high);
+        return num_found;
+    }
+
+    std::pair<float, float> extremes_of_found(int64_t count) const {
+        int64_t i = 0;
+        F falls = splat(NOTHING), rises = falls;
+        for (; i + W <= count; i += W) {
+            F logits = load(found_.data() + i);
+            falls = max(falls, sub(zero(), logits)), rises = max(rises, logits);
+        }
+        float low = -max_of(falls), high = max_of(rises);
+        for (; i < count; i++) low = std::min(low, found_[i]), high = std::max(high, found_[i]);
+        return {low, high};
+    }
+
+    F weight_of(F logits, F best, F temperature) const {
+        F value = sub(logits, best);
+        return exp(is_scaled_ ? div(value, temperature) : value);
+    }
+
+    double weight_of(float logit) const {
+        return max_of(weight_of(splat(logit), splat(best_), splat(temperature_)));
     }
 
     // The first token at or above `least` whose cumulative probability is above u.
@@ -198,12 +261,11 @@ class Row {
 
     const float* logits_ = nullptr;
     int64_t size_ = 0, num_blocks_ = 0;
-    float best_ = 0, scale_ = 1, temperature_ = 1;
+    float best_ = 0, temperature_ = 1;
     bool is_broken_ = false, is_scaled_ = false;
     alignas(64) float tail_[BLOCK];
-    std::vector<float> maxima_, found_, weights_;
-    std::vector<double> sums_, buckets_;
-    std::vector<std::pair<float, float>> sorted_;
+    std::vector<float> maxima_, found_;
+    std::vector<double> sums_;
 };
 
 uint64_t mix(uint64_t z) {

@@ -91,6 +91,12 @@ inline F times_power_where_ge(F a, F b, F x, F n) {
 }
 inline float sum_of(F x) { return sum_of_8(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
 inline float max_of(F x) { return max_of_8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
+// Writes the numbers of x in [low, high), in their order; how many these are. What is behind them, to W numbers, is overwritten.
+inline int64_t store_between(float* p, F x, F low, F high) {
+    __mmask16 is_between = _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, low, _CMP_GE_OQ), x, high, _CMP_LT_OQ);
+    _mm512_storeu_ps(p, _mm512_maskz_compress_ps(is_between, x));
+    return __builtin_popcount(is_between);
+}
 inline F iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 // W pairs (a, b) of bf16: the a's and the b's
 inline F load_even(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
@@ -160,6 +166,14 @@ inline F times_power_where_ge(F a, F b, F x, F n) {
 }
 inline float sum_of(F x) { return sum_of_8(x); }
 inline float max_of(F x) { return max_of_8(x); }
+inline int64_t store_between(float* p, F x, F low, F high) {
+    F is_between = _mm256_and_ps(_mm256_cmp_ps(x, low, _CMP_GE_OQ), _mm256_cmp_ps(x, high, _CMP_LT_OQ));
+    alignas(32) float numbers[W];
+    store(numbers, x);
+    int64_t count = 0;
+    for (int bits = _mm256_movemask_ps(is_between); bits; bits &= bits - 1) p[count++] = numbers[__builtin_ctz(bits)];
+    return count;
+}
 inline F iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
 inline F load_even(const bf16* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));

@@ -5,8 +5,8 @@
 Runs in at most 15 minutes, each part in a process of its own and in at most 4; a part that fails, or takes longer, does
 not stop the others. Exit status 0; 1 with a kernel or an answer that is wrong, or a part that failed; 2 without a GPU.
 
-The parts checks, kernels and steps need no more than torch, triton and numpy, and transformers its own; the others need
-what the engine needs. Nothing has to be installed of this repository itself:
+The parts checks, kernels, steps and where need no more than torch, triton and numpy, and transformers its own; the
+others need what the engine needs. Nothing has to be installed of this repository itself:
 
     mkdir -p build/link && ln -sfn "$PWD" build/link/millrace && export PYTHONPATH=build/link
 

@@ -17,18 +17,20 @@ class Part:
 
 PARTS = (
     Part("checks", "checks:run", 110, "each kernel against float64, on fresh inputs, its memory poisoned"),
-    Part("kernels", "timed:run", 130, "each kernel's time, bytes, FLOPs and share of its floor"),
-    Part("steps-0.6b", "steps:run_small", 80, "decode and prefill steps of Qwen3-0.6B beside their floors"),
-    Part("steps-8b", "steps:run_large", 170, "the same of Llama-3.1-8B"),
+    Part("kernels", "timed:run", 100, "each kernel's time, bytes, FLOPs and share of its floor"),
+    Part("steps-0.6b", "steps:run_small", 50, "decode and prefill steps of Qwen3-0.6B beside their floors"),
+    Part("steps-8b", "steps:run_large", 130, "the same of Llama-3.1-8B"),
+    Part("where-0.6b", "where:run_small", 60, "kernel times by name of Qwen3-0.6B's decode steps, and of its prompts"),
+    Part("where-8b", "where:run_large", 90, "the same of Llama-3.1-8B"),
     Part("workload", "workload:run", 80, "256 requests, prompts and answers of 100 to 1024 tokens, through the engine"),
-    Part("transformers", "transformers_batching:run", 140, "the same requests through transformers' batching"),
+    Part("transformers", "transformers_batching:run", 130, "the same requests through transformers' batching"),
     Part(
         "gates",
         "gates:run",
-        110,
+        80,
         "the same answers with graphs and without, at any depth, preempted or not, in any company",
     ),
-    Part("sanitizer", "sanitizer:run", 80, "the kernels on tiny shapes under compute-sanitizer: memcheck, racecheck"),
+    Part("sanitizer", "sanitizer:run", 70, "the kernels on tiny shapes under compute-sanitizer: memcheck, racecheck"),
 )
 LIMIT_S = 900  # of all parts together
 PART_LIMIT_S = 240

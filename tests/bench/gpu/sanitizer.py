@@ -21,7 +21,7 @@ from .place import Place
 TOOL = "compute-sanitizer"
 PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 CHECKS = ("memcheck", "racecheck")
-CHECK_LIMIT_S = 38.0
+CHECK_LIMIT_S = 33.0
 FOUND_STATUS = 86  # that the tool is told to end with where it found something
 
 

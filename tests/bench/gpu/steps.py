@@ -66,7 +66,7 @@ def run(place: Place, shape: str) -> None:
     subject = Subject(TINY if place.is_dry else GPU_SHAPES[shape], place.device, sizes, BLOCK_SIZE, num_prompt)
     name = "tiny" if place.is_dry else shape
     for is_eager in (True, False):
-        line = subject.line(_streams(place), time.perf_counter, is_eager=is_eager)
+        line = subject.line(streams_of(place), time.perf_counter, is_eager=is_eager)
         for load in loads:
             place.tell({"shape": name, **as_json([measure(subject, line, *load, time.perf_counter)])[0]})
         if is_eager:
@@ -74,7 +74,7 @@ def run(place: Place, shape: str) -> None:
             place.tell({"shape": name, "prompt_tokens": num_prompt, **as_json([row])[0]})
 
 
-def _streams(place: Place) -> Streams:
+def streams_of(place: Place) -> Streams:
     if place.is_dry:
         from millrace.runtime.simstreams import SimStreams
 
@@ -171,10 +171,29 @@ def _measure(
     context: int,
     floor_s: float,
 ) -> Row:
-    under_way: deque[Step] = deque()
-    step_us, idle_us, submit_us = [], [], []
-    before: Step | None = None
     num_replayed = line.graphs.num_replayed
+    step_us, idle_us, submit_us = run_steps(line, grants, clock)
+    step_time = statistics.median(step_us[num_warm:])
+    idle = statistics.median(idle_us[num_warm:] or idle_us)
+    return Row(
+        num_rows=num_rows,
+        context=context,
+        has_graphs=line.graphs.num_replayed > num_replayed,
+        step_us=step_time,
+        idle_us=idle,
+        submit_us=statistics.median(submit_us[num_warm:]),
+        floor_us=1e6 * floor_s,
+        tokens_per_s=1e6 * tokens_a_step / (step_time + idle),
+    )
+
+
+def run_steps(
+    line: StepLine, grants: Sequence[StepGrant], clock: Callable[[], float]
+) -> tuple[list[float], list[float], list[float]]:
+    """Microseconds of each step on the device, of the gap before each but the first, and of the host to submit each."""
+    under_way: deque[Step] = deque()
+    step_us, idle_us, submit_us = list[float](), list[float](), list[float]()
+    before: Step | None = None
 
     def tell(before: Step | None) -> Step:
         step = under_way.popleft()
@@ -193,18 +212,7 @@ def _measure(
             before = tell(before)
     while under_way:
         before = tell(before)
-    step_time = statistics.median(step_us[num_warm:])
-    idle = statistics.median(idle_us[num_warm:] or idle_us)
-    return Row(
-        num_rows=num_rows,
-        context=context,
-        has_graphs=line.graphs.num_replayed > num_replayed,
-        step_us=step_time,
-        idle_us=idle,
-        submit_us=statistics.median(submit_us[num_warm:]),
-        floor_us=1e6 * floor_s,
-        tokens_per_s=1e6 * tokens_a_step / (step_time + idle),
-    )
+    return step_us, idle_us, submit_us
 
 
 def decode_grants(subject: Subject, num_rows: int, context: int, num_steps: int) -> list[StepGrant]:

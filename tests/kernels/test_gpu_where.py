@@ -1,0 +1,49 @@
+"""Where a step's time goes, by kernel: what is told adds up to the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench.gpu import where
+from tests.bench.gpu.place import Place
+
+
+def test_the_kernels_that_take_longest_are_named_and_the_others_summed_up() -> None:
+    launches = [(f"kernel {us}", float(us)) for us in range(1, 16) for _ in range(4)]
+    rows = where.rows_of(launches, 2)
+    assert [row["kernel"] for row in rows] == [*(f"kernel {us}" for us in range(15, 3, -1)), "3 others"]
+    assert rows[0] == {"kernel": "kernel 15", "count": 2.0, "us": 30.0, "share": 15 / 120}
+    assert rows[-1] == {"kernel": "3 others", "count": 6.0, "us": 12.0, "share": 6 / 120}
+    assert sum(row["us"] for row in rows) == 240.0 and sum(row["share"] for row in rows) == pytest.approx(1)
+
+
+def test_kernels_whose_names_begin_alike_stay_apart() -> None:
+    rows = where.rows_of([(200 * "k" + end, 1.0) for end in "ab"], 1)
+    assert [row["us"] for row in rows] == [1.0, 1.0] and rows[0]["kernel"] == rows[1]["kernel"] == 120 * "k"
+
+
+@pytest.mark.slow
+def test_rows_of_each_step_add_up_to_its_kernels() -> None:
+    told: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    where.run_small(Place(torch.device("cpu"), 0, told.append, wrong.append))
+    assert not wrong
+    wholes = {row["step"]: row for row in told if "kernel" not in row}
+    assert list(wholes) == ["1 x 1 of 20", "3 x 1 of 40", "prompt of 9", "prompt of 70"]
+    assert [row["has_graphs"] for row in wholes.values()] == [True, True, False, False]
+    for step, whole in wholes.items():
+        rows = [row for row in told if row["step"] == step and "kernel" in row]
+        assert 2 < len(rows) <= where.NUM_NAMED + 1 and whole["step_us"] > 0 and whole["submit_us"] > 0
+        assert sum(row["us"] for row in rows) == pytest.approx(whole["kernels_us"])
+        assert sum(row["share"] for row in rows) == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_a_profiler_that_sees_no_kernel_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(where, "profiled", lambda *_: iter(()))
+    wrong: list[str] = []
+    where.run_small(Place(torch.device("cpu"), 0, lambda row: None, wrong.append))
+    assert wrong[0] == "the profiler saw no kernel of tiny, 1 x 1 of 20" and len(wrong) == 4

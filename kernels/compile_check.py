@@ -36,9 +36,9 @@ from .work_lists import REGISTERS, AttentionShape, extend_tiling
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block may have
 PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # blocks on one multiprocessor, each with 1 KiB of its own more
 NUM_PROCESSORS = 132  # of an H200
-# A thread's, for values outside loops over tokens: Triton 3.7 (PyTorch 2.13's) keeps one of fp8 extend there, read once
-# an item; no other release needs any.
-STACK_BYTES = 8 if triton.__version__.startswith("3.7.") else 0
+# A thread's, for values outside loops over tokens: Triton 3.6 (PyTorch 2.11's) and 3.7 (2.13's) keep one of fp8 extend
+# there, read once an item, and 3.6 some of a row's threshold.
+STACK_BYTES = {"3.6": 32, "3.7": 8}.get(triton.__version__.rpartition(".")[0], 0)
 TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",

@@ -15,6 +15,7 @@ from millrace.kernels.native.model import NativeModel
 from tests.counts import FULL
 from tests.kernels.native_oracle import Array, Checkpoint, Run
 from tests.kernels.test_native import AVAILABLE, MODELS, checkpoint, tokens
+from tests.kernels.test_native_likeliest import Both
 from tests.kernels.test_native_weights import resident_bytes
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
@@ -101,6 +102,29 @@ def test_every_kind_of_model_gives_the_same_bits_coded(name: str) -> None:
     plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
     assert model.weights_bytes < plain.weights_bytes
     assert np.array_equal(Run(model).whole(tokens(100)), Run(plain).whole(tokens(100)))
+
+
+@needs_coding
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_likeliest_tokens_and_their_logits_are_those_of_a_head_that_is_not_coded(is_tied: bool) -> None:
+    """By the screen, which multiplies single panels of it, and without; the tied one is read by rows, too."""
+    made = Checkpoint.random(hidden_size=256, vocab_size=9_001, is_tied=is_tied)
+    name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
+    made.tensors[name] = with_rare(made.tensors[name] * 0.125, 9_000)
+    plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
+    head = 2 * made.tensors[name].size
+    rest = Checkpoint.random(hidden_size=256, vocab_size=32, is_tied=is_tied)
+    saved_elsewhere = rest.load("bfloat16", **settings(CODING[0])).weights_bytes - coded(rest, CODING[0]).weights_bytes
+    saved = plain.weights_bytes - model.weights_bytes - saved_elsewhere
+    assert 0.15 < saved / head < 0.25
+    assert np.array_equal(model.matrix(name, *made.tensors[name].shape), made.tensors[name])
+    runs = Both(plain), Both(model)
+    for parts in ({0: tokens(1)}, {0: tokens(1), 1: tokens(7)}, {2: tokens(70)}):
+        (ids, _, right, _), (same_ids, _, same_right, _) = (run.of(parts) for run in runs)
+        assert ids.tolist() == right.tolist() == same_ids.tolist() == same_right.tolist()
+        assert runs[1].num_left >= 0, "without the screen"
+        first, second = (run.step(parts) for run in runs)
+        assert all(np.array_equal(first[sequence], second[sequence]) for sequence in parts)
 
 
 @needs_coding

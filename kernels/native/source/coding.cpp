@@ -89,20 +89,19 @@ class Coder {
 
     void code(Linear& linear) {
         if (!linear.weight.num_bytes()) return;
-        Linear coded;
-        coded.n = linear.n, coded.k = linear.k, coded.type = CODED;
-        if (linear.type != BFLOAT16 || linear.k % 4 || !code_to_room(linear, coded)) return move(linear);
+        if (!code_to_room(linear)) return move(linear);
         Memory whole(whole_bytes());  // like all that memory may lack for, before anything has changed
-        place(linear, [&](char* to) {
-            model_.pool->run(num_threads(), [&](int thread) {
-                int64_t first, last, size = coded.panel_bytes();
-                share(coded.num_panels(), thread, num_threads(), &first, &last);
-                std::memcpy(to + first * size, room_.as<char>() + first * size, (last - first) * size);
-            });
-            linear.type = CODED;
-        });
-        tell_whole(linear, whole.as<WholeBlock>());
-        linear.whole_blocks = std::move(whole);
+        place(linear, [&](char* to) { take(linear, to); });
+        tell_whole(linear, std::move(whole));
+    }
+
+    // Codes a linear that has memory of its own, within it.
+    void code_alone(Linear& linear) {
+        if (!linear.weight.num_bytes() || !code_to_room(linear)) return;
+        Memory whole(whole_bytes());
+        take(linear, linear.weight.as<char>());
+        linear.weight.shrink(linear.weight_bytes());
+        tell_whole(linear, std::move(whole));
     }
 
     // A linear as it is, to where the last one ended.
@@ -120,9 +119,17 @@ class Coder {
     int num_threads() const { return model_.pool->size(); }
     int64_t whole_bytes() const { return num_whole_ * int64_t(sizeof(WholeBlock)); }
 
-    // False if it is not worth it. Room for whole blocks is set aside before the threads begin, as none of the pool's can tell
-    // of a lack; all stop once there are more of them than it is worth.
-    bool code_to_room(const Linear& linear, const Linear& coded) {
+    static Linear coded_of(const Linear& linear) {
+        Linear coded;
+        coded.n = linear.n, coded.k = linear.k, coded.type = CODED;
+        return coded;
+    }
+
+    // False if it can not be coded, or is not worth it. Room for whole blocks is set aside before the threads begin, as none of
+    // the pool's can tell of a lack; all stop once there are more of them than it is worth.
+    bool code_to_room(const Linear& linear) {
+        if (linear.type != BFLOAT16 || linear.k % 4) return false;
+        Linear coded = coded_of(linear);
         ensure(&room_, coded.weight_bytes());
         whole_.resize(num_threads()), num_whole_of_.resize(linear.num_panels());
         int64_t num_blocks = linear.k / 4, most = num_blocks * linear.num_panels() / BLOCKS_A_WHOLE;
@@ -148,6 +155,17 @@ class Coder {
         return num_whole_ <= most && coded.weight_bytes() + whole_bytes() < linear.weight_bytes();
     }
 
+    // Takes what was coded from the room to where it stays.
+    void take(Linear& linear, char* to) {
+        Linear coded = coded_of(linear);
+        model_.pool->run(num_threads(), [&](int thread) {
+            int64_t first, last, size = coded.panel_bytes();
+            share(coded.num_panels(), thread, num_threads(), &first, &last);
+            std::memcpy(to + first * size, room_.as<char>() + first * size, (last - first) * size);
+        });
+        linear.type = CODED;
+    }
+
     template <class Put>
     void place(Linear& linear, const Put& put) {
         put(model_.weights.as<char>() + end_);
@@ -156,13 +174,14 @@ class Coder {
     }
 
     // Copies whole blocks to where they stay, and tells each panel's book where its own are.
-    void tell_whole(const Linear& linear, WholeBlock* to) const {
-        WholeBlock* end = to;
+    void tell_whole(Linear& linear, Memory whole) const {
+        WholeBlock *to = whole.as<WholeBlock>(), *end = to;
         for (const auto& each : whole_) end = std::copy(each.begin(), each.end(), end);
         for (int64_t panel = 0; panel < linear.num_panels(); panel++) {
             reinterpret_cast<CodeBook*>(linear.weight.as<char>() + panel * linear.panel_bytes())->whole = to;
             to += num_whole_of_[panel];
         }
+        linear.whole_blocks = std::move(whole);
     }
 
     Model& model_;
@@ -189,6 +208,11 @@ void code_weights(Model& model) {
     for (Layer& layer : model.layers)
         for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) code(*linear);
     model.weights.shrink(coder.end());
+    try {
+        coder.code_alone(model.head);  // last, in room that the layers have left
+    } catch (const std::bad_alloc&) {
+        lack = std::current_exception();
+    }
     if (lack) std::rethrow_exception(lack);
 }
 

@@ -44,7 +44,8 @@ constexpr int64_t SCREENED_BYTES = 4 << 20;  // of a head; less may be in a cach
 constexpr int64_t STEPS_OFF = 64;  // that go without where it tells little
 
 inline bool wants_screen(const Linear& head) {
-    int64_t rows = head.type == BFLOAT16 ? SCREENED_ROWS<bf16> : head.type == FLOAT32 ? SCREENED_ROWS<float> : 0;
+    bool is_half = head.type == BFLOAT16 || head.type == CODED;
+    int64_t rows = is_half ? SCREENED_ROWS<bf16> : head.type == FLOAT32 ? SCREENED_ROWS<float> : 0;
     return rows > 0 && head.weight_bytes() >= SCREENED_BYTES && head.k <= MOST_SUMMED;
 }
 

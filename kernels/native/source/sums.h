@@ -210,8 +210,12 @@ void multiply_row(const Linear& linear, const InputOf<Weight>* row, int64_t pane
     auto place = [&](int64_t index) { return linear.weight.as<char>() + index * linear.panel_bytes(); };
     int64_t num_pairs = linear.k / 2, times = num_times(num_pairs);
     Ahead ahead{place(next), std::min(MOST_SHARE, round_up(linear.panel_bytes() / times, 64)), times, 0, {}};
-    auto numbers = reinterpret_cast<const Weight*>(place(panel));
-    sum_tile<1, false>(row, numbers, num_pairs, tile, ahead, static_cast<InputOf<Weight>*>(nullptr));
+    auto sum = [&](auto* numbers) {
+        sum_tile<1, false>(row, numbers, num_pairs, tile, ahead, static_cast<InputOf<Weight>*>(nullptr));
+    };
+    if constexpr (HAS_CODED && std::is_same<Weight, bf16>::value)
+        if (linear.type == CODED) return sum(reinterpret_cast<const Coded*>(place(panel)));
+    sum(reinterpret_cast<const Weight*>(place(panel)));
 }
 
 }  // namespace millrace

@@ -159,7 +159,7 @@ class Listener(web.Server):
         if name := not_ascii(request):
             error = ApiError("bad_request", f"the header {name} has bytes beyond ASCII: leave these out")
             return closing_response(error)
-        if (request.headers.get("Expect") or CONTINUE).lower() != CONTINUE:
+        if any(value.lower() not in ("", CONTINUE) for value in request.headers.getall("Expect", ())):
             return closing_response(ApiError("expectation_failed", f"the only Expect known here is {CONTINUE}"))
         return await self._handler(request)
 

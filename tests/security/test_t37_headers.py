@@ -72,6 +72,13 @@ def test_an_expectation_that_nobody_knows_is_417_in_our_words_on_every_route(ser
             assert b"<b>" not in told.answer().body
 
 
+def test_of_two_expectations_each_is_looked_at_and_a_body_that_still_comes_is_not_the_next_request(server):
+    head = head_bytes("POST", TEXT, {"Expect": "100-continue", "Content-Length": "4000"})
+    told = tell(server, head[:-2] + b"Expect: x\r\n\r\n" + head_bytes("GET", "/health", {}) * 60)
+    assert told.is_closed and told.num_responses == 1
+    check_error(told.answer(), 417)
+
+
 def test_a_client_of_http_1_0_that_expects_to_go_on_is_told_nothing_it_does_not_know(server):
     head = head_bytes("POST", TEXT, {"Expect": "100-continue", "Content-Length": "2"}).replace(b"HTTP/1.1", b"HTTP/1.0")
     told = tell(server, head + b"{}")

@@ -17,7 +17,10 @@ DECODE_ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
     *(320, 384, 448, 512, 640, 768, 896, 1024),  # for engines that are set to serve more
 )
-MIXED_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048)  # the last: of an engine that is not set otherwise
+MIXED_TOKENS = (
+    *(64, 128, 256, 512, 768, 1024),
+    *range(1152, 2049, 128),  # what is computed for nothing counts here; 2,048 is an engine's most if it is not set
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # blocks on one multipr
 NUM_PROCESSORS = 132  # of an H200
 # A thread's, for values outside loops over tokens: Triton 3.6 (PyTorch 2.11's) and 3.7 (2.13's) keep one of fp8 extend
 # there, read once an item, and 3.6 some of a row's threshold.
-STACK_BYTES = {"3.6": 32, "3.7": 8}.get(triton.__version__.rpartition(".")[0], 0)
+STACK_BYTES = {"3.6": 32, "3.7": 8}.get(".".join(triton.__version__.split(".")[:2]), 0)
 TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",

@@ -17,6 +17,7 @@ namespace millrace {
 
 namespace {
 
+constexpr int64_t TOGETHER_BYTES = 16 << 20;  // of panels that are coded at a time where their linear is
 constexpr int64_t BLOCKS_A_WHOLE = 8;  // a linear with more than one whole block in so many stays as it is
 
 // How far a byte's size is from that of the most common one; larger ones come last: of normally distributed numbers each
@@ -89,17 +90,36 @@ class Coder {
 
     void code(Linear& linear) {
         if (!linear.weight.num_bytes()) return;
-        if (!code_to_room(linear)) return move(linear);
-        Memory whole(whole_bytes());  // like all that memory may lack for, before anything has changed
-        place(linear, [&](char* to) { take(linear, to); });
+        int64_t num_panels = linear.num_panels();
+        if (!can_code(linear) || !code_panels(linear, 0, num_panels, most_whole(linear)) || !is_worth_it(linear, num_whole_))
+            return move(linear);
+        Memory whole(num_whole_ * int64_t(sizeof(WholeBlock)));  // like all that may lack, before anything has changed
+        place(linear, [&](char* to) { take_panels(linear, 0, num_panels, to), linear.type = CODED; });
+        take_whole(whole.as<WholeBlock>());
         tell_whole(linear, std::move(whole));
     }
 
-    // Codes a linear that has memory of its own, within it.
+    // Codes a linear that has memory of its own, within it, so many panels at a time: what is coded ends before what is not
+    // yet. Whether that is worth it is seen by going through it once before.
     void code_alone(Linear& linear) {
-        if (!linear.weight.num_bytes() || !code_to_room(linear)) return;
-        Memory whole(whole_bytes());
-        take(linear, linear.weight.as<char>());
+        if (!linear.weight.num_bytes() || !can_code(linear)) return;
+        int64_t together = std::max<int64_t>(1, TOGETHER_BYTES / linear.panel_bytes()), num_whole = 0;
+        auto each_stretch = [&](const auto& use) {
+            int64_t first = 0, last = 0;
+            do first = last, last = std::min(first + together, linear.num_panels());
+            while (first < last && code_panels(linear, first, last, most_whole(linear)) && use(first, last));
+            return first == last;
+        };
+        bool is_through = each_stretch([&](int64_t, int64_t) { return (num_whole += num_whole_) <= most_whole(linear); });
+        if (!is_through || !is_worth_it(linear, num_whole)) return;
+        Memory whole(num_whole * int64_t(sizeof(WholeBlock)));
+        auto to = whole.as<WholeBlock>();
+        each_stretch([&](int64_t first, int64_t last) {
+            take_panels(linear, first, last, linear.weight.as<char>());
+            to = take_whole(to);
+            return true;
+        });
+        linear.type = CODED;
         linear.weight.shrink(linear.weight_bytes());
         tell_whole(linear, std::move(whole));
     }
@@ -117,7 +137,9 @@ class Coder {
 
   private:
     int num_threads() const { return model_.pool->size(); }
-    int64_t whole_bytes() const { return num_whole_ * int64_t(sizeof(WholeBlock)); }
+    static bool can_code(const Linear& linear) { return linear.type == BFLOAT16 && linear.k % 4 == 0; }
+
+    static int64_t most_whole(const Linear& linear) { return linear.k / 4 * linear.num_panels() / BLOCKS_A_WHOLE; }
 
     static Linear coded_of(const Linear& linear) {
         Linear coded;
@@ -125,17 +147,19 @@ class Coder {
         return coded;
     }
 
-    // False if it can not be coded, or is not worth it. Room for whole blocks is set aside before the threads begin, as none of
-    // the pool's can tell of a lack; all stop once there are more of them than it is worth.
-    bool code_to_room(const Linear& linear) {
-        if (linear.type != BFLOAT16 || linear.k % 4) return false;
-        Linear coded = coded_of(linear);
-        ensure(&room_, coded.weight_bytes());
+    static bool is_worth_it(const Linear& linear, int64_t num_whole) {
+        return coded_of(linear).weight_bytes() + num_whole * int64_t(sizeof(WholeBlock)) < linear.weight_bytes();
+    }
+
+    // Codes panels to the room. Room for whole blocks is set aside before the threads begin, as none of the pool's can tell
+    // of a lack; all stop once there are more of them than `most`, and that is false.
+    bool code_panels(const Linear& linear, int64_t begin, int64_t end, int64_t most) {
+        int64_t size = coded_of(linear).panel_bytes(), num_blocks = linear.k / 4;
+        ensure(&room_, (end - begin) * size);
         whole_.resize(num_threads()), num_whole_of_.resize(linear.num_panels());
-        int64_t num_blocks = linear.k / 4, most = num_blocks * linear.num_panels() / BLOCKS_A_WHOLE;
         auto share_of = [&](int thread) {
             std::array<int64_t, 2> panels;
-            share(linear.num_panels(), thread, num_threads(), &panels[0], &panels[1]);
+            share(end - begin, thread, num_threads(), &panels[0], &panels[1]);
             return panels;
         };
         for (int thread = 0; thread < num_threads(); thread++) {
@@ -145,25 +169,30 @@ class Coder {
         std::atomic<int64_t> num_whole{0};
         model_.pool->run(num_threads(), [&](int thread) {
             auto [first, last] = share_of(thread);
-            for (int64_t panel = first; panel < last && num_whole <= most; panel++) {
-                const bf16* from = linear.weight.as<bf16>() + panel * linear.k * PANEL;
-                uint8_t* to = room_.as<uint8_t>() + panel * coded.panel_bytes();
-                num_whole += num_whole_of_[panel] = code_panel(from, num_blocks, to, &whole_[thread]);
+            for (int64_t i = first; i < last && num_whole <= most; i++) {
+                const bf16* from = linear.weight.as<bf16>() + (begin + i) * linear.k * PANEL;
+                uint8_t* to = room_.as<uint8_t>() + i * size;
+                num_whole += num_whole_of_[begin + i] = code_panel(from, num_blocks, to, &whole_[thread]);
             }
         });
         num_whole_ = num_whole;
-        return num_whole_ <= most && coded.weight_bytes() + whole_bytes() < linear.weight_bytes();
+        return num_whole_ <= most;
     }
 
-    // Takes what was coded from the room to where it stays.
-    void take(Linear& linear, char* to) {
-        Linear coded = coded_of(linear);
+    // Takes panels from the room to where they stay: `to` is where the first one of all does.
+    void take_panels(const Linear& linear, int64_t begin, int64_t end, char* to) {
+        int64_t size = coded_of(linear).panel_bytes();
         model_.pool->run(num_threads(), [&](int thread) {
-            int64_t first, last, size = coded.panel_bytes();
-            share(coded.num_panels(), thread, num_threads(), &first, &last);
-            std::memcpy(to + first * size, room_.as<char>() + first * size, (last - first) * size);
+            int64_t first, last;
+            share(end - begin, thread, num_threads(), &first, &last);
+            std::memcpy(to + (begin + first) * size, room_.as<char>() + first * size, (last - first) * size);
         });
-        linear.type = CODED;
+    }
+
+    // Copies whole blocks to where they stay, and returns where the next ones do.
+    WholeBlock* take_whole(WholeBlock* to) const {
+        for (const auto& each : whole_) to = std::copy(each.begin(), each.end(), to);
+        return to;
     }
 
     template <class Put>
@@ -173,13 +202,12 @@ class Coder {
         end_ += round_up(linear.weight_bytes(), 64);
     }
 
-    // Copies whole blocks to where they stay, and tells each panel's book where its own are.
+    // Tells each panel's book where its whole blocks are.
     void tell_whole(Linear& linear, Memory whole) const {
-        WholeBlock *to = whole.as<WholeBlock>(), *end = to;
-        for (const auto& each : whole_) end = std::copy(each.begin(), each.end(), end);
+        auto own = whole.as<WholeBlock>();
         for (int64_t panel = 0; panel < linear.num_panels(); panel++) {
-            reinterpret_cast<CodeBook*>(linear.weight.as<char>() + panel * linear.panel_bytes())->whole = to;
-            to += num_whole_of_[panel];
+            reinterpret_cast<CodeBook*>(linear.weight.as<char>() + panel * linear.panel_bytes())->whole = own;
+            own += num_whole_of_[panel];
         }
         linear.whole_blocks = std::move(whole);
     }
@@ -209,7 +237,7 @@ void code_weights(Model& model) {
         for (Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) code(*linear);
     model.weights.shrink(coder.end());
     try {
-        coder.code_alone(model.head);  // last, in room that the layers have left
+        coder.code_alone(model.head);
     } catch (const std::bad_alloc&) {
         lack = std::current_exception();
     }

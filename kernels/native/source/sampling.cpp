@@ -154,30 +154,30 @@ class Row {
     // has been seen. How much is at or above a few logits is summed up at once; it lies between two of them, and the same
     // is done with the tokens there, until so few are left that they are sorted.
     float least_of_share(float least, double share) {
-        float lowest = std::max(least, best_ - 87.0f * temperature_);  // below it weights are 0
+        float lowest = std::max(least, best_ - 87.0f * temperature_);  // below it weights are next to nothing
         Rungs rungs;
         for (int r = 0; r + 1 < RUNGS; r++) rungs.at[r] = std::max(best_ - FALLS[r] * temperature_, lowest);
         rungs.at[RUNGS - 1] = lowest;
         each_run(lowest, [&](const float* x, int64_t size) { weigh_above(x, size, rungs); });
         double wanted = share * rungs.mass[RUNGS - 1], seen = 0;
         Between between = rungs.where(wanted, seen);
-        found_.resize(num_blocks_ * BLOCK + W);  // whole vectors are written
+        left_.resize(num_blocks_ * BLOCK + W);  // whole vectors are written
         int64_t count = 0;
         each_run(between.low, [&](const float* x, int64_t size) { count = gather(x, size, between, count); });
         while (count > FEW) {
-            auto [lowest_left, highest_left] = extremes_of_found(count);
+            auto [lowest_left, highest_left] = extremes_left(count);
             if (lowest_left == highest_left) return lowest_left;
             float step = (highest_left - lowest_left) / RUNGS;
             for (int r = 0; r < RUNGS; r++) rungs.at[r] = highest_left - step * float(r + 1), rungs.mass[r] = 0;
             rungs.at[RUNGS - 1] = lowest_left;
-            std::fill_n(found_.begin() + count, W, NOTHING);
-            weigh_above(found_.data(), count, rungs);
+            std::fill_n(left_.begin() + count, W, NOTHING);
+            weigh_above(left_.data(), count, rungs);
             between = rungs.where(wanted, seen);
-            count = gather(found_.data(), count, between, 0);
+            count = gather(left_.data(), count, between, 0);
         }
-        std::sort(found_.begin(), found_.begin() + count, std::greater<float>());
+        std::sort(left_.begin(), left_.begin() + count, std::greater<float>());
         float last = std::min(between.high, best_);
-        for (int64_t i = 0; i < count && seen < wanted; i++) seen += weight_of(last = found_[i]);
+        for (int64_t i = 0; i < count && seen < wanted; i++) seen += weight_of(last = left_[i]);
         return last;
     }
 
@@ -206,23 +206,23 @@ class Row {
         }
     }
 
-    // Writes the logits between two to `found_`, behind `num_found`; how many there are then. From there, too, at or behind
+    // Writes the logits between two to `left_`, behind `num_found`; how many there are then. From there, too, at or behind
     // where they are written to. Numbers past `count`, to a whole vector, are -inf.
     int64_t gather(const float* x, int64_t count, Between between, int64_t num_found) {
         F low = splat(between.low), high = splat(between.high);
-        for (int64_t i = 0; i < count; i += W) num_found += store_between(found_.data() + num_found, load(x + i), low, high);
+        for (int64_t i = 0; i < count; i += W) num_found += store_between(left_.data() + num_found, load(x + i), low, high);
         return num_found;
     }
 
-    std::pair<float, float> extremes_of_found(int64_t count) const {
+    std::pair<float, float> extremes_left(int64_t count) const {
         int64_t i = 0;
         F falls = splat(NOTHING), rises = falls;
         for (; i + W <= count; i += W) {
-            F logits = load(found_.data() + i);
+            F logits = load(left_.data() + i);
             falls = max(falls, sub(zero(), logits)), rises = max(rises, logits);
         }
         float low = -max_of(falls), high = max_of(rises);
-        for (; i < count; i++) low = std::min(low, found_[i]), high = std::max(high, found_[i]);
+        for (; i < count; i++) low = std::min(low, left_[i]), high = std::max(high, left_[i]);
         return {low, high};
     }
 
@@ -264,7 +264,7 @@ class Row {
     float best_ = 0, temperature_ = 1;
     bool is_broken_ = false, is_scaled_ = false;
     alignas(64) float tail_[BLOCK];
-    std::vector<float> maxima_, found_;
+    std::vector<float> maxima_, found_, left_;
     std::vector<double> sums_;
 };
 

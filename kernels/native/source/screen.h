@@ -46,7 +46,8 @@ constexpr int64_t STEPS_OFF = 64;  // that go without where it tells little
 inline bool wants_screen(const Linear& head) {
     bool is_half = head.type == BFLOAT16 || head.type == CODED;
     int64_t rows = is_half ? SCREENED_ROWS<bf16> : head.type == FLOAT32 ? SCREENED_ROWS<float> : 0;
-    return rows > 0 && head.weight_bytes() >= SCREENED_BYTES && head.k <= MOST_SUMMED;
+    int64_t bytes = is_half ? head.num_panels() * PANEL * head.k * 2 : head.weight_bytes();
+    return rows > 0 && bytes >= SCREENED_BYTES && head.k <= MOST_SUMMED;
 }
 
 // Squares of the numbers that are missed by whole ones times a scale, and of the numbers, added up.

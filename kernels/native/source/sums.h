@@ -209,7 +209,8 @@ template <class Weight>
 void multiply_row(const Linear& linear, const InputOf<Weight>* row, int64_t panel, int64_t next, float* tile) {
     auto place = [&](int64_t index) { return linear.weight.as<char>() + index * linear.panel_bytes(); };
     int64_t num_pairs = linear.k / 2, times = num_times(num_pairs);
-    Ahead ahead{place(next), std::min(MOST_SHARE, round_up(linear.panel_bytes() / times, 64)), times, 0, {}};
+    int64_t most = std::min(MOST_SHARE, round_up(linear.panel_bytes() / times, 64));
+    Ahead ahead{place(next), most, std::min(times, ceil_div(linear.panel_bytes(), most)), 0, {}};
     auto sum = [&](auto* numbers) {
         sum_tile<1, false>(row, numbers, num_pairs, tile, ahead, static_cast<InputOf<Weight>*>(nullptr));
     };

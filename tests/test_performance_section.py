@@ -65,13 +65,17 @@ def test_readme_tells_what_the_committed_results_say():
 def test_readme_tells_what_a_gpu_was_measured_to_do(tmp_path: Path):
     readme = gpu_report.README.read_text()
     assert gpu_report.replaced(readme, gpu_report.section()) == readme, "run python -m tests.bench.gpu.report"
-    (result,) = gpu_report.RESULTS.glob(gpu_report.FILES)
+    result = next(iter(gpu_report.RESULTS.glob(gpu_report.FILES)))
     found = json.loads(result.read_text())
-    found["parts"]["gates"]["wrong"] = ["an answer differs"]
+    found["parts"]["gates"] |= {"wrong": ["an answer differs"], "failed": "stopped after 80 s"}
+    found["parts"]["sanitizer"] |= {"wrong": [], "rows": [{"skipped": "compute-sanitizer is not installed"}]}
+    found["parts"]["kernels"]["failed"] = "its process ended with status -9"
     found["parts"]["steps-0.6b"]["rows"][0]["step_us"] = 123_456.0
     (tmp_path / "gpu-x.json").write_text(json.dumps(found))
     made = gpu_report.section(tmp_path)
-    assert "`gates`, 36 s: 1 complaint\n" in made and "| 123.46 ms |" in made and found["versions"]["triton"] in made
+    for told in ("s: 1 complaint; stopped after 80 s\n", "skipped, compute-sanitizer", "status -9", "| 123.46 ms |"):
+        assert told in made
+    assert found["versions"]["triton"] in made
 
 
 def test_each_chart_is_drawn_from_its_results():

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from millrace.kernels import triton_plan, work_lists
 from millrace.kernels.backend import load as load_backend
@@ -29,7 +30,7 @@ from .layer_trials import Widths
 from .place import TINY
 from .sweeping import Sweeping, command_line, run
 from .timed import row_of
-from .trials import Trial
+from .trials import Trial, far
 
 DECODE = (
     Tiling(16, 64, 4, 3, 3),
@@ -112,9 +113,14 @@ def sweep(sweeping: Sweeping) -> None:
     working = sweeping.compiled(candidates, partial(compile_one, *on))
     for case in sweeping.in_time(working):
         rows: list[dict[str, Any]] = []
+        want: Tensor | None = None  # what today's tiling gives, which comes first
         for job in sweeping.in_time(working[case]):
             with sweeping.trying(job), chosen_tiling(case.kind, job.tiling):
                 plan, attention = trials_of(case, *on, place.seed)
+                got = attention.launch()["out"].clone()
+                want = got if want is None else want
+                for complaint in far(f"{job}: the result", got, want):
+                    sweeping.complain(complaint)
                 timed = row_of(attention, sweeping.clock.us(attention.launch))
                 row = {"tiling": job.tiling, "is_today": job.tiling == today(case, *on)}
                 row |= {name: timed[name] for name in ("us", "floor_us", "floor_share")}

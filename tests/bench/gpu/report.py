@@ -18,6 +18,7 @@ RESULTS = ROOT / "tests" / "bench" / "results"
 FILES = "gpu-*.json"
 BEGIN = "<!-- from here on made by `python -m tests.bench.gpu.report`: change the results, not the text -->"
 END = "<!-- up to here, of a GPU -->"
+CHECKS = ("checks", "gates", "sanitizer")  # parts that look for mistakes
 LEAST_FLOOR_US = 10.0  # below it a launch is most of a kernel's time
 
 
@@ -90,14 +91,14 @@ def _of_step(row: Mapping[str, Any]) -> str:
 
 
 def _verdict(title: str, part: Mapping[str, Any]) -> Iterator[str]:
-    """What a part that looks for mistakes has found."""
-    if title in ("checks", "gates", "sanitizer"):
-        said = "nothing wrong" if not part["wrong"] and "failed" not in part else f"{_complaints(len(part['wrong']))}"
-        yield f"- `{title}`, {part['seconds']:.0f} s: {said}"
-
-
-def _complaints(count: int) -> str:
-    return f"{count} complaint{'' if count == 1 else 's'}" if count else "did not end"
+    """What a part complained of, and that it did not end or was skipped; of one that looks for mistakes, that it found
+    none."""
+    count = len(part["wrong"])
+    said = [f"{count} complaint{'' if count == 1 else 's'}"] * (count > 0)
+    said += [part["failed"]] if "failed" in part else []
+    said += [f"skipped, {row['skipped']}" for row in part["rows"] if "skipped" in row]
+    if said or title in CHECKS:
+        yield f"- `{title}`, {part['seconds']:.0f} s: {'; '.join(said) or 'nothing wrong'}"
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ DRAWN: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "seed": 1},)
 CUT: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 1},)
 PENALISED: tuple[dict[str, Any], ...] = ({"temperature": 0.8, "repetition": 1.1, "seed": 1},)
 DECODES = ((1, 1024), (64, 1024), (256, 1024), (64, 8192))  # sequences, tokens of each
+MOST_SAMPLED = 256
 PROMPTS = (512, 2048, 8192)
 
 
@@ -101,7 +102,7 @@ def _is_for(kernel: str, asked: dict[str, Any]) -> bool:
 def product_trials(
     widths: Widths, vocab_size: int, num_tokens: int, dtype: torch.dtype, draw: Generator
 ) -> Iterator[Trial]:
-    """The matrix products of a layer, and of the head for as many rows as are sampled."""
+    """The matrix products of a layer, and of the head, but for more rows than are sampled."""
     queries, groups = widths.num_heads * widths.head_dim, widths.num_groups * widths.head_dim
     sizes = {
         "qkv": (widths.hidden, queries + 2 * groups),
@@ -111,13 +112,14 @@ def product_trials(
         "head": (widths.hidden, vocab_size),
     }
     for name, (inner, outer) in sizes.items():
-        rows = min(num_tokens, 256) if name == "head" else num_tokens
-        x = torch.randn(rows, inner, generator=draw, device=draw.device, dtype=dtype)
+        if name == "head" and num_tokens > MOST_SAMPLED:
+            continue
+        x = torch.randn(num_tokens, inner, generator=draw, device=draw.device, dtype=dtype)
         weight = torch.randn(outer, inner, generator=draw, device=draw.device, dtype=dtype)
-        num_numbers = x.numel() + weight.numel() + rows * outer
+        num_numbers = x.numel() + weight.numel() + num_tokens * outer
 
         def launch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> dict[str, torch.Tensor]:
             return {"out": torch.nn.functional.linear(x, weight)}
 
-        product = Cost(num_numbers * dtype.itemsize, 2 * rows * inner * outer)
-        yield Trial(f"product {name} of {rows} x {inner} x {outer}", launch, unchecked, product)
+        product = Cost(num_numbers * dtype.itemsize, 2 * num_tokens * inner * outer)
+        yield Trial(f"product {name} of {num_tokens} x {inner} x {outer}", launch, unchecked, product)

@@ -24,8 +24,7 @@ class Clock(Protocol):
 
 class DeviceClock:
     """Launches are captured, as in a step, so the host's part is not in their times; the cache is cold, and clean: what
-    was written before would be written back meanwhile. What two events take besides is in them: 4.5 us of an H200's
-    smallest kernels."""
+    was written before would be written back meanwhile. What two events take besides is in them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -2,7 +2,8 @@
 that are launched.
 
 A row for each of the kernels that take longest, one for the others together, and one for the step, measured without the
-profiler. `share` is of the kernels' time, copies among them; what `kernels_us` lacks of `step_us` is between kernels.
+profiler. `share` is of the kernels' time, copies among them, those beside kernels, too; what `kernels_us` lacks of
+`step_us` is about what lies between kernels.
 """
 
 from __future__ import annotations

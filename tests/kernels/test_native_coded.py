@@ -107,8 +107,10 @@ def test_every_kind_of_model_gives_the_same_bits_coded(name: str) -> None:
 @needs_coding
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_likeliest_tokens_and_their_logits_are_those_of_a_head_that_is_not_coded(is_tied: bool) -> None:
-    """By the screen, which multiplies single panels of it, and without; the tied one is read by rows, too. It is coded in
-    two stretches."""
+    """By the screen, which multiplies single panels of it, and without. The tied one is read by rows, too.
+
+    It is coded in two stretches, one after the other.
+    """
     made = Checkpoint.random(hidden_size=256, vocab_size=36_001, is_tied=is_tied)
     name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
     made.tensors[name] = with_rare(made.tensors[name] * 0.125, 9_000)

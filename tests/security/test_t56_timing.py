@@ -291,7 +291,11 @@ def test_over_http_the_times_of_what_another_tenant_has_asked_look_like_all_othe
 
 @pytest.mark.slow
 def test_over_http_without_salts_the_times_tell_what_another_tenant_has_asked(serving: Serving):
-    """The control."""
+    """The control. Once more, with more of them, where the first ones do not tell: other tests run meanwhile."""
     clients = Clients(serving(MANNERS["alone"]), MANNERS["alone"], has_salts=False)
-    assert ks_p_value(*clients.seconds(NUM_TELLING_PAIRS)) < 0.001
-    assert clients.num_cached[True] == NUM_TELLING_PAIRS * (LONG - 1) and clients.num_cached[False] == 0
+    num_pairs, p_values = [NUM_TELLING_PAIRS], [ks_p_value(*clients.seconds(NUM_TELLING_PAIRS))]
+    if p_values[0] >= 0.001:
+        num_pairs.append(2 * NUM_TELLING_PAIRS)
+        p_values.append(ks_p_value(*clients.seconds(num_pairs[-1])))
+    assert p_values[-1] < 0.001, p_values
+    assert clients.num_cached[True] == sum(num_pairs) * (LONG - 1) and clients.num_cached[False] == 0

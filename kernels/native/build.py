@@ -31,7 +31,7 @@ FLAGS: dict[str, list[str]] = {
     "avx2": ["-mavx2", "-mfma"],
     # What "avx512_bf16" and "amx" compute, with their products put together from other instructions: for tests.
     "avx512_bf16_emulated": [*AVX512, "-DMILLRACE_EMULATE_BF16_DOT"],
-    "amx_emulated": ["-mavx2", "-mfma", "-DMILLRACE_EMULATE_AMX"],
+    "amx_emulated": [*AVX512, "-DMILLRACE_EMULATE_BF16_DOT", "-DMILLRACE_EMULATE_AMX"],
 }
 
 

@@ -76,7 +76,7 @@ def choose_instruction_set(asked: str | None = None) -> str:
     """
     asked = asked_for(asked)
     available = machine.instruction_sets()
-    if (asked == "avx512_bf16_emulated" and "avx512" in available) or (asked == "amx_emulated" and available):
+    if asked in ("avx512_bf16_emulated", "amx_emulated") and "avx512" in available:
         return asked
     if asked is not None and asked not in available:
         raise NativeUnavailableError(f"instruction set {asked}: this machine has {', '.join(available) or 'none'}")

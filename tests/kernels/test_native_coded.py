@@ -20,11 +20,12 @@ from tests.kernels.test_native_weights import resident_bytes
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 
-# Which multiply bf16 in vectors, and so take coded weights.
-CODING = [name for name in ("avx512_bf16",) if name in AVAILABLE]
-if "avx512" in AVAILABLE and (FULL or not CODING):
-    CODING.append("avx512_bf16_emulated")
-needs_coding = pytest.mark.skipif(not CODING, reason="nothing here multiplies bf16 in vectors")
+# Which multiply bf16 as such, and so take coded weights: in vectors, and in tile registers.
+CODING = [name for name in ("amx", "avx512_bf16") if name in AVAILABLE]
+if "avx512" in AVAILABLE:
+    CODING += [f"{name}_emulated" for name in ("avx512_bf16", "amx") if FULL or name not in AVAILABLE]
+IN_VECTORS = [name for name in CODING if "amx" not in name]
+needs_coding = pytest.mark.skipif(not CODING, reason="nothing here has the instructions that put numbers together")
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -79,11 +80,11 @@ def test_no_bit_of_a_logit_depends_on_whether_weights_are_coded(every: int, inst
             assert np.array_equal(Run(model).whole(tokens(count)), expected[count]), count
 
 
-@needs_coding
+@pytest.mark.skipif(not IN_VECTORS, reason="nothing here multiplies bf16 in vectors")
 def test_many_who_decode_get_the_same_bits_coded_together_and_apart() -> None:
     """Their keys are fetched beside the products; two threads take half of the rows each."""
     made = large(1_500)
-    models = [made.load("bfloat16", **settings(CODING[0])), *(coded(made, CODING[0]) for _ in range(2))]
+    models = [made.load("bfloat16", **settings(IN_VECTORS[0])), *(coded(made, IN_VECTORS[0]) for _ in range(2))]
     models[2].assume_apart(True)
     runs = [Run(model) for model in models]
     for step in range(4):
@@ -215,7 +216,7 @@ def test_a_matrix_there_is_no_memory_for_stays_as_it_is_and_the_others_are_coded
 def test_where_nothing_is_gained_weights_stay_as_they_are(name: str) -> None:
     made = checkpoint("tied")
     kinds: list[tuple[str, str | None]] = [("float32", None), ("bfloat16", "int8"), ("bfloat16", "int4")]
-    if name != "avx512_bf16":
+    if name not in ("amx", "avx512_bf16"):
         kinds.append(("bfloat16", None))
     for dtype, quantization in kinds:
         model = made.load(dtype, quantization=quantization, **settings(name))  # type: ignore[arg-type]

@@ -174,11 +174,6 @@ def large(
     return spoiled.load(dtype, worth_a_thread=1, instruction_set=instruction_set, num_threads=num_threads)
 
 
-def most_screened(model: NativeModel) -> int:
-    """Rows up to which there is a screen."""
-    return 0 if model.dtype == "bfloat16" and "amx" in model.instruction_set else 512
-
-
 def check_rows(model: NativeModel, counts: Iterable[int]) -> list[int]:
     """How many panels of the head each of these steps was left with."""
     run, left = Both(model), []
@@ -197,21 +192,20 @@ def test_rows_have_the_likeliest_of_a_large_head_and_multiply_little_of_it(
 ) -> None:
     model = large(dtype, instruction_set, num_threads)
     for count, left in zip(FEW, check_rows(model, FEW), strict=True):
-        assert count <= left < MOST_LEFT * count + 2 if count <= most_screened(model) else left == -1
+        assert count <= left < MOST_LEFT * count + 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("instruction_set", SETS)
 def test_up_to_512_rows_have_a_screen_and_its_memory_is_part_of_the_steps(instruction_set: str, dtype: DType) -> None:
     model = large(dtype, instruction_set)
-    most = most_screened(model)
     for count, left in zip((512, 513, 512), check_rows(model, (512, 513, 512)), strict=True):
-        assert 512 <= left < MOST_LEFT * 512 if count <= most else left == -1
+        assert 512 <= left < MOST_LEFT * 512 if count == 512 else left == -1
     with_it = [model.step_bytes(600, count) for count in (0, 512, 513)]
     with pytest.raises(NonFiniteError):
         model.set_tensor("lm_head.weight", np.full((LARGE, 64), np.nan, np.float32))
     its_part = [num - model.step_bytes(600, count) for num, count in zip(with_it, (0, 512, 513), strict=True)]
-    of_panels = NUM_PANELS * most * (4 + 1 / 8)  # what is seen of a row, and a mark
+    of_panels = NUM_PANELS * 512 * (4 + 1 / 8)  # what is seen of a row, and a mark
     assert its_part[0] == 0 and its_part[1] == its_part[2] and of_panels <= its_part[1] <= 1.2 * of_panels
 
 
@@ -287,7 +281,7 @@ def test_panels_are_looked_at_closer_less_often_once_largest_logits_of_rows_are_
     for step in range(4):
         run.of({33 * step + i: [i * 37 % LARGE] for i in range(33)})
         closer.append(run.num_closer)
-    assert max(closer[1:]) < closer[0] / 2 if most_screened(model) else closer == [0] * 4
+    assert max(closer[1:]) < closer[0] / 2
 
 
 def what_the_head_multiplies(model: NativeModel, token: int) -> Array:
@@ -309,7 +303,7 @@ def test_rows_have_their_tokens_whose_largest_logits_are_far_below_those_before(
         assert set(run.of({100 * step + i: [5] for i in range(33)})[0]) == {20_000}
     ids, _, right, _ = run.of({1000 + i: [40 + i * 37 % VOCAB] for i in range(33)})
     assert ids.tolist() == right.tolist() and ids.tolist().count(20_000) < 5
-    assert 33 <= run.num_left < 33 * NUM_PANELS / 50 if most_screened(model) else run.num_left == -1
+    assert 33 <= run.num_left < 33 * NUM_PANELS / 50
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -377,7 +371,7 @@ def test_threads_that_come_late_change_no_token(dtype: DType, num_threads: int) 
     for lateness in (*range(25), 1000, -1):  # phases; -1: they come when they will
         model._library.millrace_come_late(model._model, lateness)
         for count, left in zip((3, 33, 130), check_rows(model, (3, 33, 130)), strict=True):
-            assert 0 < left < count * NUM_PANELS / 50 if most_screened(model) else left == -1
+            assert 0 < left < count * NUM_PANELS / 50
 
 
 @pytest.mark.parametrize("num_large", [1, 5, 40])
@@ -393,8 +387,7 @@ def test_numbers_of_rows_that_are_far_larger_than_most_make_a_screen_no_coarser(
 
 def test_steps_go_without_a_screen_for_a_while_where_it_tells_little() -> None:
     model = large(spoil=one_token_leads)
-    if most_screened(model):
-        assert check_rows(model, [1] * 67) == [NUM_PANELS, *[-1] * 64, NUM_PANELS, -1]
+    assert check_rows(model, [1] * 67) == [NUM_PANELS, *[-1] * 64, NUM_PANELS, -1]
 
 
 def test_rows_beside_one_that_is_no_number_have_their_tokens_and_none_takes_none() -> None:
@@ -409,9 +402,8 @@ def test_rows_beside_one_that_is_no_number_have_their_tokens_and_none_takes_none
 
 def test_a_screen_is_made_of_large_heads_alone_and_counted_beside_the_weights() -> None:
     whole, quantized = large(), large_checkpoint().load("bfloat16", quantization="int8")
-    has_one = most_screened(whole) > 0
-    assert whole.screen_bytes == (NUM_PANELS * (32 * 64 + 4 * 32 + 2 * 4) if has_one else 0)
-    assert whole.has_screen("lm_head.weight") == has_one and not whole.has_screen("model.norm.weight")
+    assert whole.screen_bytes == NUM_PANELS * (32 * 64 + 4 * 32 + 2 * 4)
+    assert whole.has_screen("lm_head.weight") and not whole.has_screen("model.norm.weight")
     assert quantized.screen_bytes == load().screen_bytes == 0 and whole.weights_bytes > LARGE * 64 * 2
 
 

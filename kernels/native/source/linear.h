@@ -203,6 +203,16 @@ void multiply(const Model& model, const Linear& linear, const TiledRows<InputOf<
         run(ProductInVectors<Weight, Out>(model, linear, x, out, seat, upcoming));
 }
 
+// One row, as it lies alone in a tile, by one panel of a linear that is not quantized: tile [32], as in a product of many rows.
+// Meanwhile the panel `next` is fetched.
+template <class Weight>
+void multiply_row(const Linear& linear, const InputOf<Weight>* row, int64_t panel, int64_t next, float* tile) {
+    if constexpr (IN_AMX<InputOf<Weight>>)
+        multiply_row_in_tiles(linear, row, panel, next, tile);
+    else
+        multiply_row_in_vectors<Weight>(linear, row, panel, next, tile);
+}
+
 // How many pairs of k its tiles go through while they fetch what is upcoming, those of all threads.
 template <class Weight>
 int64_t num_pairs_beside(const Linear& linear, const TiledRows<InputOf<Weight>>& x) {

@@ -63,6 +63,13 @@ inline float number_at(const Nibbles* panel, int64_t index, int64_t lane) {
     return LEVELS[index % 2 ? codes >> 4 : codes & 15];
 }
 
+// Bytes from a panel's beginning to where this pair of k lies, if pairs lie in order.
+template <class Stored>
+constexpr int64_t place_of_pair(int64_t pair) {
+    if constexpr (std::is_same<Stored, Coded>::value) return pair == 0 ? 0 : place_of_block(pair / 2);
+    return place_in_pairs<Stored>(2 * pair, PANEL, 0) * int64_t(sizeof(Stored));
+}
+
 // A row of the weight, [k], as products see it.
 template <class Weight>
 void read_row(const Linear& linear, int64_t row, float* to) {

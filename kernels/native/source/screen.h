@@ -34,10 +34,9 @@ namespace millrace {
 using Marks = uint64_t;  // of a panel, a bit for each of as many rows
 constexpr int64_t MARKED_ROWS = 8 * sizeof(Marks);
 
-// Rows of a step that has a screen, at most: something is kept of each with each panel. bf16 in tile registers: nobody has
-// looked.
+// Rows of a step that has a screen, at most: something is kept of each with each panel.
 template <class Weight>
-constexpr int64_t SCREENED_ROWS = IN_AMX<InputOf<Weight>> ? 0 : 512;
+constexpr int64_t SCREENED_ROWS = 512;
 
 constexpr int64_t SCREENED_BYTES = 4 << 20;  // of a head; less may be in a cache
 
@@ -170,20 +169,21 @@ class Screening {
   public:
     void resize(const Linear& head, int64_t num_rows, int num_threads) {
         num_rows_ = num_rows, num_panels_ = head.num_panels(), num_tokens_ = head.n, size_ = head.k;
+        padded_size_ = padded_size_of(head);
         num_marks_ = ceil_div(num_rows, MARKED_ROWS), num_threads_ = num_threads;
-        inputs_.resize(num_rows * size_), rows_.resize(num_rows), quads_.resize(num_rows, size_), least_.resize(num_rows);
+        inputs_.resize(num_rows * padded_size_), rows_.resize(num_rows), quads_.resize(num_rows, size_), least_.resize(num_rows);
         seen_.resize(num_threads * apart(num_rows)), most_.resize(num_rows * num_panels_), marks_.resize(num_panels_ * num_marks_);
     }
 
     // What that takes, at most.
     static int64_t num_bytes(const Linear& head, int64_t num_rows, int num_threads) {
-        int64_t of_a_row = head.k * int64_t(sizeof(Input)) + QuadRows::most_bytes(head.k) + int64_t(sizeof(Screened) + sizeof(Least));
+        int64_t of_a_row = padded_size_of(head) * int64_t(sizeof(Input)) + QuadRows::most_bytes(head.k) + int64_t(sizeof(Screened) + sizeof(Least));
         int64_t of_a_thread = apart(num_rows) * int64_t(sizeof(Seen));
         int64_t of_a_panel = num_rows * int64_t(sizeof(float)) + ceil_div(num_rows, MARKED_ROWS) * int64_t(sizeof(Marks));
         return num_rows * of_a_row + num_threads * of_a_thread + head.num_panels() * of_a_panel;
     }
 
-    const Input* row(int64_t i) const { return inputs_.data() + i * size_; }  // as the head reads it
+    const Input* row(int64_t i) const { return inputs_.data() + i * padded_size_; }  // as the head reads it, alone
 
     float length(int64_t i) const { return rows_[i].length; }
 
@@ -192,7 +192,7 @@ class Screening {
         int64_t padded = round_up(size_, 4);
         thread_local std::vector<int32_t> whole, finely;
         whole.assign(padded, 0), finely.assign(padded, 0);
-        narrow_all(numbers, size_, &inputs_[i * size_]);
+        narrow_all(numbers, size_, &inputs_[i * padded_size_]);
         rows_[i] = to_whole(row(i), size_, whole.data(), finely.data());
         quads_.put(i, whole.data(), finely.data());
         rows_[i].expected = screen.expected.at_least() * rows_[i].length;
@@ -340,12 +340,15 @@ class Screening {
 
     Seen* seen_by(int thread) { return seen_.data() + thread * apart(num_rows_); }
 
+    // From one row to the next, as each would lie in a tile alone: with zeros past its size in AMX.
+    static int64_t padded_size_of(const Linear& head) { return TiledRows<Input>{nullptr, 1, head.k}.padded_size(); }
+
     // From what one thread has seen to what the next one has: no two write to the same line.
     static int64_t apart(int64_t num_rows) { return num_rows + ceil_div(64, int64_t(sizeof(Seen))); }
 
-    int64_t num_rows_ = 0, num_panels_ = 0, num_tokens_ = 0, size_ = 0, num_marks_ = 0;
+    int64_t num_rows_ = 0, num_panels_ = 0, num_tokens_ = 0, size_ = 0, padded_size_ = 0, num_marks_ = 0;
     int num_threads_ = 0;
-    std::vector<Input> inputs_;         // [rows][size]
+    std::vector<Input> inputs_;         // [rows][padded size]
     std::vector<Screened> rows_;        // [rows]
     QuadRows quads_;
     std::vector<Seen> seen_;            // [threads][rows and a line's more]

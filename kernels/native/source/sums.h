@@ -203,10 +203,10 @@ MultiplyTile<Input, Stored> tile_for(int rows, std::integer_sequence<int, R...>)
     return TILES[rows - 1];
 }
 
-// One row, [k], by one panel of a linear that is not quantized, in vectors: tile [32]. Meanwhile the panel `next` is fetched,
-// or as much of it as one sum may.
+// One row, [k], by one panel of a linear that is not quantized: tile [32]. Meanwhile the panel `next` is fetched, or as much
+// of it as one sum may.
 template <class Weight>
-void multiply_row(const Linear& linear, const InputOf<Weight>* row, int64_t panel, int64_t next, float* tile) {
+void multiply_row_in_vectors(const Linear& linear, const InputOf<Weight>* row, int64_t panel, int64_t next, float* tile) {
     auto place = [&](int64_t index) { return linear.weight.as<char>() + index * linear.panel_bytes(); };
     int64_t num_pairs = linear.k / 2, times = num_times(num_pairs);
     int64_t most = std::min(MOST_SHARE, round_up(linear.panel_bytes() / times, 64));

@@ -34,15 +34,17 @@ inline void score_in_tiles(const bf16* queries, const bf16* const* tiles, const 
                            int64_t first, int64_t last, int64_t width, float* scores) {
     for (int64_t tile = first; tile < last; tile++) {
         const bf16* at = tiles[tile];
-        if (is_fetching) fetch(reads.ahead(tile - first), TILE * width * 2);
+        const bf16* ahead = is_fetching ? reads.ahead(tile - first) : nullptr;
         clear_tile<0>();
         int64_t dim = 0;
         for (; dim + 2 * AMX_PAIRS <= width; dim += 2 * AMX_PAIRS) {
+            if (is_fetching) fetch(ahead + dim * TILE, 2 * AMX_PAIRS * TILE * 2);
             load_tile<4>(queries + dim, 2 * width);
             load_tile<5>(at + dim * TILE, 4 * TILE);
             add_products<0, 4, 5>();
         }
         if (dim < width) {
+            if (is_fetching) fetch(ahead + dim * TILE, AMX_PAIRS * TILE * 2);
             load_tile<6>(queries + dim, 2 * width);
             load_tile<7>(at + dim * TILE, 4 * TILE);
             add_products<0, 6, 7>();
@@ -61,10 +63,11 @@ void sum_columns_in_tiles(const bf16* weights, const bf16* const* tiles, const R
     if (C > 3) clear_tile<3>();
     for (int64_t tile = first; tile < last; tile++) {
         const bf16* at = tiles[tile] + 2 * dim;
-        if (is_fetching) fetch(reads.ahead(tile - first), TILE * width * 2);
+        const bf16* ahead = is_fetching ? reads.ahead(tile - first) : nullptr;
         load_tile<6>(weights + tile * TILE, 2 * CHUNK);
         auto add = [&](auto column) {
             constexpr int i = decltype(column)::value;
+            if (is_fetching) fetch(ahead + i * (TILE * width / C), TILE * width / C * 2);
             load_tile<7>(at + 2 * AMX_COLUMNS * i, 4 * width);
             add_products<i, 6, 7>();
         };

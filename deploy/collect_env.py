@@ -39,7 +39,8 @@ PACKAGES = (
     "structlog",
     "uvloop",
 )
-CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
+AMX_FLAGS = ("amx_tile", "amx_bf16", "amx_int8")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", *AMX_FLAGS, "asimd", "sve", "bf16")
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:

@@ -25,13 +25,13 @@ EXACT = ["-ffp-contract=off", "-fno-math-errno"]
 QUIET = ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512"]
 FLAGS: dict[str, list[str]] = {
-    "amx": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
+    "amx": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
     "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma"],
-    # What "avx512_bf16" and "amx" compute, with their products put together from other instructions: for tests.
+    # What "avx512_bf16" computes with AVX-512 alone, and "amx" without tile registers: for tests.
     "avx512_bf16_emulated": [*AVX512, "-DMILLRACE_EMULATE_BF16_DOT"],
-    "amx_emulated": [*AVX512, "-DMILLRACE_EMULATE_BF16_DOT", "-DMILLRACE_EMULATE_AMX"],
+    "amx_emulated": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-DMILLRACE_EMULATE_AMX"],
 }
 
 

@@ -13,6 +13,7 @@ from . import build, machine
 from .errors import NativeUnavailableError
 
 ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces one, for tests
+EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # and what each needs; for tests
 
 
 class Shape(Structure):
@@ -76,7 +77,7 @@ def choose_instruction_set(asked: str | None = None) -> str:
     """
     asked = asked_for(asked)
     available = machine.instruction_sets()
-    if asked in ("avx512_bf16_emulated", "amx_emulated") and "avx512" in available:
+    if asked is not None and EMULATED.get(asked) in available:
         return asked
     if asked is not None and asked not in available:
         raise NativeUnavailableError(f"instruction set {asked}: this machine has {', '.join(available) or 'none'}")

@@ -12,7 +12,7 @@ from pathlib import Path
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 # What each needs of /proc/cpuinfo, best first; of AMD's.
 INSTRUCTION_SETS: dict[str, frozenset[str]] = {
-    "amx": AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
+    "amx": AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512_bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
     "avx512": AVX512,
     "avx2": frozenset({"avx2", "fma"}),

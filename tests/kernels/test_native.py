@@ -33,7 +33,7 @@ SETS = [
 # All of these paths but their own instructions; each a library to build.
 if FULL and "avx512" in AVAILABLE:
     SETS.append(pytest.param("avx512_bf16_emulated"))
-if "avx512" in AVAILABLE and (FULL or "amx" not in AVAILABLE):
+if "avx512_bf16" in AVAILABLE and (FULL or "amx" not in AVAILABLE):
     SETS.append(pytest.param("amx_emulated"))
 DTYPES: list[DType] = ["float32", "bfloat16"]
 

@@ -12,7 +12,7 @@ from millrace.kernels.native.machine import best_first
 
 AVX512 = "avx512f avx512bw avx512vl avx512dq"
 BF16 = "avx512_bf16 avx512_vnni"
-AMX = f"{BF16} amx_tile amx_bf16"
+AMX = f"{BF16} amx_tile amx_bf16 amx_int8"
 
 
 @pytest.mark.parametrize(

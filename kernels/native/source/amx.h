@@ -54,6 +54,12 @@ template <int SUMS, int ROWS, int COLUMNS>
 inline void add_products() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROWS), "i"(COLUMNS));
 }
+// Adds to each number of `SUMS` [rows][16] of int32 the products of quads of bytes of `ROWS` [rows][quads], which have signs,
+// with those of `COLUMNS` [quads][16], which have none.
+template <int SUMS, int ROWS, int COLUMNS>
+inline void add_byte_products() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROWS), "i"(COLUMNS));
+}
 inline void load_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
 
@@ -85,13 +91,19 @@ template <int TILE>
 inline void clear_tile() {
     std::memset(tile_registers.rows[TILE], 0, sizeof tile_registers.rows[TILE]);
 }
+// Such products' shapes, where the processor would fault if they did not fit.
+template <int SUMS, int ROWS, int COLUMNS>
+inline void check_shapes() {
+    auto rows = tile_registers.shapes.rows;
+    auto bytes = tile_registers.shapes.row_bytes;
+    bool fits = rows[SUMS] > 0 && rows[SUMS] == rows[ROWS] && bytes[ROWS] == 4 * rows[COLUMNS] && bytes[SUMS] == bytes[COLUMNS];
+    if (!fits) std::abort();
+}
 template <int SUMS, int ROWS, int COLUMNS>
 inline void add_products() {
+    check_shapes<SUMS, ROWS, COLUMNS>();
     TileRegisters& all = tile_registers;
     auto rows = all.shapes.rows;
-    auto bytes = all.shapes.row_bytes;
-    bool fits = rows[SUMS] > 0 && rows[SUMS] == rows[ROWS] && bytes[ROWS] == 4 * rows[COLUMNS] && bytes[SUMS] == bytes[COLUMNS];
-    if (!fits) std::abort();  // where the processor would fault
     for (int row = 0; row < rows[SUMS]; row++) {
         float even[AMX_COLUMNS] = {}, odd[AMX_COLUMNS] = {}, sums[AMX_COLUMNS];
         for (int pair = 0; pair < rows[COLUMNS]; pair++) {
@@ -105,6 +117,19 @@ inline void add_products() {
         for (int i = 0; i < AMX_COLUMNS; i++) sums[i] += even[i] + odd[i];
         std::memcpy(all.rows[SUMS][row], sums, sizeof sums);
     }
+}
+template <int SUMS, int ROWS, int COLUMNS>
+inline void add_byte_products() {
+    check_shapes<SUMS, ROWS, COLUMNS>();
+    TileRegisters& all = tile_registers;
+    auto rows = all.shapes.rows;
+    for (int row = 0; row < rows[SUMS]; row++)
+        for (int quad = 0; quad < rows[COLUMNS]; quad++)
+            for (int i = 0; i < AMX_COLUMNS; i++)
+                for (int byte = 0; byte < 32; byte += 8) {
+                    int x = int8_t(all.rows[ROWS][row][quad] >> byte), y = uint8_t(all.rows[COLUMNS][quad][i] >> byte);
+                    all.rows[SUMS][row][i] += uint32_t(x * y);
+                }
 }
 inline void load_shapes(const TileShapes& shapes) { tile_registers.shapes = shapes; }
 inline void release_tiles() { tile_registers.shapes = TileShapes(); }

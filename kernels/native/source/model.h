@@ -14,6 +14,7 @@
 #include "apart.h"
 #include "kept.h"
 #include "line.h"
+#include "simd.h"
 #include "threads.h"
 
 namespace millrace {
@@ -117,16 +118,20 @@ struct Layer {
 
 constexpr int32_t NO_WEIGHT = 128;  // stands for 0 in what follows
 
-// A weight [n, k] of int8 in panels of 32 of its n rows, [n / 32][k / 4][32][4], each number 128 more than it is. What is past
-// n or k is 0, stored as NO_WEIGHT. See quads.h.
+// Of k, which are multiplied together: as many as a tile register has rows.
+constexpr int64_t QUADS_TOGETHER = HAS_AMX ? 16 : 1;
+constexpr int64_t num_quads_of(int64_t k) { return round_up(ceil_div(k, 4), QUADS_TOGETHER); }
+
+// A weight [n, k] of int8 in panels of 32 of its n rows, [n / 32][quads of k][32][4], each number 128 more than it is. What is
+// past n or k is 0, stored as NO_WEIGHT. See quads.h.
 struct QuadPanels {
     int64_t num_panels = 0, num_quads = 0;
     Memory weight;
 
     QuadPanels() = default;
-    QuadPanels(int64_t n, int64_t k, Pool& pool) : num_panels(ceil_div(n, PANEL)), num_quads(ceil_div(k, 4)) {
+    QuadPanels(int64_t n, int64_t k, Pool& pool) : num_panels(ceil_div(n, PANEL)), num_quads(num_quads_of(k)) {
         weight = Memory::taken(num_panels * panel_bytes(), pool);
-        int64_t first = k % 4 ? 0 : n / PANEL * panel_bytes();  // that rows do not fill
+        int64_t first = k < 4 * num_quads ? 0 : n / PANEL * panel_bytes();  // that rows do not fill
         std::memset(weight.as<char>() + first, NO_WEIGHT, weight.num_bytes() - first);
     }
 

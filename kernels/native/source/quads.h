@@ -2,7 +2,7 @@
 //
 // Instructions that sum four products of bytes want those of one side not to be negative. So weights are 128 more than what
 // they stand for, and each row's sums begin with what that comes to. Sums are whole numbers of 32 bits: exact, the same in
-// every batch and with all instructions.
+// every batch and with all instructions. Tile registers sum 64 of k at a time: see amx_quads.h.
 //
 // Knows whole numbers. Refuses to know what they stand for.
 
@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "amx_quads.h"
 #include "panels.h"
 
 namespace millrace {
@@ -21,7 +22,7 @@ constexpr int64_t MOST_SUMMED = 1 << 16;  // numbers: 127 * 127 times that is le
 
 #if defined(__AVX512VNNI__)
 
-constexpr int QUAD_ROWS = 12;  // of a tile: 24 of 32 registers are sums
+constexpr int SUMMED_ROWS = 12;  // of a tile in vectors: 24 of 32 registers are sums
 using I = __m512i;
 using Quad = uint32_t;  // four numbers of a row
 
@@ -40,7 +41,7 @@ inline Quad quad_of(const int8_t* numbers) {
 
 #else
 
-constexpr int QUAD_ROWS = 4;  // with AVX2 8 of 16 registers are sums
+constexpr int SUMMED_ROWS = 4;  // with AVX2 8 of 16 registers are sums
 struct Quad {  // of a row's four numbers the first and third, and the others, in 16 bits each
     uint32_t even, odd;
 };
@@ -142,12 +143,15 @@ SumQuads sum_for(int rows, std::integer_sequence<int, R...>) {
     return SUMS[rows - 1];
 }
 
-// Rows as such products read them: in tiles of up to QUAD_ROWS rows, as equal as may be, [k / 4][rows of the tile]. What a
-// number has beyond 8 bits is multiplied once more. What is missed of each, in 8 bits more, lies by itself, as a row.
+constexpr int QUAD_ROWS = HAS_AMX ? AMX_TILE_ROWS : SUMMED_ROWS;  // of a tile
+
+// Rows as such products read them: in tiles of up to QUAD_ROWS rows, as equal as may be, [quads][rows of the tile], in AMX
+// [quads / 16][rows][16]. What a number has beyond 8 bits is multiplied once more. What is missed of each, in 8 bits more, lies
+// by itself, as a row.
 class QuadRows {
   public:
     void resize(int64_t num_rows, int64_t k) {
-        num_rows_ = num_rows, num_quads_ = ceil_div(k, 4);
+        num_rows_ = num_rows, num_quads_ = num_quads_of(k);
         whole_.resize(num_rows * num_quads_), finely_.resize(num_rows * num_quads_);
         begins_.resize(num_rows), fine_begins_.resize(num_rows), beyond_.resize(num_rows);
         for (std::vector<Beyond>& beyond : beyond_) beyond.reserve(most_beyond(k));
@@ -155,8 +159,8 @@ class QuadRows {
 
     // Of a row, at most.
     static int64_t most_bytes(int64_t k) {
-        return 2 * ceil_div(k, 4) * int64_t(sizeof(Quad)) + 2 * int64_t(sizeof(int32_t)) + int64_t(sizeof(std::vector<Beyond>)) +
-               most_beyond(k) * int64_t(sizeof(Beyond));
+        int64_t beyond = int64_t(sizeof(std::vector<Beyond>)) + most_beyond(k) * int64_t(sizeof(Beyond));
+        return 2 * num_quads_of(k) * int64_t(sizeof(Quad)) + 2 * int64_t(sizeof(int32_t)) + beyond;
     }
 
     // Puts a row in its place: whole numbers and what they miss, both [4 * quads] with zeros past k. The former are lost.
@@ -164,9 +168,10 @@ class QuadRows {
         begins_[row] = begin_of(whole), fine_begins_[row] = begin_of(finely);
         beyond_[row].clear();
         int64_t at = ((row + 1) * num_tiles() - 1) / num_rows_, first = first_row(at), apart = first_row(at + 1) - first;
-        Quad *to = &whole_[first * num_quads_ + row - first], *fine = &finely_[row * num_quads_];
-        for (int64_t quad = 0; quad < num_quads_; quad++, whole += 4, finely += 4, to += apart) {
-            *to = take_bytes(whole);
+        Quad *to = &whole_[first * num_quads_ + (row - first) * QUADS_TOGETHER], *fine = &finely_[row * num_quads_];
+        for (int64_t quad = 0; quad < num_quads_; quad++, whole += 4, finely += 4) {
+            int64_t among = quad % QUADS_TOGETHER;
+            to[(quad - among) * apart + among] = take_bytes(whole);
             while (whole[0] | whole[1] | whole[2] | whole[3]) beyond_[row].push_back({quad, take_bytes(whole)});
             const int8_t bytes[4] = {int8_t(finely[0]), int8_t(finely[1]), int8_t(finely[2]), int8_t(finely[3])};
             fine[quad] = quad_of(bytes);
@@ -178,13 +183,17 @@ class QuadRows {
     template <class Take>
     void multiply(const QuadPanels& panels, Party::Seat seat, bool is_passing, const Take& take) const {
         constexpr int64_t TOGETHER = 4;  // panels
+        TilesInUse tiles;
         seat.each_piece(panels.num_panels, TOGETHER, [&](int64_t first, int64_t last, int64_t) {
             for (int64_t panel = first; panel < last; panel++)
                 for (int64_t at = 0; at < num_tiles(); at++) {
                     alignas(64) int32_t tile[QUAD_ROWS * PANEL];
                     int64_t row = first_row(at);
                     int rows = int(first_row(at + 1) - row);
-                    sum_tile(panels, panel, at, rows, is_passing, tile);
+                    if constexpr (HAS_AMX)
+                        sum_in_tiles(panels, panel, row, rows, tiles, tile);
+                    else
+                        sum_tile(panels, panel, at, rows, is_passing, tile);
                     for (int r = 0; r < rows; r++)
                         take(with_beyond(panels.panel(panel), row + r, tile + r * PANEL), row + r, panel);
                 }
@@ -215,6 +224,8 @@ class QuadRows {
     // others may have.
     static constexpr int FEW_QUADS = 4;
 
+    static constexpr int64_t NEAR_AHEAD = 1024;  // bytes: as bf16 is fetched in AMX, see amx_linear.h
+
     struct Beyond {  // 8 bits
         int64_t quad;
         Quad numbers;
@@ -237,10 +248,23 @@ class QuadRows {
         return quad_of(taken);
     }
 
+    // A tile's rows, from `row` on, by a panel.
+    void sum_in_tiles(const QuadPanels& panels, int64_t panel, int64_t row, int rows, TilesInUse& tiles, int32_t* tile) const {
+        tiles.shape(product_shapes(rows));
+        auto near = reinterpret_cast<const char*>(panels.panel(panel)) + NEAR_AHEAD;
+        int64_t num_steps = num_quads_ / QUADS_TOGETHER, size = panels.panel_bytes();
+        StepsAhead ahead{near, near + size, size / 64 / num_steps, 1, 0};
+        auto sum = rows > AMX_ROWS ? sum_quads_in_tiles<2, Quad> : sum_quads_in_tiles<1, Quad>;
+        sum(&whole_[row * num_quads_], rows, panels.panel(panel), num_steps, ahead, tile);
+        for (int r = 0; r < rows; r++, tile += PANEL)
+            for (int64_t lane = 0; lane < PANEL; lane += W)
+                store_whole(tile + lane, add_whole(load_whole(tile + lane), splat_whole(begins_[row + r])));
+    }
+
     // A tile's rows by a panel, while its share of the next panel is fetched where there is time for it.
     void sum_tile(const QuadPanels& panels, int64_t panel, int64_t at, int rows, bool is_passing, int32_t* tile) const {
         constexpr auto FEW = std::make_integer_sequence<int, FEW_QUADS>();
-        constexpr auto ANY = std::make_integer_sequence<int, QUAD_ROWS>();
+        constexpr auto ANY = std::make_integer_sequence<int, SUMMED_ROWS>();
         int64_t row = first_row(at);
         auto sum = [&](SumQuads sums, const LinesAhead& lines) {
             sums(&whole_[row * num_quads_], panels.panel(panel), num_quads_, &begins_[row], tile, lines);

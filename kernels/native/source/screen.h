@@ -189,7 +189,7 @@ class Screening {
 
     // A row, normed: [size].
     void put(const Screen& screen, int64_t i, const float* numbers) {
-        int64_t padded = round_up(size_, 4);
+        int64_t padded = 4 * num_quads_of(size_);
         thread_local std::vector<int32_t> whole, finely;
         whole.assign(padded, 0), finely.assign(padded, 0);
         narrow_all(numbers, size_, &inputs_[i * padded_size_]);

@@ -142,7 +142,7 @@ class NativeModel:
 
     def code_weights(self) -> None:
         """Keeps matrices of bf16, the layers' and the head, in 12 bits a number from now on, to the bit, where the
-        machine multiplies bf16 in vectors and a matrix's numbers are of like size: few rows' steps take up to a quarter
+        machine multiplies bf16 as such and a matrix's numbers are of like size: few rows' steps take up to a quarter
         less, as what they read is so much smaller. All tensors are set, and none can be set any more. Raises
         MemoryError when it is through: what there was no memory for stays as it is, and steps go on.
         """

@@ -7,7 +7,7 @@ and values, beside bfloat16's.
 Without `--text` the text are held-out documents of the bundled model's grammar, each by itself; a file is cut into
 pieces of `--context` tokens. Every token but the first of a piece is predicted from those before it. The native step
 computes all of it, so int8 keys and values are read back as they were written. bfloat16's weights are as an engine has
-them: in 12 bits a number where bf16 is multiplied in vectors.
+them: in 12 bits a number where bf16 is multiplied as such.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ keys and values, as ratios to bfloat16's in the same rounds.
 Random weights of a real model's shape; the native step alone, without an engine around it. In a round each form takes
 each load in turn. `floor_share` is the bytes that a step of one sequence must read, weights and cache, over the memory
 bandwidth read in the same round and over its time. bfloat16's weights are as an engine keeps them: in 12 bits a number
-where bf16 is multiplied in vectors.
+where bf16 is multiplied as such.
 """
 
 from __future__ import annotations

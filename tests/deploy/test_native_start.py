@@ -89,7 +89,7 @@ def test_serve_answers_without_torch_in_little_memory_and_rests_when_idle() -> N
     (instructions,) = (event for event in events if event["event"] == "instructions.chosen")
     assert instructions["name"] in instructions["machine_has"]
     coded = [event["weights_mib"] for event in events if event["event"] == "weights.coded"]
-    assert coded == ([round(weights / 2**20, 1)] if instructions["name"] == "avx512_bf16" else [])
+    assert coded == ([round(weights / 2**20, 1)] if instructions["name"] in ("amx", "avx512_bf16") else [])
 
 
 def used_s(pid: int, pause_s: float) -> float:

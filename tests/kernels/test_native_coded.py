@@ -103,27 +103,35 @@ def test_many_who_decode_get_the_same_bits_coded_together_and_apart() -> None:
 
 @needs_coding
 @pytest.mark.parametrize("name", MODELS)
-def test_every_kind_of_model_gives_the_same_bits_coded(name: str) -> None:
+@pytest.mark.parametrize("instruction_set", CODING)
+def test_every_kind_of_model_gives_the_same_bits_coded(instruction_set: str, name: str) -> None:
+    """Tiles of which there is one, and of which there are several, where k is no whole number of steps in AMX."""
     made = checkpoint(name)
-    plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
+    plain, model = made.load("bfloat16", **settings(instruction_set)), coded(made, instruction_set)
     assert model.weights_bytes < plain.weights_bytes
-    assert np.array_equal(Run(model).whole(tokens(100)), Run(plain).whole(tokens(100)))
+    for count in (1, 20, 40, 100):
+        assert np.array_equal(Run(model).whole(tokens(count)), Run(plain).whole(tokens(count))), count
 
 
 @needs_coding
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_the_likeliest_tokens_and_their_logits_are_those_of_a_head_that_is_not_coded(is_tied: bool) -> None:
+@pytest.mark.parametrize("instruction_set", CODING)
+@pytest.mark.parametrize(("hidden_size", "is_tied"), [(256, False), (256, True), (244, False)])
+def test_the_likeliest_tokens_and_their_logits_are_those_of_a_head_that_is_not_coded(
+    hidden_size: int, is_tied: bool, instruction_set: str
+) -> None:
     """By the screen, which multiplies single panels of it, and without. The tied one is read by rows, too.
 
-    It is coded in two stretches, one after the other.
+    It is coded in two stretches, one after the other. 244 are no whole number of steps in AMX.
     """
-    made = Checkpoint.random(hidden_size=256, vocab_size=36_001, is_tied=is_tied)
+    made = Checkpoint.random(hidden_size=hidden_size, vocab_size=36_001, is_tied=is_tied)
     name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
     made.tensors[name] = with_rare(made.tensors[name] * 0.125, 9_000)
-    plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
+    plain, model = made.load("bfloat16", **settings(instruction_set)), coded(made, instruction_set)
     head = 2 * made.tensors[name].size
-    rest = Checkpoint.random(hidden_size=256, vocab_size=32, is_tied=is_tied)
-    saved_elsewhere = rest.load("bfloat16", **settings(CODING[0])).weights_bytes - coded(rest, CODING[0]).weights_bytes
+    rest = Checkpoint.random(hidden_size=hidden_size, vocab_size=32, is_tied=is_tied)
+    saved_elsewhere = (
+        rest.load("bfloat16", **settings(instruction_set)).weights_bytes - coded(rest, instruction_set).weights_bytes
+    )
     saved = plain.weights_bytes - model.weights_bytes - saved_elsewhere
     assert 0.15 < saved / head < 0.25
     assert np.array_equal(model.matrix(name, *made.tensors[name].shape), made.tensors[name])

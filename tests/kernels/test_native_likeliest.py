@@ -209,9 +209,32 @@ def test_up_to_512_rows_have_a_screen_and_its_memory_is_part_of_the_steps(instru
     assert its_part[0] == 0 and its_part[1] == its_part[2] and of_panels <= its_part[1] <= 1.2 * of_panels
 
 
-@pytest.mark.parametrize("shape", [{"is_tied": True}, {"hidden_size": 54}], ids=str)
-def test_so_they_have_where_the_head_is_tied_and_where_rows_are_no_whole_vectors(shape: dict[str, Any]) -> None:
-    check_rows(large(**shape), FEW)
+@pytest.mark.parametrize("shape", [{"is_tied": True}, {"hidden_size": 54}, {"hidden_size": 150}], ids=str)
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_so_they_have_where_the_head_is_tied_and_where_rows_are_no_whole_vectors(
+    instruction_set: str, shape: dict[str, Any]
+) -> None:
+    """150 are two steps of AMX's products of bytes, and part of a third."""
+    for count, left in zip(FEW, check_rows(large(instruction_set=instruction_set, **shape), FEW), strict=True):
+        assert count <= left < count * NUM_PANELS / 50
+
+
+def test_a_screen_tells_the_same_with_all_instructions_of_avx512() -> None:
+    """Sums of whole numbers are exact. By one thread, as it depends on who is first what is looked at closer."""
+    told = []
+    for name in (each for each in machine.instruction_sets() if each != "avx2"):
+        run = Both(large("float32", name, num_threads=1, hidden_size=150))
+        for count in FEW:
+            run.of({len(run._tables): [i * 37 % LARGE for i in range(count)]})
+            told.append((name, count, run.num_left, run.num_closer))
+    assert len({case[1:] for case in told}) in (0, len(FEW)), told
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_a_screens_rows_are_padded_to_whole_registers_in_amx_alone(instruction_set: str) -> None:
+    quads = 16 if "amx" in instruction_set else 14
+    model = large(instruction_set=instruction_set, hidden_size=54)
+    assert model.screen_bytes == NUM_PANELS * (32 * 4 * quads + 4 * 32 + 2 * 4)
 
 
 def one_token_leads(head: Array) -> None:

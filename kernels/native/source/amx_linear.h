@@ -72,8 +72,7 @@ inline void multiply_row_in_tiles(const Linear& linear, const bf16* row, int64_t
         auto place = [&](int64_t index) { return linear.weight.as<char>() + index * linear.panel_bytes(); };
         int64_t share = ceil_div(ceil_div(linear.panel_bytes(), 64), ceil_div(linear.k, AMX_STEP));
         StepsAhead ahead{place(next), place(next + 1), share, 1, 0};
-        PanelInTiles<std::remove_const_t<Stored>> panels[] = {
-            {reinterpret_cast<const Stored*>(place(panel)), nullptr, ahead}};
+        PanelInTiles<Stored> panels[] = {{reinterpret_cast<const Stored*>(place(panel)), nullptr, ahead}};
         multiply_once<1, 1>(row, 1, linear, panels, tile);
     });
 }

@@ -109,7 +109,8 @@ inline void scale_sums(const float* sums, const bf16* scales, int rows, const fl
     }
 }
 
-// Pairs [begin, end) of k, by which all tiles of rows are multiplied before the next ones. `part` of them are summed one after the other: all, or a group.
+// Pairs [begin, end) of k, by which all tiles of rows are multiplied before the next ones. `part` of them are summed one after
+// the other: all, or a group.
 struct Block {
     int64_t begin, end, part;
     bool is_grouped;
@@ -215,8 +216,8 @@ void multiply_once(const bf16* x, int rows, const Linear& linear, PanelInTiles<S
     alignas(64) bf16 made[2][PANELS][STEP_SIZE];  // the columns of a step, and of the next one
     alignas(64) float sums[std::max(HALVES, PANELS) * OUT_SIZE];
     StepsAhead ahead[PANELS], none[PANELS] = {};
-    std::optional<Columns<Stored>> columns_of[PANELS];
-    for (int i = 0; i < PANELS; i++) ahead[i] = panels[i].ahead, columns_of[i].emplace(panels[i].numbers, 0);
+    std::optional<Columns<Stored>> makers[PANELS];
+    for (int i = 0; i < PANELS; i++) ahead[i] = panels[i].ahead, makers[i].emplace(panels[i].numbers, 0);
     int64_t num_pairs = linear.k / 2, size = linear.group_pairs();
     for (int64_t begin = 0; begin < num_pairs; begin += size) {
         int64_t end = std::min(begin + size, num_pairs), step = begin / AMX_PAIRS, end_step = ceil_div(end, AMX_PAIRS);
@@ -226,7 +227,7 @@ void multiply_once(const bf16* x, int rows, const Linear& linear, PanelInTiles<S
         };
         auto make = [&](int64_t step) {
             UNROLL for (int i = 0; i < PANELS; i++) {
-                columns_of[i]->make(step, begin, end, made[step % 2][i]);
+                makers[i]->make(step, begin, end, made[step % 2][i]);
                 ahead[i].fetch_next();
             }
         };

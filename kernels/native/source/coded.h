@@ -9,10 +9,11 @@
 // shape, of random numbers; two cores of a Zen 4 class EPYC, memory at 33 to 57 GB/s). Logits of 1 / 2 / 4 rows by a head of
 // 151,936 x 1,024, which drawn tokens take, 19 / 9 / 9 % less, those of 8 to 32 one or two more.
 //
-// In AMX numbers are put together to columns of tile registers, a step of k ahead of those that are multiplied: 600 MB of
-// weights take 13.2 / 14.0 / 13.8 / 15.7 ms for 1 / 8 / 16 / 32 rows where these themselves take 17.6 / 17.9 / 18.3 / 18.4, and
-// steps of 1 / 8 / 16 / 32 rows 16 to 19 / 10 to 16 / 10 to 12 / 2 % less in the two shapes, with the screen; prompts of 24 and
-// 48 tokens 13 and 4 % less, of 128 4 more, of 256 2 less (two cores of a Granite Rapids class Xeon, memory at 28 to 38 GB/s).
+// In AMX numbers are put together to columns of tile registers, a step of k ahead of those that are multiplied: 600 MiB
+// of weights take 13.2 / 14.0 / 13.8 / 15.7 ms for 1 / 8 / 16 / 32 rows where these themselves take 17.6 / 17.9 / 18.3 / 18.4,
+// and steps of 1 / 8 / 16 / 32 rows 16 to 19 / 9 to 14 / 9 to 13 / 2 to 3 % less in the two shapes, with the screen; prompts of
+// 24 and 48 tokens 13 and 4 % less, of 128 5 more, of 256 2 less (two cores of a Granite Rapids class Xeon, memory at 28 to 38
+// GB/s).
 //
 // Only where bf16 is multiplied as such: there one instruction joins the bytes of 32 numbers to pairs. Whether it pays where
 // weights become float32 nobody has measured.

@@ -40,9 +40,7 @@ class Ending {
         }
         if (!inputs.logits && !inputs.likeliest) return;
         auto row = [&](int64_t i) { return at.residual + inputs.logits_rows[i] * at.hidden_stride; };
-        if constexpr (SCREENED_ROWS<Weight> > 0) {
-            if (is_screened_) return find_screened(normed, row, times, phases);
-        }
+        if (is_screened_) return find_screened(normed, row, times, phases);
         times.pass(phases, REST, [&](Seat seat) {
             seat.each_piece(inputs.num_logits, ROWS, [&](int64_t first, int64_t last, int64_t) {
                 norm_to(normed, first, last, row, model_.final_norm.data(), shape_.rms_norm_eps);

@@ -113,8 +113,8 @@ void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offse
 // fetches the one that is AHEAD of it, so that memory is busy all the time. Nobody needs that where many rows share what
 // was read. In tile registers the next one is soon enough, and 10 % less of attention of 32 sequences: Intel's cores read
 // faster what they are asked for shortly before (two cores of a Granite Rapids class Xeon); by quarters, one before each
-// product, 3 % less than at once (heads of 128 numbers). With AVX-512 one to five tiles
-// are alike, and up to 6 % less than eight (heads of 128 numbers; Zen 5 class EPYC).
+// product, 3 % less than at once (heads of 128 numbers). With AVX-512 one to five tiles are alike, and up to 6 % less than
+// eight (heads of 128 numbers; Zen 5 class EPYC).
 template <class T>
 struct Reads {
     static constexpr int64_t AHEAD = IN_AMX<T> ? 1 : W == 16 ? 4 : MOST_AHEAD;

@@ -118,7 +118,7 @@ struct Layer {
 
 constexpr int32_t NO_WEIGHT = 128;  // stands for 0 in what follows
 
-// Of k, which are multiplied together: as many as a tile register has rows.
+// Quads of k that are multiplied together: as many as a tile register has rows.
 constexpr int64_t QUADS_TOGETHER = HAS_AMX ? 16 : 1;
 constexpr int64_t num_quads_of(int64_t k) { return round_up(ceil_div(k, 4), QUADS_TOGETHER); }
 

@@ -36,8 +36,8 @@ inline const bf16* scales_of(const Linear& linear, int64_t panel) {
     return scales ? scales + panel * linear.num_groups() * PANEL : nullptr;
 }
 
-// With AVX-512 one: in four, one to four rows took 6 to 25 % longer, and 32 rows 12 (Zen 5 class EPYC). AMX reads in order.
-constexpr int64_t STREAMS = W == 8 && !HAS_AMX ? 4 : 1;
+// With AVX-512 one: in four, one to four rows took 6 to 25 % longer, and 32 rows 12 (Zen 5 class EPYC).
+constexpr int64_t STREAMS = W == 8 ? 4 : 1;
 
 // Of `num` pairs that are summed one after the other; as many places each, and in bf16 none shorter than a page.
 constexpr int64_t num_streams(int64_t num) { return num % STREAMS || num < 32 * STREAMS ? 1 : STREAMS; }
@@ -63,7 +63,8 @@ inline float number_at(const Nibbles* panel, int64_t index, int64_t lane) {
     return LEVELS[index % 2 ? codes >> 4 : codes & 15];
 }
 
-// Bytes from a panel's beginning to where this pair of k lies, if pairs lie in order.
+// Bytes from a panel's beginning to where this pair of k lies, if pairs lie in order; of coded ones an even one, and the
+// first one with the book before it.
 template <class Stored>
 constexpr int64_t place_of_pair(int64_t pair) {
     if constexpr (std::is_same<Stored, Coded>::value) return pair == 0 ? 0 : place_of_block(pair / 2);

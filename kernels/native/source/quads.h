@@ -178,8 +178,8 @@ class QuadRows {
         }
     }
 
-    // What this thread comes to do of all rows by `panels`; each row's sums to `take(sums, row, panel)`. `is_passing`: few rows'
-    // panels, so that no cache keeps them.
+    // What this thread comes to do of all rows by `panels`; each row's sums to `take(sums, row, panel)`. `is_passing`: few
+    // rows' panels, so that no cache keeps them; in tile registers that makes no difference.
     template <class Take>
     void multiply(const QuadPanels& panels, Party::Seat seat, bool is_passing, const Take& take) const {
         constexpr int64_t TOGETHER = 4;  // panels
@@ -253,7 +253,8 @@ class QuadRows {
         tiles.shape(product_shapes(rows));
         auto near = reinterpret_cast<const char*>(panels.panel(panel)) + NEAR_AHEAD;
         int64_t num_steps = num_quads_ / QUADS_TOGETHER, size = panels.panel_bytes();
-        StepsAhead ahead{near, near + size, size / 64 / num_steps, 1, 0};
+        int64_t share = row == 0 ? size / 64 / num_steps : 0;  // the first tile's rows have it fetched
+        StepsAhead ahead{near, near + size, share, 1, 0};
         auto sum = rows > AMX_ROWS ? sum_quads_in_tiles<2, Quad> : sum_quads_in_tiles<1, Quad>;
         sum(&whole_[row * num_quads_], rows, panels.panel(panel), num_steps, ahead, tile);
         for (int r = 0; r < rows; r++, tile += PANEL)

@@ -1,8 +1,9 @@
 // Where the largest logits of rows are, found without multiplying all of the head.
 //
 // What a step of few rows reads may be the head for a quarter, and so may what one of many rows multiplies. In int8 the head
-// is half of bf16's bytes, and by rows in int8 twice as many products are one instruction. How far such a logit can be from
-// the head's own is known: no more than what is missed of the head's row and the length of ours, and the other way round.
+// is half of bf16's bytes, two thirds of coded ones', and by rows in int8 twice as many products are one instruction. How far
+// such a logit can be from the head's own is known: no more than what is missed of the head's row and the length of ours, and
+// the other way round.
 // So a panel whose largest logit in int8 is further below a row's best one than both can be wrong does not have the largest.
 // The panel that seems to have it is multiplied by the head itself, for that row, and then what is left: panels that may have
 // a logit above the one that is known now, with the first one three of a row's 1,536 and four to six of its 4,748 (steps of 1 to
@@ -35,7 +36,6 @@ using Marks = uint64_t;  // of a panel, a bit for each of as many rows
 constexpr int64_t MARKED_ROWS = 8 * sizeof(Marks);
 
 // Rows of a step that has a screen, at most: something is kept of each with each panel.
-template <class Weight>
 constexpr int64_t SCREENED_ROWS = 512;
 
 constexpr int64_t SCREENED_BYTES = 4 << 20;  // of a head; less may be in a cache
@@ -44,9 +44,8 @@ constexpr int64_t STEPS_OFF = 64;  // that go without where it tells little
 
 inline bool wants_screen(const Linear& head) {
     bool is_half = head.type == BFLOAT16 || head.type == CODED;
-    int64_t rows = is_half ? SCREENED_ROWS<bf16> : head.type == FLOAT32 ? SCREENED_ROWS<float> : 0;
     int64_t bytes = is_half ? head.num_panels() * PANEL * head.k * 2 : head.weight_bytes();
-    return rows > 0 && bytes >= SCREENED_BYTES && head.k <= MOST_SUMMED;
+    return (is_half || head.type == FLOAT32) && bytes >= SCREENED_BYTES && head.k <= MOST_SUMMED;
 }
 
 // Squares of the numbers that are missed by whole ones times a scale, and of the numbers, added up.
@@ -171,13 +170,15 @@ class Screening {
         num_rows_ = num_rows, num_panels_ = head.num_panels(), num_tokens_ = head.n, size_ = head.k;
         padded_size_ = padded_size_of(head);
         num_marks_ = ceil_div(num_rows, MARKED_ROWS), num_threads_ = num_threads;
-        inputs_.resize(num_rows * padded_size_), rows_.resize(num_rows), quads_.resize(num_rows, size_), least_.resize(num_rows);
-        seen_.resize(num_threads * apart(num_rows)), most_.resize(num_rows * num_panels_), marks_.resize(num_panels_ * num_marks_);
+        inputs_.resize(num_rows * padded_size_), rows_.resize(num_rows), quads_.resize(num_rows, size_);
+        least_.resize(num_rows), seen_.resize(num_threads * apart(num_rows));
+        most_.resize(num_rows * num_panels_), marks_.resize(num_panels_ * num_marks_);
     }
 
     // What that takes, at most.
     static int64_t num_bytes(const Linear& head, int64_t num_rows, int num_threads) {
-        int64_t of_a_row = padded_size_of(head) * int64_t(sizeof(Input)) + QuadRows::most_bytes(head.k) + int64_t(sizeof(Screened) + sizeof(Least));
+        int64_t of_inputs = padded_size_of(head) * int64_t(sizeof(Input)) + QuadRows::most_bytes(head.k);
+        int64_t of_a_row = of_inputs + int64_t(sizeof(Screened) + sizeof(Least));
         int64_t of_a_thread = apart(num_rows) * int64_t(sizeof(Seen));
         int64_t of_a_panel = num_rows * int64_t(sizeof(float)) + ceil_div(num_rows, MARKED_ROWS) * int64_t(sizeof(Marks));
         return num_rows * of_a_row + num_threads * of_a_thread + head.num_panels() * of_a_panel;

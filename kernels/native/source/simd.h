@@ -314,7 +314,7 @@ inline F add_dots(F sums, F pairs, uint32_t x) {
 #if defined(MILLRACE_BF16_DOT)
 constexpr bool MULTIPLIES_BF16 = true;
 #else
-constexpr bool MULTIPLIES_BF16 = HAS_AMX;
+constexpr bool MULTIPLIES_BF16 = false;
 #endif
 
 // W numbers, rounded to bf16.

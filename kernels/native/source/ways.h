@@ -18,9 +18,8 @@ namespace millrace {
 constexpr int64_t APART_ROWS = 2 * (GEMM_ROWS + 1);
 
 // Whether a screen is asked for the step's likeliest tokens: not for some steps after one that it told little. Counts these.
-template <class Weight>
-bool ask_screen(Screen* screen, const StepInputs& inputs) {
-    bool are_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS<Weight>;
+inline bool ask_screen(Screen* screen, const StepInputs& inputs) {
+    bool are_few = 0 < inputs.num_logits && inputs.num_logits <= SCREENED_ROWS;
     if (!inputs.likeliest || !are_few || !screen->is_made()) return false;
     if (screen->num_steps_off == 0) return true;
     screen->num_steps_off--;
@@ -122,7 +121,7 @@ int64_t run_together(Model& model, const StepInputs& inputs, int num_threads, bo
 
 template <class Weight, class Cached>
 void run_cached(Model& model, const StepInputs& inputs, int num_threads) {
-    bool is_screened = ask_screen<Weight>(&model.screen, inputs), can_be = can_be_apart<Weight>(inputs, num_threads);
+    bool is_screened = ask_screen(&model.screen, inputs), can_be = can_be_apart<Weight>(inputs, num_threads);
     Apart::Kind kind{inputs.num_tokens, is_screened ? 2 : inputs.likeliest ? 1 : 0};
     model.screen.num_left = -1, model.screen.num_closer = model.num_bytes_beside = 0;
     model.is_apart = can_be && model.apart.is_next(kind);
@@ -150,10 +149,10 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
     int num_threads = model.pool->size();
     int64_t halved = IN_AMX<InputOf<Weight>> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);  // may be taken apart
     if (halved >= APART_ROWS) activations = std::max(activations, apart_bytes<Weight>(model, halved));
-    int64_t screened = model.screen.is_made() ? std::min(num_logits, SCREENED_ROWS<Weight>) : 0;
+    int64_t screened = model.screen.is_made() ? std::min(num_logits, SCREENED_ROWS) : 0;
     int64_t screening = 0;
     if (screened > 0) screening = Screening<InputOf<Weight>>::num_bytes(model.head, screened, num_threads);
-    int64_t half = ceil_div(std::min(halved, SCREENED_ROWS<Weight>), 2);
+    int64_t half = ceil_div(std::min(halved, SCREENED_ROWS), 2);
     if (screened > 0 && half > 0)
         screening = std::max(screening, 2 * Screening<InputOf<Weight>>::num_bytes(model.head, half, 1));
     return activations + screening + scratch_bytes(num_threads) + room * num_threads;

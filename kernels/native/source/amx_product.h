@@ -5,8 +5,9 @@
 // batch. Weights that are not kept in bf16 become that first, which holds their numbers exactly: a step of k ahead of what is
 // multiplied, so that a core does both at a time. Four steps at a time and then their products took coded ones a third longer,
 // a step of 1 / 8 rows with int8 weights 10 to 35 / 16 to 22 % longer, of 32 rows 4 % less, with int4 of one row 7 % longer
-// (the two shapes, two cores of a Granite Rapids class Xeon). int8's widening still takes longer than memory there: a lone
-// row is no faster than with coded weights.
+// (the two shapes, two cores of a Granite Rapids class Xeon). Of what is in the caches 1,024 numbers take a core 42 ns to widen
+// and to multiply by a row, whether they are coded, int8 or int4, and with half the instructions as well; memory gives a core
+// those of int8 in 54 to 60 ns.
 //
 // Knows panels and registers; refuses to know whose rows these are, which thread is where, and what becomes of sums.
 
@@ -41,14 +42,16 @@ inline const TileShapes& product_shapes(int num_rows) {
 }
 
 // Lines that are fetched while steps are multiplied: `share` of them with each step from each of `streams` places, which
-// are `apart` bytes from each other, the first one from `place` to `end`.
+// are `apart` bytes from each other, the first one from `place` to `end`; and after these from `next_place` to `next_end`.
 struct StepsAhead {
     const char *place, *end;
     int64_t share, streams, apart;
+    const char *next_place = nullptr, *next_end = nullptr;
 
     void fetch_next() {
         for (const char* last = std::min(end, place + 64 * share); place < last; place += 64)
             for (int64_t i = 0; i < streams; i++) _mm_prefetch(place + i * apart, _MM_HINT_T1);
+        if (place >= end) place = next_place, end = next_end, next_place = next_end;
     }
 };
 

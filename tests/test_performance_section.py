@@ -125,14 +125,15 @@ def test_a_glance_tells_which_runs_were_asked_something_else(results: dict[str, 
 
 def test_a_glance_has_the_best_of_the_others_for_each_run_and_the_worst_of_what_is_lost(results: dict[str, Any]):
     w1 = {"millrace": [{"decode_tok_s": 90.0, "share_of_bandwidth": 0.875}], "third": [{"decode_tok_s": 100.0}]}
+    w1["millrace int8"] = [{"decode_tok_s": 150.0}]
     w3 = {"millrace server": [{"wall_s": 2.0}], "other server": [{"wall_s": 3.0}], "third server": [{"wall_s": 2.5}]}
     workloads = {"w1": summary("w1", w1), "w3": summary("w3", w3), **results["workloads"]}
     another = results | {"cpu": "Another", "note": None, "workloads": workloads}
     lines = list(glance([results, another]))
     shape = "smollm2-135m, bfloat16"
-    row = "- | - | - | - | 1.75 other | 1.00 other | 0.73 other | -"
+    row = "- | - | - | - | - | 1.75 other | 1.00 other | 0.73 other | -"
     assert f"| {shape}, A &lt;fast&gt; one (AVX512) | {row} |" in lines
-    row = "0.90 third | - | - | 1.25 third | 1.75 other | 1.00 other | 0.73 other | 0.88"
+    row = "0.90 third | 1.50 third | - | - | 1.25 third | 1.75 other | 1.00 other | 0.73 other | 0.88"
     assert f"| {shape}, Another (AVX512) | {row} |" in lines
     assert [line for line in lines if line.startswith("- ")] == [
         f"- {shape}, A &lt;fast&gt; one (AVX512): A quiet machine.",

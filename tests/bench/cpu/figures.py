@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .contenders import Figures
-from .peers import OUR_SERVER, OURS, instructions
+from .peers import ALL_OURS, OUR_INT8, OUR_SERVER, OURS, instructions
 
 HEADLINE = {  # workload -> figure it is compared by
     "w1": "decode_tok_s",
@@ -29,19 +29,27 @@ Rounds = Mapping[str, Sequence[Figures]]  # label -> a round each
 def summary(workload: str, by_label: Rounds) -> dict[str, Any]:
     """Each engine's figures over the rounds; and how many times as good ours is as each peer of its kind, in process or
     served, by every figure that both have: the ratios of each round, as what else the machine did changes between
-    rounds."""
-    found: dict[str, Any] = {"compared_by": HEADLINE[workload], "engines": {}, "ours_to_theirs": {}}
+    rounds. And how many times as good ours with int8 weights is, where it took part."""
+    found: dict[str, Any] = {"compared_by": HEADLINE[workload], "engines": {}}
+    found |= {"ours_to_theirs": {}, "int8_to_theirs": {}}
     for label, rounds in by_label.items():
         found["engines"][label] = {name: spread([each[name] for each in rounds]) for name in rounds[0]}
-        ours = by_label.get(OUR_SERVER if label.endswith(" server") else OURS)
-        if ours is None or label in (OURS, OUR_SERVER):
+        if label in ALL_OURS:
             continue
-        found["ours_to_theirs"][label] = {
-            name: spread([_ratio(name, *pair) for pair in zip(ours, rounds, strict=True)])
-            for name in COMPARED
-            if name in ours[0] and name in rounds[0]
-        }
+        is_served = label.endswith(" server")
+        if ours := by_label.get(OUR_SERVER if is_served else OURS):
+            found["ours_to_theirs"][label] = _ratios(ours, rounds)
+        if not is_served and (ours := by_label.get(OUR_INT8)):
+            found["int8_to_theirs"][label] = _ratios(ours, rounds)
     return found
+
+
+def _ratios(ours: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, Spread]:
+    return {
+        name: spread([_ratio(name, *pair) for pair in zip(ours, theirs, strict=True)])
+        for name in COMPARED
+        if name in ours[0] and name in theirs[0]
+    }
 
 
 def _ratio(name: str, ours: Figures, theirs: Figures) -> float:

@@ -22,14 +22,16 @@ WORDS = {
     "median_itl_ms": "gap between tokens, p50",
     "p99_itl_ms": "gap between tokens, p99",
 }
-COLUMNS = (  # heading, workload, figure, whether over HTTP
-    ("W1 in process", "w1", "decode_tok_s", False),
-    ("W2 in process", "w2", "output_tok_s", False),
-    ("W2 over HTTP", "w2", "output_tok_s", True),
-    ("W3 over HTTP", "w3", "wall_s", True),
-    ("W4 over HTTP", "w4", "output_tok_s", True),
-    ("W4, TTFT p50", "w4", "median_ttft_ms", True),
-    ("W4, ITL p99", "w4", "p99_itl_ms", True),
+OURS_TO_THEIRS, INT8_TO_THEIRS = "ours_to_theirs", "int8_to_theirs"
+COLUMNS = (  # heading, workload, figure, whether over HTTP, whose
+    ("W1 in process", "w1", "decode_tok_s", False, OURS_TO_THEIRS),
+    ("W1, int8 weights", "w1", "decode_tok_s", False, INT8_TO_THEIRS),
+    ("W2 in process", "w2", "output_tok_s", False, OURS_TO_THEIRS),
+    ("W2 over HTTP", "w2", "output_tok_s", True, OURS_TO_THEIRS),
+    ("W3 over HTTP", "w3", "wall_s", True, OURS_TO_THEIRS),
+    ("W4 over HTTP", "w4", "output_tok_s", True, OURS_TO_THEIRS),
+    ("W4, TTFT p50", "w4", "median_ttft_ms", True, OURS_TO_THEIRS),
+    ("W4, ITL p99", "w4", "p99_itl_ms", True, OURS_TO_THEIRS),
 )
 
 Run = Mapping[str, Any]  # one file of results
@@ -43,8 +45,9 @@ def glance(runs: Sequence[Run]) -> Iterator[str]:
     yield ""
     yield (
         "How many times as good ours is as the best of the others, in the median of the rounds (-: nobody to compare "
-        "with); and the share of the memory's read rate at which ours goes through the weights in W1, in process (of a "
-        "head in int8 it reads half, of layers in 12 bits three quarters, where there are any):"
+        "with), in W1 also with int8 weights, where the others have theirs as they are; and the share of the memory's "
+        "read rate at which ours goes through the weights in W1, in process (of a head in int8 it reads half, of "
+        "layers in 12 bits three quarters, where there are any):"
     )
     yield ""
     headings = ("", *(heading for heading, *_ in COLUMNS), "W1, of memory's rate")
@@ -91,9 +94,9 @@ def told(workload: str, figure: str, label: str, times: str) -> str:
     return f"- {workload.upper()}, {WORDS[figure]}: {label} is {times} times as good"
 
 
-def _ratios(run: Run) -> Iterator[tuple[str, str, str, float]]:
+def _ratios(run: Run, whose: str = OURS_TO_THEIRS) -> Iterator[tuple[str, str, str, float]]:
     for workload, found in run["workloads"].items():
-        for label, ratios in found["ours_to_theirs"].items():
+        for label, ratios in found.get(whose, {}).items():
             for figure, ratio in ratios.items():
                 yield workload, label, figure, ratio["median"]
 
@@ -114,10 +117,10 @@ def _in_a_cell(run: Run) -> str:
     return escape(name_of(run)).replace("|", "\\|")
 
 
-def _ratio_to_best(run: Run, workload: str, figure: str, is_served: bool) -> str:
+def _ratio_to_best(run: Run, workload: str, figure: str, is_served: bool, whose: str) -> str:
     ratios = {
         label.removesuffix(" server"): ratio
-        for its_workload, label, its_figure, ratio in _ratios(run)
+        for its_workload, label, its_figure, ratio in _ratios(run, whose)
         if (its_workload, its_figure, label.endswith(" server")) == (workload, figure, is_served)
     }
     best = min(ratios, key=ratios.__getitem__, default=None)

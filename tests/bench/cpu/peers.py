@@ -25,7 +25,8 @@ from millrace.kernels.native.machine import instruction_sets
 from .contenders import Contender, InProcess, Served
 from .worker import KV_BYTES
 
-OURS, OUR_SERVER = "millrace", "millrace server"
+OURS, OUR_INT8, OUR_SERVER = "millrace", "millrace int8", "millrace server"
+ALL_OURS = (OURS, OUR_INT8, OUR_SERVER)
 PEERS = ("transformers", "vllm", "openvino-genai", "llama-cpp-python", "llama-server")
 CONVERTED = ("openvino-genai", "llama-cpp-python", "llama-server")
 MAX_MODEL_LEN, MAX_NUM_SEQS = 2048, 64
@@ -115,11 +116,11 @@ def contenders_of(peer: Peer, model: str, threads: int, max_model_len: int = MAX
 
 
 def our_contenders(model: str, threads: int, version: str, max_model_len: int = MAX_MODEL_LEN) -> list[Contender]:
-    """This engine, in process and served; the length is its server's. Bytes for keys and values are bounded, as all
-    engines are in memory at once: where two of this one took what they saw fit, 14 of 24 GiB, one that maps its weights
-    fell to a token a second, as if it read them from the disk each time (Qwen3-0.6B's shape). Of what it is told it
-    takes all memory when it starts, and of what it sees fit a part: a burst of 32 took 0.03 s more of 4.7 then
-    (SmolLM2-135M's)."""
+    """This engine, in process, there with int8 weights as well, and served; the length is its server's. Bytes for keys
+    and values are bounded, as all engines are in memory at once: where two of this one took what they saw fit, 14 of 24
+    GiB, one that maps its weights fell to a token a second, as if it read them from the disk each time (Qwen3-0.6B's
+    shape). Of what it is told it takes all memory when it starts, and of what it sees fit a part: a burst of 32 took
+    0.03 s more of 4.7 then (SmolLM2-135M's)."""
     python = sys.executable
     sizes = ["--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS), "--threads", str(threads)]
     sizes += ["--kv-cache-bytes", str(KV_BYTES)]
@@ -127,6 +128,7 @@ def our_contenders(model: str, threads: int, version: str, max_model_len: int = 
     serve = [python, "-m", "millrace.deploy", "serve", model, "--port", "{port}", "--device", "cpu", *sizes]
     return [
         InProcess(OURS, "millrace", python, model, threads, version=version, leaves_out=NO_W4),
+        InProcess(OUR_INT8, "millrace int8", python, model, threads, version=version, leaves_out=NO_W4),
         Served(OUR_SERVER, serve, version=version),
     ]
 

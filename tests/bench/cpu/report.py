@@ -17,7 +17,7 @@ from typing import Any
 from .arrivals_table import of_arrivals, title_of
 from .chart import draw
 from .glance import glance, lengths_of, losses_of, name_of, told, told_lengths
-from .peers import OUR_SERVER, OURS
+from .peers import ALL_OURS
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
@@ -107,7 +107,7 @@ def _versions(results: Mapping[str, Any]) -> Iterator[str]:
     yield f"Python {results['python']}"
     seen = set()
     for label, version in results["versions"].items():
-        name = label.removesuffix(" server")
+        name = "millrace" if label in ALL_OURS else label.removesuffix(" server")
         if (name, version) not in seen:
             seen.add((name, version))
             yield f"{name} {version}"
@@ -167,7 +167,7 @@ def _parts(rows: list[Mapping[str, float]]) -> Iterator[str]:
 def _where_we_lose(results: Mapping[str, Any]) -> Iterator[str]:
     """Every figure of every workload by which a peer is better."""
     losses = [told(*lost, f"{times:.2f}") for *lost, times in losses_of(results)]
-    peers = [label for label in results["versions"] if label not in (OURS, OUR_SERVER)]
+    peers = [label for label in results["versions"] if label not in ALL_OURS]
     if losses:
         yield "Where we lose:"
         yield ""

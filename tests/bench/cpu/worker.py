@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from typing import Any, Protocol
 
 Asked = tuple[list[int], int]
@@ -31,7 +32,7 @@ class Engine(Protocol):
 class Millrace:
     """This engine, by its asynchronous API, set as `LLM` sets it: steps as large as they get, threads that give way."""
 
-    def __init__(self, model: str, num_threads: int) -> None:
+    def __init__(self, model: str, num_threads: int, quantization: str | None = None) -> None:
         import asyncio
 
         from millrace.stages import Engine as MillraceEngine
@@ -39,7 +40,8 @@ class Millrace:
 
         self.loop = asyncio.new_event_loop()
         sizes = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_bytes": KV_BYTES, "itl_target_ms": 0.0}
-        config = EngineConfig(model=model, device="cpu", threads=num_threads, speculation="off", **sizes)
+        sizes |= {"threads": num_threads, "quantization": quantization}
+        config = EngineConfig(model=model, device="cpu", speculation="off", **sizes)
         self.engine = MillraceEngine(config)  # random weights repeat themselves: drafts would have it too easy
         self.loop.run_until_complete(self.engine.start())
         self.engine.give_way()
@@ -187,6 +189,7 @@ class LlamaCpp:
 
 ENGINES: dict[str, Any] = {
     "millrace": Millrace,
+    "millrace int8": partial(Millrace, quantization="int8"),
     "transformers": Transformers,
     "openvino": OpenVino,
     "vllm": Vllm,

@@ -211,14 +211,10 @@ def _configure(rust: RustTokenizer, config: dict[str, Any], *, has_byte_level: b
         _configure_llama(rust, config)
     for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         if rust.token_to_id(str(token["content"])) is None:
-            _add_token(rust, token, is_special=bool(token.get("special")))
+            rust.add_tokens([_added(token, is_special=bool(token.get("special")))])
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    for token in [
-        *(config.get(name) for name in NAMED_TOKENS),
-        *(extra.values() if isinstance(extra, dict) else extra),
-    ]:
-        if token:
-            _add_token(rust, token, is_special=True)
+    named = [*(config.get(name) for name in NAMED_TOKENS), *(extra.values() if isinstance(extra, dict) else extra)]
+    rust.add_special_tokens([_added(token, is_special=True) for token in named if token])  # each call goes through all
 
 
 def _configure_llama(rust: RustTokenizer, config: dict[str, Any]) -> None:
@@ -231,15 +227,10 @@ def _configure_llama(rust: RustTokenizer, config: dict[str, Any]) -> None:
     rust.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
 
 
-def _add_token(rust: RustTokenizer, token: Any, is_special: bool) -> None:
-    text = _token_text(token)
+def _added(token: Any, is_special: bool) -> AddedToken:
     flags = token if isinstance(token, dict) else {}
     names = ("single_word", "lstrip", "rstrip", "normalized")
-    added = AddedToken(text, special=is_special, **{name: bool(flags.get(name, False)) for name in names})
-    if is_special:
-        rust.add_special_tokens([added])
-    else:
-        rust.add_tokens([added])
+    return AddedToken(_token_text(token), special=is_special, **{name: bool(flags.get(name, False)) for name in names})
 
 
 def _token_text(token: Any) -> str | None:

@@ -80,13 +80,13 @@ inline void multiply_row_in_tiles(const Linear& linear, const bf16* row, int64_t
 // What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`.
 template <class Out>
 class ProductInTiles {
-    // Bytes that numbers are fetched before they are read, where there is one tile of rows. Two panels at a time and this
-    // near: 34 to 37 GB/s; what comes two panels later: 29; nothing: 29 (up to 16 rows, two cores of a Granite Rapids class
-    // Xeon, where plain reading gives 37 in the same way and 31 from 8 KiB on). Coded ones a little further: 33 to 36 GB/s
-    // (1 to 16 rows) and 30 (32 rows), of three quarters of bytes. Those of int8 and int4, a step of which is 1 KiB or less,
-    // further still, and at a panel's end the beginning of the one that comes next in its place: steps of 1 / 8 rows take
-    // 9 to 25 / 5 to 13 % less with int8 and 9 to 14 / 5 to 9 % less with int4 than from 1 KiB and beyond the end (the two
-    // shapes), with bf16 as long.
+    // Bytes that numbers are fetched before they are read, where there is one tile of rows, and at a panel's end as many of
+    // the one that comes next in its place. In bf16, two panels at a time and this near: 34 to 37 GB/s; what comes two panels
+    // later: 29; nothing: 29 (up to 16 rows, two cores of a Granite Rapids class Xeon, where plain reading gives 37 in the
+    // same way and 31 from 8 KiB on). Coded ones a little further: 33 to 36 GB/s (1 to 16 rows) and 30 (32 rows), of three
+    // quarters of bytes. Those of int8 and int4, a step of which is 1 KiB or less, further still: steps of 1 / 8 rows take 9
+    // to 25 / 5 to 13 % less with int8 and 9 to 14 / 5 to 9 % less with int4 than with 1 KiB, and on beyond a panel's end as
+    // if its neighbour came next (the two shapes; coded ones take as long either way).
     template <class Stored>
     static constexpr int64_t NEAR_AHEAD = std::is_same<Stored, bf16>::value    ? 1024
                                           : std::is_same<Stored, Coded>::value ? 2048

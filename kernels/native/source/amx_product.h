@@ -49,9 +49,13 @@ struct StepsAhead {
     const char *next_place = nullptr, *next_end = nullptr;
 
     void fetch_next() {
-        for (const char* last = std::min(end, place + 64 * share); place < last; place += 64)
+        for (int64_t line = 0; line < share; line++, place += 64) {
+            if (place >= end) {
+                if (next_place >= next_end) return;
+                place = next_place, end = next_place = next_end;
+            }
             for (int64_t i = 0; i < streams; i++) _mm_prefetch(place + i * apart, _MM_HINT_T1);
-        if (place >= end) place = next_place, end = next_end, next_place = next_end;
+        }
     }
 };
 

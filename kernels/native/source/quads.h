@@ -224,7 +224,7 @@ class QuadRows {
     // others may have.
     static constexpr int FEW_QUADS = 4;
 
-    static constexpr int64_t NEAR_AHEAD = 1024;  // bytes: as bf16 is fetched in AMX, see amx_linear.h
+    static constexpr int64_t NEAR_AHEAD = 1024;  // bytes, on into the panel after it, which comes next
 
     struct Beyond {  // 8 bits
         int64_t quad;

@@ -5,10 +5,10 @@
 
 All engines are started first and stopped (SIGSTOP) but for the one that is measured. A round takes each workload in
 turn, and in it each engine in turn, with readings of the memory bandwidth before and after each: a shared machine
-drifts, so quote ratios of one run. In process: W1 decode rate, W2 tokens/s, W3 seconds. Over HTTP with server-sent
-events: these and W4, 16 in flight. Besides: where a step of ours spends its time (`parts.py`). How peers are named is
-in `peers.py`; those that are not there are left out, with a line. `python -m tests.bench.cpu.report` writes what is in
-tests/bench/results into the README.
+drifts, so quote ratios of one run. In process: W1 decode rate, W2 tokens/s, W3 seconds, of ours also with int8
+weights. Over HTTP with server-sent events: these and W4, 16 in flight. Besides: where a step of ours spends its time
+(`parts.py`). How peers are named is in `peers.py`; those that are not there are left out, with a line. `python -m
+tests.bench.cpu.report` writes what is in tests/bench/results into the README.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..workloads import WORKLOADS, Asked, num_tokens
 from .chart import draw
 from .contenders import Contender, Figures, Running, start
 from .figures import machine, spread, summary, table
-from .peers import contenders_of, distribution_version, find_peers, our_contenders
+from .peers import OUR_INT8, contenders_of, distribution_version, find_peers, our_contenders
 
 Results = dict[str, dict[str, list[Figures]]]  # workload -> label -> a round each
 
@@ -100,7 +100,7 @@ async def _measure(engine: Running, workload: str, asked: list[Asked], weights_b
         bandwidth = read_bandwidth_gb_s()
         figures = await engine.answer(workload, asked)
     bandwidth = (bandwidth + read_bandwidth_gb_s()) / 2
-    if "decode_tok_s" in figures:
+    if "decode_tok_s" in figures and engine.label != OUR_INT8:  # which has fewer bytes of them than the file
         figures["share_of_bandwidth"] = figures["decode_tok_s"] * weights_bytes / bandwidth / 1e9
     return figures | {"read_bandwidth_gb_s": bandwidth}
 
@@ -140,6 +140,9 @@ def main() -> None:
         chosen = our_contenders(str(model), options.threads, distribution_version(sys.executable, "millrace"))
         for peer in peers:
             chosen += contenders_of(peer, str(model), options.threads)
+        labels = {each.label for each in chosen}
+        if unknown := set(options.only or ()) - labels:
+            parser.error(f"--only {sorted(unknown)[0]!r}: there is no such engine here; there are {sorted(labels)}")
         chosen = [each for each in chosen if options.only is None or each.label in options.only]
         weights_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         parts = [] if options.no_parts else _parts(model, options.threads)

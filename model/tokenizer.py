@@ -209,12 +209,14 @@ def _configure(rust: RustTokenizer, config: dict[str, Any], *, has_byte_level: b
     is_llama = str(config.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
     if is_llama and not has_byte_level:
         _configure_llama(rust, config)
-    for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
-        if rust.token_to_id(str(token["content"])) is None:
-            rust.add_tokens([_added(token, is_special=bool(token.get("special")))])
+    decoder = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    missing = [token for _, token in decoder if rust.token_to_id(str(token["content"])) is None]
+    tokens = [_added(token, is_special=bool(token.get("special"))) for token in missing]
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     named = [*(config.get(name) for name in NAMED_TOKENS), *(extra.values() if isinstance(extra, dict) else extra)]
-    rust.add_special_tokens([_added(token, is_special=True) for token in named if token])  # each call goes through all
+    tokens += [_added(token, is_special=True) for token in named if token]
+    if tokens:
+        rust.add_tokens(tokens)  # in one call, as each goes through all that there are
 
 
 def _configure_llama(rust: RustTokenizer, config: dict[str, Any]) -> None:

@@ -74,6 +74,20 @@ def test_a_named_token_missing_from_the_vocabulary_is_added(root: Path, tmp_path
     assert ours.eos_token_id == VOCAB_SIZE == theirs.eos_token_id
 
 
+def test_several_named_tokens_that_only_the_configuration_has_get_the_ids_of_transformers(
+    root: Path, tmp_path: Path
+) -> None:
+    flags = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+    end = {"__type": "AddedToken", "content": "<|new end|>", **flags}
+    named = {"eos_token": end, "pad_token": "<|pad|>", "additional_special_tokens": ["<|pad|>", "<|more|>"]}
+    changed = _copy_with(root, tmp_path, named)
+    ours, theirs = Tokenizer.read(changed), AutoTokenizer.from_pretrained(changed)
+    text = "a <|new end|>b <|pad|><|more|>"
+    assert ours.encode(text) == theirs.encode(text)
+    assert len(ours) == len(theirs) > VOCAB_SIZE + 1
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -11,9 +11,11 @@ import pytest
 
 from tests.bench.cpu import report
 from tests.bench.cpu.chart import draw
+from tests.bench.cpu.contenders import InProcess
 from tests.bench.cpu.figures import summary, table
 from tests.bench.cpu.glance import glance
-from tests.bench.cpu.peers import contenders_of, find_peers
+from tests.bench.cpu.peers import OUR_INT8, contenders_of, find_peers, our_contenders
+from tests.bench.cpu.worker import ENGINES
 from tests.bench.gpu import report as gpu_report
 from tests.bench.workloads import WORKLOADS, num_tokens
 
@@ -103,6 +105,29 @@ def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: di
     losses = [line for line in made.splitlines() if line.startswith("- W4")]
     lost = "- W4, gap between tokens, p99: other server is 1.36 times as good"
     assert losses == [f"{lost}, in 1 of its 1 runs", lost]
+
+
+def test_int8_weights_are_compared_in_process_alone_and_said_to_be_such(results: dict[str, Any], tmp_path: Path):
+    w1 = {"millrace int8": [{"decode_tok_s": 150.0}], "third": [{"decode_tok_s": 100.0}]}
+    found = summary("w1", w1 | {"third server": [{"decode_tok_s": 90.0}]})
+    assert found["ours_to_theirs"] == {}
+    assert [(label, each["decode_tok_s"]["median"]) for label, each in found["int8_to_theirs"].items()] == [
+        ("third", 1.5)
+    ]
+    versions = {"millrace": "0.1", OUR_INT8: "0.1", "third": "3"}
+    figures = {name: dict.fromkeys(versions, 1) for name in ("ready_s", "peak_mib")}
+    results |= {"versions": versions, "workloads": {"w1": found}, "tokens": {}, **figures}
+    (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
+    made = report.section(tmp_path)
+    told = "3.11.7, millrace 0.1, third 3. millrace int8 has weights in int8, all others in bfloat16.\n"
+    assert told in made
+    assert "Where we lose: by none of the figures of these workloads, to third." in made
+
+
+def test_each_engine_that_is_compared_in_process_is_one_that_the_worker_has():
+    ours = our_contenders("model", 2, "0.1")
+    assert {each.label for each in ours} == {"millrace", OUR_INT8, "millrace server"}
+    assert all(each.engine in ENGINES for each in ours if isinstance(each, InProcess))
 
 
 def test_w2_and_w4_have_the_same_lengths_in_each_run_and_other_ids():

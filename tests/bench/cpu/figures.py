@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .contenders import Figures
-from .peers import ALL_OURS, OUR_INT8, OUR_SERVER, OURS, instructions
+from .peers import ALL_OURS, INT8_TO_THEIRS, OUR_INT8, OUR_SERVER, OURS, OURS_TO_THEIRS, instructions
 
 HEADLINE = {  # workload -> figure it is compared by
     "w1": "decode_tok_s",
@@ -31,16 +31,16 @@ def summary(workload: str, by_label: Rounds) -> dict[str, Any]:
     served, by every figure that both have: the ratios of each round, as what else the machine did changes between
     rounds. And how many times as good ours with int8 weights is, where it took part."""
     found: dict[str, Any] = {"compared_by": HEADLINE[workload], "engines": {}}
-    found |= {"ours_to_theirs": {}, "int8_to_theirs": {}}
+    found |= {OURS_TO_THEIRS: {}, INT8_TO_THEIRS: {}}
     for label, rounds in by_label.items():
         found["engines"][label] = {name: spread([each[name] for each in rounds]) for name in rounds[0]}
         if label in ALL_OURS:
             continue
         is_served = label.endswith(" server")
         if ours := by_label.get(OUR_SERVER if is_served else OURS):
-            found["ours_to_theirs"][label] = _ratios(ours, rounds)
+            found[OURS_TO_THEIRS][label] = _ratios(ours, rounds)
         if not is_served and (ours := by_label.get(OUR_INT8)):
-            found["int8_to_theirs"][label] = _ratios(ours, rounds)
+            found[INT8_TO_THEIRS][label] = _ratios(ours, rounds)
     return found
 
 
@@ -70,7 +70,7 @@ def table(results: Mapping[str, Any]) -> str:
         lines.append(f"{name}, by {by}:")
         for label, figures in found["engines"].items():
             shown = ", ".join(f"{key} {value['median']:.4g}" for key, value in figures.items())
-            ratio = found["ours_to_theirs"].get(label, {}).get(by)
+            ratio = found[OURS_TO_THEIRS].get(label, {}).get(by)
             beside = ""
             if ratio is not None:
                 beside = f"   ours: {ratio['median']:.2f} ({ratio['least']:.2f}..{ratio['greatest']:.2f})"

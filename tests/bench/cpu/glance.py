@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from ..workloads import WORKLOADS, num_tokens
-from .peers import OURS
+from .peers import INT8_TO_THEIRS, OURS, OURS_TO_THEIRS
 
 WORDS = {
     "decode_tok_s": "decode rate",
@@ -22,8 +22,7 @@ WORDS = {
     "median_itl_ms": "gap between tokens, p50",
     "p99_itl_ms": "gap between tokens, p99",
 }
-OURS_TO_THEIRS, INT8_TO_THEIRS = "ours_to_theirs", "int8_to_theirs"
-COLUMNS = (  # heading, workload, figure, whether over HTTP, whose
+COLUMNS = (  # heading, workload, figure, whether over HTTP, which ratios
     ("W1 in process", "w1", "decode_tok_s", False, OURS_TO_THEIRS),
     ("W1, int8 weights", "w1", "decode_tok_s", False, INT8_TO_THEIRS),
     ("W2 in process", "w2", "output_tok_s", False, OURS_TO_THEIRS),
@@ -45,9 +44,9 @@ def glance(runs: Sequence[Run]) -> Iterator[str]:
     yield ""
     yield (
         "How many times as good ours is as the best of the others, in the median of the rounds (-: nobody to compare "
-        "with), in W1 also with int8 weights, where the others have theirs as they are; and the share of the memory's "
-        "read rate at which ours goes through the weights in W1, in process (of a head in int8 it reads half, of "
-        "layers in 12 bits three quarters, where there are any):"
+        "with, or nobody has measured it), in W1 also with int8 weights, where the others have theirs as they are; and "
+        "the share of the memory's read rate at which ours goes through the weights in W1, in process (of a head in "
+        "int8 it reads half, of layers in 12 bits three quarters, where there are any):"
     )
     yield ""
     headings = ("", *(heading for heading, *_ in COLUMNS), "W1, of memory's rate")
@@ -94,9 +93,9 @@ def told(workload: str, figure: str, label: str, times: str) -> str:
     return f"- {workload.upper()}, {WORDS[figure]}: {label} is {times} times as good"
 
 
-def _ratios(run: Run, whose: str = OURS_TO_THEIRS) -> Iterator[tuple[str, str, str, float]]:
+def _ratios(run: Run, which: str = OURS_TO_THEIRS) -> Iterator[tuple[str, str, str, float]]:
     for workload, found in run["workloads"].items():
-        for label, ratios in found.get(whose, {}).items():
+        for label, ratios in found.get(which, {}).items():
             for figure, ratio in ratios.items():
                 yield workload, label, figure, ratio["median"]
 
@@ -117,10 +116,10 @@ def _in_a_cell(run: Run) -> str:
     return escape(name_of(run)).replace("|", "\\|")
 
 
-def _ratio_to_best(run: Run, workload: str, figure: str, is_served: bool, whose: str) -> str:
+def _ratio_to_best(run: Run, workload: str, figure: str, is_served: bool, which: str) -> str:
     ratios = {
         label.removesuffix(" server"): ratio
-        for its_workload, label, its_figure, ratio in _ratios(run, whose)
+        for its_workload, label, its_figure, ratio in _ratios(run, which)
         if (its_workload, its_figure, label.endswith(" server")) == (workload, figure, is_served)
     }
     best = min(ratios, key=ratios.__getitem__, default=None)
@@ -143,7 +142,7 @@ def _losses(runs: Sequence[Run]) -> Iterator[str]:
     if not lost:
         yield f"Where we lose: {'nowhere in these runs' if compared else 'there was no peer to lose to'}."
         return
-    yield "Where we lose:"
+    yield "Where we lose, with weights as the others have them:"
     yield ""
     for one, all_times in sorted(lost.items(), key=lambda item: (item[0][0], -max(item[1]))):
         worst = f"{'up to ' if len(all_times) > 1 else ''}{max(all_times):.2f}"

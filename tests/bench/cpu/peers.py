@@ -27,6 +27,7 @@ from .worker import KV_BYTES
 
 OURS, OUR_INT8, OUR_SERVER = "millrace", "millrace int8", "millrace server"
 ALL_OURS = (OURS, OUR_INT8, OUR_SERVER)
+OURS_TO_THEIRS, INT8_TO_THEIRS = "ours_to_theirs", "int8_to_theirs"  # ratios, of a workload's results
 PEERS = ("transformers", "vllm", "openvino-genai", "llama-cpp-python", "llama-server")
 CONVERTED = ("openvino-genai", "llama-cpp-python", "llama-server")
 MAX_MODEL_LEN, MAX_NUM_SEQS = 2048, 64

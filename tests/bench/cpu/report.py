@@ -17,7 +17,7 @@ from typing import Any
 from .arrivals_table import of_arrivals, title_of
 from .chart import draw
 from .glance import glance, lengths_of, losses_of, name_of, told, told_lengths
-from .peers import ALL_OURS
+from .peers import ALL_OURS, OUR_INT8, OURS_TO_THEIRS
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
@@ -80,7 +80,7 @@ def _of_run(results: Mapping[str, Any], path: Path) -> Iterator[str]:
         f"{results['threads']} threads, {results['measured_on']}, median "
         f"of {results['rounds']}; memory read at {bandwidth['median']:.1f} GB/s ({bandwidth['least']:.1f} to "
         f"{bandwidth['greatest']:.1f}). {', '.join(_versions(results))}."
-        f"{_lengths(results)}"
+        f"{_lengths(results)}{_int8(results)}"
     )
     if results.get("note"):
         yield results["note"]
@@ -101,6 +101,12 @@ def _of_run(results: Mapping[str, Any], path: Path) -> Iterator[str]:
 def _lengths(results: Mapping[str, Any]) -> str:
     lengths = lengths_of(results)
     return "" if lengths is None else f" W2 and W4 are of {told_lengths(lengths)}."
+
+
+def _int8(results: Mapping[str, Any]) -> str:
+    return (
+        f" {OUR_INT8} has weights in int8, all others in {results['dtype']}." if OUR_INT8 in results["versions"] else ""
+    )
 
 
 def _versions(results: Mapping[str, Any]) -> Iterator[str]:
@@ -139,7 +145,7 @@ def _cell(found: Mapping[str, Any], label: str, figure: str) -> str:
     if figure not in figures:
         return "-"
     shown = _number(figures[figure]["median"])
-    ratio = found["ours_to_theirs"].get(label, {}).get(figure)
+    ratio = found[OURS_TO_THEIRS].get(label, {}).get(figure)
     return f"**{shown}**" if ratio is None else f"{shown} (ours {ratio['median']:.2f}x)"
 
 

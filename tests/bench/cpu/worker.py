@@ -39,8 +39,8 @@ class Millrace:
         from millrace.stages import EngineConfig
 
         self.loop = asyncio.new_event_loop()
-        sizes = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_bytes": KV_BYTES, "itl_target_ms": 0.0}
-        sizes |= {"threads": num_threads, "quantization": quantization}
+        sizes: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 64, "kv_cache_bytes": KV_BYTES}
+        sizes |= {"threads": num_threads, "quantization": quantization, "itl_target_ms": 0.0}
         config = EngineConfig(model=model, device="cpu", speculation="off", **sizes)
         self.engine = MillraceEngine(config)  # random weights repeat themselves: drafts would have it too easy
         self.loop.run_until_complete(self.engine.start())

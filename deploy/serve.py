@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -127,6 +128,11 @@ def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManage
         from ..stages.split.engine import SplitEngine
 
         return SplitEngine(config)
-    from ..stages.engine import Engine  # imports torch, and the server listens before that
+    # imports little, so that weights are packed while all else is imported
+    from ..stages.opening import Opening
+    from ..stages.phases import Phases
 
-    return Engine(config)
+    opening = Opening(config, Phases(time.monotonic))
+    from ..stages.engine import Engine
+
+    return Engine(config, opening=opening)

@@ -31,6 +31,8 @@ class Checkpoint:
     `prefix` goes before each name in the files.
     """
 
+    is_mapped = True
+
     def __init__(self, root: Path, prefix: str = "") -> None:
         self.root = root
         self._prefix = prefix

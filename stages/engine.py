@@ -40,6 +40,7 @@ from .warm_up import warm_up
 if TYPE_CHECKING:
     from .encoder_loading import LoadedEncoder
     from .loading import LoadedModel
+    from .opening import Opening
 
 log = get_logger("millrace.stages")
 
@@ -50,7 +51,8 @@ class Engine(EngineBooks, Asking):
     Leaving frees everything: memory, threads, tasks. Requests under way then end with `abort`. It lives on the loop it
     was started on, keeps no global state and handles no signals, so there may be several in a process. `config` and
     `overrides` are those of `EngineConfig`. With an `env` of the caller's, threads end when the caller closes it.
-    A `logits_processor` is yours to write, see `LogitsProcessor`.
+    A `logits_processor` is yours to write, see `LogitsProcessor`. `opening`: the model's, if it has begun already; of
+    the same `config`.
     """
 
     mode: ClassVar[Literal["inline", "split"]] = "inline"  # whether the step loop is in this process or one of its own
@@ -61,11 +63,13 @@ class Engine(EngineBooks, Asking):
         *,
         env: Env | None = None,
         logits_processor: LogitsProcessor | None = None,
+        opening: Opening | None = None,
         **overrides: Any,
     ) -> None:
         EngineBooks.__init__(self)
         Asking.__init__(self)
         self._logits_processor = logits_processor
+        self._opening = opening
         self.config = replace(config or EngineConfig(), **overrides)
         if logits_processor is not None:  # it is to see each token before the next one is chosen
             self.config = replace(self.config, speculation="off")
@@ -184,7 +188,8 @@ class Engine(EngineBooks, Asking):
 
     async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
-        return await self._env.run_in_thread(_load, self.config, self._env)
+        opening, self._opening = self._opening, None  # which has the model
+        return await self._env.run_in_thread(_load, self.config, self._env, opening)
 
     def _make_parts(self, loaded: Any) -> TextParts | EncoderParts:
         """Of what `_load` gave."""
@@ -291,12 +296,15 @@ class Engine(EngineBooks, Asking):
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
 
-def _load(config: EngineConfig, env: Env) -> tuple[LoadedModel | LoadedEncoder, Phases]:
+def _load(config: EngineConfig, env: Env, opening: Opening | None) -> tuple[LoadedModel | LoadedEncoder, Phases]:
     """In a thread: what is imported for a model alone takes longer than a loop may stand still."""
-    phases = Phases(env.now)
-    with phases("import"):
+    if opening is None:
+        from .opening import Opening
+
+        opening = Opening(config, Phases(env.now))
+    with opening.phases("import"):
         from .loading import load_model
-    return load_model(config, phases, env), phases
+    return load_model(config, opening.phases, env, opening), opening.phases
 
 
 def _free_memory(is_on_gpu: bool) -> None:

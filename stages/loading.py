@@ -1,13 +1,11 @@
 """From a model's name to what an engine needs of it: files, tokenizer, what computes its steps, and the sampler.
 
-Runs in a thread, once, before the pipeline starts. What computes is chosen here: the native library on a CPU, unless
-something asks for more than it does; else torch, which is imported only then.
+Runs in a thread, once, before the pipeline starts. Files and the native library's weights are `opening.py`'s, which may
+have begun before this is imported.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +17,11 @@ from ..model import hub
 from ..model.chat import ChatTemplate
 from ..model.config import ModelConfig
 from ..model.detokenizer import IncrementalDecoder, TextTable
-from ..model.expected import without_missing_head
 from ..model.families import is_bidirectional
 from ..model.generation import GenerationDefaults
 from ..model.pooling import PoolingConfig, PoolingKind, read_pooling
 from ..model.tokenizer import Tokenizer
 from ..model.vocabulary import Vocabulary
-from ..runtime.cpus import ComputeThreads, Cpus
 from ..runtime.env import Env
 from ..runtime.log import get_logger
 from ..runtime.streams import Streams
@@ -36,6 +32,7 @@ from .encoder import ModelEncoder
 from .errors import ConfigError, Refused
 from .grammar.grammars import Grammars
 from .grammar.masks import GrammarMasks
+from .opening import Opened, Opening, require_torch, resolve
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .phases import Phases
@@ -90,7 +87,7 @@ class ModelText:
 def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], ModelText]:
     """The parts of a model that know text, once one says what was loaded elsewhere. Blocks for as long as it takes, and
     raises as `load_model` does; `ConfigError` for a model that generates nothing."""
-    root = _resolve(config)
+    root = resolve(config)
     if is_bidirectional(root):
         raise ConfigError("mode = split: this model reads texts at once and generates nothing; use mode = inline")
     shape = ModelConfig.read(root)
@@ -98,34 +95,28 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
     return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
 
 
-def _resolve(config: EngineConfig) -> Path:
-    return hub.resolve(
-        config.model,
-        revision=config.revision,
-        download_dir=Path(config.download_dir) if config.download_dir else None,
-        offline=config.offline,
-    )
-
-
-def load_model(config: EngineConfig, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
+def load_model(
+    config: EngineConfig, phases: Phases, env: Env, opening: Opening | None = None
+) -> LoadedModel | LoadedEncoder:
     """Blocks for as long as it takes. Raises `ConfigError` for settings, and `ModelError` for a model, that do not
-    fit together; each says what would."""
-    with phases("resolve"):
-        root = _resolve(config)
-    threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
+    fit together; each says what would. `opening`: if it has begun, with the same phases; it is closed here."""
+    opening = opening or Opening(config, phases)
+    try:
+        return _load(config, opening.result(), phases, env)
+    finally:
+        opening.close()
+
+
+def _load(config: EngineConfig, opened: Opened, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     model_id = config.model or hub.BUNDLED
-    if is_bidirectional(root):
+    if opened.shape is None:
         with phases("import"):
             from .encoder_loading import load_encoder
 
-        return load_encoder(config, root, model_id, asked_pooling(config), phases, threads)
-    shape = ModelConfig.read(root)
-    if config.load_format != "dummy":
-        shape = without_missing_head(root, shape)
-    max_model_len = _max_model_len(config, shape)
-    text = env.side_thread("load").submit(_read_text, config, root, shape, model_id, phases)
-    computing = _load_computing(config, root, shape, max_model_len, phases, threads, env.streams)
-    return _put_together(config, shape, model_id, computing, text.result(), phases, env)
+        return load_encoder(config, opened.root, model_id, asked_pooling(config), phases, opened.threads)
+    text = env.side_thread("load").submit(_read_text, config, opened.root, opened.shape, model_id, phases)
+    computing = _load_computing(config, opened, opened.shape, phases, env.streams)
+    return _put_together(config, opened.shape, model_id, computing, text.result(), phases, env)
 
 
 def _put_together(
@@ -202,68 +193,26 @@ def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo
 
 
 def _load_computing(
-    config: EngineConfig,
-    root: Path,
-    shape: ModelConfig,
-    max_model_len: int,
-    phases: Phases,
-    threads: ComputeThreads,
-    streams: Streams | None,
+    config: EngineConfig, opened: Opened, shape: ModelConfig, phases: Phases, streams: Streams | None
 ) -> Computing:
     """The steps by the native library where that does all that is asked for, else by torch."""
-    reason = _why_not_native(config, shape)
-    if reason is None:
+    reason, max_model_len, threads = opened.why_not_native, opened.max_model_len, opened.threads
+    if opened.native_model is not None:
         from .native_loading import load_natively
 
-        log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
         try:
-            return load_natively(settle_step_size(config, is_native=True), root, shape, max_model_len, phases, threads)
+            model = opened.native_model.result()
+            return load_natively(settle_step_size(config, is_native=True), model, shape, max_model_len, phases, threads)
         except (NativeUnavailableError, UnsupportedModelError) as error:
             reason = str(error)
-            costs = "torch instead: a second and 200 MiB more at the start, and longer steps"
-            if config.attention_backend == "auto" and _native_only(config) is None:
-                log.warning("native.unavailable", reason=reason, costs=costs)
-    if (asked := _native_only(config)) is not None:
-        raise ConfigError(f"{asked}: only the native step does that, and here it does not run: {reason}")
-    if config.attention_backend == "native":
-        raise ConfigError(f"attention_backend = native: {reason}; use auto, which then takes torch")
+    require_torch(config, reason)
+    if opened.native_model is not None:
+        costs = "torch instead: a second and 200 MiB more at the start, and longer steps"
+        log.warning("native.unavailable", reason=reason, costs=costs)
     with phases("import"):
         from .torch_loading import load_on_torch
     settled = settle_step_size(config, is_native=False)
-    return load_on_torch(settled, root, shape, max_model_len, phases, threads, streams)
-
-
-def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
-    """What is asked for that the native library does not do; None: nothing."""
-    if config.attention_backend not in ("auto", "native"):
-        return f"attention_backend = {config.attention_backend}"
-    if config.device == "cuda" or (config.device == "auto" and has_cuda_driver()):
-        return f"device = {config.device}: it computes on CPUs, and this is for a GPU"
-    if config.kv_cache_dtype == "fp8":
-        return "kv_cache_dtype = fp8: it keeps keys and values in int8, or as dtype"
-    if config.deterministic:
-        return "deterministic: it cuts sums by the batch, and this is for a GPU"
-    if config.dtype_of(shape.dtype) == "float16":
-        return "dtype = float16: it computes in bfloat16 and float32"
-    return None
-
-
-def _native_only(config: EngineConfig) -> str | None:
-    """What is asked for that only the native library does, and what to do without it; None: nothing."""
-    if config.quantization is not None:
-        return f"quantization = {config.quantization} (leave it out, or use device = cpu with attention_backend = auto)"
-    if config.kv_cache_dtype == "int8":
-        return "kv_cache_dtype = int8 (use auto or fp8, or device = cpu with attention_backend = auto)"
-    return None
-
-
-def has_cuda_driver() -> bool:
-    """Whether this machine may have a GPU, so that torch is to be asked: which takes a second that others need not."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+    return load_on_torch(settled, opened.root, shape, max_model_len, phases, threads, streams)
 
 
 # -- text
@@ -299,25 +248,6 @@ def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: s
 def asked_pooling(config: EngineConfig) -> PoolingKind | None:
     """The pooling that is asked for whatever the checkpoint says."""
     return None if config.pooling == "auto" else config.pooling
-
-
-def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
-    """As it was asked for; for "auto" the most it may become, whatever the memory."""
-    longest = shape.max_position_embeddings
-    most = settle_step_size(config, is_native=False).num_step_tokens  # of prompts that run whole, whatever computes
-    if config.max_model_len == "auto":
-        return longest if config.enable_chunked_prefill else min(longest, most)
-    chosen = longest if config.max_model_len is None else config.max_model_len
-    if chosen > longest:
-        raise ConfigError(f"max_model_len = {chosen}: the model was made for {longest} tokens; set at most that")
-    if chosen < 2:
-        raise ConfigError(f"max_model_len = {chosen}: needs at least 2, a token of prompt and one of answer")
-    if not config.enable_chunked_prefill and most < chosen:
-        raise ConfigError(
-            f"enable_chunked_prefill = False: a prompt of max_model_len = {chosen} tokens does not fit a step of "
-            f"max_num_batched_tokens = {most}; raise the one or lower the other"
-        )
-    return chosen
 
 
 def _default_params(config: EngineConfig, defaults: GenerationDefaults) -> SamplingParams:

@@ -6,19 +6,17 @@ device keeps that is not waited for, and a guess at its graphs; weights and the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from ..kernels.sampling_rows import WIDTH
 from ..kernels.step_state import STATE_WIDTH
 from ..model.config import ModelConfig
-from ..model.expected import expected_shapes
 from ..model.rope import tables_bytes
 from .config import EngineConfig
 from .logits import WHOLE_SIZE
 from .memory import Machine
 from .params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from .sizing import CPU_SHARE, Needs, Sizing, check_weights, free_host_bytes, is_host_limited, total_host_bytes
+from .sizing import CPU_SHARE, Needs, Sizing, free_host_bytes, is_host_limited, total_host_bytes
 from .stepping.diff import NEWS_ROOM, diff_size
 from .stepping.graphs import batches_of
 
@@ -28,15 +26,6 @@ CPU_LOGIT_BYTES = 4 + 4 + 9
 SORTED_BYTES = 40 * WHOLE_SIZE  # on the host, where rows are sorted whole
 GRAPH_LOGIT_BYTES = 2 + 4  # in half precision, and edited in float32
 COLUMN_BYTES = 128  # of a slot: the sampler's columns of one number each
-
-
-def check_room_for_weights(
-    shape: ModelConfig, dtype: str, item_size: Callable[[str], float], device: str, free_bytes: int
-) -> None:
-    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle.
-    `item_size(name)`: bytes of one number of that tensor."""
-    num_bytes = sum(math.prod(sizes) * item_size(name) for name, sizes in expected_shapes(shape).items())
-    check_weights(int(num_bytes), free_bytes, device, dtype)
 
 
 def sizing_on_cpu(

@@ -1,30 +1,21 @@
-"""The steps of a model by the native library: weights packed from the mapped file, cache and runner. No torch."""
+"""The steps of a model whose weights the native library has: its cache, its runner, and how fast they are. No torch."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
-from typing import cast
 
 import numpy as np
 
 from ..kernels.native.cache import NativeCache
-from ..kernels.native.errors import NonFiniteError
-from ..kernels.native.machine import instruction_sets
-from ..kernels.native.model import GROUP_SIZE, NativeModel
-from ..kernels.native.neighbours import Neighbours
-from ..kernels.native.shape import CacheDType, DType
+from ..kernels.native.model import NativeModel
 from ..model.config import ModelConfig
-from ..model.errors import CheckpointError
-from ..model.expected import expected_shapes, open_source
-from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
-from ..runtime.cpus import ComputeThreads, idle_ns
+from ..runtime.cpus import ComputeThreads
 from ..runtime.log import get_logger
 from .computing import Computing
 from .config import EngineConfig
-from .measuring import check_room_for_weights, sizing_on_cpu
+from .measuring import sizing_on_cpu
 from .memory import MemoryTable
 from .native_stepping import NativeChoosing, NativeRunner
 from .phases import Phases
@@ -41,43 +32,17 @@ log = get_logger("millrace.stages")
 # shape, whose 12,288 tokens are 270 MiB; of Qwen3-0.6B's shape they are 1.3 GiB).
 TOKENS_AHEAD = 12288
 
-# bytes of a number, in int4 with its share of a scale
-ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP_SIZE}
-
 
 def load_natively(
-    config: EngineConfig, root: Path, shape: ModelConfig, max_model_len: int, phases: Phases, threads: ComputeThreads
+    config: EngineConfig,
+    model: NativeModel,
+    shape: ModelConfig,
+    max_model_len: int,
+    phases: Phases,
+    threads: ComputeThreads,
 ) -> Computing:
-    """Loads the checkpoint in `root`. Raises as `load_model` does, `NativeUnavailableError` where the library can not
-    be had, and `UnsupportedModelError` for a model that it does not compute."""
-    dtype = cast(DType, config.dtype_of(shape.dtype))
-    assert config.kv_cache_dtype != "fp8", "whoever chose the native step saw that"
-    cache_dtype: CacheDType = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    sizes = native_shape(shape)
-    with phases("library"):
-        cos, sin = rope_tables(shape.rope, max_model_len)
-        model = NativeModel(
-            sizes,
-            dtype,
-            cos,
-            sin,
-            quantization=config.quantization,
-            cache_dtype=cache_dtype,
-            num_threads=threads.count,
-            cpus=threads.pinned,
-            neighbours=Neighbours(
-                threads.count,
-                partial(_log_threads, threads.count),
-                idle_ns=partial(idle_ns, threads.pinned) if threads.pinned else lambda: None,
-            ),
-        )
-    log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
-    with phases("weights"):
-        check_room_for_weights(
-            shape, config.quantization or dtype, partial(_item_size, model), "cpu", free_host_bytes()
-        )
-        _fill(model, root, shape, config.load_format)
-        _code(model)
+    """What computes with a model that has its weights. Raises `ConfigError` where its cache has no room."""
+    sizes, cache_dtype = model.shape, model.cache_dtype
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
@@ -121,7 +86,7 @@ def load_natively(
         runner=runner,
         backend="native",
         device="cpu",
-        dtype=dtype,
+        dtype=model.dtype,
         quantization=config.quantization,
         kv_cache_dtype=cache_dtype,
         max_model_len=memory.max_model_len,
@@ -137,11 +102,6 @@ def load_natively(
     )
 
 
-def _item_size(model: NativeModel, name: str) -> float:
-    """Bytes of a number of that tensor."""
-    return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
-
-
 def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
     """All that somebody has set aside for the cache; of one that takes its share of what is free, a quarter at most."""
     if config.kv_cache_bytes is not None or config.num_gpu_blocks is not None:
@@ -155,29 +115,3 @@ def _enter(cache: NativeCache, own_cpu: int | None) -> None:
     cache.ahead.start()
     if own_cpu is not None:
         os.sched_setaffinity(0, {own_cpu})
-
-
-def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
-    log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
-
-
-def _fill(model: NativeModel, root: Path, shape: ModelConfig, load_format: str) -> None:
-    """Packs each tensor from the map, and lets its pages go: at no time are there two copies of the model."""
-    source = open_source(root, shape, load_format)
-    for name in expected_shapes(shape):
-        try:
-            model.set_tensor(name, source.array(name))
-        except NonFiniteError as error:
-            raise CheckpointError(str(error)) from None
-        source.forget(name)
-
-
-def _code(model: NativeModel) -> None:
-    """Makes the weights smaller, where that loses nothing; what there is no memory for stays as it is."""
-    before = model.weights_bytes
-    try:
-        model.code_weights()
-    except MemoryError as error:
-        log.warning("weights.not_coded", reason=str(error))
-    if model.weights_bytes < before:
-        log.info("weights.coded", weights_mib=round(model.weights_bytes / 2**20, 1), of_mib=round(before / 2**20, 1))

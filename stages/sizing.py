@@ -5,12 +5,15 @@ Plain arithmetic: `measuring.py` says what is needed, this decides.
 
 from __future__ import annotations
 
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..model.config import ModelConfig
+from ..model.expected import expected_shapes
 from ..runtime.cgroups import memory_left, memory_limit, read
 from .config import EngineConfig
 from .errors import ConfigError
@@ -186,6 +189,15 @@ class Sizing:
 
 def _kept_as(form: str | None) -> str:
     return "" if form is None else f" in {form}"
+
+
+def check_room_for_weights(
+    shape: ModelConfig, dtype: str, item_size: Callable[[str], float], device: str, free_bytes: int
+) -> None:
+    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle.
+    `item_size(name)`: bytes of one number of that tensor."""
+    num_bytes = sum(math.prod(sizes) * item_size(name) for name, sizes in expected_shapes(shape).items())
+    check_weights(int(num_bytes), free_bytes, device, dtype)
 
 
 def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> None:

@@ -28,7 +28,6 @@ from .errors import ConfigError
 from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
 from .measuring import (
     SORTED_BYTES,
-    check_room_for_weights,
     device_sampler_bytes,
     graphs_bytes,
     late_bytes,
@@ -41,7 +40,7 @@ from .phases import Phases
 from .pooler import Pooler
 from .runner import ModelRunner
 from .sampling import Sampler
-from .sizing import Needs, Sizing, free_host_bytes, num_host_blocks
+from .sizing import Needs, Sizing, check_room_for_weights, free_host_bytes, num_host_blocks
 from .stepping.diff import Ends
 from .trials import largest_grant, measure_rates
 

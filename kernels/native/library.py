@@ -27,6 +27,17 @@ class Shape(Structure):
     ]
 
 
+class Tensor(Structure):
+    """`Tensor` of source/model.h."""
+
+    _fields_ = [
+        ("layer", c_int64),
+        *((name, c_int32) for name in ("kind", "type")),
+        ("data", c_void_p),
+        ("map_bytes", c_int64),
+    ]
+
+
 class StepInputs(Structure):
     """`StepInputs` of source/step.h."""
 
@@ -130,8 +141,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_model_delete.restype = None
     library.millrace_set_positions.argtypes = [model, c_void_p, c_void_p, c_int64]
     library.millrace_set_positions.restype = c_int32
-    library.millrace_set_tensor.argtypes = [model, c_int64, c_int32, c_void_p, c_int32]
-    library.millrace_set_tensor.restype = c_int32
+    library.millrace_set_tensors.argtypes = [model, POINTER(Tensor), c_int64, POINTER(c_int64)]
+    library.millrace_set_tensors.restype = c_int32
     library.millrace_code_weights.argtypes = [model]
     library.millrace_code_weights.restype = c_int32
     library.millrace_get_matrix.argtypes = [model, c_int64, c_int32, c_void_p]

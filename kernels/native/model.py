@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,21 +124,34 @@ class NativeModel:
 
         `dtype` says what uint16 holds: "bfloat16" (if nothing is said) or "float16". Raises NonFiniteError.
         """
+        self._set_tensors({name: data}, dtype)
+
+    def set_mapped_tensors(self, mapped: Mapping[str, Array]) -> None:
+        """Packs tensors that are of a file's private map, each as `set_tensor` does, and lets its pages go: at no time
+        are there two copies of the model. Nothing else may be passed, as its pages would be empty afterwards.
+
+        One call of the library, so that other threads may hold the GIL meanwhile: to get it back takes up to 5 ms, and
+        a model has hundreds of tensors."""
+        self._set_tensors(mapped, is_mapped=True)
+
+    def _set_tensors(self, arrays: Mapping[str, Array], dtype: str | None = None, is_mapped: bool = False) -> None:
+        names = list(arrays)
         if self._are_coded:
-            raise RuntimeError(f"tensor {name}: weights are coded; all tensors come before `code_weights`")
-        layer, kind = tensors.place(name)
-        source = np.ascontiguousarray(data)
-        held = dtype or {"uint16": "bfloat16"}.get(str(source.dtype), str(source.dtype))
-        done = self._library.millrace_set_tensor(self._model, layer, kind, source.ctypes.data, _TYPES[held])
+            raise RuntimeError(f"tensor {names[0]}: weights are coded; all tensors come before `code_weights`")
+        sources = [np.ascontiguousarray(array) for array in arrays.values()]
+        described = (library.Tensor * len(names))()
+        for one, name, source in zip(described, names, sources, strict=True):
+            one.layer, one.kind = tensors.place(name)
+            one.type = _TYPES[dtype or {"uint16": "bfloat16"}.get(str(source.dtype), str(source.dtype))]
+            one.data, one.map_bytes = source.ctypes.data, source.nbytes * is_mapped
+        num_set = ctypes.c_int64()
+        done = self._library.millrace_set_tensors(self._model, described, len(names), ctypes.byref(num_set))
         if done == 1:
+            name = names[num_set.value]
             raise NonFiniteError(f"tensor {name}: holds NaN or infinity as {self.dtype}; fetch the file again")
         if done:
-            raise MemoryError(f"tensor {name}: no memory for {source.size} numbers as {self.dtype}")
-
-    def set_tensors(self, names: Sequence[str], read: Callable[[str], Array]) -> None:
-        """`set_tensor` for each of `names`, one in memory at a time."""
-        for name in names:
-            self.set_tensor(name, read(name))
+            name, size = names[num_set.value], sources[num_set.value].size
+            raise MemoryError(f"tensor {name}: no memory for {size} numbers as {self.dtype}")
 
     def code_weights(self) -> None:
         """Keeps matrices of bf16, the layers' and the head, in 12 bits a number from now on, to the bit, where the

@@ -20,8 +20,8 @@ from millrace.kernels.native.cache import NativeCache
 from millrace.runtime import cpus
 from millrace.stages import Engine, EngineConfig, SamplingParams, native_loading
 from millrace.stages.errors import ConfigError
-from millrace.stages.loading import has_cuda_driver
 from millrace.stages.native_loading import TOKENS_AHEAD
+from millrace.stages.opening import has_cuda_driver
 from millrace.stages.outputs import ModelInfo
 from millrace.stages.step_size import TARGET_TOKENS
 from tests.deploy.running import RunningServer

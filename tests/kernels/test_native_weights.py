@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,3 +94,43 @@ def test_a_model_takes_the_memory_of_its_weights_with_the_first_of_them() -> Non
     assert resident_bytes() - before < 10 << 20
     model.set_tensor("model.layers.1.mlp.up_proj.weight", tensor)
     assert resident_bytes() - before > 40 << 20
+
+
+def test_tensors_of_a_map_are_packed_in_one_call_as_each_is_by_itself(tmp_path: Path) -> None:
+    made = Checkpoint.random()
+    one_by_one = made.load("bfloat16", num_threads=1)
+    mapped = {}
+    for name, tensor in made.tensors.items():
+        tensor.tofile(tmp_path / name)
+        mapped[name] = np.memmap(tmp_path / name, np.float32, "c", shape=tensor.shape)
+    at_once = NativeModel(made.shape, "bfloat16", made.cos, made.sin, num_threads=1)
+    at_once.set_mapped_tensors(mapped)
+    assert np.array_equal(Run(at_once).whole(tokens(50)), Run(one_by_one).whole(tokens(50)))
+
+
+def test_a_map_has_no_pages_of_a_tensor_that_is_packed(tmp_path: Path) -> None:
+    made, file = Checkpoint.random(), tmp_path / "tensors"
+    file.write_bytes(bytes(2 * 4096 * 1024))
+    model = NativeModel(
+        replace(made.shape, hidden_size=1024, intermediate_size=4096), "bfloat16", made.cos, made.sin, num_threads=1
+    )
+    mapped = np.memmap(file, np.uint16, "c", shape=(4096, 1024))
+    assert mapped.sum() == 0 and _pages_of(file) == 2048
+    model.set_mapped_tensors({"model.layers.1.mlp.up_proj.weight": mapped})
+    assert _pages_of(file) == 0 and mapped.sum() == 0
+
+
+def _pages_of(file: Path) -> int:
+    """Of its map, those in memory."""
+    described = Path("/proc/self/smaps").read_text().split(str(file))[1]
+    return int(described.split("Rss:")[1].split()[0]) // 4
+
+
+def test_of_a_maps_tensors_the_one_that_is_not_finite_is_named() -> None:
+    made = Checkpoint.random()
+    bad, size = "model.layers.1.mlp.up_proj.weight", made.tensors["model.layers.1.mlp.up_proj.weight"].shape
+    tensors = {name: np.zeros(size, np.float32) for name in (bad, "model.layers.0.mlp.up_proj.weight")}
+    tensors[bad][3, 2] = np.inf
+    model = NativeModel(made.shape, "bfloat16", made.cos, made.sin, num_threads=1)
+    with pytest.raises(NonFiniteError, match=re.escape(bad)):
+        model.set_mapped_tensors(tensors)

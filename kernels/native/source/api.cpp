@@ -104,10 +104,13 @@ EXPORT int32_t millrace_set_positions(Model* model, const float* cos, const floa
     }
 }
 
-// 0: done; 1: a number is not finite; 2: no memory.
-EXPORT int32_t millrace_set_tensor(Model* model, int64_t layer, int32_t kind, const void* data, int32_t type) {
+// Tensors, one after the other, in one call: who loads them beside threads that hold Python's lock gets it back once, not with
+// each. 0: done; else `num_set` of them are, and with the next one 1: a number is not finite; 2: there is no memory.
+EXPORT int32_t millrace_set_tensors(Model* model, const Tensor* tensors, int64_t count, int64_t* num_set) {
     try {
-        return set_tensor(*model, layer, Kind(kind), data, Type(type)) ? 0 : 1;
+        for (*num_set = 0; *num_set < count; ++*num_set)
+            if (!set_tensor(*model, tensors[*num_set])) return 1;
+        return 0;
     } catch (const std::bad_alloc&) {
         return 2;
     }

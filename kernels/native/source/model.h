@@ -64,7 +64,9 @@ class Memory {
     ~Memory();
 
     // The same, and all large pages are there: the system hands them out to all threads at once. It takes 0.2 ms for each, and
-    // 5 in a virtual machine whose host does the same, where two threads wait half as long.
+    // 5 in a virtual machine whose host does the same, where two threads wait half as long. They are written to, as whoever has
+    // the system populate a range (madvise) holds up whatever other thread maps memory meanwhile: Python's imports took 0.5 s
+    // longer.
     static Memory taken(int64_t num_bytes, Pool& pool);
 
     template <class T>
@@ -260,9 +262,17 @@ enum Kind : int32_t {
 // Tells each linear which one is multiplied after it.
 void set_order(Model& model);
 
-// Puts the tensor `data` [rows, columns] of `type` in its place, in a linear that is not coded. False if a number is not
-// finite in the model's dtype.
-bool set_tensor(Model& model, int64_t layer, Kind kind, const void* data, Type type);
+// One of a checkpoint, [rows, columns]. As library.py has it.
+struct Tensor {
+    int64_t layer;
+    Kind kind;
+    Type type;
+    const void* data;
+    int64_t map_bytes;  // whose pages this process needs no longer once the tensor is packed: a file has them; 0: none
+};
+
+// Puts a tensor in its place, in a linear that is not coded. False if a number is not finite in the model's dtype.
+bool set_tensor(Model& model, const Tensor& tensor);
 
 // What products see of a tensor that has rows and columns, [rows, columns]. False for any other, and for one not yet set.
 bool get_matrix(Model& model, int64_t layer, Kind kind, float* numbers);

@@ -51,11 +51,9 @@ Memory Memory::taken(int64_t num_bytes, [[maybe_unused]] Pool& pool) {
 #ifdef __linux__
     if (memory.mapped_bytes_ == 0) return memory;
     pool.run(pool.size(), [&](int thread) {
-        constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
         int64_t first, last;
         share(memory.mapped_bytes_ / LARGE_PAGE, thread, pool.size(), &first, &last);
         char *begin = memory.as<char>() + first * LARGE_PAGE, *end = memory.as<char>() + last * LARGE_PAGE;
-        if (begin == end || madvise(begin, end - begin, POPULATE_WRITE) == 0) return;
         for (volatile char* page = begin; page < end; page += 4096) *page = 0;
     });
 #endif
@@ -350,7 +348,9 @@ bool set_embedding(Model& model, const void* data, Type type) {
 
 }  // namespace
 
-bool set_tensor(Model& model, int64_t index, Kind kind, const void* data, Type type) {
+namespace {
+
+bool pack(Model& model, int64_t index, Kind kind, const void* data, Type type) {
     const Shape& shape = model.shape;
     Matrix matrix = matrix_of(model, index, kind);
     if (matrix.linear) {
@@ -381,6 +381,24 @@ bool set_tensor(Model& model, int64_t index, Kind kind, const void* data, Type t
         case DOWN_BIAS: return set_bias(model, layer.down, {}, hidden, data, type);
         default: return false;
     }
+}
+
+// Gives the whole pages of a file's map back: others have its ends. Who reads them again has them from the file.
+void forget(const void* data, int64_t num_bytes) {
+#ifdef __linux__
+    constexpr int64_t PAGE = 4096;
+    int64_t begin = round_up(int64_t(reinterpret_cast<uintptr_t>(data)), PAGE);
+    int64_t end = (int64_t(reinterpret_cast<uintptr_t>(data)) + num_bytes) / PAGE * PAGE;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+#endif
+}
+
+}  // namespace
+
+bool set_tensor(Model& model, const Tensor& tensor) {
+    bool is_finite = pack(model, tensor.layer, tensor.kind, tensor.data, tensor.type);
+    forget(tensor.data, tensor.map_bytes);
+    return is_finite;
 }
 
 bool get_matrix(Model& model, int64_t index, Kind kind, float* numbers) {

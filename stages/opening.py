@@ -1,0 +1,238 @@
+"""The first part of loading a model: its files, its sizes, what computes it, and, for the native library, its weights.
+
+To pack weights takes longest of a start, and no Python: so this comes before all else is imported, imports little, and
+runs on a thread of its own. What computes is chosen here: the native library on a CPU, unless something asks for more
+than it does; else torch, which `loading.py` imports only then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from ..kernels.native.errors import NonFiniteError
+from ..kernels.native.machine import instruction_sets
+from ..kernels.native.model import GROUP_SIZE, NativeModel
+from ..kernels.native.neighbours import Neighbours
+from ..kernels.native.shape import CacheDType, DType
+from ..model import hub
+from ..model.config import ModelConfig
+from ..model.errors import CheckpointError
+from ..model.expected import expected_shapes, open_source, without_missing_head
+from ..model.families import is_bidirectional
+from ..model.native_decoder import native_shape
+from ..model.rope import rope_tables
+from ..runtime.cpus import ComputeThreads, Cpus, idle_ns
+from ..runtime.log import get_logger
+from ..runtime.side_thread import LiveSideThread, Pending
+from .config import EngineConfig
+from .errors import ConfigError
+from .phases import Phases
+from .sizing import check_room_for_weights, free_host_bytes
+from .step_size import settle_step_size
+
+log = get_logger("millrace.stages")
+
+# bytes of a number, in int4 with its share of a scale
+ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP_SIZE}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opened:
+    """A model whose files are there."""
+
+    root: Path
+    threads: ComputeThreads
+    shape: ModelConfig | None  # None: it reads texts at once
+    max_model_len: int = 0  # as it was asked for; for "auto" the most it may become, whatever the memory
+    native_model: Pending[NativeModel] | None = None  # see `_load_native_model` for what its result raises
+    why_not_native: str = ""  # what is asked for that the library does not do, where there is no such model
+
+
+class Opening:
+    """Opens a model from when this is made, on a thread that `close` ends."""
+
+    def __init__(self, config: EngineConfig, phases: Phases) -> None:
+        self.phases = phases
+        self._thread = LiveSideThread("opening")
+        self._opened = self._thread.submit(self._open, config)
+
+    def result(self) -> Opened:
+        """Waits for the files, which may have to be fetched. Raises `ConfigError` for settings, and `ModelError` for a
+        model, that do not fit together."""
+        return self._opened.result()
+
+    def close(self) -> None:
+        """Waits until nothing is under way."""
+        self._thread.close()
+
+    def _open(self, config: EngineConfig) -> Opened:
+        with self.phases("resolve"):
+            root = resolve(config)
+        threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
+        if is_bidirectional(root):
+            return Opened(root, threads, None)
+        shape = ModelConfig.read(root)
+        if config.load_format != "dummy":
+            shape = without_missing_head(root, shape)
+        max_model_len = _max_model_len(config, shape)
+        reason = _why_not_native(config, shape)
+        if reason is not None:
+            return Opened(root, threads, shape, max_model_len, why_not_native=reason)
+        log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
+        native_model = self._thread.submit(_load_native_model, config, root, shape, max_model_len, self.phases, threads)
+        return Opened(root, threads, shape, max_model_len, native_model)
+
+
+def resolve(config: EngineConfig) -> Path:
+    """The folder of the model's files, which are fetched first where they have to be."""
+    return hub.resolve(
+        config.model,
+        revision=config.revision,
+        download_dir=Path(config.download_dir) if config.download_dir else None,
+        offline=config.offline,
+    )
+
+
+# -- what computes
+
+
+def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
+    """What is asked for that the native library does not do; None: nothing."""
+    if config.attention_backend not in ("auto", "native"):
+        return f"attention_backend = {config.attention_backend}"
+    if config.device == "cuda" or (config.device == "auto" and has_cuda_driver()):
+        return f"device = {config.device}: it computes on CPUs, and this is for a GPU"
+    if config.kv_cache_dtype == "fp8":
+        return "kv_cache_dtype = fp8: it keeps keys and values in int8, or as dtype"
+    if config.deterministic:
+        return "deterministic: it cuts sums by the batch, and this is for a GPU"
+    if config.dtype_of(shape.dtype) == "float16":
+        return "dtype = float16: it computes in bfloat16 and float32"
+    return None
+
+
+def require_torch(config: EngineConfig, reason: str) -> None:
+    """Raises `ConfigError` where torch does not do what is asked for either. `reason`: why the library does not run."""
+    asked = _native_only(config)
+    if asked is not None:
+        raise ConfigError(f"{asked}: only the native step does that, and here it does not run: {reason}")
+    if config.attention_backend == "native":
+        raise ConfigError(f"attention_backend = native: {reason}; use auto, which then takes torch")
+
+
+def _native_only(config: EngineConfig) -> str | None:
+    """What is asked for that only the native library does, and what to do without it; None: nothing."""
+    if config.quantization is not None:
+        return f"quantization = {config.quantization} (leave it out, or use device = cpu with attention_backend = auto)"
+    if config.kv_cache_dtype == "int8":
+        return "kv_cache_dtype = int8 (use auto or fp8, or device = cpu with attention_backend = auto)"
+    return None
+
+
+def has_cuda_driver() -> bool:
+    """Whether this machine may have a GPU, so that torch is to be asked: which takes a second that others need not."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+# -- the native library
+
+
+def _load_native_model(
+    config: EngineConfig, root: Path, shape: ModelConfig, max_model_len: int, phases: Phases, threads: ComputeThreads
+) -> NativeModel:
+    """The library, with the weights. Raises `NativeUnavailableError` where it can not be had, `UnsupportedModelError`
+    for a model that it does not compute, `ConfigError` where weights have no room, and `CheckpointError`."""
+    dtype = cast(DType, config.dtype_of(shape.dtype))
+    with phases("library"):
+        model = NativeModel(
+            native_shape(shape),
+            dtype,
+            *rope_tables(shape.rope, max_model_len),
+            quantization=config.quantization,
+            cache_dtype=native_cache_dtype(config, shape),
+            num_threads=threads.count,
+            cpus=threads.pinned,
+            neighbours=Neighbours(
+                threads.count,
+                partial(_log_threads, threads.count),
+                idle_ns=partial(idle_ns, threads.pinned) if threads.pinned else lambda: None,
+            ),
+        )
+    log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
+    with phases("weights"):
+        check_room_for_weights(
+            shape, config.quantization or dtype, partial(_item_size, model), "cpu", free_host_bytes()
+        )
+        _fill(model, root, shape, config.load_format)
+        _code(model)
+    return model
+
+
+def native_cache_dtype(config: EngineConfig, shape: ModelConfig) -> CacheDType:
+    """Of keys and values."""
+    assert config.kv_cache_dtype != "fp8", "whoever chose the native step saw that"
+    return cast(DType, config.dtype_of(shape.dtype)) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def _item_size(model: NativeModel, name: str) -> float:
+    """Bytes of a number of that tensor."""
+    return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
+
+
+def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
+    log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
+
+
+def _fill(model: NativeModel, root: Path, shape: ModelConfig, load_format: str) -> None:
+    """Packs each tensor: at no time are there two copies of the model."""
+    source, names = open_source(root, shape, load_format), list(expected_shapes(shape))
+    try:
+        if source.is_mapped:
+            model.set_mapped_tensors({name: source.array(name) for name in names})
+            return
+        for name in names:
+            model.set_tensor(name, source.array(name))
+    except NonFiniteError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _code(model: NativeModel) -> None:
+    """Makes the weights smaller, where that loses nothing; what there is no memory for stays as it is."""
+    before = model.weights_bytes
+    try:
+        model.code_weights()
+    except MemoryError as error:
+        log.warning("weights.not_coded", reason=str(error))
+    if model.weights_bytes < before:
+        log.info("weights.coded", weights_mib=round(model.weights_bytes / 2**20, 1), of_mib=round(before / 2**20, 1))
+
+
+# -- what the configuration left open
+
+
+def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
+    """As it was asked for; for "auto" the most it may become, whatever the memory."""
+    longest = shape.max_position_embeddings
+    most = settle_step_size(config, is_native=False).num_step_tokens  # of prompts that run whole, whatever computes
+    if config.max_model_len == "auto":
+        return longest if config.enable_chunked_prefill else min(longest, most)
+    chosen = longest if config.max_model_len is None else config.max_model_len
+    if chosen > longest:
+        raise ConfigError(f"max_model_len = {chosen}: the model was made for {longest} tokens; set at most that")
+    if chosen < 2:
+        raise ConfigError(f"max_model_len = {chosen}: needs at least 2, a token of prompt and one of answer")
+    if not config.enable_chunked_prefill and most < chosen:
+        raise ConfigError(
+            f"enable_chunked_prefill = False: a prompt of max_model_len = {chosen} tokens does not fit a step of "
+            f"max_num_batched_tokens = {most}; raise the one or lower the other"
+        )
+    return chosen

@@ -36,8 +36,6 @@ MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """The command. 0 once it was told to stop and has, whether or not requests had to be cut short for it."""
-    # aiohttp's client reads the system's certificates, twice: as long as all that it imports, and no Python
-    Thread(target=import_module, args=("aiohttp",), name="millrace-import", daemon=True).start()
     with_messages = server_config.log_error_messages
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
     gc.disable()  # until we are ready: what starts stays, and to look at it again and again takes a tenth of the start
@@ -125,6 +123,7 @@ class _Stop:
 
 def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
     if mode == "split":
+        _import_beside("aiohttp")
         from ..stages.split.engine import SplitEngine
 
         return SplitEngine(config)
@@ -133,6 +132,14 @@ def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManage
     from ..stages.phases import Phases
 
     opening = Opening(config, Phases(time.monotonic))
+    opening.wait_until_packing(0.2)
+    _import_beside("aiohttp")
     from ..stages.engine import Engine
 
     return Engine(config, opening=opening)
+
+
+def _import_beside(module: str) -> None:
+    """On a thread. For aiohttp: its client reads the system's certificates, twice, which takes as long as all that it
+    imports, and no Python."""
+    Thread(target=import_module, args=(module,), name="millrace-import", daemon=True).start()

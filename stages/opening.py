@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from ..kernels.native.shape import CacheDType, DType
 from ..model import hub
 from ..model.config import ModelConfig
 from ..model.errors import CheckpointError
-from ..model.expected import expected_shapes, open_source, without_missing_head
+from ..model.expected import Source, expected_shapes, open_source, without_missing_head
 from ..model.families import is_bidirectional
 from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
@@ -58,17 +60,34 @@ class Opening:
 
     def __init__(self, config: EngineConfig, phases: Phases) -> None:
         self.phases = phases
+        self._is_packing = threading.Event()
         self._thread = LiveSideThread("opening")
-        self._opened = self._thread.submit(self._open, config)
+        self._opened = self._thread.submit(self._open_and_tell, config)
 
     def result(self) -> Opened:
         """Waits for the files, which may have to be fetched. Raises `ConfigError` for settings, and `ModelError` for a
         model, that do not fit together."""
         return self._opened.result()
 
+    def wait_until_packing(self, timeout_s: float) -> None:
+        """Waits, so long at most, until the library packs weights, or is known not to. Who imports much goes on then:
+        before, the two take turns at the GIL, 5 ms each, at every file that is read. Once files are there it is a
+        matter of 50 ms."""
+        self._is_packing.wait(timeout_s)
+
     def close(self) -> None:
         """Waits until nothing is under way."""
         self._thread.close()
+
+    def _open_and_tell(self, config: EngineConfig) -> Opened:
+        is_native = False
+        try:
+            opened = self._open(config)
+            is_native = opened.native_model is not None
+            return opened
+        finally:
+            if not is_native:
+                self._is_packing.set()
 
     def _open(self, config: EngineConfig) -> Opened:
         with self.phases("resolve"):
@@ -84,7 +103,9 @@ class Opening:
         if reason is not None:
             return Opened(root, threads, shape, max_model_len, why_not_native=reason)
         log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
-        native_model = self._thread.submit(_load_native_model, config, root, shape, max_model_len, self.phases, threads)
+        native_model = self._thread.submit(
+            _load_native_model, config, root, shape, max_model_len, self.phases, threads, self._is_packing.set
+        )
         return Opened(root, threads, shape, max_model_len, native_model)
 
 
@@ -147,10 +168,17 @@ def has_cuda_driver() -> bool:
 
 
 def _load_native_model(
-    config: EngineConfig, root: Path, shape: ModelConfig, max_model_len: int, phases: Phases, threads: ComputeThreads
+    config: EngineConfig,
+    root: Path,
+    shape: ModelConfig,
+    max_model_len: int,
+    phases: Phases,
+    threads: ComputeThreads,
+    on_packing: Callable[[], None],
 ) -> NativeModel:
-    """The library, with the weights. Raises `NativeUnavailableError` where it can not be had, `UnsupportedModelError`
-    for a model that it does not compute, `ConfigError` where weights have no room, and `CheckpointError`."""
+    """The library, with the weights; calls `on_packing` before it packs these. Raises `NativeUnavailableError` where it
+    can not be had, `UnsupportedModelError` for a model that it does not compute, `ConfigError` where weights have no
+    room, and `CheckpointError`."""
     dtype = cast(DType, config.dtype_of(shape.dtype))
     with phases("library"):
         model = NativeModel(
@@ -172,7 +200,9 @@ def _load_native_model(
         check_room_for_weights(
             shape, config.quantization or dtype, partial(_item_size, model), "cpu", free_host_bytes()
         )
-        _fill(model, root, shape, config.load_format)
+        source = open_source(root, shape, config.load_format)
+        on_packing()
+        _fill(model, source, list(expected_shapes(shape)))
         _code(model)
     return model
 
@@ -192,9 +222,8 @@ def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
     log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
 
 
-def _fill(model: NativeModel, root: Path, shape: ModelConfig, load_format: str) -> None:
+def _fill(model: NativeModel, source: Source, names: Sequence[str]) -> None:
     """Packs each tensor: at no time are there two copies of the model."""
-    source, names = open_source(root, shape, load_format), list(expected_shapes(shape))
     try:
         if source.is_mapped:
             model.set_mapped_tensors({name: source.array(name) for name in names})

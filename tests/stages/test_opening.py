@@ -9,12 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
+from millrace.kernels.native.model import NativeModel
+from millrace.kernels.native.shape import Array
+from millrace.model import hub
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import CheckpointError
 from millrace.stages import Engine, EngineConfig, SamplingParams
@@ -67,8 +71,46 @@ def test_weights_are_packed_before_torch_or_an_engine_is_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@needs_native
+def test_whoever_waits_goes_on_while_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def pack(model: NativeModel, mapped: Mapping[str, Array]) -> None:
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(NativeModel, "set_mapped_tensors", pack)
+    begun = opening(SMALL)
+    began = time.monotonic()
+    begun.wait_until_packing(10)
+    assert time.monotonic() - began < 5
+    go_on.set()
+    begun.close()
+
+
+def test_whoever_waits_for_a_model_that_is_fetched_does_so_no_longer_than_he_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_there = threading.Event()
+
+    def fetch(*_: object, **__: object) -> Path:
+        assert is_there.wait(10)
+        return WEIGHTS
+
+    monkeypatch.setattr(hub, "resolve", fetch)
+    begun = opening(SMALL)
+    began = time.monotonic()
+    begun.wait_until_packing(0.05)
+    assert 0.05 <= time.monotonic() - began < 5
+    is_there.set()
+    assert begun.result().root == WEIGHTS
+    begun.close()
+
+
 def test_a_setting_that_does_not_fit_the_model_is_refused_where_the_result_is_asked_for() -> None:
     begun = opening(EngineConfig(device="cpu", max_model_len=10_000_000))
+    began = time.monotonic()
+    begun.wait_until_packing(10)  # which will not be
+    assert time.monotonic() - began < 5
     with pytest.raises(ConfigError, match="max_model_len = 10000000"):
         begun.result()
     begun.close()

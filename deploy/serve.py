@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 log = get_logger("millrace.deploy")
 
+WAIT_S = 0.2  # for the files of a model, which are there or have to be fetched, before all else is imported
+
 MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
 
 
@@ -60,7 +62,7 @@ async def serve(
     serving = asyncio.ensure_future(_serve_engine(listening, engine_config, make_engine, stop))
     stop.on_early = serving.cancel
     try:
-        await asyncio.sleep(0)  # the model begins to load, on threads of its own
+        await asyncio.sleep(0)  # the model begins to load, here or in a process of its own
         from .server import Server  # meanwhile: that takes half a second
 
         async with Server(server_config) as server:
@@ -132,11 +134,16 @@ def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManage
     from ..stages.phases import Phases
 
     opening = Opening(config, Phases(time.monotonic))
-    opening.wait_until_packing(0.2)
-    _import_beside("aiohttp")
-    from ..stages.engine import Engine
+    try:
+        opening.wait_until_packing(WAIT_S)
+        _import_beside("aiohttp")
+        from ..stages.engine import Engine
+        from . import server  # noqa: F401  before the engine starts, which measures how fast it is
 
-    return Engine(config, opening=opening)
+        return Engine(config, opening=opening)
+    except BaseException:
+        opening.close()
+        raise
 
 
 def _import_beside(module: str) -> None:

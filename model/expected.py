@@ -31,9 +31,8 @@ NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.
 class Source(Protocol):
     """Where tensors come from."""
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether arrays are of a file's private map, and take no memory before they are read."""
+    def is_mapped(self, name: str) -> bool:
+        """Whether the tensor's array is of a file's private map, and takes no memory before it is read."""
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor; of `shards.BFLOAT16` where that is what it is. Not to be written to."""
@@ -106,10 +105,11 @@ def expected_shapes(config: ModelConfig) -> Shapes:
 class _RandomTensors:
     """Stands in for a checkpoint: N(0, 0.02), norms 1; each tensor's values depend on its name alone."""
 
-    is_mapped = False
-
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
+
+    def is_mapped(self, name: str) -> bool:
+        return False
 
     def array(self, name: str) -> NDArray[Any]:
         if name.endswith("norm.weight"):

@@ -31,8 +31,6 @@ class Checkpoint:
     `prefix` goes before each name in the files.
     """
 
-    is_mapped = True
-
     def __init__(self, root: Path, prefix: str = "") -> None:
         self.root = root
         self._prefix = prefix
@@ -61,6 +59,11 @@ class Checkpoint:
         name = name.removeprefix(self._prefix)
         return self._shards[name].entries[name].shape
 
+    def is_mapped(self, name: str) -> bool:
+        """Whether its array is a view of the map; of a tensor that lies at an odd place it is a copy."""
+        name = name.removeprefix(self._prefix)
+        return self._shards[name].entries[name].is_aligned
+
     def array(self, name: str) -> NDArray[Any]:
         """The tensor as stored, a view of the map, so never write to it; of `BFLOAT16` where that is what it is."""
         name = name.removeprefix(self._prefix)
@@ -78,6 +81,10 @@ class _Entry:
     shape: tuple[int, ...]
     begin: int  # in the file
     num_bytes: int
+
+    @property
+    def is_aligned(self) -> bool:
+        return self.begin % self.dtype.itemsize == 0
 
 
 class _Shard:
@@ -101,7 +108,7 @@ class _Shard:
     def array(self, name: str) -> NDArray[Any]:
         entry = self.entries[name]
         raw = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.begin)
-        if entry.begin % entry.dtype.itemsize:
+        if not entry.is_aligned:
             raw = raw.copy()
         return raw.view(entry.dtype).reshape(entry.shape)
 

@@ -71,6 +71,8 @@ class Engine(EngineBooks, Asking):
         self._logits_processor = logits_processor
         self._opening = opening
         self.config = replace(config or EngineConfig(), **overrides)
+        if opening is not None and opening.config != self.config:
+            raise ConfigError("opening: it has begun with other settings than the engine's; give both the same")
         if logits_processor is not None:  # it is to see each token before the next one is chosen
             self.config = replace(self.config, speculation="off")
         self._env: Env = LiveEnv(self.config.seed) if env is None else env
@@ -188,8 +190,9 @@ class Engine(EngineBooks, Asking):
 
     async def _load(self) -> tuple[Any, Phases]:
         """The model, and how long each phase took. In a thread. The test double has neither file nor thread."""
-        opening, self._opening = self._opening, None  # which has the model
-        return await self._env.run_in_thread(_load, self.config, self._env, opening)
+        loaded = await self._env.run_in_thread(_load, self.config, self._env, self._opening)
+        self._opening = None  # which has the model, too
+        return loaded
 
     def _make_parts(self, loaded: Any) -> TextParts | EncoderParts:
         """Of what `_load` gave."""
@@ -227,6 +230,9 @@ class Engine(EngineBooks, Asking):
                 await parts.gate.aclose()
         if self._recorder is not None:
             await self._recorder.aclose()
+        if self._opening is not None:
+            await self._env.run_in_thread(self._opening.close)
+            self._opening = None
         if self._owns_env:
             await self._env.aclose()
         if parts is not None:
@@ -302,9 +308,12 @@ def _load(config: EngineConfig, env: Env, opening: Opening | None) -> tuple[Load
         from .opening import Opening
 
         opening = Opening(config, Phases(env.now))
-    with opening.phases("import"):
-        from .loading import load_model
-    return load_model(config, opening.phases, env, opening), opening.phases
+    try:
+        with opening.phases("import"):
+            from .loading import load_model
+        return load_model(config, opening.phases, env, opening), opening.phases
+    finally:
+        opening.close()
 
 
 def _free_memory(is_on_gpu: bool) -> None:

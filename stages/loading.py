@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..kernels.native.errors import NativeUnavailableError, UnsupportedModelError
 from ..model import hub
 from ..model.chat import ChatTemplate
 from ..model.config import ModelConfig
@@ -99,8 +98,11 @@ def load_model(
     config: EngineConfig, phases: Phases, env: Env, opening: Opening | None = None
 ) -> LoadedModel | LoadedEncoder:
     """Blocks for as long as it takes. Raises `ConfigError` for settings, and `ModelError` for a model, that do not
-    fit together; each says what would. `opening`: if it has begun, with the same phases; it is closed here."""
-    opening = opening or Opening(config, phases)
+    fit together; each says what would. `opening`: one that has begun, with the same phases; it stays the caller's.
+    """
+    if opening is not None:
+        return _load(config, opening.result(), phases, env)
+    opening = Opening(config, phases)
     try:
         return _load(config, opening.result(), phases, env)
     finally:
@@ -115,6 +117,8 @@ def _load(config: EngineConfig, opened: Opened, phases: Phases, env: Env) -> Loa
 
         return load_encoder(config, opened.root, model_id, asked_pooling(config), phases, opened.threads)
     text = env.side_thread("load").submit(_read_text, config, opened.root, opened.shape, model_id, phases)
+    if opened.native_model is not None:
+        text.result()  # weights are packed meanwhile; what comes then is measured, and nothing is to run beside it
     computing = _load_computing(config, opened, opened.shape, phases, env.streams)
     return _put_together(config, opened.shape, model_id, computing, text.result(), phases, env)
 
@@ -200,11 +204,10 @@ def _load_computing(
     if opened.native_model is not None:
         from .native_loading import load_natively
 
-        try:
-            model = opened.native_model.result()
+        model = opened.native_model.result()
+        if not isinstance(model, str):
             return load_natively(settle_step_size(config, is_native=True), model, shape, max_model_len, phases, threads)
-        except (NativeUnavailableError, UnsupportedModelError) as error:
-            reason = str(error)
+        reason = model
     require_torch(config, reason)
     if opened.native_model is not None:
         costs = "torch instead: a second and 200 MiB more at the start, and longer steps"

@@ -7,16 +7,17 @@ than it does; else torch, which `loading.py` imports only then.
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, TypeVarTuple, cast
 
-from ..kernels.native.errors import NonFiniteError
+from ..kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
 from ..kernels.native.machine import instruction_sets
 from ..kernels.native.model import GROUP_SIZE, NativeModel
 from ..kernels.native.neighbours import Neighbours
@@ -37,6 +38,9 @@ from .phases import Phases
 from .sizing import check_room_for_weights, free_host_bytes
 from .step_size import settle_step_size
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 log = get_logger("millrace.stages")
 
 # bytes of a number, in int4 with its share of a scale
@@ -51,18 +55,18 @@ class Opened:
     threads: ComputeThreads
     shape: ModelConfig | None  # None: it reads texts at once
     max_model_len: int = 0  # as it was asked for; for "auto" the most it may become, whatever the memory
-    native_model: Pending[NativeModel] | None = None  # see `_load_native_model` for what its result raises
-    why_not_native: str = ""  # what is asked for that the library does not do, where there is no such model
+    native_model: Pending[NativeModel | str] | None = None  # see `_load_native_model`
+    why_not_native: str = ""  # what is asked for that the library does not do, where there is none
 
 
 class Opening:
     """Opens a model from when this is made, on a thread that `close` ends."""
 
     def __init__(self, config: EngineConfig, phases: Phases) -> None:
-        self.phases = phases
-        self._is_packing = threading.Event()
+        self.config, self.phases = config, phases
+        self._is_packing = threading.Event()  # or will not be
         self._thread = LiveSideThread("opening")
-        self._opened = self._thread.submit(self._open_and_tell, config)
+        self._opened = self._submit(self._open)
 
     def result(self) -> Opened:
         """Waits for the files, which may have to be fetched. Raises `ConfigError` for settings, and `ModelError` for a
@@ -76,20 +80,24 @@ class Opening:
         self._is_packing.wait(timeout_s)
 
     def close(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until nothing is under way. May be called again."""
         self._thread.close()
 
-    def _open_and_tell(self, config: EngineConfig) -> Opened:
-        is_native = False
-        try:
-            opened = self._open(config)
-            is_native = opened.native_model is not None
-            return opened
-        finally:
-            if not is_native:
-                self._is_packing.set()
+    def _submit(self, job: Callable[[*Ts], T], *args: *Ts) -> Pending[T]:
+        """In the caller's contextvars, as they are what log lines are marked with."""
+        context = contextvars.copy_context()
+        return self._thread.submit(lambda: context.run(job, *args))
 
-    def _open(self, config: EngineConfig) -> Opened:
+    def _open(self) -> Opened:
+        opened = None
+        try:
+            opened = self._open_files(self.config)
+        finally:
+            if opened is None or opened.native_model is None:
+                self._is_packing.set()
+        return opened
+
+    def _open_files(self, config: EngineConfig) -> Opened:
         with self.phases("resolve"):
             root = resolve(config)
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
@@ -103,10 +111,29 @@ class Opening:
         if reason is not None:
             return Opened(root, threads, shape, max_model_len, why_not_native=reason)
         log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
-        native_model = self._thread.submit(
-            _load_native_model, config, root, shape, max_model_len, self.phases, threads, self._is_packing.set
-        )
+        native_model = self._submit(self._load_native_model, root, shape, max_model_len, threads)
         return Opened(root, threads, shape, max_model_len, native_model)
+
+    def _load_native_model(
+        self, root: Path, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
+    ) -> NativeModel | str:
+        """The library with the weights, or why it does not run here: it can not be had, or does not compute such a
+        model. Raises `ConfigError` where weights have no room, and `CheckpointError`."""
+        try:
+            with self.phases("library"):
+                model = _make_native_model(self.config, shape, max_model_len, threads)
+            log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
+            with self.phases("weights"):
+                _check_room(model, shape)
+                source = open_source(root, shape, self.config.load_format)
+                self._is_packing.set()
+                _fill(model, source, expected_shapes(shape))
+                _code(model)
+            return model
+        except (NativeUnavailableError, UnsupportedModelError) as error:
+            return str(error)
+        finally:
+            self._is_packing.set()
 
 
 def resolve(config: EngineConfig) -> Path:
@@ -167,69 +194,53 @@ def has_cuda_driver() -> bool:
 # -- the native library
 
 
-def _load_native_model(
-    config: EngineConfig,
-    root: Path,
-    shape: ModelConfig,
-    max_model_len: int,
-    phases: Phases,
-    threads: ComputeThreads,
-    on_packing: Callable[[], None],
+def _make_native_model(
+    config: EngineConfig, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
 ) -> NativeModel:
-    """The library, with the weights; calls `on_packing` before it packs these. Raises `NativeUnavailableError` where it
-    can not be had, `UnsupportedModelError` for a model that it does not compute, `ConfigError` where weights have no
-    room, and `CheckpointError`."""
-    dtype = cast(DType, config.dtype_of(shape.dtype))
-    with phases("library"):
-        model = NativeModel(
-            native_shape(shape),
-            dtype,
-            *rope_tables(shape.rope, max_model_len),
-            quantization=config.quantization,
-            cache_dtype=native_cache_dtype(config, shape),
-            num_threads=threads.count,
-            cpus=threads.pinned,
-            neighbours=Neighbours(
-                threads.count,
-                partial(_log_threads, threads.count),
-                idle_ns=partial(idle_ns, threads.pinned) if threads.pinned else lambda: None,
-            ),
-        )
-    log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
-    with phases("weights"):
-        check_room_for_weights(
-            shape, config.quantization or dtype, partial(_item_size, model), "cpu", free_host_bytes()
-        )
-        source = open_source(root, shape, config.load_format)
-        on_packing()
-        _fill(model, source, list(expected_shapes(shape)))
-        _code(model)
-    return model
+    """Without its weights. Raises `NativeUnavailableError` and `UnsupportedModelError`."""
+    return NativeModel(
+        native_shape(shape),
+        cast(DType, config.dtype_of(shape.dtype)),
+        *rope_tables(shape.rope, max_model_len),
+        quantization=config.quantization,
+        cache_dtype=_native_cache_dtype(config, shape),
+        num_threads=threads.count,
+        cpus=threads.pinned,
+        neighbours=Neighbours(
+            threads.count,
+            partial(_log_threads, threads.count),
+            idle_ns=partial(idle_ns, threads.pinned) if threads.pinned else lambda: None,
+        ),
+    )
 
 
-def native_cache_dtype(config: EngineConfig, shape: ModelConfig) -> CacheDType:
+def _native_cache_dtype(config: EngineConfig, shape: ModelConfig) -> CacheDType:
     """Of keys and values."""
     assert config.kv_cache_dtype != "fp8", "whoever chose the native step saw that"
     return cast(DType, config.dtype_of(shape.dtype)) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-
-
-def _item_size(model: NativeModel, name: str) -> float:
-    """Bytes of a number of that tensor."""
-    return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
 
 
 def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
     log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
 
 
-def _fill(model: NativeModel, source: Source, names: Sequence[str]) -> None:
+def _check_room(model: NativeModel, shape: ModelConfig) -> None:
+    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle."""
+
+    def item_size(name: str) -> float:
+        return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
+
+    check_room_for_weights(shape, model.quantization or model.dtype, item_size, "cpu", free_host_bytes())
+
+
+def _fill(model: NativeModel, source: Source, names: Iterable[str]) -> None:
     """Packs each tensor: at no time are there two copies of the model."""
+    mapped = {name: source.array(name) for name in names if source.is_mapped(name)}
     try:
-        if source.is_mapped:
-            model.set_mapped_tensors({name: source.array(name) for name in names})
-            return
+        model.set_mapped_tensors(mapped)
         for name in names:
-            model.set_tensor(name, source.array(name))
+            if name not in mapped:  # a copy, or drawn: one at a time
+                model.set_tensor(name, source.array(name))
     except NonFiniteError as error:
         raise CheckpointError(str(error)) from None
 

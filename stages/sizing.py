@@ -1,6 +1,6 @@
 """How large the KV cache and the longest sequence get to be: what was asked for, or what the machine has room for.
 
-Plain arithmetic: `measuring.py` says what is needed, this decides.
+Plain arithmetic: `measuring.py` says what is needed beside weights, this decides.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ STAGE_FILES_WITH_TORCH = {
 }  # what a real start runs where torch is needed
 OUTSIDE_THE_ENV = {
     "stages/offline.py": {"threading", "concurrent"},  # an event loop of its own, for callers that have none
+    "stages/opening.py": {"threading"},  # it begins before there is an env
     "stages/scripted/device.py": {"time"},  # it takes real time
 }
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "_pickle"}

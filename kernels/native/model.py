@@ -106,7 +106,8 @@ class NativeModel:
             self._library.millrace_count_shares(self._model, self._shares.ctypes.data)
         self._kept: list[Array] = []
         self._are_coded = False
-        weakref.finalize(self, _delete, self._library, self._model, self._kept)
+        freed = weakref.finalize(self, _delete, self._library, self._model, self._kept)
+        freed.atexit = False  # a process that ends has its memory freed, and may have a thread that packs weights
         self.set_positions(cos, sin)
 
     def set_positions(self, cos: Floats, sin: Floats) -> None:

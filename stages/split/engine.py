@@ -84,6 +84,8 @@ class SplitEngine(Engine):
         super().__init__(*args, **overrides)
         if self._logits_processor is not None:
             raise ConfigError("mode = split: a logits processor is in the caller's process; use mode = inline")
+        if self._opening is not None:
+            raise ConfigError("mode = split: the engine process opens the model itself; give no opening")
         self._table = LiveTable()
         self._requests, self._tokens = make_ends(self._table, self._refused)
         self._client: EngineClient | None = None

@@ -201,7 +201,7 @@ def test_an_idle_engine_has_all_the_memory_of_a_cache_whose_size_was_given(
 def test_an_idle_engine_takes_no_memory_ahead_where_its_container_has_little_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(native_loading, "free_host_bytes", lambda: 8 << 20)  # more than the weights take
+    monkeypatch.setattr(native_loading, "free_host_bytes", lambda: 8 << 20)
 
     async def main() -> int:
         async with Engine(EngineConfig(device="cpu", kv_cache_bytes=256 << 20)) as engine:

@@ -126,11 +126,14 @@ def _pages_of(file: Path) -> int:
     return int(described.split("Rss:")[1].split()[0]) // 4
 
 
-def test_of_a_maps_tensors_the_one_that_is_not_finite_is_named() -> None:
+def test_of_a_maps_tensors_the_one_that_is_not_finite_is_named(tmp_path: Path) -> None:
     made = Checkpoint.random()
-    bad, size = "model.layers.1.mlp.up_proj.weight", made.tensors["model.layers.1.mlp.up_proj.weight"].shape
-    tensors = {name: np.zeros(size, np.float32) for name in (bad, "model.layers.0.mlp.up_proj.weight")}
-    tensors[bad][3, 2] = np.inf
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2)]
+    mapped = {}
+    for name in names:
+        made.tensors[name].tofile(tmp_path / name)
+        mapped[name] = np.memmap(tmp_path / name, np.float32, "c", shape=made.tensors[name].shape)
+    mapped[names[1]][3, 2] = np.inf
     model = NativeModel(made.shape, "bfloat16", made.cos, made.sin, num_threads=1)
-    with pytest.raises(NonFiniteError, match=re.escape(bad)):
-        model.set_mapped_tensors(tensors)
+    with pytest.raises(NonFiniteError, match=re.escape(names[1])):
+        model.set_mapped_tensors(mapped)

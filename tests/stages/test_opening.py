@@ -10,12 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
 
-from millrace.kernels.native import build, machine
+import millrace.stages.opening as opening_module
+from millrace.kernels.native import build, library, machine
+from millrace.kernels.native.errors import NativeUnavailableError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Array
 from millrace.model import hub
@@ -25,6 +29,8 @@ from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
 from millrace.stages.opening import Opening
 from millrace.stages.phases import Phases
+from millrace.stages.split.engine import SplitEngine
+from tests.bench.shapes import make_checkpoint
 
 SMALL = EngineConfig(device="cpu", max_model_len=128, num_gpu_blocks=64)
 needs_native = pytest.mark.skipif(
@@ -58,6 +64,7 @@ def test_an_engine_goes_on_with_what_was_opened_before_it_was_made() -> None:
 
 
 @needs_native
+@pytest.mark.slow
 def test_weights_are_packed_before_torch_or_an_engine_is_imported() -> None:
     """That is what a start gains by it: all else is imported meanwhile."""
     script = (
@@ -104,6 +111,89 @@ def test_whoever_waits_for_a_model_that_is_fetched_does_so_no_longer_than_he_sai
     is_there.set()
     assert begun.result().root == WEIGHTS
     begun.close()
+
+
+@pytest.mark.parametrize("what", ["library", "room"])
+def test_whoever_waits_goes_on_at_once_where_weights_will_not_be_packed(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lack(*_: object) -> NoReturn:
+        raise NativeUnavailableError("no compiler")
+
+    if what == "library":
+        monkeypatch.setattr(library, "load_best", lack)
+    monkeypatch.setattr(opening_module, "free_host_bytes", lambda: 1024)
+    begun = opening(SMALL)
+    began = time.monotonic()
+    begun.wait_until_packing(10)
+    assert time.monotonic() - began < 5
+    found = begun.result().native_model
+    assert found is not None
+    if what == "library":
+        assert found.result() == "no compiler"
+    elif machine.instruction_sets():
+        with pytest.raises(ConfigError, match=r"1 KiB free|1\.0+ KiB free"):
+            found.result()
+    begun.close()
+
+
+@needs_native
+def test_an_engine_that_is_stopped_before_it_starts_leaves_nothing_of_what_had_begun() -> None:
+    async def main() -> None:
+        engine = Engine(SMALL, opening=opening(SMALL))
+        await engine.stop()
+
+    asyncio.run(main())
+    assert not threads()
+
+
+def test_an_engine_refuses_what_was_opened_with_other_settings() -> None:
+    begun = opening(SMALL)
+    with pytest.raises(ConfigError, match="other settings"):
+        Engine(SMALL, opening=begun, quantization="int8")
+    with pytest.raises(ConfigError, match="give no opening"):
+        SplitEngine(SMALL, opening=begun)
+    begun.close()
+
+
+@needs_native
+@pytest.mark.slow
+def test_a_process_may_end_while_weights_are_packed(tmp_path: Path) -> None:
+    """At its end nothing is taken from under the thread that packs."""
+    make_checkpoint("smollm2-135m", tmp_path)
+    script = (
+        "import sys, time; from millrace.stages.opening import Opening; from millrace.stages.phases import Phases;"
+        "from millrace.stages.config import EngineConfig;"
+        "opening = Opening(EngineConfig(model=sys.argv[1], device='cpu', threads=1), Phases(time.monotonic));"
+        "opening.wait_until_packing(60); time.sleep(float(sys.argv[2]))"
+    )
+    for wait_s in ("0", "0.05", "0.1", "0.15"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, tmp_path, wait_s], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@needs_native
+def test_of_tensors_at_odd_places_no_two_are_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(WEIGHTS, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    file.write_bytes((size + 1).to_bytes(8, "little") + content[8 : 8 + size] + b" " + content[8 + size :])
+    num_set = []
+    set_tensor = NativeModel.set_tensor
+    monkeypatch.setattr(
+        NativeModel, "set_tensor", lambda model, name, data: (num_set.append(name), set_tensor(model, name, data))
+    )
+    begun = [opening(replace(SMALL, model=model)) for model in (None, str(tmp_path))]
+    plain, odd = (cast("Any", one.result().native_model).result() for one in begun)
+    assert len(num_set) > 10  # by itself each
+    name = "model.layers.0.mlp.up_proj.weight"
+    rows, columns = plain.shape.intermediate_size, plain.shape.hidden_size
+    assert np.array_equal(plain.matrix(name, rows, columns), odd.matrix(name, rows, columns))
+    for one in begun:
+        one.close()
 
 
 def test_a_setting_that_does_not_fit_the_model_is_refused_where_the_result_is_asked_for() -> None:

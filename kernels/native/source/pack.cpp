@@ -346,10 +346,6 @@ bool set_embedding(Model& model, const void* data, Type type) {
     return is_finite;
 }
 
-}  // namespace
-
-namespace {
-
 bool pack(Model& model, int64_t index, Kind kind, const void* data, Type type) {
     const Shape& shape = model.shape;
     Matrix matrix = matrix_of(model, index, kind);

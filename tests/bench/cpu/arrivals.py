@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
-import json
 import os
 import signal
 import sys
@@ -47,7 +46,7 @@ from millrace.stages.recordings.traces import Trace, read_trace
 from ..shapes import SHAPES, make_checkpoint
 from ..throughput import read_bandwidth_gb_s
 from .contenders import RunningServer, Served, start
-from .figures import machine
+from .figures import machine, tell
 from .peers import OUR_SERVER, contenders_of, distribution_version, find_peers, our_contenders
 from .sustained import Bounds, Window, highest, summary, window
 
@@ -270,9 +269,7 @@ def main() -> None:
         "asked": described(trace, found["rate"], options),
         "bounds": asdict(bounds),
     } | found
-    print(json.dumps(results, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    tell(results, options.json)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
@@ -101,3 +102,11 @@ def machine(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def tell(results: Mapping[str, Any], file: Path | None) -> None:
+    """On standard output, and to the file that was asked for."""
+    text = json.dumps(results, indent=1)
+    print(text)
+    if file is not None:
+        file.write_text(text + "\n")

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import datetime
 import itertools
-import json
 import random
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from millrace.stages.parts import EngineParts
 
 from ..shapes import SHAPES, make_checkpoint
 from ..workloads import IN_FLIGHT, WORKLOADS, Asked, num_tokens
-from .figures import machine, spread
+from .figures import machine, spread, tell
 from .parts import look, native_of
 
 CONCURRENCY = (8, 32, 128, 512)
@@ -236,9 +235,7 @@ def main() -> None:
         **machine(len(Cpus.of_this_process().cores)),
         **found,
     }
-    print(json.dumps(results, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    tell(results, options.json)
 
 
 if __name__ == "__main__":

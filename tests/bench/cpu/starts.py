@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import signal
 import subprocess
@@ -30,7 +29,7 @@ import orjson
 from millrace.runtime.cpus import Cpus
 
 from ..shapes import SHAPES, make_checkpoint
-from .figures import machine, spread
+from .figures import machine, spread, tell
 
 MILLRACE = (sys.executable, "-m", "millrace.deploy")
 PORT = "8137"
@@ -120,9 +119,7 @@ def main() -> None:
         **machine(len(Cpus.of_this_process().cores)),
         **found,
     }
-    print(json.dumps(results, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    tell(results, options.json)
 
 
 if __name__ == "__main__":

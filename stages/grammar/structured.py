@@ -35,19 +35,23 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False  # of json and json_object: none between tokens but one behind ":" and ","
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False) or _is_false_schema(self, name)]
-        if len(given) != 1:
-            found = ", ".join(given) or "none"
-            _refuse("", f"has {found}: must have exactly one of {', '.join(KINDS)}")
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, "must be true or false")
+        given = self._given()
+        if len(given) != 1:
+            found = ", ".join(given) or "none"
+            _refuse("", f"has {found}: must have exactly one of {', '.join(KINDS)}")
         getattr(self, f"_check_{given[0]}")()
 
     @property
     def kind(self) -> str:
         """Which of the five it is."""
-        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        """The kinds that something is said of, be it 0 or false; json_object is a kind when it is true."""
+        return [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
 
     def _check_json(self) -> None:
         schema = _read_schema(self.json)
@@ -80,10 +84,6 @@ class StructuredOutputs:
         num_bytes = sum(len(text.encode()) for text in choice)
         if num_bytes > MAX_GRAMMAR_BYTES:
             _refuse("choice", f"has {num_bytes} bytes in all: at most {MAX_GRAMMAR_BYTES}")
-
-
-def _is_false_schema(structured: StructuredOutputs, name: str) -> bool:
-    return name == "json" and structured.json is False
 
 
 def _read_schema(given: object) -> Any:

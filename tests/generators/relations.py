@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.deploy.errors import ApiError
 from millrace.deploy.native import flatten
 from millrace.deploy.parsing import JsonLimits
 from millrace.stages.limits import MAX_SEQUENCES
@@ -33,8 +34,12 @@ class Relation:
 
 
 def flat(body: Body) -> Body:
-    """With sampling_params beside the rest, and token ids as the prompt that they are."""
-    return flatten(body) if "token_ids" in body else body
+    """With sampling_params beside the rest, and token ids as the prompt that they are; where they are none, and the
+    operation knows no such field, as it is."""
+    try:
+        return flatten(body) if "token_ids" in body else body
+    except ApiError:
+        return body
 
 
 def prompts(body: Body) -> list[Any]:

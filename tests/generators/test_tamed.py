@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.generators.relations import flat
 from tests.generators.tamed import tamed
 
 
@@ -21,3 +22,9 @@ def test_a_tool_is_named_wherever_its_route_has_names():
     assert [body["tools"][0]["function"]["name"], body["tools"][1]["name"]] == ["tool0", "tool1"]
     assert body["tools"][0]["function"]["parameters"] == {"type": "object"}
     assert body["tool_choice"]["name"] == "tool0"
+
+
+def test_token_ids_that_are_none_stay_where_an_operation_knows_no_such_field() -> None:
+    body = {"query": "a", "documents": ["b"], "token_ids": "c"}
+    assert flat(body) == body
+    assert flat({"token_ids": [5], "sampling_params": {"n": 2}}) == {"prompt": [5], "n": 2}

@@ -27,11 +27,11 @@ class LoopMeter:
     def __init__(self) -> None:
         self.lag_us = Histogram(LAG_US)
         self.pause_us = Histogram(PAUSE_US)
-        self.beat_s = time.monotonic()
+        self.due_s = time.monotonic()  # when it is to beat next
 
-    def beat(self, late_s: float) -> None:
-        """A timer went off so much later than it was to."""
-        self.beat_s = time.monotonic()
+    def beat(self, late_s: float, next_s: float) -> None:
+        """A timer went off so much later than it was to, and is to go off again in `next_s`."""
+        self.due_s = time.monotonic() + next_s
         self.lag_us.observe(max(0, int(late_s * 1e6)))
 
     def collect(self) -> Iterator[Metric]:
@@ -43,7 +43,7 @@ class LoopMeter:
 
 
 class LoopGuard:
-    """A thread that calls `on_stall(seconds)` once each time that the loop does not beat for `timeout_s`."""
+    """A thread that calls `on_stall(seconds)` once each time that the loop's beat is late by `timeout_s`."""
 
     def __init__(self, meter: LoopMeter, timeout_s: float, on_stall: Callable[[float], object]) -> None:
         self._meter = meter
@@ -61,11 +61,11 @@ class LoopGuard:
         self._is_over.set()
 
     def _run(self) -> None:
-        told_beat_s = None
+        told_due_s = None
         while not self._is_over.wait(self._timeout_s / 4):
-            beat_s = self._meter.beat_s
-            waited_s = time.monotonic() - beat_s
-            if waited_s >= self._timeout_s and beat_s != told_beat_s:
-                told_beat_s = beat_s
+            due_s = self._meter.due_s
+            waited_s = time.monotonic() - due_s
+            if waited_s >= self._timeout_s and due_s != told_due_s:
+                told_due_s = due_s
                 log.error("loop.stalled", waited_s=round(waited_s, 3))
                 self._on_stall(waited_s)

@@ -54,7 +54,8 @@ class Oversight:
         self._guard.start()
         self._watch = engine.pipeline.watch
         assert self._watch is not None, "watch() before the engine has started"
-        self.meter.beat(0.0)
+        self._watch.idle_tick_s = min(self._watch.idle_tick_s, self._timeout_s / 4)
+        self.meter.beat(0.0, self._watch.tick_s)
         self._watch.on_tick.append(self._tick)
         self._watch.on_pause.append(self.meter.pause_us.observe)
 
@@ -79,7 +80,8 @@ class Oversight:
 
     def _tick(self, late_s: float) -> None:
         now_s = asyncio.get_running_loop().time()
-        self.meter.beat(late_s)
+        assert self._watch is not None
+        self.meter.beat(late_s, self._watch.tick_s)
         if self._engine is not None and self._engine.health.is_ready and self._stats is not None:
             self._stats.look()
             if now_s >= self._next_look_s:

@@ -165,7 +165,7 @@ class Pipeline(Graph):
             await self.stop()
             raise
         watched = {name: channel for name, channel in self.channels.items() if name not in self._unwatched}
-        self.watch = Watch(self.tracer, watched, self.env.now)
+        self.watch = Watch(self.tracer, watched, self.env.now, self._is_busy)
         if self.env.is_live:
             self.watch.start()
         self._health = Health("ready")
@@ -254,6 +254,8 @@ class Pipeline(Graph):
         except BaseException:
             self.exit.end(outbox.request_id, "refused")
             raise
+        if self.watch is not None:
+            self.watch.wake()
         return outbox
 
     async def call(self, request: Any, *, deadline_s: float | None = None) -> list[Any]:
@@ -281,6 +283,10 @@ class Pipeline(Graph):
             raise NotServing(self._health) from None
 
     # -- inside
+
+    def _is_busy(self) -> bool:
+        """Whether a request lives, or may: without an exit nobody knows."""
+        return self.exit is None or bool(self.exit.live)
 
     def _bells(self) -> BellTower:
         """Several stages in a turn of the loop; in simulation, which draws the order of turns, one."""

@@ -16,16 +16,24 @@ from .channel import Channel, ChannelStats
 from .trace import EventKind, Tracer
 
 TICK_S = 0.1
+IDLE_TICK_S = 1.0  # while no request lives: what wakes a core that sleeps costs it up to 1 ms, however little it does
 MIN_LAG_US = 1_000  # less is the resolution of timers
 MIN_STANDSTILL_S = 1.0  # a tick so late says that the loop, or the whole process, was held
 MIN_PAUSE_US = 200  # of a collection worth a record; the youngest generation's come hundreds of times a second
 
 
 class Watch:
-    """Looks at the channels of one pipeline. `start` has it look every TICK_S on the running loop. In virtual time a
-    clock of its own would keep the world going: there a test calls `look`."""
+    """Looks at the channels of one pipeline. `start` has it look every TICK_S on the running loop, and every
+    `idle_tick_s` while `is_busy()` is false and until it is told to `wake`. In virtual time a clock of its own would
+    keep the world going: there a test calls `look`."""
 
-    def __init__(self, tracer: Tracer, channels: Mapping[str, Channel[Any]], now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        channels: Mapping[str, Channel[Any]],
+        now: Callable[[], float],
+        is_busy: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._tracer = tracer
         self._now = now
         self._edges = [(tracer.source(name), channel) for name, channel in channels.items()]
@@ -34,6 +42,9 @@ class Watch:
         self.on_tick: list[Callable[[float], object]] = []  # told at each tick by how many seconds it was late
         self.on_pause: list[Callable[[int], object]] = []  # told of each collection, in its thread: microseconds
         self.resumed_s = -math.inf  # when the loop last went on after a standstill: nothing could move before
+        self._is_busy = is_busy
+        self.idle_tick_s = IDLE_TICK_S  # to be lowered by who has to hear sooner
+        self.tick_s = TICK_S  # from the last tick to the next
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._gc_began_s = 0.0
@@ -43,6 +54,13 @@ class Watch:
         """From now on, until `stop`."""
         gc.callbacks.append(self._on_gc)
         self._wait()
+
+    def wake(self) -> None:
+        """Something begins: looks in TICK_S, if it would have later."""
+        if self._timer is not None and self.tick_s > TICK_S:
+            self._timer.cancel()
+            self.tick_s = TICK_S
+            self._wait()
 
     def stop(self) -> None:
         """Looks no more. Idempotent."""
@@ -68,11 +86,12 @@ class Watch:
 
     def _wait(self) -> None:
         loop = asyncio.get_running_loop()
-        self._due_s = self._now() + TICK_S
-        self._timer = loop.call_later(TICK_S, self._tick)
+        self._due_s = self._now() + self.tick_s
+        self._timer = loop.call_later(self.tick_s, self._tick)
 
     def _tick(self) -> None:
         late_s = self._now() - self._due_s
+        self.tick_s = TICK_S if self._is_busy() else max(self.idle_tick_s, TICK_S)
         self._wait()
         if late_s >= MIN_STANDSTILL_S:
             self.resumed_s = self._now()

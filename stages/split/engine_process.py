@@ -224,6 +224,8 @@ class EngineProcess:
         self._link.post(read_books(self._core, self._pipeline, told_here, with_blocks=with_blocks))
 
     def _admitted(self, started: Sequence[Started]) -> None:
+        assert self._pipeline is not None and self._pipeline.watch is not None
+        self._pipeline.watch.wake()
         self._link.post(Admitted([one.sequence_id for one in started]))
 
     def _crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:

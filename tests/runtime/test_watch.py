@@ -13,7 +13,7 @@ from millrace.runtime.channel import Channel
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.testing import sim_test
 from millrace.runtime.trace import EventKind, Tracer, as_dicts
-from millrace.runtime.watch import MIN_LAG_US, Watch
+from millrace.runtime.watch import IDLE_TICK_S, MIN_LAG_US, TICK_S, Watch
 
 
 def told(tracer: Tracer, kind: EventKind) -> list[dict[str, Any]]:
@@ -123,6 +123,35 @@ def test_who_listens_hears_of_every_tick_and_every_collection_until_it_has_stopp
 
     asyncio.run(main())
     assert ticks[0] > 0.09 and min(pauses) >= 0
+
+
+def test_a_watch_looks_less_often_while_no_request_lives_and_soon_again_once_it_is_woken():
+    ticks: list[float] = []
+    live: list[str] = []
+
+    async def heard(num_ticks: int) -> float:
+        while len(ticks) < num_ticks:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return ticks[-1]
+
+    async def main() -> None:
+        watch = Watch(Tracer(), {}, time.monotonic, lambda: bool(live))
+        watch.on_tick.append(lambda _late_s: ticks.append(time.monotonic()))
+        watch.start()
+        first_s = await heard(1)
+        assert watch.tick_s == IDLE_TICK_S
+        assert await heard(2) - first_s > 0.9 * IDLE_TICK_S
+        live.append("a")
+        watch.wake()
+        woken_s = time.monotonic()
+        assert await heard(3) - woken_s < 0.9 * IDLE_TICK_S
+        assert watch.tick_s == TICK_S, "something lives"
+        watch.stop()
+        watch.wake()
+        await asyncio.sleep(2 * TICK_S)
+        assert len(ticks) == 3, "it was stopped"
+
+    asyncio.run(main())
 
 
 def test_a_loop_that_stood_still_says_when_it_went_on():

@@ -4,9 +4,9 @@
 
 Each start is a process of its own, after so many seconds in which nothing runs: a virtual machine's host takes back
 memory that nobody uses, and hands it out again at 5 ms for 2 MiB, so that one start right behind another is 0.3 s
-faster than one that somebody makes. Files are in the system's cache and the native library is built: one start goes
-before those that count. Besides, what `--help` takes, and the share of a core that the last server takes while nobody
-asks anything.
+faster than one that somebody makes. Files are in the system's cache, the native library is built and Python's bytecode
+is written, whatever PYTHONDONTWRITEBYTECODE says here: one start goes before those that count. Besides, what `--help`
+takes, and the share of a core that the last server takes while nobody asks anything.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .figures import machine, spread, tell
 MILLRACE = (sys.executable, "-m", "millrace.deploy")
 PORT = "8137"
 NUM_HELPS = 5
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 IDLE_S = 20.0  # watched, after as long in which what a start leaves to do is done
 
 
@@ -42,7 +43,7 @@ def started(model: list[str]) -> Iterator[tuple[int, float]]:
     """A server that is ready: its process, and after how long it was. Raises RuntimeError if it ends before."""
     command = [*MILLRACE, "serve", *model, "--port", PORT, "--device", "cpu"]
     began_s = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -72,7 +73,7 @@ def idle_share(pid: int) -> float:
 
 def help_s() -> float:
     began_s = time.perf_counter()
-    subprocess.run([*MILLRACE, "serve", "--help"], check=True, capture_output=True)
+    subprocess.run([*MILLRACE, "serve", "--help"], check=True, capture_output=True, env=ENVIRONMENT)
     return time.perf_counter() - began_s
 
 

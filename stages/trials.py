@@ -15,34 +15,35 @@ from .params import SamplingParams
 from .runner import ModelRunner
 
 RATE_TOKENS = 64  # of the prompt that shows how fast the model computes one
+RATE_RUNS = 4  # of it; the first finds weights that nobody has read yet, and any may meet a neighbour
 
 
 def measure_rates(
     runner: ModelRunner, config: EngineConfig, max_model_len: int, num_host_blocks: int, clock: Callable[[], float]
 ) -> Rates:
-    """How long a block takes to the host, and a token of a prompt to compute; each the better of two runs."""
+    """How long a block takes to the host, and a token of a prompt to compute; each the best of some runs."""
     token_s = measure_token_s(runner, config, max_model_len, clock)
     prompt = _rate_grant(config, max_model_len)
     num_copied = min(len(prompt.table_blocks), num_host_blocks)
     blocks = np.arange(num_copied, dtype=np.int32)
     copies = tuple(BlockCopy(direction, blocks, blocks) for direction in (Direction.OUT, Direction.IN))
     nothing = replace(prompts_grant([], config.block_size), copies=copies)
-    return Rates(_best_of_two_s(runner, nothing, clock) / (2 * num_copied), token_s)
+    return Rates(_best_s(runner, nothing, clock) / (2 * num_copied), token_s)
 
 
 def measure_token_s(runner: ModelRunner, config: EngineConfig, max_model_len: int, clock: Callable[[], float]) -> float:
-    """How long a token of a prompt takes to compute; the better of two runs."""
+    """How long a token of a prompt takes to compute; the best of some runs."""
     prompt = _rate_grant(config, max_model_len)
-    return _best_of_two_s(runner, prompt, clock) / int(prompt.num_tokens[0])
+    return _best_s(runner, prompt, clock) / int(prompt.num_tokens[0])
 
 
 def _rate_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
     return prompts_grant([min(RATE_TOKENS, max_model_len - 1, config.num_step_tokens)], config.block_size)
 
 
-def _best_of_two_s(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
+def _best_s(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
     taken_s = []
-    for _ in range(2):
+    for _ in range(RATE_RUNS):
         began = clock()
         runner.forward(grant)
         runner.wait()

@@ -128,11 +128,17 @@ def test_a_machine_with_little_memory_gets_a_shorter_context_or_an_error_with_th
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most that torch had allocated at a time within `run`, by its profiler."""
+    """The most that torch had allocated at a time within `run`, by its profiler. On one thread: on several, SDPA packs
+    keys for AMX where a CPU has that, which is scratch of its own."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            run()
+    finally:
+        torch.set_num_threads(before)
     held = most = 0
     for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":

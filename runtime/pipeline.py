@@ -95,6 +95,7 @@ class Pipeline(Graph):
         self._owns_env = True
         self._health = Health("new")
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._all_set_up = asyncio.Event()  # from then on stages get what is on their edges
         self._taps: dict[Port, list[Channel[Any]]] = {}
         self._port_channels: dict[Port, Channel[Any]] = {}
         self._given: dict[Port, Channel[Any]] = {}
@@ -151,6 +152,7 @@ class Pipeline(Graph):
         self.check()
         self._health = Health("loading")
         self.loop = asyncio.get_running_loop()
+        self._all_set_up = asyncio.Event()
         self._make_channels()
         bells = self._bells()
         for name, stage in self.stages.items():
@@ -168,7 +170,9 @@ class Pipeline(Graph):
         self.watch = Watch(self.tracer, watched, self.env.now, self._is_busy)
         if self.env.is_live:
             self.watch.start()
-        self._health = Health("ready")
+        if self._health.state == "loading":  # none has broken meanwhile
+            self._health = Health("ready")
+        self._all_set_up.set()
 
     async def stop(self) -> None:
         """Ends every live request with `abort`, stops the stages and frees what they hold. Idempotent."""
@@ -329,7 +333,7 @@ class Pipeline(Graph):
 
     async def _guard(self, name: str, runner: StageRunner) -> None:
         try:
-            await runner.run()
+            await runner.run(self._all_set_up)
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:

@@ -124,13 +124,14 @@ class StageRunner:
 
     # -- the loop
 
-    async def run(self) -> None:
-        """Sets the stage up, feeds it until its inputs end, tears it down."""
+    async def run(self, all_set_up: asyncio.Event) -> None:
+        """Sets the stage up, feeds it from `all_set_up` on until its inputs end, tears it down."""
         await self.stage.setup(self._context)
         self.is_ready.set()
         at_once, bell = self.stage.concurrency, self._bell
-        self._idle_since_s = self._now()
         try:
+            await all_set_up.wait()  # what it sends may need another's set-up
+            self._idle_since_s = self._now()
             while not self._is_broken:
                 if not bell.is_rung:
                     if self._has_ended():

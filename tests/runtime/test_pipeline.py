@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from millrace.runtime.channel import Channel
 from millrace.runtime.graph import GraphError, Port
 from millrace.runtime.pipeline import Busy, NotServing, Pipeline
 from millrace.runtime.runner import StageCrashed
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.stage import Crash, Outlet, Stage
 from millrace.runtime.testing import no_leaked_tasks, sim_test
+from millrace.runtime.watch import TICK_S
 from tests.runtime.flows import Pass, Poison, Slow, Word, WordBox, line
 
 
@@ -75,7 +77,44 @@ async def test_start_returns_when_every_stage_is_set_up(env: SimEnv) -> None:
     await pipeline.stop()
 
 
+@sim_test(seeds=6)
+async def test_what_waits_before_the_start_comes_to_no_stage_until_all_are_set_up(env: SimEnv) -> None:
+    came_s: list[float] = []
+
+    class Notes(Pass):
+        async def handle(self, batch: Sequence[Any], out: Outlet[Any]) -> None:
+            came_s.append(env.now())
+            await super().handle(batch, out)
+
+    class Loads(Pass):
+        async def setup(self, context: Any) -> None:
+            await env.sleep(3.0)
+
+    part = line(Notes(), Loads(), env=env).slice("notes", "loads")
+    given = Channel[Any]("given", 4, env.now)
+    given.try_send(Word("a"))
+    part.give_channel("notes.in", given)
+    began_s = env.now()
+    await part.start()
+    await env.sleep(0.1)
+    assert came_s[0] - began_s >= 3.0
+    await part.stop()
+
+
 # -- requests
+
+
+def test_a_request_wakes_the_watch_of_its_pipeline() -> None:
+    async def main() -> None:
+        async with line(Pass()) as pipeline:
+            watch = pipeline.watch
+            assert watch is not None
+            while watch.tick_s == TICK_S:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await pipeline.call(Word("a", "a"))
+            assert watch.tick_s == TICK_S
+
+    asyncio.run(main())
 
 
 @sim_test(seeds=6)

@@ -85,7 +85,7 @@ class Oversight:
         if self._engine is not None and self._engine.health.is_ready and self._stats is not None:
             self._stats.look()
             if now_s >= self._next_look_s:
-                self._next_look_s = now_s + min(1.0, self._timeout_s / 8)
+                self._next_look_s = now_s + min(0.9, self._timeout_s / 8)  # idle ticks are 1 s apart
                 self.look()
 
     def look(self) -> None:

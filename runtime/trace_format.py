@@ -45,7 +45,7 @@ The fields, `FIELDS` in code:
 
 STAGE_BATCH is written when the batch ends: it began `service_us + blocked_us` before, and its oldest item had then
 waited `wait_us`; its `step` is that of its first item. REQUEST_STAGE says the same to each request in the batch, where
-items are of one request. A request goes by the id of its first sequence. EDGE_DEPTH is written a few times a second
+items are of one request. A request goes by the id of its first sequence. EDGE_DEPTH is written ten times a second
 for edges that carried something, and counts from the last one on, `num_waiting` apart. A step's forward pass and its
 sampling began `forward_us` and `sample_us` before their records: when the device could begin; of `sample_us`,
 `grammar_us` was spent waiting for masks. WAITING_FOR says, when it changes, what the first in line lacks: slots,

@@ -1,5 +1,6 @@
-"""Writes, a few times a second, what no stage writes: how full the edges are, how late the loop is, and how long the
-collector of garbage held everything up. The one clock of a running pipeline: who looks after it listens here.
+"""Writes, a few times a second while requests live, what no stage writes: how full the edges are, how late the loop is,
+and how long the collector of garbage held everything up. The one clock of a running pipeline: who looks after it
+listens here. While nothing lives it goes once a second, and sees less of what holds the loop for less than that.
 
 Knows channels and the loop. Refuses to judge: who reads the trace says what is too late or too full.
 """
@@ -16,7 +17,7 @@ from .channel import Channel, ChannelStats
 from .trace import EventKind, Tracer
 
 TICK_S = 0.1
-IDLE_TICK_S = 1.0  # while no request lives: what wakes a core that sleeps costs it up to 1 ms, however little it does
+IDLE_TICK_S = 1.0  # while no request lives: what wakes a core costs it up to 1 ms, however little it does
 MIN_LAG_US = 1_000  # less is the resolution of timers
 MIN_STANDSTILL_S = 1.0  # a tick so late says that the loop, or the whole process, was held
 MIN_PAUSE_US = 200  # of a collection worth a record; the youngest generation's come hundreds of times a second
@@ -56,8 +57,8 @@ class Watch:
         self._wait()
 
     def wake(self) -> None:
-        """Something begins: looks in TICK_S, if it would have later."""
-        if self._timer is not None and self.tick_s > TICK_S:
+        """Something begins: looks in TICK_S, if it would have later. A look that is overdue says by how much."""
+        if self._timer is not None and self.tick_s > TICK_S and self._due_s - self._now() > TICK_S:
             self._timer.cancel()
             self.tick_s = TICK_S
             self._wait()

@@ -170,6 +170,8 @@ class EngineProcess:
 
     def _arrived(self, request: TokenRequest) -> None:
         self._exit.take(request)
+        if self._pipeline is not None and self._pipeline.watch is not None:
+            self._pipeline.watch.wake()
         if self._grammars is not None and request.params.structured_outputs is not None:
             self._grammars.request_came(request.request_id, request.params.structured_outputs)
 
@@ -199,7 +201,7 @@ class EngineProcess:
     # -- saying
 
     def _tick(self, late_s: float) -> None:
-        """A few times a second: what has changed."""
+        """Ten times a second while a request lives, else once: what has changed."""
         assert self._pipeline is not None
         health = self._pipeline.health
         if health.state == "dead":
@@ -224,8 +226,6 @@ class EngineProcess:
         self._link.post(read_books(self._core, self._pipeline, told_here, with_blocks=with_blocks))
 
     def _admitted(self, started: Sequence[Started]) -> None:
-        assert self._pipeline is not None and self._pipeline.watch is not None
-        self._pipeline.watch.wake()
         self._link.post(Admitted([one.sequence_id for one in started]))
 
     def _crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:

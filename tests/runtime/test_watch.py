@@ -9,11 +9,13 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from millrace.runtime.channel import Channel
 from millrace.runtime.simloop import SimEnv
 from millrace.runtime.testing import sim_test
 from millrace.runtime.trace import EventKind, Tracer, as_dicts
-from millrace.runtime.watch import IDLE_TICK_S, MIN_LAG_US, TICK_S, Watch
+from millrace.runtime.watch import MIN_LAG_US, TICK_S, Watch
 
 
 def told(tracer: Tracer, kind: EventKind) -> list[dict[str, Any]]:
@@ -125,6 +127,7 @@ def test_who_listens_hears_of_every_tick_and_every_collection_until_it_has_stopp
     assert ticks[0] > 0.09 and min(pauses) >= 0
 
 
+@pytest.mark.slow
 def test_a_watch_looks_less_often_while_no_request_lives_and_soon_again_once_it_is_woken():
     ticks: list[float] = []
     live: list[str] = []
@@ -137,14 +140,15 @@ def test_a_watch_looks_less_often_while_no_request_lives_and_soon_again_once_it_
     async def main() -> None:
         watch = Watch(Tracer(), {}, time.monotonic, lambda: bool(live))
         watch.on_tick.append(lambda _late_s: ticks.append(time.monotonic()))
+        watch.idle_tick_s = 0.8
         watch.start()
         first_s = await heard(1)
-        assert watch.tick_s == IDLE_TICK_S
-        assert await heard(2) - first_s > 0.9 * IDLE_TICK_S
+        assert watch.tick_s == watch.idle_tick_s
+        assert await heard(2) - first_s > 0.9 * watch.idle_tick_s
         live.append("a")
         watch.wake()
         woken_s = time.monotonic()
-        assert await heard(3) - woken_s < 0.9 * IDLE_TICK_S
+        assert await heard(3) - woken_s < 0.9 * watch.idle_tick_s
         assert watch.tick_s == TICK_S, "something lives"
         watch.stop()
         watch.wake()
@@ -152,6 +156,26 @@ def test_a_watch_looks_less_often_while_no_request_lives_and_soon_again_once_it_
         assert len(ticks) == 3, "it was stopped"
 
     asyncio.run(main())
+
+
+def test_a_look_that_is_overdue_says_how_late_it_is_though_a_request_wakes_the_watch_before_it():
+    late: list[float] = []
+    seconds = [0.0]
+
+    async def main() -> None:
+        watch = Watch(Tracer(), {}, lambda: seconds[0], lambda: False)
+        watch.tick_s, watch.idle_tick_s = 0.11, 0.11
+        watch.on_tick.append(late.append)
+        watch.start()
+        seconds[0] = 5.0  # the loop was held, and then somebody asked
+        watch.wake()
+        while not late:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        watch.stop()
+        assert watch.resumed_s == 5.0
+
+    asyncio.run(main())
+    assert late[0] > 4.0
 
 
 def test_a_loop_that_stood_still_says_when_it_went_on():

@@ -124,6 +124,8 @@ async def test_prompts_that_come_at_once_wait_for_the_first_to_compute_what_they
 async def test_who_waits_for_a_prefix_computes_it_when_the_other_one_leaves(env: SimEnv):
     async with engine_of(env, max_num_batched_tokens=8, max_num_seqs=4) as engine:
         first = asyncio.create_task(ask(engine, ids(200)))
+        while engine.scheduler.num_running == 0:  # which of two that come at once is first, the simulation draws
+            await env.sleep(0.0005)
         second = asyncio.create_task(ask(engine, ids(200)))
         while engine.scheduler.completed_step < 4:
             await env.sleep(0.0005)

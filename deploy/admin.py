@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from ..runtime.log import get_logger
-from ..runtime.perfetto import chrome_trace
-from ..runtime.trace import Tracer
+from ..runtime.env.log import get_logger
+from ..runtime.trace.perfetto import chrome_trace
+from ..runtime.trace.tracer import Tracer
 from .errors import ApiError
 from .profiler import Profiler
 from .routes import answer, expect

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from ..runtime.log import configure
+from ..runtime.env.log import configure
 from ..stages.config import EngineConfig
 from ..stages.errors import RequestError
 from .clients import AskingFailed, Client, open_client

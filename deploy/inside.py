@@ -25,7 +25,7 @@ from .service import MAX_ENDED, Live, Service
 
 if TYPE_CHECKING:
     from ..runtime.graph import Edge
-    from ..runtime.trace import Tracer
+    from ..runtime.trace.tracer import Tracer
     from ..stages.engine import Engine
 
 MAX_LISTED = 1_000  # requests in one answer

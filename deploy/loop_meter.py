@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.metrics_core import Metric
 
+from ..runtime.env.log import get_logger
 from ..runtime.histogram import Histogram
-from ..runtime.log import get_logger
 from .metric_families import US, histogram
 
 LAG_US = (100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 5_000_000)

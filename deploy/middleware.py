@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ..runtime.log import bound, get_logger
+from ..runtime.env.log import bound, get_logger
 from .connections import error_response
 from .errors import ApiError, describe, shorten, unforeseen
 from .gate import Gate

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..runtime.request_spans import RequestSpans
+from ..runtime.trace.request_spans import RequestSpans
 from .trace_context import TraceContext
 
 Json = dict[str, Any]

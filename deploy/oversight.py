@@ -1,6 +1,7 @@
 """Looks after one engine, whenever its pipeline's watch does: is all on time, does it move, is there news to log.
 
-Knows whom to tell: health, the log, the trace and the flight recorder. What a stall is, `runtime/stalls.py` says.
+Knows whom to tell: health, the log, the trace and the flight recorder. What a stall is, `runtime/health/stalls.py`
+says.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..runtime.flight import FlightRecorder, stack_of
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
+from ..runtime.health.flight_recorder import FlightRecorder, stack_of
+from ..runtime.health.stalls import Stall, find_stall
 from ..runtime.pipeline import NotServing
-from ..runtime.stalls import Stall, find_stall
-from ..runtime.trace import EventKind
+from ..runtime.trace.tracer import EventKind
 from ..runtime.watch import Watch
 from .config import ServerConfig
 from .loop_meter import LoopGuard, LoopMeter

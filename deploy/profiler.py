@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 from .errors import ApiError
 from .queries import whole_number
 from .routes import answer

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from contextvars import copy_context
 
-from ..runtime.bells import SharedBell
+from ..runtime.wakeups import SharedBell
 from .chunks import Chunks
 from .streams import EventStream
 

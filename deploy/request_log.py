@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 
 if TYPE_CHECKING:
     from ..stages.messages import Prompt

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from aiohttp import HttpVersion11, web
 
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 from ..stages.messages import ChatPrompt
 from .dashboard.feed import Feed
 from .embeddings import Embeddings

@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 from tqdm import tqdm
 
-from ..runtime.log import configure
+from ..runtime.env.log import configure
 from ..stages.config import EngineConfig
 from ..stages.errors import ConfigError
 from .batch_lines import BadLine, Item, Line, LineReader, answered, failed, parse

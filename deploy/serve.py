@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from ..runtime.log import configure, get_logger
-from ..runtime.loops import loop_factory
+from ..runtime.env.log import configure, get_logger
+from ..runtime.env.loops import loop_factory
 from ..stages.config import EngineConfig
 from .config import ServerConfig
 from .modes import Mode, choose_mode
@@ -130,8 +130,8 @@ def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManage
 
         return SplitEngine(config)
     # imports little, so that weights are packed while all else is imported
+    from ..runtime.phases import Phases
     from ..stages.opening import Opening
-    from ..stages.phases import Phases
 
     opening = Opening(config, Phases(time.monotonic))
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 from ..stages.errors import ConfigError
 from .admin import Admin
 from .config import ServerConfig

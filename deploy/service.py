@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 from ..runtime.pipeline import Health
 from .config import ServerConfig
 from .errors import ApiError, not_serving, shorten

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 
 if TYPE_CHECKING:
     from ..stages.engine import Engine

@@ -16,9 +16,9 @@ import aiohttp
 import numpy as np
 import orjson
 
-from ..runtime.log import get_logger
-from ..runtime.request_spans import OF_REQUESTS, request_spans
-from ..runtime.trace import EventKind
+from ..runtime.env.log import get_logger
+from ..runtime.trace.request_spans import OF_REQUESTS, request_spans
+from ..runtime.trace.tracer import EventKind
 from .otlp import Ended, export_request, spans_of
 from .trace_context import CURRENT, TraceContext
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .bells import Bell
+from .wakeups import Bell
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from .channel import Channel
 from .graph import Edge
 
 if TYPE_CHECKING:
-    from .runner import StageRunner
+    from .stage_runner import StageRunner
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .bells import BellTower, OwnTurns
 from .channel import Channel, ChannelClosed, ControlLane
-from .env import Env, LiveEnv
+from .env.env import Env, LiveEnv
+from .env.log import get_logger
 from .exit import Exit, Outbox
+from .fault_injection import Fault, Faults
 from .graph import Graph, Port
-from .inject import Fault, Faults
-from .log import get_logger
 from .outlet import Output
-from .runner import StageRunner
 from .stage import Context, Stage
-from .trace import Tracer
+from .stage_runner import StageRunner
+from .trace.tracer import Tracer
+from .wakeups import BellTower, OwnTurns
 from .watch import Watch
 
 State = Literal["new", "loading", "ready", "draining", "stalled", "dead", "stopped"]

@@ -1,6 +1,6 @@
 """What a stage is: typed ports, a `handle`, and what becomes of it when it crashes.
 
-Knows the promises between a stage and what runs it. The running itself is `runner.py`.
+Knows the promises between a stage and what runs it. The running itself is `stage_runner.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from .channel import ControlLane
-from .env import Env
-from .trace import Tracer
+from .env.env import Env
+from .trace.tracer import Tracer
 
 In = TypeVar("In")
 Out = TypeVar("Out")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .channel import Channel, ChannelStats
-from .trace import EventKind, Tracer
+from .trace.tracer import EventKind, Tracer
 
 TICK_S = 0.1
 IDLE_TICK_S = 1.0  # while no request lives: what wakes a core costs it up to 1 ms, however little it does

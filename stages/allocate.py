@@ -12,8 +12,8 @@ import numpy as np
 
 from ..runtime.histogram import Histogram
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from ..runtime.trace import EventKind
-from ..runtime.trace_rows import StepRows
+from ..runtime.trace.step_rows import StepRows
+from ..runtime.trace.tracer import EventKind
 from .allocator import Allocator
 from .host import HostTier
 from .kv_trace import KVTrace

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..runtime.inject import parse_fault
+from ..runtime.fault_injection import parse_fault
 from .errors import ConfigError
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -82,7 +82,7 @@ class EngineConfig:
     record_token_ids: bool = False  # with prompts and answers as they are; else only what is alike in them can be seen
 
     # rehearsals
-    inject: tuple[str, ...] = ()  # faults on purpose, as `runtime/inject.py` has them
+    inject: tuple[str, ...] = ()  # faults on purpose, as `runtime/fault_injection.py` has them
 
     def dtype_of(self, own: str) -> str:
         """The name of the dtype that weights are kept in; `own` is the checkpoint's."""

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Never
 
+from ..runtime.env.log import captured_logs
 from ..runtime.exit import Exit
 from ..runtime.graph import Port
-from ..runtime.log import captured_logs
 from ..runtime.pipeline import Pipeline
-from ..runtime.simloop import POLICIES, Deadlock, Livelock, SimEnv, SimError, run
+from ..runtime.simulation.run import POLICIES, Deadlock, Livelock, SimEnv, SimError, run
 from ..runtime.stage import Context, Outlet, Stage
 
 NUM_ITEMS = 12

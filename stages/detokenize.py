@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..runtime.env.log import get_logger
 from ..runtime.exit import Outbox
-from ..runtime.log import get_logger
-from ..runtime.runner import StageCrashed
 from ..runtime.stage import Context, Crash, Outlet, Stage
+from ..runtime.stage_runner import StageCrashed
 from .columns import equal, is_zero
 from .messages import (
     Begun,

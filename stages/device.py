@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-from ..runtime.env import Env
+from ..runtime.env.env import Env
 from ..runtime.histogram import Histogram
 from ..runtime.stage import Context
-from ..runtime.steps import StepQueue, hush
-from ..runtime.trace import EventKind, Tracer
-from ..runtime.workers import AT_ONCE, BEFORE_WAITING, IF_ASKED, Told, Worker
+from ..runtime.trace.tracer import EventKind, Tracer
+from ..runtime.workers.step_queue import StepQueue, hush
+from ..runtime.workers.worker import AT_ONCE, BEFORE_WAITING, IF_ASKED, Told, Worker
 from .messages import Started, StepGrant, StepTokens
 
 R = TypeVar("R")

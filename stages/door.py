@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from ..runtime.env import Env
+from ..runtime.env.env import Env
 from ..runtime.pipeline import Busy
-from ..runtime.trace import EventKind
+from ..runtime.trace.tracer import EventKind
 from .beams import BeamParams
 from .errors import Overloaded, Refused, TimedOut
 from .messages import Ints, Request

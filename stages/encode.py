@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
 
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from ..runtime.workers import Worker
+from ..runtime.workers.worker import Worker
 from .errors import Failed
 from .messages import Pooled, StepText, TokenRequest
 

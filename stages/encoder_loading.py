@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ..model.pooling import PoolingKind, read_pooling
 from ..model.tokenizer import Tokenizer
-from ..runtime.cpus import ComputeThreads
+from ..runtime.env.cpus import ComputeThreads
+from ..runtime.phases import Phases
 from .config import EngineConfig
 from .encoder import ModelEncoder
 from .encoder_runner import EncoderRunner
 from .errors import ConfigError
 from .outputs import ModelInfo
 from .params import SamplingParams
-from .phases import Phases
 from .step_size import settle_step_size
 from .tasks import Task
 from .torch_loading import choose_device, torch_dtype

@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..runtime.env import Env, LiveEnv
-from ..runtime.inject import Fault, parse_fault
-from ..runtime.log import get_logger
+from ..runtime.env.env import Env, LiveEnv
+from ..runtime.env.log import get_logger
+from ..runtime.fault_injection import Fault, parse_fault
+from ..runtime.phases import Phases
 from ..runtime.pipeline import Health, NotServing, Pipeline
 from ..runtime.stage import Stage
-from ..runtime.trace import Tracer
+from ..runtime.trace.tracer import Tracer
 from .asking import Asking
 from .beams import BeamParams
 from .config import EngineConfig
@@ -32,7 +33,6 @@ from .messages import Ints, Request
 from .outbox import RequestOutbox
 from .params import SamplingParams
 from .parts import EncoderParts, EngineParts, TextParts
-from .phases import Phases
 from .processors import LogitsProcessor
 from .recordings.recorder import Recorder
 from .warm_up import warm_up

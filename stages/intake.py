@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..runtime.exit import Outbox
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from ..runtime.trace import EventKind
+from ..runtime.trace.tracer import EventKind
 from .admission import Admission
 from .errors import Overloaded, Refused
 from .limits import RequestLimits, estimated_tokens

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..runtime.stage import Context
-from ..runtime.trace import NO_SLOT, EventKind
+from ..runtime.trace.tracer import NO_SLOT, EventKind
 from .allocator import Allocator
 from .blocks import BlockState
 from .messages import NO_INDICES, Indices, Ints, PlanReport, StepGrant, StepPlan

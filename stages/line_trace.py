@@ -7,7 +7,7 @@ Knows the scheduler's books, and changes nothing in them.
 from __future__ import annotations
 
 from ..runtime.stage import Context
-from ..runtime.trace import NO_SLOT, EventKind
+from ..runtime.trace.tracer import NO_SLOT, EventKind
 from .messages import PlanReport, StepDone, StepPlan
 from .scheduler import Scheduler
 from .sequences import Sequence, State

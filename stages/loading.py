@@ -21,9 +21,10 @@ from ..model.generation import GenerationDefaults
 from ..model.pooling import PoolingConfig, PoolingKind, read_pooling
 from ..model.tokenizer import Tokenizer
 from ..model.vocabulary import Vocabulary
-from ..runtime.env import Env
-from ..runtime.log import get_logger
-from ..runtime.streams import Streams
+from ..runtime.device_streams.interface import Streams
+from ..runtime.env.env import Env
+from ..runtime.env.log import get_logger
+from ..runtime.phases import Phases
 from .computing import Computing
 from .config import EngineConfig
 from .device import Device
@@ -34,7 +35,6 @@ from .grammar.masks import GrammarMasks
 from .opening import Opened, Opening, require_torch, resolve
 from .outputs import ModelInfo
 from .params import SamplingParams
-from .phases import Phases
 from .runner import ModelRunner
 from .sampling import Sampler
 from .step_size import settle_step_size

@@ -11,14 +11,14 @@ from ..kernels.native.cache import NativeCache
 from ..kernels.native.model import NativeModel
 from ..model.config import ModelConfig
 from ..model.rope import rope_tables
-from ..runtime.cpus import ComputeThreads
-from ..runtime.log import get_logger
+from ..runtime.env.cpus import ComputeThreads
+from ..runtime.env.log import get_logger
+from ..runtime.phases import Phases
 from .computing import Computing
 from .config import EngineConfig
 from .measuring import sizing_on_cpu
 from .memory import MemoryTable
 from .native_stepping import NativeChoosing, NativeRunner
-from .phases import Phases
 from .pooler import Pooler
 from .sizing import free_host_bytes, num_host_blocks
 from .step_size import target_ms_for

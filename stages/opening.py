@@ -29,12 +29,12 @@ from ..model.expected import Source, expected_shapes, open_source, without_missi
 from ..model.families import is_bidirectional
 from ..model.native_decoder import native_shape
 from ..model.rope import rope_tables
-from ..runtime.cpus import ComputeThreads, Cpus, idle_ns
-from ..runtime.log import get_logger
-from ..runtime.side_thread import LiveSideThread, Pending
+from ..runtime.env.cpus import ComputeThreads, Cpus, idle_ns
+from ..runtime.env.log import get_logger
+from ..runtime.phases import Phases
+from ..runtime.workers.side_thread import LiveSideThread, Pending
 from .config import EngineConfig
 from .errors import ConfigError
-from .phases import Phases
 from .sizing import check_room_for_weights, free_host_bytes
 from .step_size import settle_step_size
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Never
 
-from ..runtime.bells import BellTower
 from ..runtime.channel import ControlLane
 from ..runtime.exit import Exit
-from ..runtime.runner import StageCrashed
 from ..runtime.stage import Context, Crash, Outlet
-from ..runtime.trace import EventKind
+from ..runtime.stage_runner import StageCrashed
+from ..runtime.trace.tracer import EventKind
+from ..runtime.wakeups import BellTower
 from .choice import Choice
 from .errors import Overloaded, TimedOut
 from .messages import Finish, FinishReason, Pooled, Request, StepText

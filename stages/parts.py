@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..runtime.env import Env
+from ..runtime.env.env import Env
 from ..runtime.pipeline import Pipeline
 from .allocate import Allocate
 from .config import EngineConfig

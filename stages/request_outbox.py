@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Never
 
-from ..runtime.bells import SharedBell
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 from ..runtime.pipeline import NotServing
-from ..runtime.runner import StageCrashed
+from ..runtime.stage_runner import StageCrashed
+from ..runtime.wakeups import SharedBell
 from .choice import Choice
 from .errors import Failed, RequestError, Unavailable
 from .messages import NO_INTS, Finish, FinishReason, Ints, PromptLogprobs, Request

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from ..runtime.trace import EventKind
+from ..runtime.trace.tracer import EventKind
 from .columns import num_true
 from .device import MOST_IN_FLIGHT, SAMPLE, Choose, Device, fail
 from .messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..runtime.env import Alarm
+from ..runtime.env.env import Alarm
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from ..runtime.trace import EventKind
+from ..runtime.trace.tracer import EventKind
 from .columns import num_true
 from .lead import Lead
 from .line_trace import LineTrace

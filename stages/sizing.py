@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..model.config import ModelConfig
 from ..model.expected import expected_shapes
-from ..runtime.cgroups import memory_left, memory_limit, read
+from ..runtime.env.cgroups import memory_left, memory_limit, read
 from .config import EngineConfig
 from .errors import ConfigError
 from .limits import longest_sequence

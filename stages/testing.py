@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..model.pooling import PoolingConfig
 from ..model.vocabulary import Vocabulary
-from ..runtime.env import Env
+from ..runtime.env.env import Env
+from ..runtime.phases import Phases
 from .config import EngineConfig
 from .device import Device
 from .engine import Engine
@@ -29,7 +30,6 @@ from .limits import longest_sequence
 from .outputs import ModelInfo
 from .params import SamplingParams
 from .parts import EngineParts
-from .phases import Phases
 from .scripted.device import ScriptedDevice, ScriptedModel
 from .scripted.script import EMBEDDING_SIZE, Script
 from .scripted.streams import LateScript, LateScriptDevice

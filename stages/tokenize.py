@@ -12,10 +12,10 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 from ..runtime.stage import Context, Crash, Outlet, Stage
-from ..runtime.trace import EventKind
-from ..runtime.workers import Worker
+from ..runtime.trace.tracer import EventKind
+from ..runtime.workers.worker import Worker
 from .errors import Failed, Refused, RequestError
 from .limits import RequestLimits
 from .messages import ChatPrompt, Ints, Prompt, Request, TokenRequest

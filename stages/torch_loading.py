@@ -19,8 +19,9 @@ from ..model.decoder import Decoder
 from ..model.footprint import step_bytes, weights_bytes
 from ..model.rope import tables_bytes
 from ..model.weights import load_weights
-from ..runtime.cpus import ComputeThreads
-from ..runtime.streams import Streams
+from ..runtime.device_streams.interface import Streams
+from ..runtime.env.cpus import ComputeThreads
+from ..runtime.phases import Phases
 from .choosing import Choosing, MakeChoosing
 from .computing import Computing
 from .config import EngineConfig
@@ -36,7 +37,6 @@ from .measuring import (
     slot_bytes,
 )
 from .memory import Machine, MemoryTable
-from .phases import Phases
 from .pooler import Pooler
 from .runner import ModelRunner
 from .sampling import Sampler

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..runtime.log import get_logger
+from ..runtime.env.log import get_logger
 from ..runtime.pipeline import Pipeline
 from .embedding import Pairs, pooled_request
 from .errors import Overloaded, TimedOut

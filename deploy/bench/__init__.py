@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from ...runtime.log import configure
+from ...runtime.env.log import configure
 from ...stages.config import EngineConfig
 from ..config import ServerConfig
 

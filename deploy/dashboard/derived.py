@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import asdict
 from typing import Any, Generic, Protocol, TypeVar
 
-from ...runtime.trace import Records, in_order_of_time
+from ...runtime.trace.tracer import Records, in_order_of_time
 from ...stages.insight.bottleneck import judge, load_of
 from ...stages.insight.causes import causes, in_words
 from ...stages.insight.trace_view import TraceView

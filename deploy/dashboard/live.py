@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...runtime.log import get_logger
+from ...runtime.env.log import get_logger
 from ...runtime.pipeline import NotServing
 from ..bodies import Body
 from ..errors import ApiError

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...runtime.histogram import Histogram
-from ...runtime.trace import EventKind, Records, as_dicts
+from ...runtime.trace.tracer import EventKind, Records, as_dicts
 from ...stages.recordings.film import Film, Life, block_changes
 from ...stages.token_gaps import BOUNDS_US as TOKEN_GAP_US
 from ..latencies import FIRST_TOKEN_US, REQUEST_US

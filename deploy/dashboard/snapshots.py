@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...runtime.flight import task_stacks
+from ...runtime.health.flight_recorder import task_stacks
 from ..information import HIDDEN
 from ..settings import ENGINE_HELP, SECRET, SERVER_HELP
 from .block_map import Books

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.trace import EventKind, Records, in_order_of_time
+from ...runtime.trace.tracer import EventKind, Records, in_order_of_time
 from .derived import TraceReader
 
 ROWS = (EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE)

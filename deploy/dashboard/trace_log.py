@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.trace import EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time, some_of, table_of
-from ...runtime.trace_format import RECORD_DTYPE
+from ...runtime.trace.format import RECORD_DTYPE
+from ...runtime.trace.tracer import EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time, some_of, table_of
 
 MAX_BEHIND = 8_192  # records of a ring that are read at once; older ones are skipped
 MAX_STEPS, MAX_INCIDENTS = 600, 200  # kept

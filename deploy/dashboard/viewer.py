@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from ...runtime.log import get_logger
+from ...runtime.env.log import get_logger
 from ..bodies import Body
 from ..config import ServerConfig
 from ..errors import ApiError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from ...runtime.log import get_logger
+from ...runtime.env.log import get_logger
 from ..config import ServerConfig
 from ..errors import ApiError, unforeseen
 from ..middleware import REQUEST_ID

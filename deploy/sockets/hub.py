@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from aiohttp import web
 
-from ...runtime.log import get_logger
+from ...runtime.env.log import get_logger
 from ..connections import error_response
 from ..errors import ApiError, not_serving, unforeseen
 from ..generation import Generation

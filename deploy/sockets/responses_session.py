@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from ...runtime.log import bound
+from ...runtime.env.log import bound
 from ..errors import ApiError, shorten
 from ..generation import told
 from ..responses import Asked, Responses

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from ...runtime.log import bound
+from ...runtime.env.log import bound
 from ..answers import Answer
 from ..chunks import Chunks
 from ..errors import ApiError, not_serving

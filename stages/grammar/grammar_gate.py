@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 
-from ...runtime.env import Env
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
 from ...runtime.exit import Outbox
-from ...runtime.helpers import HelperGone, Helpers
-from ...runtime.log import get_logger
+from ...runtime.processes.helper_pool import HelperGone, Helpers
 from ..errors import Failed, Overloaded, Refused
 from .grammars import Grammars, source_of
 from .structured import StructuredOutputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...model.grammar_trial import Trials
 from ...model.vocabulary import Vocabulary
-from ...runtime.helper_child import serve
+from ...runtime.processes.helper_child import serve
 
 CPU_S = 2.0
 MEMORY_BYTES = 256 << 20

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.env import Env
-from ...runtime.log import get_logger
-from ...runtime.side_thread import Pending
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
+from ...runtime.workers.side_thread import Pending
 from ..messages import Bools, Indices, Ints, Started
 from .grammars import Grammars
 from .structured import StructuredOutputs

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...runtime.trace import EventKind, Records, some_of
+from ...runtime.trace.tracer import EventKind, Records, some_of
 from .trace_view import TraceView
 
 WINDOW_S = 5.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...runtime.trace import EventKind
+from ...runtime.trace.tracer import EventKind
 from .trace_view import SCHEDULE, TraceView
 from .waterfall import Bar, StepPart, Waterfall
 

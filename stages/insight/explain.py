@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...runtime.trace import Tracer, in_order_of_time, request_names
+from ...runtime.trace.tracer import Tracer, in_order_of_time, request_names
 from .causes import causes, in_words
 from .trace_view import TraceView
 from .waterfall import Waterfall, waterfall

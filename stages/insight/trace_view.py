@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...runtime.trace import EventKind, Records, some_of
+from ...runtime.trace.tracer import EventKind, Records, some_of
 
 # The names of stages that derivations know by what they do; those of the engine's own pipeline.
 SCHEDULE, SAMPLE = "schedule", "sample"

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...runtime.trace import EventKind
+from ...runtime.trace.tracer import EventKind
 from .trace_view import SAMPLE, SCHEDULE, Batches, TraceView
 
 Kind = Literal["service", "wait", "blocked", "preempted", "client"]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.trace import EventKind, Reader, Records, Tracer, in_order_of_time
-from ...runtime.trace_format import MAX_U32, RECORD_DTYPE
-from ...runtime.virtual import VirtualEnv
+from ...runtime.simulation.manual_env import VirtualEnv
+from ...runtime.trace.format import MAX_U32, RECORD_DTYPE
+from ...runtime.trace.tracer import EventKind, Reader, Records, Tracer, in_order_of_time
 from ..messages import StepDone, StepVoid, TokenRequest
 from ..policy import Policy
 from .recorded import AllocateCall, Call, Recording, RecordingError, ScheduleCall

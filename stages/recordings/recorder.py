@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
-from ...runtime.env import Env
-from ...runtime.log import get_logger
-from ...runtime.workers import Worker
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
+from ...runtime.workers.worker import Worker
 from ..messages import Guess, Ints, PlanReport, Rates, StepDone, StepGrant, StepPlan, StepVoid, TokenRequest
 from .recording import (
     VERSION,

@@ -17,9 +17,9 @@ from typing import Any
 import orjson
 
 from ...runtime.channel import ControlLane
+from ...runtime.simulation.manual_env import VirtualEnv, run_at_once
 from ...runtime.stage import Context
-from ...runtime.trace import Tracer
-from ...runtime.virtual import VirtualEnv, run_at_once
+from ...runtime.trace.tracer import Tracer
 from ..allocate import Allocate
 from ..errors import ConfigError
 from ..host import HostTier

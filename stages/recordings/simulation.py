@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.virtual import run_at_once
+from ...runtime.simulation.manual_env import run_at_once
 from ..errors import Overloaded
 from ..intake import Intake
 from ..limits import RequestLimits

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...runtime.env import Env
+from ...runtime.env.env import Env
 from ..device import SAMPLE, Device
 from ..messages import (
     NO_INTS,

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from ...kernels import step_state
 from ...kernels.step_state import StepBuffers
-from ...runtime.env import Env
-from ...runtime.simstreams import SimStreams
+from ...runtime.device_streams.simulated import SimStreams
+from ...runtime.env.env import Env
 from ..messages import Ints, StepGrant, StepTokens
 from ..stepping.diff import Ends, diff_size
 from ..stepping.graphs import Batch, Graphs

@@ -10,7 +10,7 @@ import numpy as np
 from ...runtime.channel import Channel
 from ...runtime.histogram import Histogram
 from ...runtime.pipeline import Pipeline
-from ...runtime.runner import StageRunner
+from ...runtime.stage_runner import StageRunner
 from ..blocks import BlockPool
 from ..parts import CoreStages
 from ..scheduler import Scheduler

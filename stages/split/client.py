@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...model.errors import ModelError
-from ...runtime.child import Child
-from ...runtime.inject import Fault
-from ...runtime.link import InboundChannel, Link, LinkError, OutboundChannel
-from ...runtime.log import get_logger
-from ...runtime.wire import WireError
+from ...runtime.env.log import get_logger
+from ...runtime.fault_injection import Fault
+from ...runtime.processes.child import Child
+from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundChannel
+from ...runtime.processes.wire import WireError
 from ..errors import ConfigError
 from ..messages import StepTokens, TokenRequest
 from .words import CODEC, Ask, NotStarted, Ready, Setup, Stop, Told

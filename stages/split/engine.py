@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...model.errors import ModelError
-from ...runtime import log as logs
-from ...runtime.bells import Bell
-from ...runtime.child import shared_file
+from ...runtime.env import log as logs
+from ...runtime.env.log import get_logger
+from ...runtime.fault_injection import Fault
+from ...runtime.health.stalls import find_stall
 from ...runtime.histogram import Histogram
-from ...runtime.inject import Fault
-from ...runtime.log import get_logger
+from ...runtime.phases import Phases
 from ...runtime.pipeline import Health, NotServing, Pipeline
+from ...runtime.processes.child import shared_file
+from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
-from ...runtime.stalls import find_stall
-from ...runtime.trace import ring_bytes
-from ...runtime.wire import WireError
+from ...runtime.trace.tracer import ring_bytes
+from ...runtime.wakeups import Bell
 from ..blocks import BlockPool, BlockTables
 from ..config import EngineConfig
 from ..engine import Engine
@@ -38,7 +39,6 @@ from ..messages import TokenRequest
 from ..outbox import RequestOutbox
 from ..outputs import ModelInfo
 from ..parts import LoadedText, TextParts
-from ..phases import Phases
 from ..prefix import PrefixCache
 from ..scheduler import Scheduler
 from .client import ANSWER_S, MODULE, EngineClient, EngineDied

@@ -1,7 +1,7 @@
 """The engine process: loads the model, runs the step loop, and says to the front what comes of it.
 
-The front starts it as `python -P -m` and this module's name (`runtime/child.py`). It ends when the front says so, when
-the front has gone, or when its pipeline is beyond mending; whatever it held, the front knows enough to go on.
+The front starts it as `python -P -m` and this module's name (`runtime/processes/child.py`). It ends when the front says
+so, when the front has gone, or when its pipeline is beyond mending; whatever it held, the front knows enough to go on.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from socket import socket
 from typing import Any
 
 from ...model.errors import ModelError
-from ...runtime import log as logs
-from ...runtime.child import joined
-from ...runtime.env import Env, LiveEnv
-from ...runtime.flight import stack_of, task_stacks, thread_stacks
-from ...runtime.link import InboundChannel, Link, LinkError, OutboundChannel
-from ...runtime.log import get_logger
-from ...runtime.loops import loop_factory
+from ...runtime.env import log as logs
+from ...runtime.env.env import Env, LiveEnv
+from ...runtime.env.log import get_logger
+from ...runtime.env.loops import loop_factory
+from ...runtime.health.flight_recorder import stack_of, task_stacks, thread_stacks
+from ...runtime.phases import Phases
 from ...runtime.pipeline import Pipeline
-from ...runtime.trace import Tracer
+from ...runtime.processes.child import joined
+from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundChannel
+from ...runtime.trace.tracer import Tracer
 from ..config import EngineConfig
 from ..device import Device
 from ..errors import ConfigError
 from ..messages import Started, StepTokens, TokenRequest
 from ..parts import CoreStages
-from ..phases import Phases
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
 from ..recordings.recorder import Recorder
 from .books import read_books

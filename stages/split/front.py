@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from ...runtime.graph import Edge, Port
-from ...runtime.link import InboundChannel, OutboundChannel
 from ...runtime.pipeline import Pipeline
-from ...runtime.runner import StageRunner
+from ...runtime.processes.link import InboundChannel, OutboundChannel
+from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
-from ...runtime.wire import WireError
+from ...runtime.stage_runner import StageRunner
 from ..allocate import Allocate
 from ..config import EngineConfig
 from ..execute import Execute

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from ...runtime.env import Env
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
 from ...runtime.exit import Outbox
-from ...runtime.log import get_logger
 from ..grammar.grammars import MAX_BYTES, MAX_GRAMMARS, Grammars
 from ..grammar.structured import StructuredOutputs
 

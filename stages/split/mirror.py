@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ...runtime.channel import ChannelStats
+from ...runtime.fault_injection import Faults
 from ...runtime.histogram import STAGE_BOUNDS_US, Histogram
-from ...runtime.inject import Faults
-from ...runtime.runner import StageTimes
 from ...runtime.stage import Stage
+from ...runtime.stage_runner import StageTimes
 from ..allocate import STEP_TOKENS
 from ..config import EngineConfig
 from ..outputs import ModelInfo

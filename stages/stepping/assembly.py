@@ -10,7 +10,7 @@ import torch
 
 from ...model.cache import KVCache
 from ...model.decoder import Decoder
-from ...runtime.streams import Streams
+from ...runtime.device_streams.interface import Streams
 from ..config import EngineConfig
 from ..kernel_choosing import KINDS, KernelChoosing
 from ..runner import ModelRunner

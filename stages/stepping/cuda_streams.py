@@ -1,7 +1,8 @@
-"""Streams of a GPU, by torch.cuda: see `runtime/streams.py`, which says what each call promises.
+"""Streams of a GPU, by torch.cuda: see `runtime/device_streams/interface.py`, which says what each call promises.
 
-What uses it runs in the tests on `runtime/simstreams.py`. On an H200 events that block tell times, and no copy makes
-the host wait: a step in a graph is submitted in 0.5 ms while the one before runs (`tests/bench/results/gpu-h200.json`).
+What uses it runs in the tests on `runtime/device_streams/simulated.py`. On an H200 events that block tell times, and no
+copy makes the host wait: a step in a graph is submitted in 0.5 ms while the one before runs
+(`tests/bench/results/gpu-h200.json`).
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...runtime.streams import Event, Graph
+from ...runtime.device_streams.interface import Event, Graph
 
 
 class CudaStreams:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ...runtime.device_streams.interface import Event
 from ...runtime.histogram import Histogram
-from ...runtime.streams import Event
 from ..messages import FinishReason, StepGrant, StepTokens
 
 BOUNDS_US = (5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 1_000_000)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from ...runtime.histogram import Histogram
 from ...runtime.stage import Context
-from ...runtime.steps import chain, hush
-from ...runtime.workers import Worker, WorkerClosed
+from ...runtime.workers.step_queue import chain, hush
+from ...runtime.workers.worker import Worker, WorkerClosed
 from ..device import Device
 from ..messages import StepGrant, StepTokens
 from .submission import Step, StepLine

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...runtime.streams import Event, Streams
+from ...runtime.device_streams.interface import Event, Streams
 from ..messages import Ints
 
 

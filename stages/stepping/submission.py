@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...runtime.inorder import InOrder, Turn
-from ...runtime.streams import Event, Stream, Streams
+from ...runtime.device_streams.interface import Event, Stream, Streams
+from ...runtime.workers.in_order import InOrder, Turn
 from ..device import StepFell
 from ..messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
 from .diff import Ends, write

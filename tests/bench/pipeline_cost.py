@@ -31,8 +31,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from millrace.runtime.runner import StageRunner
 from millrace.runtime.stage import Outlet
+from millrace.runtime.stage_runner import StageRunner
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import FinishReason, Prompt, Request, StepGrant, StepTokens
 from millrace.stages.params import SamplingParams

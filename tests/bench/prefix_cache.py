@@ -35,8 +35,7 @@ from millrace.stages.messages import StepDone, StepGrant, TokenRequest
 from millrace.stages.params import SamplingParams
 from millrace.stages.prefix import PrefixCache
 from millrace.stages.scheduler import Limits, Scheduler
-
-from .shapes import make_checkpoint
+from tests.bench.shapes import make_checkpoint
 
 HASH_TOKENS = 512  # of a hash id in the trace
 BLOCK_SIZE = 16

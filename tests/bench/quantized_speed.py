@@ -28,10 +28,9 @@ from millrace.model.config import ModelConfig
 from millrace.model.expected import expected_shapes, open_source
 from millrace.model.native_decoder import native_shape
 from millrace.model.rope import rope_tables
-
-from .quantized_quality import BLOCK_SIZE, Form
-from .shapes import SHAPES
-from .throughput import read_bandwidth_gb_s
+from tests.bench.quantized_quality import BLOCK_SIZE, Form
+from tests.bench.shapes import SHAPES
+from tests.bench.throughput import read_bandwidth_gb_s
 
 CONTEXT = 256  # tokens that a decoding sequence has
 PROMPT = 512

@@ -39,8 +39,7 @@ from millrace.stages.params import SamplingParams
 from millrace.stages.recordings.cost_model import Fitted, fit
 from millrace.stages.recordings.recorded import Recording
 from millrace.stages.recordings.traces import Trace, TraceRequest, from_recording
-
-from .shapes import SHAPES, make_checkpoint
+from tests.bench.shapes import SHAPES, make_checkpoint
 
 RECORDED = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
 OTHERS: tuple[dict[str, int], ...] = (

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.stages import Engine, EngineConfig, SamplingParams
-
-from .shapes import SHAPES, make_checkpoint
-from .workloads import w1
+from tests.bench.shapes import SHAPES, make_checkpoint
+from tests.bench.workloads import w1
 
 TEXTS = {"always": 0.0, "often": 0.9, "half": 1.0, "never": 2.0}  # how often the last token comes again -> temperature
 BATCHES = (1, 2, 3)  # with the last one nobody drafts

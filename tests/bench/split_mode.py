@@ -26,9 +26,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from . import workloads
-from .cpu.contenders import Figures, Running, Served, start
-from .workloads import Asked
+from tests.bench import workloads
+from tests.bench.cpu.contenders import Figures, Running, Served, start
+from tests.bench.workloads import Asked
 
 MODES = ("inline", "split")
 NUM_STREAMS, NUM_ANSWER = 64, 128

@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.serve import serve
-from millrace.runtime.log import configure
+from millrace.runtime.env.log import configure
 from millrace.runtime.stage import Outlet, Stage
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Prompt, Request, StepText

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.stages import Engine, EngineConfig, SamplingParams, StructuredOutputs
-
-from .shapes import SHAPES, make_checkpoint
+from tests.bench.shapes import SHAPES, make_checkpoint
 
 BUNDLED = "bundled"
 

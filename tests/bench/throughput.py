@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from .cpu.worker import FirstToken, first_token
-from .shapes import SHAPES, make_checkpoint
-from .workloads import Asked, w1, w2
+from tests.bench.cpu.worker import FirstToken, first_token
+from tests.bench.shapes import SHAPES, make_checkpoint
+from tests.bench.workloads import Asked, w1, w2
 
 Prompts = list[Asked]
 

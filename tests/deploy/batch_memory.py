@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.run_batch import answer_lines, in_process
-from millrace.runtime.log import configure
+from millrace.runtime.env.log import configure
 from millrace.stages.config import EngineConfig
 from millrace.stages.testing import scripted_engine
 

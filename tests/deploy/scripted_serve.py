@@ -29,7 +29,7 @@ from typing import Any
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.serve import serve
-from millrace.runtime.log import configure
+from millrace.runtime.env.log import configure
 from millrace.stages.config import EngineConfig
 from millrace.stages.grammar import grammar_gate
 from millrace.stages.scripted.script import Script

@@ -23,7 +23,7 @@ from millrace.deploy.dashboard.messages import Topics
 from millrace.deploy.dashboard.patch import merge_patch
 from millrace.deploy.dashboard.snapshots import books
 from millrace.deploy.dashboard.trace_log import StepFold, TraceLog
-from millrace.runtime.trace import EventKind, Tracer
+from millrace.runtime.trace.tracer import EventKind, Tracer
 from millrace.stages.testing import SMALL
 from tests.deploy.sockets import ENDLESS, Serving, on_loop, serving, until
 

@@ -1,6 +1,6 @@
 """Each stage and each edge frozen in turn under a server that is being used: `/health/ready` names it in time.
 
-CI freezes a few; MILLRACE_FULL=1 all, and each by `--inject` too. `tests/runtime/test_stalls.py` has them all in
+CI freezes a few; MILLRACE_FULL=1 all, and each by `--inject` too. `tests/runtime/health/test_stalls.py` has them all in
 virtual time.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.log import captured_logs
+from millrace.runtime.env.log import captured_logs
 from millrace.runtime.pipeline import Pipeline
 from tests.counts import FULL
 from tests.deploy.test_health import Client, eventually, served
-from tests.runtime.test_stalls import EDGES, STAGES, freeze_edge, freeze_stage
+from tests.runtime.health.test_stalls import EDGES, STAGES, freeze_edge, freeze_stage
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import pytest
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
-from millrace.runtime.log import captured_logs
+from millrace.runtime.env.log import captured_logs
 from millrace.stages.errors import ConfigError
 from millrace.stages.scripted.script import Script
 from millrace.stages.testing import ScriptedEngine, scripted_engine

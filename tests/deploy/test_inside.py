@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millrace.deploy.inside_shapes import Explanation, Requests, Stages
-from millrace.runtime.trace import EventKind
+from millrace.runtime.trace.tracer import EventKind
 from tests.deploy.running import RunningServer, post_bytes, read_answer, send
 from tests.deploy.sockets import ENDLESS, Serving, on_loop, serving, until
 

@@ -9,9 +9,9 @@ from millrace.deploy.latencies import FIRST_TOKEN_US, REQUEST_US, SIZES, TIMES, 
 from millrace.deploy.metrics import Metrics
 from millrace.deploy.service import Service
 from millrace.deploy.stats_line import StatsLine
+from millrace.runtime.env.log import captured_logs
 from millrace.runtime.histogram import STAGE_BOUNDS_US, Histogram
-from millrace.runtime.log import captured_logs
-from millrace.runtime.trace import EventKind
+from millrace.runtime.trace.tracer import EventKind
 from millrace.stages import EngineConfig, SamplingParams
 from millrace.stages.scripted.script import Script
 from millrace.stages.testing import ScriptedEngine, scripted_engine

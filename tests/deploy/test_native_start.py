@@ -17,7 +17,7 @@ import pytest
 
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.cache import NativeCache
-from millrace.runtime import cpus
+from millrace.runtime.env import cpus
 from millrace.stages import Engine, EngineConfig, SamplingParams, native_loading
 from millrace.stages.errors import ConfigError
 from millrace.stages.native_loading import TOKENS_AHEAD

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from millrace.deploy import telemetry
 from millrace.deploy.trace_context import read_traceparent
-from millrace.runtime.log import captured_logs
+from millrace.runtime.env.log import captured_logs
 from tests.deploy.test_health import TEXT, eventually, served
 from tests.deploy.test_metrics import of
 

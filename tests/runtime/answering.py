@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from millrace.runtime.helper_child import serve
+from millrace.runtime.processes.helper_child import serve
 
 
 def load(opening: bytes):

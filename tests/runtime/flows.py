@@ -11,7 +11,7 @@ from typing import Any
 from millrace.runtime.exit import Exit
 from millrace.runtime.graph import Port
 from millrace.runtime.pipeline import Pipeline
-from millrace.runtime.simloop import SimEnv
+from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.stage import Outlet, Stage
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.runtime.cgroups import memory_left, memory_limit
+from millrace.runtime.env.cgroups import memory_left, memory_limit
 from tests.runtime.test_cpus import written
 
 STAT = "anon 500\ninactive_file 30\nactive_file 20\n"

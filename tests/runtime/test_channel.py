@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millrace.runtime.bells import Bell
 from millrace.runtime.channel import Channel, ChannelClosed, ControlLane
+from millrace.runtime.wakeups import Bell
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

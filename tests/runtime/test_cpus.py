@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.runtime import cpus
-from millrace.runtime.cpus import ComputeThreads, Cpus
+from millrace.runtime.env import cpus
+from millrace.runtime.env.cpus import ComputeThreads, Cpus
 
 HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 

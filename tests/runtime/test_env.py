@@ -9,11 +9,11 @@ import weakref
 
 import pytest
 
-from millrace.runtime import cpus
-from millrace.runtime.env import LiveEnv
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.virtual import VirtualEnv
-from millrace.runtime.workers import WorkerClosed
+from millrace.runtime.env import cpus
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.simulation.manual_env import VirtualEnv
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.workers.worker import WorkerClosed
 
 
 class RustPanic(BaseException):

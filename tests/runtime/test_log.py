@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.runtime import log
-from millrace.runtime.log import MAX_LINE_BYTES, LogSink, captured_logs, console_line, get_logger, json_line
+from millrace.runtime.env import log
+from millrace.runtime.env.log import MAX_LINE_BYTES, LogSink, captured_logs, console_line, get_logger, json_line
 
 logger = get_logger("millrace.test")
 FORGERIES = ("\n2026-01-01 forged", "\r\nforged", "\x1b[2J", "\x9b31m", "\u2028next", "\u202edesrever", "\x7f", "\0")
@@ -242,7 +242,7 @@ def test_unconfigured_only_warnings_and_errors_are_shown(capsys: pytest.CaptureF
 def test_importing_installs_nothing_and_starts_no_thread():
     code = (
         "import logging, threading, structlog; before = repr(structlog.get_config());"
-        "from millrace.runtime.log import get_logger; get_logger('x').info('a.b');"
+        "from millrace.runtime.env.log import get_logger; get_logger('x').info('a.b');"
         "assert repr(structlog.get_config()) == before and threading.active_count() == 1;"
         "assert logging.root.handlers == [] and logging.root.level == logging.WARNING"
     )
@@ -253,7 +253,7 @@ def test_importing_installs_nothing_and_starts_no_thread():
 @pytest.mark.slow
 def test_queued_lines_are_written_when_the_process_ends_without_shutdown():
     code = (
-        "from millrace.runtime import log; log.configure('json'); logger = log.get_logger('x');"
+        "from millrace.runtime.env import log; log.configure('json'); logger = log.get_logger('x');"
         "[logger.info('a.b', i=i) for i in range(500)]"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from millrace.runtime.runner import StageCrashed
-from millrace.runtime.simloop import SimEnv
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Outlet, Stage, stage
-from millrace.runtime.testing import sim_test
+from millrace.runtime.stage_runner import StageCrashed
 from tests.runtime.flows import Slow, Word, line, outcome
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from millrace.runtime.channel import Channel
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
-from millrace.runtime.trace import EventKind, Tracer, as_dicts
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
+from millrace.runtime.trace.tracer import EventKind, Tracer, as_dicts
 from millrace.runtime.watch import MIN_LAG_US, TICK_S, Watch
 
 

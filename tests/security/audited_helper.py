@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from millrace.runtime import helper_child
+from millrace.runtime.processes import helper_child
 from tests.security.audit import Audit
 
 Answer = Callable[[bytes], bytes]

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
-from millrace.runtime.log import configure, get_logger, shutdown
+from millrace.runtime.env.log import configure, get_logger, shutdown
 from millrace.stages.testing import ScriptedEngine
 from tests.deploy.running import RunningServer
 from tests.security.oracle import ADMIN_KEY, CHAT, KEY, TEXT

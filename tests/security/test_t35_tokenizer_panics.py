@@ -11,7 +11,7 @@ import pytest
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
-from millrace.runtime.log import captured_logs
+from millrace.runtime.env.log import captured_logs
 from millrace.stages.testing import ScriptedEngine
 from tests.deploy.running import Answer
 from tests.security.oracle import CANARIES, CHAT, TEXT, check_error

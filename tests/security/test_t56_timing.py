@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.runtime.simloop import SimEnv, run
+from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages import SamplingParams
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
 from tests.counts import count

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages.errors import Refused
 from millrace.stages.limits import as_token_ids
 from millrace.stages.messages import Prompt, Request

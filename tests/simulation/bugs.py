@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from pytest import MonkeyPatch
 
-from millrace.runtime.bells import BellTower
 from millrace.runtime.channel import Channel
 from millrace.runtime.exit import Exit
+from millrace.runtime.wakeups import BellTower
 from millrace.stages.allocator import Allocator
 from millrace.stages.holdings import Holdings
 from millrace.stages.lives import Lives

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from millrace.kernels import step_state
-from millrace.runtime.inorder import InOrder
-from millrace.runtime.simstreams import SimStream
+from millrace.runtime.device_streams.simulated import SimStream
+from millrace.runtime.workers.in_order import InOrder
 from millrace.stages.messages import StepGrant, StepTokens
 from millrace.stages.stepping import submission
 from millrace.stages.stepping.late_device import LateDevice

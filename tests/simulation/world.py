@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
-from millrace.runtime.bells import BellTower
-from millrace.runtime.log import captured_logs
+from millrace.runtime.env.log import captured_logs
 from millrace.runtime.pipeline import Busy, NotServing
-from millrace.runtime.simloop import SimEnv, SimResult, run
+from millrace.runtime.simulation.run import SimEnv, SimResult, run
+from millrace.runtime.wakeups import BellTower
 from millrace.stages.errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
 from millrace.stages.messages import Direction, Prompt
 from millrace.stages.outputs import Delta

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from millrace.kernels import triton_launch
-from millrace.runtime.hoststreams import HostStreams
 from millrace.stages.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
+from tests.runtime.device_streams.host_streams import HostStreams
 from tests.stages.late_engines import Ask, Ran, both, greedy, prompts, run
 
 SETTINGS: dict[str, Any] = {

@@ -8,10 +8,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from millrace.runtime.env import LiveEnv
-from millrace.runtime.log import captured_logs
-from millrace.runtime.simstreams import SimStreams
-from millrace.runtime.streams import Streams
+from millrace.runtime.device_streams.interface import Streams
+from millrace.runtime.device_streams.simulated import SimStreams
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.env.log import captured_logs
 from millrace.stages.engine import Engine
 from millrace.stages.limits import as_token_ids
 from millrace.stages.messages import Prompt, Request

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.runtime.simloop import SimEnv, run
+from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams

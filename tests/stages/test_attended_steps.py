@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.runtime.env import LiveEnv
+from millrace.runtime.env.env import LiveEnv
 from millrace.stages import StructuredOutputs
 from millrace.stages.engine import Engine
 from millrace.stages.messages import Started

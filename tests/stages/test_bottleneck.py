@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
-from millrace.runtime.trace import request_names
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
+from millrace.runtime.trace.tracer import request_names
 from millrace.stages import SamplingParams
 from millrace.stages.insight.bottleneck import Bottleneck, bottleneck
 from millrace.stages.insight.causes import causes, in_words

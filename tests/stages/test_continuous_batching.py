@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.simloop import SimEnv, run
+from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.params import SamplingParams
 from millrace.stages.testing import Script, scripted_engine
 from tests.counts import count

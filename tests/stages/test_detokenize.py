@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.runtime.bells import BellTower
 from millrace.runtime.channel import ControlLane
-from millrace.runtime.runner import StageCrashed
-from millrace.runtime.simloop import SimEnv, run
+from millrace.runtime.simulation.run import SimEnv, run
+from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Context
-from millrace.runtime.testing import sim_test
-from millrace.runtime.trace import Tracer
+from millrace.runtime.stage_runner import StageCrashed
+from millrace.runtime.trace.tracer import Tracer
+from millrace.runtime.wakeups import BellTower
 from millrace.stages.detokenize import ANY, NOT_PLAIN, Detokenize, token_traits
 from millrace.stages.messages import Finish, FinishReason, StepText, TopLogprobs
 from millrace.stages.outbox import RequestOutbox

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.runtime.env import LiveEnv
+from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.stage import Context
 from millrace.stages.device import FORWARD, SAMPLE, Device
-from tests.runtime.test_told import CountedLoop
+from tests.runtime.workers.test_told import CountedLoop
 from tests.stages.grants import grant
 
 ROWS = [(0, 0, 1, True)]

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 from millrace.model.errors import CheckpointError
-from millrace.runtime.env import LiveEnv
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.encode import batches
 from millrace.stages.errors import ConfigError, Refused
@@ -113,8 +113,8 @@ def test_there_is_nothing_to_record_of_an_encoder(tmp_path: Path):
 
 
 def load(folder: Path, **settings: Any) -> Any:
+    from millrace.runtime.phases import Phases
     from millrace.stages.loading import load_model
-    from millrace.stages.phases import Phases
 
     return load_model(EngineConfig(model=str(folder), **CPU | settings), Phases(lambda: 0.0), LiveEnv(0))
 

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.runtime.env import LiveEnv
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.phases import Phases
 from millrace.runtime.pipeline import NotServing
-from millrace.runtime.testing import no_leaked_tasks
-from millrace.runtime.trace import EventKind
+from millrace.runtime.simulation.testing import no_leaked_tasks
+from millrace.runtime.trace.tracer import EventKind
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError, Overloaded, Refused, TimedOut
 from millrace.stages.limits import RequestLimits
 from millrace.stages.loading import load_model
 from millrace.stages.messages import Prompt, Request
-from millrace.stages.phases import Phases
 from millrace.stages.trials import largest_grant
 from tests.model.checkpoints import make_checkpoint
 

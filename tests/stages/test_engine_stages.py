@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from millrace.runtime.graph import GraphError
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import SamplingParams, Stage, stage
 from millrace.stages.messages import StepText, TokenRequest
 from millrace.stages.testing import scripted_engine

@@ -12,10 +12,10 @@ import torch
 
 from millrace.model.cache import KVCache
 from millrace.model.inputs import StepInputs
-from millrace.runtime.env import Env
+from millrace.runtime.env.env import Env
 from millrace.runtime.graph import Port
 from millrace.runtime.pipeline import Pipeline
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages.arrays import Array, arrays_of
 from millrace.stages.device import Device
 from millrace.stages.execute import Execute

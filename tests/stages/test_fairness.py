@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.runtime.simloop import SimEnv, run
+from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages import SamplingParams
 from millrace.stages.messages import StepGrant
 from millrace.stages.policy import Policy

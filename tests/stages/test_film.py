@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.runtime.trace import EventKind, Records
+from millrace.runtime.trace.tracer import EventKind, Records
 from millrace.stages.insight.trace_view import TraceView
 from millrace.stages.insight.waterfall import waterfall
 from millrace.stages.recordings.film import Film, block_changes, film

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from millrace.kernels import step_state
-from millrace.runtime.simstreams import SimStreams
+from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.stages.errors import ConfigError
 from tests.bench.gpu import __main__ as command
 from tests.bench.gpu import gates, one, sanitizer, steps

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from millrace.runtime.env import LiveEnv
+from millrace.runtime.env.env import LiveEnv
 from millrace.stages import SamplingParams, StructuredOutputs
 from millrace.stages.errors import Failed, Overloaded, Refused, TimedOut
 from millrace.stages.grammar.grammar_gate import GrammarGate

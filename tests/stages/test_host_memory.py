@@ -13,12 +13,12 @@ from millrace.kernels import backend
 from millrace.model.config import ModelConfig
 from millrace.model.expected import expected_shapes
 from millrace.model.linear import linear_form
-from millrace.runtime.env import LiveEnv
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.phases import Phases
 from millrace.stages import sizing
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading import LoadedModel, load_model
-from millrace.stages.phases import Phases
 from millrace.stages.sizing import (
     check_weights,
     free_host_bytes,

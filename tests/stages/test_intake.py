@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages.admission import Admission
 from millrace.stages.errors import Overloaded, Refused
 from millrace.stages.intake import Intake

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.runtime.log import captured_logs
+from millrace.runtime.env.log import captured_logs
 from millrace.stages.messages import FinishReason
 from millrace.stages.outputs import RequestOutput
 from millrace.stages.params import SamplingParams

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.hoststreams import HostStreams
-from millrace.runtime.log import captured_logs
+from millrace.runtime.env.log import captured_logs
 from millrace.runtime.stage import Stage
 from millrace.stages.engine import Engine
 from millrace.stages.errors import ConfigError
@@ -25,6 +24,7 @@ from millrace.stages.stepping.graphs import Batch, batches_of
 from millrace.stages.stepping.submission import StepLine
 from millrace.stages.stepping.torch_work import TorchWork
 from tests.model.checkpoints import make_checkpoint
+from tests.runtime.device_streams.host_streams import HostStreams
 from tests.stages.late_engines import SMALL, both, greedy, late, prompts, run
 
 

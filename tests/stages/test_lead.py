@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
-from millrace.runtime.virtual import run_at_once
+from millrace.runtime.simulation.manual_env import run_at_once
 from millrace.stages import lead
 from millrace.stages.lead import FIRST_SHARE, LEAST_S, LONG_STEP_S, RETURN_S, SHORT_STEP_S, Lead
 from millrace.stages.messages import StepDone, StepGrant, StepVoid

@@ -7,7 +7,7 @@ import pytest
 
 from millrace.model.grammar import unpack
 from millrace.model.vocabulary import Vocabulary
-from millrace.runtime.env import LiveEnv
+from millrace.runtime.env.env import LiveEnv
 from millrace.stages.grammar import masks as masks_module
 from millrace.stages.grammar.grammars import Grammars
 from millrace.stages.grammar.masks import GrammarMasks

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from millrace.runtime.env import LiveEnv
-from millrace.runtime.hoststreams import HostStreams
-from millrace.runtime.log import captured_logs
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.env.log import captured_logs
+from millrace.runtime.phases import Phases
 from millrace.stages import sizing
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
@@ -22,10 +22,10 @@ from millrace.stages.loading import LoadedModel, load_model
 from millrace.stages.measuring import CPU_LOGIT_BYTES, SORTED_BYTES, late_bytes
 from millrace.stages.messages import StepGrant
 from millrace.stages.params import SamplingParams
-from millrace.stages.phases import Phases
 from millrace.stages.sampling import Sampler
 from millrace.stages.trials import largest_grant
 from tests.model.checkpoints import make_checkpoint
+from tests.runtime.device_streams.host_streams import HostStreams
 from tests.runtime.test_cpus import written
 
 SMALL = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 1024}

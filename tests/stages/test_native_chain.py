@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
-from millrace.runtime.cpus import Cpus
-from millrace.runtime.env import LiveEnv
-from millrace.runtime.log import captured_logs
+from millrace.runtime.env.cpus import Cpus
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.env.log import captured_logs
 from millrace.runtime.stage import Outlet, Stage
 from millrace.stages.engine import Engine
 from millrace.stages.messages import StepGrant, StepLogits

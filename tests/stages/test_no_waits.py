@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.runtime.hoststreams import HostStreams
 from millrace.stages.engine import Engine
 from millrace.stages.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
+from tests.runtime.device_streams.host_streams import HostStreams
 from tests.stages.late_engines import greedy, prompts, run
 
 WAITS = ("cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "is_nonzero")

@@ -25,10 +25,10 @@ from millrace.kernels.native.shape import Array
 from millrace.model import hub
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import CheckpointError
+from millrace.runtime.phases import Phases
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
 from millrace.stages.opening import Opening
-from millrace.stages.phases import Phases
 from millrace.stages.split.engine import SplitEngine
 from tests.bench.shapes import make_checkpoint
 
@@ -68,7 +68,7 @@ def test_an_engine_goes_on_with_what_was_opened_before_it_was_made() -> None:
 def test_weights_are_packed_before_torch_or_an_engine_is_imported() -> None:
     """That is what a start gains by it: all else is imported meanwhile."""
     script = (
-        "import sys, time; from millrace.stages.opening import Opening; from millrace.stages.phases import Phases;"
+        "import sys, time; from millrace.stages.opening import Opening; from millrace.runtime.phases import Phases;"
         "from millrace.stages.config import EngineConfig;"
         "opening = Opening(EngineConfig(device='cpu'), Phases(time.monotonic)); opening.result().native_model.result();"
         "late = [name for name in ('torch', 'aiohttp', 'tokenizers', 'jinja2', 'millrace.stages.engine',"
@@ -162,7 +162,7 @@ def test_a_process_may_end_while_weights_are_packed(tmp_path: Path) -> None:
     """At its end nothing is taken from under the thread that packs."""
     make_checkpoint("smollm2-135m", tmp_path)
     script = (
-        "import sys, time; from millrace.stages.opening import Opening; from millrace.stages.phases import Phases;"
+        "import sys, time; from millrace.stages.opening import Opening; from millrace.runtime.phases import Phases;"
         "from millrace.stages.config import EngineConfig;"
         "opening = Opening(EngineConfig(model=sys.argv[1], device='cpu', threads=1), Phases(time.monotonic));"
         "opening.wait_until_packing(60); time.sleep(float(sys.argv[2]))"

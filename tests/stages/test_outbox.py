@@ -6,13 +6,13 @@ import time
 import numpy as np
 import pytest
 
-from millrace.runtime.bells import BellTower
 from millrace.runtime.channel import ControlLane
 from millrace.runtime.pipeline import Busy, Health, NotServing
-from millrace.runtime.runner import StageCrashed
-from millrace.runtime.simloop import SimEnv, run
+from millrace.runtime.simulation.run import SimEnv, run
+from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Stage
-from millrace.runtime.testing import sim_test
+from millrace.runtime.stage_runner import StageCrashed
+from millrace.runtime.wakeups import BellTower
 from millrace.stages.errors import Failed, Overloaded, Refused, TimedOut, Unavailable
 from millrace.stages.messages import Finish, FinishReason, Request, StepText, TokenLogprobs
 from millrace.stages.outbox import Outboxes, RequestOutbox

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.bells import BellTower
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
+from millrace.runtime.wakeups import BellTower
 from millrace.stages.limits import as_token_ids
 from millrace.stages.messages import Finish, FinishReason, Prompt, Request, StepGrant
 from millrace.stages.params import SamplingParams

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import SamplingParams
 from millrace.stages.followers import MAX_FOLLOWERS_SEEN
 from millrace.stages.messages import StepGrant, StepPlan

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from millrace.runtime.simloop import SimEnv, run
+from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.messages import PlanReport, StepGrant, StepPlan
 from millrace.stages.scripted.script import ALPHABET, Script

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import Engine, SamplingParams
 from millrace.stages import prompt_logits as pieces
 from millrace.stages.messages import Prompt, PromptLogprobs, Request

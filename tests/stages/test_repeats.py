@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from millrace.deploy.cli import main
-from millrace.runtime.simloop import SimEnv, run
+from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages import Engine, SamplingParams
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Guess, Prompt, Request, StepDone, TokenRequest

@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 from millrace.deploy.cli import main
-from millrace.runtime.log import captured_logs
-from millrace.runtime.simloop import SimEnv, run
+from millrace.runtime.env.log import captured_logs
+from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.errors import ConfigError
 from millrace.stages.params import SamplingParams
 from millrace.stages.recordings import recorder as recorder_module

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.runtime.env import Env, LiveEnv
+from millrace.runtime.env.env import Env, LiveEnv
 from millrace.runtime.graph import Port
 from millrace.runtime.pipeline import Pipeline
-from millrace.runtime.simloop import run
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import run
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages.device import Device
 from millrace.stages.execute import Execute
 from millrace.stages.messages import FinishReason, StepDone, StepGrant, StepTokens, StepVoid

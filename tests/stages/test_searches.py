@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import Overloaded, Refused, TimedOut
 from millrace.stages.outputs import RequestOutput

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import Engine, SamplingParams
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.flight import stack_of
+from millrace.runtime.health.flight_recorder import stack_of
+from millrace.runtime.health.stalls import find_stall
 from millrace.runtime.pipeline import NotServing
-from millrace.runtime.stalls import find_stall
 from millrace.stages.config import EngineConfig
 from millrace.stages.engine import Engine
 from millrace.stages.errors import ConfigError, RequestError

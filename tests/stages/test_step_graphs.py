@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.simstreams import SimStreams
+from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.stages.stepping.graphs import DECODE_ROWS, MIXED_TOKENS, Batch, Graphs
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import Engine, LogitsProcessor, SamplingParams
 from millrace.stages.errors import Failed, Refused
 from millrace.stages.limits import RequestLimits

@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from millrace.runtime.env import LiveEnv
-from millrace.runtime.simloop import SimEnv, run
-from millrace.runtime.testing import sim_test
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.simulation.run import SimEnv, run
+from millrace.runtime.simulation.testing import sim_test
 from millrace.stages.errors import Failed, Refused
 from millrace.stages.limits import RequestLimits
 from millrace.stages.messages import ChatPrompt, Prompt, Request, TokenRequest

@@ -15,7 +15,7 @@ from millrace.model.cache import KVCache
 from millrace.model.config import ModelConfig
 from millrace.model.decoder import Decoder
 from millrace.model.weights import load_weights
-from millrace.runtime.simstreams import SimStreams
+from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.stages.messages import StepGrant, StepTokens
 from millrace.stages.runner import ModelRunner
 from millrace.stages.stepping.diff import Ends

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
-from millrace.runtime.trace import EventKind, request_names, token_times
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
+from millrace.runtime.trace.tracer import EventKind, request_names, token_times
 from millrace.stages import SamplingParams
 from millrace.stages.testing import Script, scripted_engine
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
-from millrace.runtime.trace import NO_SLOT, EventKind, Records
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
+from millrace.runtime.trace.tracer import NO_SLOT, EventKind, Records
 from millrace.stages import SamplingParams
 from millrace.stages.blocks import BlockState
 from millrace.stages.testing import Script, ScriptedEngine, scripted_engine

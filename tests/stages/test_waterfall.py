@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime.simloop import SimEnv
-from millrace.runtime.testing import sim_test
-from millrace.runtime.trace import in_order_of_time, request_names
+from millrace.runtime.simulation.run import SimEnv
+from millrace.runtime.simulation.testing import sim_test
+from millrace.runtime.trace.tracer import in_order_of_time, request_names
 from millrace.stages import SamplingParams, stage
 from millrace.stages.insight.trace_view import TraceView
 from millrace.stages.insight.waterfall import Waterfall, waterfall

@@ -27,13 +27,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..shapes import SHAPES, make_checkpoint
-from ..throughput import read_bandwidth_gb_s
-from ..workloads import WORKLOADS, Asked, num_tokens
-from .chart import draw
-from .contenders import Contender, Figures, Running, start
-from .figures import machine, spread, summary, table
-from .peers import OUR_INT8, contenders_of, distribution_version, find_peers, our_contenders
+from tests.bench.cpu.chart import draw
+from tests.bench.cpu.contenders import Contender, Figures, Running, start
+from tests.bench.cpu.figures import machine, spread, summary, table
+from tests.bench.cpu.peers import OUR_INT8, contenders_of, distribution_version, find_peers, our_contenders
+from tests.bench.shapes import SHAPES, make_checkpoint
+from tests.bench.throughput import read_bandwidth_gb_s
+from tests.bench.workloads import WORKLOADS, Asked, num_tokens
 
 Results = dict[str, dict[str, list[Figures]]]  # workload -> label -> a round each
 

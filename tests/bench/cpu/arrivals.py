@@ -42,13 +42,12 @@ from millrace.deploy.bench.serve import Client
 from millrace.stages.errors import ConfigError
 from millrace.stages.recordings.recorded import RecordingError
 from millrace.stages.recordings.traces import Trace, read_trace
-
-from ..shapes import SHAPES, make_checkpoint
-from ..throughput import read_bandwidth_gb_s
-from .contenders import RunningServer, Served, start
-from .figures import machine, tell
-from .peers import OUR_SERVER, contenders_of, distribution_version, find_peers, our_contenders
-from .sustained import Bounds, Window, highest, summary, window
+from tests.bench.cpu.contenders import RunningServer, Served, start
+from tests.bench.cpu.figures import machine, tell
+from tests.bench.cpu.peers import OUR_SERVER, contenders_of, distribution_version, find_peers, our_contenders
+from tests.bench.cpu.sustained import Bounds, Window, highest, summary, window
+from tests.bench.shapes import SHAPES, make_checkpoint
+from tests.bench.throughput import read_bandwidth_gb_s
 
 NUM_WARM_UP = 8  # requests, all at once, that are not measured
 UNFINISHED = "not finished when waiting was given up"

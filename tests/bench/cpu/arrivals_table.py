@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .glance import name_of
-from .peers import OUR_SERVER
+from tests.bench.cpu.glance import name_of
+from tests.bench.cpu.peers import OUR_SERVER
 
 LESS_IS_BETTER = {
     "median_ttft_ms": "time to the first token, p50",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from .figures import PARTS
+from tests.bench.cpu.figures import PARTS
 
 TITLES = {
     "w1": "W1: one request, tokens/s",

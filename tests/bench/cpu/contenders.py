@@ -19,8 +19,7 @@ import aiohttp
 from millrace.deploy.bench.load import Ask
 from millrace.deploy.bench.measures import statistics
 from millrace.deploy.bench.serve import Client, measure
-
-from ..workloads import IN_FLIGHT, Asked
+from tests.bench.workloads import IN_FLIGHT, Asked
 
 Figures = dict[str, float]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .contenders import Figures
-from .peers import ALL_OURS, INT8_TO_THEIRS, OUR_INT8, OUR_SERVER, OURS, OURS_TO_THEIRS, instructions
+from tests.bench.cpu.contenders import Figures
+from tests.bench.cpu.peers import ALL_OURS, INT8_TO_THEIRS, OUR_INT8, OUR_SERVER, OURS, OURS_TO_THEIRS, instructions
 
 HEADLINE = {  # workload -> figure it is compared by
     "w1": "decode_tok_s",

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..workloads import WORKLOADS, num_tokens
-from .peers import INT8_TO_THEIRS, OURS, OURS_TO_THEIRS
+from tests.bench.cpu.peers import INT8_TO_THEIRS, OURS, OURS_TO_THEIRS
+from tests.bench.workloads import WORKLOADS, num_tokens
 
 WORDS = {
     "decode_tok_s": "decode rate",

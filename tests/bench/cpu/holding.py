@@ -29,14 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from millrace.runtime.cpus import Cpus
+from millrace.runtime.env.cpus import Cpus
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.parts import EngineParts
-
-from ..shapes import SHAPES, make_checkpoint
-from ..workloads import IN_FLIGHT, WORKLOADS, Asked, num_tokens
-from .figures import machine, spread, tell
-from .parts import look, native_of
+from tests.bench.cpu.figures import machine, spread, tell
+from tests.bench.cpu.parts import look, native_of
+from tests.bench.shapes import SHAPES, make_checkpoint
+from tests.bench.workloads import IN_FLIGHT, WORKLOADS, Asked, num_tokens
 
 CONCURRENCY = (8, 32, 128, 512)
 NUM_TOKENS = 32  # in and out, of a request of the growth

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from millrace.kernels.native.model import NativeModel
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.parts import EngineParts
-
-from ..throughput import read_bandwidth_gb_s
+from tests.bench.throughput import read_bandwidth_gb_s
 
 BATCHES = (1, 8, 16, 32)
 CONTEXT = 256  # tokens, when the measured steps begin

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.kernels.native.machine import instruction_sets
-
-from .contenders import Contender, InProcess, Served
-from .worker import KV_BYTES
+from tests.bench.cpu.contenders import Contender, InProcess, Served
+from tests.bench.cpu.worker import KV_BYTES
 
 OURS, OUR_INT8, OUR_SERVER = "millrace", "millrace int8", "millrace server"
 ALL_OURS = (OURS, OUR_INT8, OUR_SERVER)

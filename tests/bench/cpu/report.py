@@ -14,10 +14,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .arrivals_table import of_arrivals, title_of
-from .chart import draw
-from .glance import glance, lengths_of, losses_of, name_of, told, told_lengths
-from .peers import ALL_OURS, OUR_INT8, OURS_TO_THEIRS
+from tests.bench.cpu.arrivals_table import of_arrivals, title_of
+from tests.bench.cpu.chart import draw
+from tests.bench.cpu.glance import glance, lengths_of, losses_of, name_of, told, told_lengths
+from tests.bench.cpu.peers import ALL_OURS, OUR_INT8, OURS_TO_THEIRS
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"

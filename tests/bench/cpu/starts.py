@@ -26,10 +26,9 @@ from typing import Any
 
 import orjson
 
-from millrace.runtime.cpus import Cpus
-
-from ..shapes import SHAPES, make_checkpoint
-from .figures import machine, spread, tell
+from millrace.runtime.env.cpus import Cpus
+from tests.bench.cpu.figures import machine, spread, tell
+from tests.bench.shapes import SHAPES, make_checkpoint
 
 MILLRACE = (sys.executable, "-m", "millrace.deploy")
 PORT = "8137"

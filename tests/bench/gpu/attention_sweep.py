@@ -23,14 +23,13 @@ from millrace.kernels import triton_plan, work_lists
 from millrace.kernels.backend import load as load_backend
 from millrace.kernels.triton_launch import capability
 from millrace.kernels.work_lists import AttentionShape, Tiling
-
-from .attention_trials import FP8, timed_trials
-from .floors import GPU_SHAPES
-from .layer_trials import Widths
-from .place import TINY
-from .sweeping import Sweeping, command_line, run
-from .timed import row_of
-from .trials import Trial, far
+from tests.bench.gpu.attention_trials import FP8, timed_trials
+from tests.bench.gpu.floors import GPU_SHAPES
+from tests.bench.gpu.layer_trials import Widths
+from tests.bench.gpu.place import TINY
+from tests.bench.gpu.sweeping import Sweeping, command_line, run
+from tests.bench.gpu.timed import row_of
+from tests.bench.gpu.trials import Trial, far
 
 DECODE = (
     Tiling(16, 64, 4, 3, 3),

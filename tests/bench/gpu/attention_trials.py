@@ -12,10 +12,9 @@ from millrace.kernels import cost
 from millrace.kernels.backend import Backend
 from millrace.kernels.cost import Cost
 from millrace.kernels.work_lists import AttentionPlan, AttentionShape, list_work
+from tests.bench.gpu.layer_trials import Widths
+from tests.bench.gpu.trials import Tensors, Trial, far, unchecked
 from tests.kernels.paged import PagedCase, dense_attention, make_case
-
-from .layer_trials import Widths
-from .trials import Tensors, Trial, far, unchecked
 
 SCALE = 0.25
 FP8 = torch.float8_e4m3fn

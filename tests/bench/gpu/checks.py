@@ -14,13 +14,12 @@ import torch
 
 from millrace.kernels import backend
 from millrace.kernels.backend import Backend
+from tests.bench.gpu.attention_trials import checked_trials
+from tests.bench.gpu.layer_trials import Widths, copy_trial, norm_trials, prologue_trial
+from tests.bench.gpu.place import Place
+from tests.bench.gpu.sampling_trials import Sampler, sampling_trials, triton_sampler
+from tests.bench.gpu.trials import Trial, check
 from tests.kernels.step_sides import differences
-
-from .attention_trials import checked_trials
-from .layer_trials import Widths, copy_trial, norm_trials, prologue_trial
-from .place import Place
-from .sampling_trials import Sampler, sampling_trials, triton_sampler
-from .trials import Trial, check
 
 SIZES = ((1, 1, 7), (4, 4, 40), (70, 2, 33), (256, 16, 300))  # slots, tokens a block, tokens of a sequence
 NUM_STEPS = 8

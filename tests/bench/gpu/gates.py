@@ -15,9 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from millrace.stages.errors import ConfigError
-
-from .place import TINY, Place
-from .workload import options_of
+from tests.bench.gpu.place import TINY, Place
+from tests.bench.gpu.workload import options_of
 
 PROMPTS = (
     "Once upon a time there was",

@@ -22,8 +22,8 @@ from typing import Any, TextIO
 
 import torch
 
-from .parts import PARTS
-from .place import Place
+from tests.bench.gpu.parts import PARTS
+from tests.bench.gpu.place import Place
 
 
 def main() -> int:

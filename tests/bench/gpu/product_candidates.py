@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .few_rows import MOST_VECTOR_ROWS, Tiling, product_tiling, split_of, vector_tiling
-from .layer_trials import Widths
+from tests.bench.gpu.few_rows import MOST_VECTOR_ROWS, Tiling, product_tiling, split_of, vector_tiling
+from tests.bench.gpu.layer_trials import Widths
 
 NUM_PROCESSORS = 132
 SHARED_BYTES = 227 << 10

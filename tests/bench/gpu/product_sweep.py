@@ -24,15 +24,14 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from millrace.kernels import triton_layers
-
-from .few_rows import SMALLEST_BLOCK, Tiling, activated, add_product, join_counters, product
-from .floors import GPU_SHAPES, H200
-from .layer_trials import Widths
-from .place import TINY
-from .product_candidates import Case, Job, Product, products_of, tilings_of
-from .sweeping import Sweeping, command_line, run
-from .timing import Clock
-from .trials import Tensors, far
+from tests.bench.gpu.few_rows import SMALLEST_BLOCK, Tiling, activated, add_product, join_counters, product
+from tests.bench.gpu.floors import GPU_SHAPES, H200
+from tests.bench.gpu.layer_trials import Widths
+from tests.bench.gpu.place import TINY
+from tests.bench.gpu.product_candidates import Case, Job, Product, products_of, tilings_of
+from tests.bench.gpu.sweeping import Sweeping, command_line, run
+from tests.bench.gpu.timing import Clock
+from tests.bench.gpu.trials import Tensors, far
 
 ROWS, DRY_ROWS = "1,16,32,64", "2"
 CHAIN_BYTES = 768 << 20  # of weights: many times an L2 cache

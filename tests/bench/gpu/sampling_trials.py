@@ -10,8 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from millrace.kernels import cost_sampling, reference_sampling, sampling_rows
-
-from .trials import Tensors, Trial, far, unlike
+from tests.bench.gpu.trials import Tensors, Trial, far, unlike
 
 NOISE_ROUNDING = 1e-4  # of 1 + |score|: two logarithms in f32, near 1 where they lose digits
 MASS_ROUNDING = 1e-4  # of a row's probability, summed in f32

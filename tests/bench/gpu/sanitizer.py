@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .place import Place
+from tests.bench.gpu.place import Place
 
 TOOL = "compute-sanitizer"
 PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")

@@ -9,10 +9,9 @@ import torch
 
 from millrace.kernels import cost_step, step_state
 from millrace.stages.stepping.diff import Ends, diff_size
+from tests.bench.gpu.steps import decode_grants
+from tests.bench.gpu.trials import Tensors, Trial, unchecked
 from tests.kernels.step_sides import parts_of
-
-from .steps import decode_grants
-from .trials import Tensors, Trial, unchecked
 
 
 class Sizes:

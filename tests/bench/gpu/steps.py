@@ -26,7 +26,7 @@ from millrace.model.cache import KVCache
 from millrace.model.config import ModelConfig
 from millrace.model.decoder import Decoder
 from millrace.model.weights import load_weights
-from millrace.runtime.streams import Streams
+from millrace.runtime.device_streams.interface import Streams
 from millrace.stages.messages import NO_INDICES, NO_INTS, Started, StepGrant
 from millrace.stages.params import SamplingParams
 from millrace.stages.stepping.diff import Ends
@@ -34,9 +34,8 @@ from millrace.stages.stepping.graphs import Graphs
 from millrace.stages.stepping.outcomes import Outcomes
 from millrace.stages.stepping.submission import Step, StepLine
 from millrace.stages.stepping.torch_work import TorchWork, greedy, step_memory
-
-from .floors import GPU_SHAPES, decode_floor_s, prefill_floor_s
-from .place import TINY, Place
+from tests.bench.gpu.floors import GPU_SHAPES, decode_floor_s, prefill_floor_s
+from tests.bench.gpu.place import TINY, Place
 
 STEPS_IN_FLIGHT = 2
 NUM_WARM = 5  # steps whose times do not count
@@ -76,7 +75,7 @@ def run(place: Place, shape: str) -> None:
 
 def streams_of(place: Place) -> Streams:
     if place.is_dry:
-        from millrace.runtime.simstreams import SimStreams
+        from millrace.runtime.device_streams.simulated import SimStreams
 
         return SimStreams(Random(place.seed))
     from millrace.stages.stepping.cuda_streams import CudaStreams

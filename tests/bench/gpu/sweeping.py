@@ -21,11 +21,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from millrace.kernels import triton_launch
-
-from .compiling import compile_all, is_device_lost, why
-from .one import versions
-from .place import Place
-from .timing import Clock, DeviceClock, HostClock
+from tests.bench.gpu.compiling import compile_all, is_device_lost, why
+from tests.bench.gpu.one import versions
+from tests.bench.gpu.place import Place
+from tests.bench.gpu.timing import Clock, DeviceClock, HostClock
 
 COMPILING_SHARE = 0.6  # of the time that is left
 DRY_WORKERS = 1

@@ -12,10 +12,9 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.bench.gpu.floors import GPU_SHAPES, stream_floor_s
+from tests.bench.gpu.place import TINY, Place
 from tests.bench.shapes import write_tokenizer
-
-from .floors import GPU_SHAPES, stream_floor_s
-from .place import TINY, Place
 
 SHAPE = "qwen3-0.6b"
 TEMPERATURE = 0.6

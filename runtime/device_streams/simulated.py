@@ -1,0 +1,265 @@
+"""A device that is late: streams, events and copies on the host's arrays, in any order that events allow.
+
+Nothing runs when it is submitted. It runs later, a piece at a time, when something else is submitted or waited for;
+which stream comes next is drawn from a seed, and a wait alone makes sure that something is done. Copies are torn: they
+happen in pieces, others come between, and the destination holds garbage at first. So a missing wait shows in the data:
+as an old number, half a new one, or one of somebody who came later.
+
+Arrays are numpy's, or what numpy can see in place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from .interface import Event, Graph, Stream
+
+GARBAGE = 0x6B
+COPY_PIECES = 2
+WEIGHTS = (1.0, 1.0, 0.03)  # of streams, drawn for each
+
+
+class DeviceStuck(AssertionError):
+    """Something is waited for that will never happen: each stream waits for an event behind another's wait."""
+
+
+class SimStreams:
+    """Streams that progress as `random` says. `laziness`: the share of calls after which nothing more is done at all.
+    Some streams are drawn to be slow: they come last, mostly, where others can go on.
+
+    An operation that raises ends the device, as on a GPU: every wait from then on raises that error.
+    """
+
+    def __init__(self, random: Random, laziness: float = 0.5) -> None:
+        self.num_done = 0  # operations
+        self._random = random
+        self._laziness = laziness
+        self._streams: list[SimStream] = []
+        self._weights: list[float] = []  # by stream: how likely it comes next
+        self._error: BaseException | None = None
+        self.lock = threading.RLock()  # one thread at a time uses the device
+        self._used: dict[int, str] = {}  # by thread: the stream it uses
+
+    def stream(self, name: str) -> SimStream:
+        stream = SimStream(name, self)
+        self._streams.append(stream)
+        self._weights.append(self._random.choice(WEIGHTS))
+        return stream
+
+    def event(self) -> SimEvent:
+        return SimEvent(self)
+
+    @property
+    def used(self) -> str | None:
+        """The name of the stream that the calling thread uses. None: it has used none, so that what it asks of the
+        device past the streams, which is done at once here, would be in order with nothing on a real one."""
+        return self._used.get(threading.get_ident())
+
+    def wait(self) -> None:
+        self.run_until(lambda: not any(stream.waiting for stream in self._streams))
+
+    def progress(self) -> None:
+        """Does a drawn number of operations, often none."""
+        with self.lock:
+            if self._random.random() < self._laziness:
+                return
+            for _ in range(self._random.choice((1, 2, 4, 16))):
+                if not self._step():
+                    return
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Does operations until `is_done()`, and perhaps some more."""
+        with self.lock:
+            while not is_done():
+                if self._error is None and not self._step():
+                    heads = (f"{stream.name}: {stream.waiting[0]}" for stream in self._streams if stream.waiting)
+                    raise DeviceStuck(f"nothing on the device can go on: {', '.join(heads)}")
+                if self._error is not None:
+                    raise self._error
+            self.progress()
+
+    def _step(self) -> bool:
+        """Does one operation of some stream. False if none can go on."""
+        ready = [i for i, stream in enumerate(self._streams) if stream.waiting and stream.waiting[0].is_ready()]
+        if not ready or self._error is not None:
+            return False
+        stream = self._streams[ready[0] if len(ready) == 1 else self._choose(ready)]
+        operation = stream.waiting[0]
+        self.num_done += 1
+        try:
+            if operation.run():
+                stream.waiting.popleft()
+        except BaseException as error:
+            self._error = error
+        return True
+
+    def _choose(self, ready: list[int]) -> int:
+        (chosen,) = self._random.choices(ready, [self._weights[i] for i in ready])
+        return chosen
+
+
+class SimEvent:
+    """Each recording has a number; the event has happened when the last of them has."""
+
+    def __init__(self, device: SimStreams) -> None:
+        self._device = device
+        self.num_recorded = 0
+        self.num_happened = 0
+        self.happened_at = 0  # in operations of the device, which pass for microseconds
+
+    def query(self) -> bool:
+        self._device.progress()
+        return self.num_happened == self.num_recorded
+
+    def wait(self) -> None:
+        number = self.num_recorded
+        self._device.run_until(lambda: self.num_happened >= number)
+
+    def us_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, SimEvent)
+        for event in (self, earlier):
+            assert event.num_recorded and event.num_happened == event.num_recorded, "an event that has not happened"
+        return float(self.happened_at - earlier.happened_at)
+
+
+class SimGraph:
+    """The launches that were captured."""
+
+    num_bytes = 0
+
+    def __init__(self, launches: list[Callable[[], object]]) -> None:
+        self.launches = launches
+        self.num_replays = 0
+
+
+class SimStream:
+    """Operations in order. See `Stream`."""
+
+    def __init__(self, name: str, device: SimStreams) -> None:
+        self.name = name
+        self.waiting: deque[_Operation] = deque()
+        self._device = device
+        self._captured: list[Callable[[], object]] | None = None
+
+    def use(self) -> None:
+        """What is not submitted here is done at once: its caller has waited for what must be done before. `used` tells
+        of it."""
+        self._device._used[threading.get_ident()] = self.name
+
+    def launch(self, run: Callable[[], object]) -> None:
+        if self._captured is not None:
+            self._captured.append(run)
+        else:
+            self._submit(_Launch(run))
+
+    def copy(self, destination: Any, source: Any) -> None:
+        assert destination.nbytes == source.nbytes, f"{source.nbytes} bytes are copied to {destination.nbytes}"
+        self._submit(_Copy(destination, source))
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, SimEvent)
+        event.num_recorded += 1
+        self._submit(_Record(event, event.num_recorded, self._device))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, SimEvent)
+        self._submit(_Wait(event, event.num_recorded))
+
+    def capture(self, run: Callable[[], object]) -> SimGraph:
+        assert self._captured is None, "a capture inside a capture"
+        self._captured = []
+        try:
+            run()
+            return SimGraph(self._captured)
+        finally:
+            self._captured = None
+
+    def replay(self, graph: Graph) -> None:
+        assert isinstance(graph, SimGraph)
+        graph.num_replays += 1
+        for run in graph.launches:
+            self.launch(run)
+
+    def _submit(self, operation: _Operation) -> None:
+        assert self._captured is None, f"{type(operation).__name__.strip('_')} while a graph is captured"
+        with self._device.lock:
+            self.waiting.append(operation)
+        self._device.progress()
+
+
+class _Operation:
+    """A stream's next piece of work."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def run(self) -> bool:
+        """Does it, or a part of it. Returns whether that was the last."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return type(self).__name__.strip("_").lower()
+
+
+class _Launch(_Operation):
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def run(self) -> bool:
+        self._run()
+        return True
+
+
+class _Copy(_Operation):
+    """First garbage, then half, then the rest. The source is read when that happens."""
+
+    def __init__(self, destination: Any, source: Any) -> None:
+        self._to, self._from = _bytes_of(destination), _bytes_of(source)
+        self._num_done = -1
+
+    def run(self) -> bool:
+        if self._num_done < 0:
+            self._to[:] = GARBAGE
+        else:
+            ends = [len(self._to) * i // COPY_PIECES for i in range(COPY_PIECES + 1)]
+            piece = slice(ends[self._num_done], ends[self._num_done + 1])
+            self._to[piece] = self._from[piece]
+        self._num_done += 1
+        return self._num_done == COPY_PIECES
+
+
+class _Record(_Operation):
+    def __init__(self, event: SimEvent, number: int, device: SimStreams) -> None:
+        self._event, self._number, self._device = event, number, device
+
+    def run(self) -> bool:
+        self._event.num_happened = self._number
+        self._event.happened_at = self._device.num_done
+        return True
+
+
+class _Wait(_Operation):
+    def __init__(self, event: SimEvent, number: int) -> None:
+        self._event, self._number = event, number
+
+    def is_ready(self) -> bool:
+        return self._event.num_happened >= self._number
+
+    def run(self) -> bool:
+        return True
+
+
+def _bytes_of(array: Any) -> Any:
+    """A view of the array's bytes."""
+    found = np.asarray(array)
+    assert found.flags.c_contiguous, "a copy of something that is not in one piece"
+    return found.reshape(-1).view(np.uint8)
+
+
+__all__ = ["DeviceStuck", "SimEvent", "SimGraph", "SimStream", "SimStreams", "Stream"]

@@ -1,0 +1,164 @@
+"""Child processes for work that may take too much: each job has a limit, and a child that breaks it is replaced.
+
+The child reads frames from its standard input and writes one answer for each to its standard output;
+`helper_child.py` is its side. Knows processes. Refuses to know what a job is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import struct
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+
+from ..env.log import get_logger
+
+PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG")  # no keys, no settings
+MAX_ANSWER_BYTES = 1 << 20
+START_S = 30.0  # to load and read its opening, on a machine that is busy
+
+log = get_logger("millrace.runtime")
+
+
+class HelperGone(Exception):
+    """The child ended before it answered. `signal` says by which signal, if by one."""
+
+    def __init__(self, signal_number: int | None) -> None:
+        super().__init__(f"a helper process ended, signal {signal_number}")
+        self.signal = signal_number
+
+    @property
+    def is_over_cpu(self) -> bool:
+        """It had used the CPU time of a job."""
+        return self.signal == signal.SIGPROF
+
+    @property
+    def is_crash(self) -> bool:
+        """The job itself did it: memory ran out or the code broke. A kill from outside is none."""
+        return self.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+
+
+class Helpers:
+    """A few children that run `python -m <module>`, started when first asked and replaced when they end.
+
+    `opening` is the first frame that each gets. `ask` serves its callers in order, one a child; a caller that is
+    cancelled takes its child with it. Belongs to one event loop.
+    """
+
+    def __init__(self, module: str, opening: bytes, num: int = 1, wall_s: float = 10.0) -> None:
+        self.wall_s = wall_s  # for a job, whatever CPU it takes
+        self._module = module
+        self._opening = opening
+        self._idle: list[_Helper] = []
+        self._room = asyncio.Semaphore(num)
+        self._refills: set[asyncio.Task[None]] = set()
+        self._all: set[_Helper] = set()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the children there are."""
+        return sorted(helper.process.pid for helper in self._all)
+
+    async def ask(self, question: bytes) -> bytes:
+        """The child's answer. Raises `HelperGone` when it ends first, for taking more than `wall_s` too."""
+        async with self._room:
+            helper = await self._take()
+            is_well = False
+            try:
+                async with asyncio.timeout(self.wall_s):
+                    answer = await helper.ask(question)
+                is_well = True
+                return answer
+            except TimeoutError:
+                helper.process.kill()
+                raise HelperGone(signal.SIGPROF) from None
+            finally:
+                if is_well:
+                    self._idle.append(helper)
+                else:
+                    self._replace(helper)
+
+    async def _take(self) -> _Helper:
+        while not self._idle and self._refills:
+            await asyncio.wait(self._refills, return_when=asyncio.FIRST_COMPLETED)
+        return self._idle.pop() if self._idle else await self._start()
+
+    async def aclose(self) -> None:
+        """Ends the children, jobs or not."""
+        self._is_closed = True
+        for task in list(self._refills):
+            task.cancel()
+        await asyncio.gather(*self._refills, return_exceptions=True)
+        for helper in list(self._all):
+            await self._end(helper)
+        self._idle.clear()
+
+    def _replace(self, helper: _Helper) -> None:
+        task = asyncio.ensure_future(self._refill(helper))
+        self._refills.add(task)
+        task.add_done_callback(self._refills.discard)
+
+    async def _refill(self, ended: _Helper) -> None:
+        await self._end(ended)
+        if not self._is_closed:
+            try:
+                self._idle.append(await self._start())
+            except HelperGone as error:
+                log.error("helper.failed", module=self._module, error=str(error))
+
+    async def _start(self) -> _Helper:
+        if self._is_closed:
+            raise HelperGone(None)
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        command = (sys.executable, "-P", "-m", self._module)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
+        )
+        helper = _Helper(process)
+        self._all.add(helper)
+        try:
+            async with asyncio.timeout(START_S):
+                await helper.ask(self._opening)
+        except BaseException as error:
+            await self._end(helper)
+            if isinstance(error, TimeoutError):
+                raise HelperGone(None) from None
+            raise
+        log.debug("helper.started", module=self._module, pid=process.pid)
+        return helper
+
+    async def _end(self, helper: _Helper) -> None:
+        self._all.discard(helper)
+        with contextlib.suppress(ProcessLookupError):
+            helper.process.kill()
+        assert helper.process.stdin is not None
+        helper.process.stdin.close()
+        try:
+            await helper.process.wait()
+        except asyncio.CancelledError:  # by `aclose`, for one: it was killed, so this takes no time
+            await helper.process.wait()
+            raise
+
+
+class _Helper:
+    """One child."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    async def ask(self, question: bytes) -> bytes:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(struct.pack("<I", len(question)) + question)
+            await self.process.stdin.drain()
+            (size,) = struct.unpack("<I", await self.process.stdout.readexactly(4))
+            if size > MAX_ANSWER_BYTES:
+                raise HelperGone(None)
+            return await self.process.stdout.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self.process.wait()
+            raise HelperGone(-code if code < 0 else None) from None

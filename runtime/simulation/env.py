@@ -1,0 +1,177 @@
+"""The `Env` of a simulated run: its clock is the loop's, and its threads, streams and faults follow from one seed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from typing import Any, TypedDict, TypeVar, TypeVarTuple
+
+from ..env.env import Env
+from ..workers.side_thread import SideThread
+from ..workers.worker import Job, Told, Worker, run_job
+from .faults import FaultPoints
+from .loop import MAX_CALLBACKS, START_S, SimLoop
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+START_WALL_S = 1_700_000_000.0
+
+
+class SimSettings(TypedDict, total=False):
+    """What a run may be told besides its seed and policy. `SimEnv` says what it means, and what holds without it."""
+
+    fault_probability: float
+    fault_names: Collection[str] | None
+    thread_delay_s: tuple[float, float]
+    worker_delay_s: Mapping[str, tuple[float, float]] | None
+    max_callbacks: int
+    keep_trace: bool
+
+
+class SimEnv(Env):
+    """The env of one simulated run; it makes the loop of that run.
+
+    seed               of everything: order, delays, faults, streams
+    policy             what runs next: "uniform" (any), "pct" (priorities per task, now and then changed), "fifo" (as a
+                       live loop), "starve:<pattern>" (tasks so named only when nothing else is ready)
+    fault_probability  0 for none. Each fault point is on in every second run, with a probability of its own up to this
+    fault_names        only these points, and in every run; a mapping gives each its probability
+    thread_delay_s     how long a job takes, drawn from [low, high]; `worker_delay_s` says otherwise by worker's name
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        policy: str = "uniform",
+        fault_probability: float = 0.0,
+        fault_names: Collection[str] | None = None,
+        thread_delay_s: tuple[float, float] = (0.0, 0.002),
+        worker_delay_s: Mapping[str, tuple[float, float]] | None = None,
+        max_callbacks: int = MAX_CALLBACKS,
+        keep_trace: bool = False,
+    ) -> None:
+        super().__init__(seed)
+        self.loop = SimLoop(seed, policy, max_callbacks, keep_trace)
+        self.faults = FaultPoints(seed, fault_probability, fault_names)
+        self._thread_delay_s = thread_delay_s
+        self._worker_delay_s = dict(worker_delay_s or {})
+        self._workers: dict[Worker, None] = {}
+        self._wall_offset_s = START_WALL_S - START_S
+
+    def now(self) -> float:
+        return self.loop._now
+
+    def now_ns(self) -> int:
+        return round(self.loop._now * 1e9)
+
+    def wall_time(self) -> float:
+        """Follows the virtual time; where the fault point `env.wall_clock_jump` strikes it jumps, an hour at most."""
+        if self.fault("env.wall_clock_jump"):
+            self._wall_offset_s += self.random("env.wall_clock_jump").uniform(-3_600, 3_600)
+        return self.loop.time() + self._wall_offset_s
+
+    def worker(self, name: str, threads: int = 1) -> Worker:
+        delay_s = self._worker_delay_s.get(name, self._thread_delay_s)
+        worker = _SimWorker(name, threads, lambda closed: self._workers.pop(closed, None), self, delay_s)
+        self._workers[worker] = None
+        return worker
+
+    def side_thread(self, name: str) -> SideThread:
+        return _SimSideThread()
+
+    def yield_to(self, name: str, own_cpu: int | None = None) -> None:
+        pass
+
+    def give_way(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        for worker in list(self._workers):
+            await worker.aclose()
+        self._pool = None
+
+    def fault(self, name: str, probability: float | None = None) -> bool:
+        strikes = self.faults.strikes(name, probability)
+        if strikes:
+            self.note("fault", name)
+        return strikes
+
+    def note(self, *fields: object) -> None:
+        """Fields are plain values: the `repr` of anything with an address in it differs from run to run."""
+        self.loop.note(repr(fields))
+
+
+class _SimSideThread(SideThread):
+    """A side thread whose jobs are done as soon as they are submitted."""
+
+    def submit(self, fn: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
+        done: Future[T] = Future()
+        try:
+            done.set_result(fn(*args))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+class _SimWorker(Worker):
+    """A worker without threads: a job begins, in order, when one of `threads` is free; it takes a drawn delay, and runs
+    whole, on the loop, at the end of it."""
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        on_closed: Callable[[Any], object],
+        env: SimEnv,
+        delay_s: tuple[float, float],
+    ) -> None:
+        super().__init__(name, threads, on_closed)
+        self._env = env
+        self.delay_s = delay_s  # [least, most] of a job; may be changed in the middle of a run
+        self._num_running = 0
+        self._all_ended: asyncio.Future[None] | None = None
+
+    def _enqueue(self, fn: Callable[..., Any], args: tuple[Any, ...], told: Told) -> Job:
+        job = Job.of(self._env.loop, fn, args, self._waiting, told)
+        self._env.loop.call_soon(self._begin_jobs)
+        return job
+
+    def tell(self) -> None:
+        """All were told as they ended."""
+
+    async def aclose(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._all_ended = self._env.loop.create_future()
+            for job in list(self._waiting):
+                job.cancel()
+            self._note_end()
+        assert self._all_ended is not None
+        await asyncio.shield(self._all_ended)
+        self._on_closed(self)
+
+    def _begin_jobs(self) -> None:
+        while self._waiting and self._num_running < self._num_threads:
+            job = next(iter(self._waiting))
+            job.begin()
+            self._num_running += 1
+            delay_s = self._env.random(f"worker/{self.name}").uniform(*self.delay_s)
+            self._env.loop.call_later(delay_s, self._run, job)
+
+    def _run(self, job: Job) -> None:
+        result, error = run_job(job)
+        self._num_running -= 1
+        if not job.done():  # else it was cancelled while it ran
+            if error is None:
+                job.set_result(result)
+            else:
+                job.set_exception(error)
+        self._begin_jobs()
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if self._all_ended is not None and not self._num_running and not self._all_ended.done():
+            self._all_ended.set_result(None)

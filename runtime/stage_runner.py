@@ -1,0 +1,474 @@
+"""Runs one stage: receives, calls `handle`, delivers, keeps time, and picks up the pieces after a crash.
+
+Every stage, ours or a user's, gets the same; nothing here knows what a stage does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .channel import Channel, ChannelOverrun
+from .env.log import get_logger
+from .exit import Exit
+from .fault_injection import Faults
+from .histogram import STAGE_BOUNDS_US, Histogram
+from .outlet import CollectingOutlet, Output
+from .stage import Context, Crash, Stage
+from .trace.tracer import Emit, EventKind
+from .wakeups import Bell, BellTower
+
+MAX_RESTARTS = 5  # within RESTART_WINDOW_S; one more and the stage counts as broken
+RESTART_WINDOW_S = 10.0
+COUNTED_AT_ONCE = 256  # batches: to count one by one costs each 4 us more than to note it
+
+STAGE_BATCH = int(EventKind.STAGE_BATCH)  # a member of an enum takes longer to find
+
+log = get_logger("millrace.runtime")
+
+
+class StageCrashed(Exception):
+    """A stage could not carry a request: an error of ours, not of the request."""
+
+    def __init__(self, stage: str, code: str, cause: BaseException) -> None:
+        super().__init__(f"stage {stage} failed on this request ({type(cause).__name__})")
+        self.stage = stage
+        self.code = code
+        self.__cause__ = cause
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """Where a stage's time went, seconds; they add up to its life. Items carried at once count each for itself."""
+
+    idle: float = 0.0
+    busy: float = 0.0
+    blocked: float = 0.0  # waiting for room in the channel behind
+
+
+class StageRunner:
+    """One stage's task. `run` ends when all inputs are closed and empty, or when it is cancelled."""
+
+    __slots__ = (  # more than the 30 attributes that Python keeps in an object itself; a step comes by here often
+        *("_after", "_before", "_bell", "_context", "_emit", "_idle_since_s", "_injects_faults", "_is_broken"),
+        *("_is_stopping", "_items_in_hand", "_names_requests", "_now", "_num_carried", "_oldest_since_s"),
+        *("_on_broken", "_on_crash", "_outlet", "_ports", "_recent_restarts", "_service_us", "_services_us"),
+        *("_source", "_tracer", "_wait_us", "_waits_us", "_wants", "blocked_on", "blocked_since_s"),
+        *("busy_since_s", "exit", "faults", "inputs", "is_ready", "last_progress_s", "name", "num_dropped"),
+        *("num_restarts", "outputs", "stage", "times", "unwanted_ports"),
+    )
+
+    def __init__(
+        self,
+        name: str,
+        stage: Stage[Any, Any],
+        inputs: Mapping[str, Channel[Any]],
+        outputs: Mapping[str, Output],
+        exit: Exit[Any] | None,
+        context: Context,
+        on_broken: Callable[[str, BaseException], None],
+        on_crash: Callable[[str, BaseException, Sequence[Any]], None],
+        bells: BellTower,
+    ) -> None:
+        self.name = name
+        self.stage = stage
+        self.inputs = dict(inputs)
+        self.outputs = dict(outputs)
+        self.exit = exit
+        self.times = StageTimes()
+        self._wait_us = Histogram(STAGE_BOUNDS_US)
+        self._service_us = Histogram(STAGE_BOUNDS_US)
+        self._waits_us: list[int] = []  # of batches that are not in the histograms yet
+        self._services_us: list[int] = []
+        self.num_restarts = 0
+        self.num_dropped = 0  # items of requests that had ended
+        self.is_ready = asyncio.Event()
+        self.last_progress_s = context.env.now()
+        self.busy_since_s = 0.0  # when `handle` last got something, having had nothing
+        self.unwanted_ports: set[str] = set()  # that nothing was received from, the last time that it was looked
+        self.blocked_on: Channel[Any] | None = None  # that has no room for what is to be sent now
+        self.blocked_since_s = 0.0
+        self._context = context
+        self._on_broken = on_broken
+        self._on_crash = on_crash
+        self.faults: Faults | None = None  # on purpose
+        self._bell = Bell(bells)
+        self._recent_restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._items_in_hand: dict[asyncio.Task[None], tuple[str, ...]] = {}
+        self._is_stopping = False
+        self._is_broken = False
+        self._names_requests = False  # whether items of the last batch are of one request each
+        self._num_carried = 0  # batches, or items at once, that `handle` has now
+        self._oldest_since_s = 0.0  # when the oldest item of the last batch came
+        self._idle_since_s = context.env.now()
+        # looked up once, as a step passes here eight times
+        self._now = context.env.now
+        self._source = context.source
+        self._tracer = context.tracer
+        self._emit: Emit | None = None
+        self._outlet = CollectingOutlet(self)  # of whole batches, which come one at a time
+        self._ports = tuple(self.inputs.items())
+        self._wants = stage.wants if type(stage).wants is not Stage.wants else None
+        self._injects_faults = context.env.injects_faults
+        self._before, self._after = f"{name}.crash.before", f"{name}.crash.after"
+        for port, channel in self._ports:
+            channel.listen(self._bell, partial(stage.wakes, port) if type(stage).wakes is not Stage.wakes else None)
+        if stage.reads_lane:
+            context.lane.listen(self._bell)
+
+    # -- the loop
+
+    async def run(self, all_set_up: asyncio.Event) -> None:
+        """Sets the stage up, feeds it from `all_set_up` on until its inputs end, tears it down."""
+        await self.stage.setup(self._context)
+        self.is_ready.set()
+        at_once, bell = self.stage.concurrency, self._bell
+        try:
+            await all_set_up.wait()  # what it sends may need another's set-up
+            self._idle_since_s = self._now()
+            while not self._is_broken:
+                if not bell.is_rung:
+                    if self._has_ended():
+                        break
+                    await bell
+                bell.is_rung = False
+                if (batch := self._receive(now := self._now())) is not None:
+                    if at_once is None:
+                        await self._carry(batch, now, self._outlet)
+                    else:
+                        await self._carry_singly(batch, at_once)
+                    if self.unwanted_ports:
+                        bell.ring()  # it may want now what it did not want before
+            await self._finish_items_in_hand()
+        finally:
+            self._is_stopping = True
+            await self._drop_items_in_hand()
+            await self.stage.teardown()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `handle` has something now."""
+        return self._num_carried > 0
+
+    def _receive(self, now: float) -> list[Any] | None:
+        """What is waiting at the ports the stage wants, in their order; None if there is nothing to do."""
+        batch: list[Any] = []
+        wants = self._wants
+        if self.unwanted_ports:
+            self.unwanted_ports.clear()
+        for port, channel in self._ports:
+            if not channel.queued:
+                continue
+            if wants is not None and not wants(port):
+                self.unwanted_ports.add(port)
+                continue
+            items = channel.recv_all(now)
+            if not batch or channel.waiting_since < self._oldest_since_s:
+                self._oldest_since_s = channel.waiting_since
+            batch = batch + items if batch else items
+        if batch and self.exit is not None:
+            batch = self._still_wanted(batch)
+        if batch:
+            return batch
+        if self.stage.reads_lane and self._context.lane.is_rung:
+            self._oldest_since_s = now
+            return batch
+        return None
+
+    def _has_ended(self) -> bool:
+        for _, channel in self._ports:  # noqa: SIM110  # a generator costs as much as all the rest
+            if not channel.is_closed or len(channel):
+                return False
+        return True
+
+    def _still_wanted(self, batch: list[Any]) -> list[Any]:
+        is_live, self._names_requests = self._context.is_live, False
+        for item in batch:
+            request_id = getattr(item, "request_id", None)
+            if request_id is not None:
+                self._names_requests = True
+                if not is_live(request_id):
+                    break
+        else:
+            return batch
+        kept = [item for item in batch if self._is_wanted(item)]
+        self.num_dropped += len(batch) - len(kept)
+        return kept
+
+    def _is_wanted(self, item: Any) -> bool:
+        request_id = getattr(item, "request_id", None)
+        return request_id is None or self._context.is_live(request_id)
+
+    # -- one batch
+
+    async def _carry(self, batch: list[Any], began: float, out: CollectingOutlet) -> None:
+        """Has the stage handle a batch that was received just now, and delivers what it made."""
+        names_requests, waited = self._names_requests, began - self._oldest_since_s
+        if waited < 0.0:  # the oldest woke nobody, and came with what did
+            waited = 0.0
+        if not self._num_carried:
+            self.times.idle += began - self._idle_since_s
+            self.busy_since_s = began
+        self._num_carried += 1
+        try:
+            try:
+                if self._injects_faults:
+                    self._fault(self._before)
+                if self.faults is not None:
+                    await self.faults.strike()
+                await self.stage.handle(batch, out)
+                if self._injects_faults:
+                    self._fault(self._after)
+            except BaseException as error:
+                if not self._is_crash(error):
+                    raise
+                await self._pick_up(batch, out, error)
+            ended = self._now()
+            if out.items and not self.deliver_at_once(out, ended):
+                await self.deliver(out)
+                ended = self._now()
+        finally:
+            self._num_carried -= 1
+        self._idle_since_s = self.last_progress_s = ended
+        busy, blocked_us = ended - began, 0
+        if out.has_flushed or out.blocked_s:
+            busy, blocked_us = busy - out.blocked_s, int(out.blocked_s * 1e6)
+            out.blocked_s, out.has_flushed = 0.0, False
+        self.times.busy += busy
+        self._note_times(batch, int(waited * 1e6), int(busy * 1e6), blocked_us, names_requests)
+
+    def _note_times(
+        self, batch: list[Any], waited_us: int, busy_us: int, blocked_us: int, names_requests: bool
+    ) -> None:
+        """How long a batch waited, was worked on, and waited for room behind."""
+        self._waits_us.append(waited_us)
+        self._services_us.append(busy_us)
+        if len(self._waits_us) >= COUNTED_AT_ONCE:
+            self._count()
+        if self._tracer.enabled:
+            try:
+                step = int(batch[0].step)
+            except Exception:  # it has none, or is one that breaks when it is looked at
+                step = 0
+            emit = self._emit or self._bind()
+            emit(STAGE_BATCH, self._source, step, len(batch), waited_us, busy_us, blocked_us)
+        if names_requests:
+            self._tell_requests(batch, (waited_us, busy_us, blocked_us))
+
+    def _bind(self) -> Emit:
+        self._emit = self._tracer.bind()
+        return self._emit
+
+    def _count(self) -> None:
+        """Puts into the histograms what was noted since."""
+        if self._waits_us:
+            waits_us, services_us = np.array(self._waits_us), np.array(self._services_us)
+            self._waits_us.clear()
+            self._services_us.clear()
+            self._wait_us.observe_many(waits_us)
+            self._service_us.observe_many(services_us)
+
+    @property
+    def wait_us(self) -> Histogram:
+        """Of each batch: how long its oldest item had waited."""
+        self._count()
+        return self._wait_us
+
+    @property
+    def service_us(self) -> Histogram:
+        """Of each batch, without the wait for room behind."""
+        self._count()
+        return self._service_us
+
+    def _tell_requests(self, batch: list[Any], times_us: tuple[int, int, int]) -> None:
+        """That live requests were in the batch: to the exit, and to the trace."""
+        assert self.exit is not None
+        context = self._context
+        for request_id in dict.fromkeys(getattr(item, "request_id", None) for item in batch):
+            if request_id is None:
+                continue
+            self.exit.note_service(request_id, self.name, times_us[1])
+            number = self.exit.number_of(request_id)
+            if number is not None:
+                context.tracer.emit(EventKind.REQUEST_STAGE, context.source, 0, number, *times_us)
+
+    def _fault(self, name: str) -> None:
+        if self._context.env.fault(name):
+            raise InjectedCrash(name)
+
+    def _is_crash(self, error: BaseException) -> bool:
+        """Whether `error` is the stage's own failure, and not somebody stopping it."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+            return False
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            return not self._is_stopping and task is not None and not task.cancelling()
+        return True
+
+    # -- items one by one, in tasks of their own
+
+    async def _carry_singly(self, batch: list[Any], at_once: int) -> None:
+        for item in batch:
+            while len(self._items_in_hand) >= at_once:
+                await asyncio.wait(list(self._items_in_hand), return_when=asyncio.FIRST_COMPLETED)
+            if not self._is_wanted(item):
+                self.num_dropped += 1
+                continue
+            task = asyncio.get_running_loop().create_task(self._carry_one(item), name=f"{self.name}.item")
+            self._items_in_hand[task] = (item.request_id,) if hasattr(item, "request_id") else ()
+            task.add_done_callback(self._item_done)
+
+    async def _carry_one(self, item: Any) -> None:
+        await self._carry([item], self._now(), CollectingOutlet(self))
+
+    def _item_done(self, task: asyncio.Task[None]) -> None:
+        self._items_in_hand.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_broken(self.name, error)
+
+    async def _finish_items_in_hand(self) -> None:
+        while self._items_in_hand:
+            await asyncio.wait(list(self._items_in_hand))
+
+    async def _drop_items_in_hand(self) -> None:
+        for task in self._items_in_hand:
+            _cancel_once(task)
+        await self._finish_items_in_hand()
+
+    def request_ended(self, request_id: str) -> None:
+        """Cancels the tasks that work on `request_id` here."""
+        for task, request_ids in list(self._items_in_hand.items()):
+            if request_id in request_ids:
+                _cancel_once(task)
+
+    # -- delivering
+
+    def deliver_at_once(self, out: CollectingOutlet, now: float | None = None) -> bool:
+        """Sends what there is room for, in order, at the time `now`. Whether that was all."""
+        if self._injects_faults:
+            return False  # an edge may be slow
+        items = out.items
+        for count, (output, item) in enumerate(items):
+            if not output.channel.try_send(item, now):
+                del items[:count]
+                return False
+            for tap in output.taps:
+                tap.try_send(item)
+        items.clear()
+        return True
+
+    async def deliver(self, out: CollectingOutlet) -> None:
+        """Sends each item to its port's channel, waiting where the edge waits."""
+        env, items, out.items = self._context.env, out.items, []
+        for output, item in items:
+            if env.fault("channel.delay"):
+                await env.sleep(env.random("channel.delay").uniform(0.0, 0.02))
+            if not output.channel.try_send(item):
+                out.blocked_s += await self._wait_and_send(output, item)
+            for tap in output.taps:
+                tap.try_send(item)
+
+    async def _wait_and_send(self, output: Output, item: Any) -> float:
+        if output.edge is not None and output.edge.when_full == "never":
+            raise ChannelOverrun(f"{output.edge.name} was full at {output.channel.capacity}, yet it never may be")
+        began = self.blocked_since_s = self._now()
+        self.blocked_on = output.channel
+        try:
+            await output.channel.send(item)
+        finally:
+            self.blocked_on = None
+        waited = self._now() - began
+        self.times.blocked += waited
+        return waited
+
+    def fail(self, item: Any, error: BaseException) -> None:
+        """Ends the requests of `item` at the exit."""
+        if self.exit is None:
+            log.warning("request.failed", stage=self.name, error=repr(error))
+        else:
+            self.exit.fail(item, error)
+
+    # -- after a crash
+
+    async def _pick_up(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
+        self._on_crash(self.name, error, batch)
+        if self.stage.on_crash is Crash.FAIL and not isinstance(error, ChannelOverrun):
+            out.discard()
+            for item in batch:
+                self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
+            return
+        if isinstance(error, ChannelOverrun) or self.stage.on_crash is Crash.ESCALATE or not self._may_restart():
+            self._give_up(error)
+            return
+        tracer = self._context.tracer
+        error_name = tracer.source(type(error).__name__)
+        tracer.emit(EventKind.STAGE_RESTART, self._context.source, 0, self.num_restarts, error_name)
+        if self.stage.on_crash is Crash.RECOVER:
+            await self._recover(batch, out, error)
+        else:
+            await self._isolate(batch, out, error)
+
+    def _may_restart(self) -> bool:
+        now = self._context.env.now()
+        worn_out = len(self._recent_restarts) == MAX_RESTARTS and now - self._recent_restarts[0] < RESTART_WINDOW_S
+        self._recent_restarts.append(now)
+        self.num_restarts += 1
+        return not worn_out
+
+    async def _recover(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
+        try:
+            await self.stage.recover(batch, error, out)
+        except BaseException as second:
+            if not self._is_crash(second):
+                raise
+            self._give_up(second)
+
+    def _give_up(self, error: BaseException) -> None:
+        """It takes nothing more: what made it crash may still be there, and would for ever."""
+        self._is_broken = True
+        self._on_broken(self.name, error)
+
+    async def _isolate(self, batch: list[Any], out: CollectingOutlet, error: BaseException) -> None:
+        """Restarts the stage and tries each item alone once more. What left the stage before can not be taken back,
+        so the items of a batch that had flushed are not tried again. A stage that has other items in hand is not
+        restarted: they would lose the ground under their feet."""
+        out.discard()
+        if len(self._items_in_hand) <= 1:
+            await self.stage.teardown()
+            await self.stage.setup(self._context)
+        for item in batch:
+            if out.has_flushed:
+                self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
+            elif self._is_wanted(item):
+                await self._retry_alone(item, out)
+
+    async def _retry_alone(self, item: Any, out: CollectingOutlet) -> None:
+        alone = CollectingOutlet(self)
+        try:
+            if self.faults is not None:
+                await self.faults.strike()
+            await self.stage.handle([item], alone)
+        except BaseException as error:
+            if not self._is_crash(error):
+                raise
+            log.error("request.poisoned_stage", stage=self.name, error=type(error).__name__, exc_info=error)
+            self.fail(item, StageCrashed(self.name, self.stage.error_code, error))
+        else:
+            await alone.flush()
+            out.blocked_s += alone.blocked_s
+
+
+def _cancel_once(task: asyncio.Task[None]) -> None:
+    """A second cancel would break into what the first one's `finally` awaits."""
+    if not task.cancelling():
+        task.cancel()
+
+
+class InjectedCrash(Exception):
+    """A fault point struck: the stage crashes as a bug would crash it."""

@@ -1,0 +1,67 @@
+"""Who takes part in each step, written as changes only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .format import Column, EventKind
+from .tracer import Tracer
+
+KEYFRAME_STEPS = 256
+
+
+class StepRows:
+    """Writes who takes part in each step, as changes: nothing while the same rows go on decoding. Every KEYFRAME_STEPS
+    steps all rows are written, so that what is left of an overwritten ring can still be read.
+
+    `num_slots` is the size of the slot-indexed state.
+    """
+
+    def __init__(self, tracer: Tracer, source: int, num_slots: int) -> None:
+        self._tracer = tracer
+        self._source = source
+        self._decoding = np.full(num_slots, -1, np.int64)  # [S] the sequence that decodes there, -1 if none
+        self._is_here = np.zeros(num_slots, np.bool_)  # [S] in the step in hand; false between steps
+        self._last_slots = np.empty(0, np.int64)
+        self._decoding_slots: Column | None = None  # of the last step, if all its rows decoded
+
+    def go_on(self, step: int, slots: Column) -> bool:
+        """Whether this step has the last one's rows, all decoding: the very same array says so, and there is nothing
+        to write."""
+        return slots is self._decoding_slots and step % KEYFRAME_STEPS != 0
+
+    def step(
+        self,
+        step: int,
+        slots: Column,
+        sequence_ids: Column,
+        starts: Column,
+        num_tokens: Column,
+    ) -> None:
+        """The rows of a step, [R] each: slot, sequence, position of its first token, tokens computed."""
+        if not self._tracer.enabled:
+            return
+        decodes, before = num_tokens == 1, self._decoding[slots]
+        is_new = before != sequence_ids
+        if step % KEYFRAME_STEPS == 0:
+            is_new[:] = True
+        self._decoding_slots = slots if decodes.all() else None
+        if not is_new.any() and len(slots) == len(self._last_slots) and self._decoding_slots is not None:
+            return  # as many rows, all of which decoded before: the same ones
+        emit_many, source = self._tracer.emit_many, self._source
+        extends, begins = ~decodes, decodes & is_new
+        self._is_here[slots] = True
+        gone = self._last_slots[~self._is_here[self._last_slots]]
+        self._is_here[slots] = False
+        left = np.concatenate([gone, slots[before != sequence_ids]])  # or taken over
+        left = left[self._decoding[left] >= 0]
+        if len(left):
+            emit_many(EventKind.ROW_LEAVE, source, step, self._decoding[left], left)
+            self._decoding[left] = -1
+        if extends.any():
+            of_slots = (slots[extends], starts[extends], num_tokens[extends])
+            emit_many(EventKind.ROW_EXTEND, source, step, sequence_ids[extends], *of_slots)
+        if begins.any():
+            emit_many(EventKind.ROW_DECODE, source, step, sequence_ids[begins], slots[begins], starts[begins])
+        self._decoding[slots] = np.where(decodes, sequence_ids, -1)
+        self._last_slots = slots.astype(np.int64)

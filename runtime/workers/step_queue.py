@@ -1,0 +1,117 @@
+"""The device's queue of steps: what makes step n run whole before step n + 1 begins.
+
+Knows order and threads. Refuses to know what a step computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .worker import AT_ONCE, IF_ASKED, Job, Told, Worker
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    run: Callable[[], Any]
+    result: asyncio.Future[Any]
+    told: Told
+
+
+class StepQueue:
+    """One device thread that takes each step through its phases in order, whatever order the stages submit in.
+
+    Step `n`, phase `p` goes to the thread after (n, p - 1), and (n + 1, 0) after the last phase of n. So a stage may
+    submit the forward pass of the next step while the one before still has to be sampled: the thread never reads
+    state that an earlier phase has yet to write, and never idles for want of a hop through the event loop.
+    Steps are numbered without gaps from `first_step`. A phase nobody will submit must be `skip`ped.
+    """
+
+    def __init__(self, worker: Worker, num_phases: int, first_step: int = 0) -> None:
+        self._worker = worker
+        self.first_step = first_step
+        self._num_phases = num_phases
+        self._next = (first_step, 0)
+        self._quiet: asyncio.Future[Any] | None = None  # of the phase before, if that is told if asked
+        self._early: dict[tuple[int, int], _Early] = {}
+
+    @property
+    def next_step(self) -> int:
+        """The first step with a phase that was not handed to the thread yet."""
+        return self._next[0]
+
+    def submit(self, step: int, phase: int, run: Callable[[], R], told: Told = AT_ONCE) -> asyncio.Future[R]:
+        """Runs `run()` on the device thread when its turn comes. Resolves on the loop; raises what `run` raised.
+        Whoever passes a step on to its next phase has asked by then for what comes of this one, or never will."""
+        ticket = (step, phase)
+        if ticket == self._next:
+            if self._quiet is not None:
+                self._worker.forget(self._quiet)
+            result = self._worker.submit(run, told=told)
+            self._quiet = result if told is IF_ASKED else None
+            self._advance()
+            if self._early:
+                self._hand_over()
+            return result
+        if ticket < self._next or ticket in self._early:
+            raise AssertionError(f"step {step} phase {phase} was submitted before; next is {self._next}")
+        promise: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        if told is IF_ASKED:
+            hush(promise)
+        self._early[ticket] = _Early(run, promise, told)
+        return promise
+
+    def skip(self, step: int, phase: int) -> None:
+        """Says that (step, phase) will never be submitted. Does nothing when it was."""
+        if (step, phase) >= self._next and (step, phase) not in self._early:
+            self.submit(step, phase, _nothing).cancel()
+
+    def _hand_over(self) -> None:
+        """Those that came before their turn, and whose turn it is now."""
+        while self._early and (job := self._early.pop(self._next, None)) is not None:
+            self._advance()
+            if job.result.cancelled():
+                continue
+            chain(self._worker.submit(job.run, told=job.told), job.result)
+
+    def _advance(self) -> None:
+        step, phase = self._next
+        self._next = (step, phase + 1) if phase + 1 < self._num_phases else (step + 1, 0)
+
+
+def _nothing() -> None:
+    return None
+
+
+def hush(future: asyncio.Future[Any]) -> None:
+    """Says that nobody has to ask for its error: whoever awaits it still gets it."""
+    if isinstance(future, Job):
+        future.is_hushed = True  # a callback would take 1.5 us, and the loop a handle
+    else:
+        future.add_done_callback(_retrieve)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def chain(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
+    """Gives `target` the outcome of `source`. A target nobody waits for any more keeps nothing."""
+
+    def settle(done: asyncio.Future[Any]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if target.done():
+            return
+        if done.cancelled():
+            target.cancel()
+        elif error is not None:
+            target.set_exception(error)
+        else:
+            target.set_result(done.result())
+
+    source.add_done_callback(settle)

@@ -1,0 +1,96 @@
+"""Streams without a device: everything is done at once, on the thread that submits it.
+
+With them, what is written for a device that runs beside the host runs where there is none, in the same order of calls
+and on the same memory. Nothing overlaps, and what is wrong with the order of events does not show: for that there is
+`runtime/device_streams/simulated.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from millrace.runtime.device_streams.interface import Event, Graph
+
+
+class HostStreams:
+    """Arrays are copied by `to[...] = source`: numpy's, or tensors on a CPU. What an operation raises is raised to who
+    submitted it."""
+
+    def stream(self, name: str) -> HostStream:
+        return HostStream(name)
+
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    def wait(self) -> None:
+        pass
+
+
+class HostEvent:
+    """It has happened when it is recorded."""
+
+    def __init__(self) -> None:
+        self.at_ns = 0
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def us_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, HostEvent)
+        return (self.at_ns - earlier.at_ns) / 1000
+
+
+class HostGraph:
+    """The launches that were captured."""
+
+    num_bytes = 0
+
+    def __init__(self) -> None:
+        self.launches: list[Callable[[], object]] = []
+
+
+class HostStream:
+    """See `Stream`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._captured: HostGraph | None = None
+
+    def use(self) -> None:
+        pass
+
+    def launch(self, run: Callable[[], object]) -> None:
+        if self._captured is not None:
+            self._captured.launches.append(run)
+        else:
+            run()
+
+    def copy(self, destination: Any, source: Any) -> None:
+        assert self._captured is None, "a copy while a graph is captured"
+        destination[...] = source
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, HostEvent) and self._captured is None
+        event.at_ns = time.monotonic_ns()
+
+    def wait(self, event: Event) -> None:
+        assert self._captured is None, "a wait while a graph is captured"
+
+    def capture(self, run: Callable[[], object]) -> HostGraph:
+        assert self._captured is None, "a capture inside a capture"
+        self._captured = HostGraph()
+        try:
+            run()
+            return self._captured
+        finally:
+            self._captured = None
+
+    def replay(self, graph: Graph) -> None:
+        assert isinstance(graph, HostGraph)
+        for run in graph.launches:
+            run()

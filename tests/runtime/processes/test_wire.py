@@ -1,0 +1,126 @@
+"""Messages as bytes: they come back as they were, and nothing else comes back at all."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.runtime.message import message
+from millrace.runtime.processes.wire import Codec, WireError
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    limit: int = 1
+    names: frozenset[str] = frozenset()
+
+
+@message
+class Outer:
+    value: Any
+    inner: Inner = field(default_factory=Inner)
+    more: Mapping[Any, Any] = field(default_factory=dict)
+
+
+CODEC = Codec([Outer, Inner, Colour])
+
+
+def there_and_back(value: Any) -> Any:
+    header, body = CODEC.encode(Outer(value))
+    return CODEC.decode(header, b"".join(body)).value
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.binary(max_size=20),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner), st.lists(inner).map(tuple), st.dictionaries(st.integers(0, 9) | st.text("ab"), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    assert there_and_back(value) == value
+
+
+@pytest.mark.parametrize("dtype", ["i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "f8", "f4", "f2", "?"])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (2, 3), (4, 0)])
+def test_arrays_come_back_with_dtype_shape_and_an_aligned_place(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    pair = there_and_back((array, array.T))
+    for one, was in zip(pair, (array, array.T), strict=True):
+        assert one.dtype == was.dtype and one.shape == was.shape and (one == was).all()
+        assert one.flags.aligned
+
+
+def test_nested_messages_enums_sets_and_numbers_that_are_none_come_back() -> None:
+    header, body = CODEC.encode(
+        Outer((Colour.RED, math.inf, np.int64(3)), Inner(limit=2, names=frozenset("ba")), {7: -math.inf})
+    )
+    back = CODEC.decode(header, b"".join(body))
+    assert back.value == (Colour.RED, math.inf, 3) and back.more == {7: -math.inf}
+    assert back.inner == Inner(limit=2, names=frozenset("ab"))
+    assert math.isnan(there_and_back(math.nan))
+
+
+@pytest.mark.parametrize("value", [object(), 2**70, "\ud800", np.array(["a"]), {1: {2: object()}}])
+def test_what_can_not_cross_is_refused_by_the_sender(value: Any) -> None:
+    with pytest.raises(WireError, match="can not cross"):
+        CODEC.encode(Outer(value))
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [
+        (b"", b""),
+        (b"\x80\x04\x95", b""),  # a pickle begins like this
+        (orjson.dumps([16, 1]), b""),  # too few fields
+        (orjson.dumps([99, 1]), b""),  # a type that nobody listed
+        (orjson.dumps([-1]), b""),
+        (orjson.dumps([]), b""),
+        (orjson.dumps({"a": 1}), b""),
+        (orjson.dumps([16, [4, 0, 1], [17, 1, [3]], [2]]), b"1234"),  # an array longer than its bytes
+        (orjson.dumps([16, [4, 0, -1], [17, 1, [3]], [2]]), b""),
+        (orjson.dumps([16, [4, 77, 1], [17, 1, [3]], [2]]), b"12345678"),  # no such dtype
+        (orjson.dumps([16, [4, 0, 2**62], [17, 1, [3]], [2]]), b"12345678"),
+        (orjson.dumps([16, 1, [17, 1, [3]], [2]]), b"12345678"),  # bytes that nothing speaks of
+        (orjson.dumps([18, "green"]), b""),
+        (orjson.dumps([2, [2], 1]), b""),  # a mapping as a key
+    ],
+)
+def test_what_is_no_message_is_refused_by_the_receiver(header: bytes, body: bytes) -> None:
+    with pytest.raises(WireError):
+        CODEC.decode(header, body)
+
+
+def test_two_lists_of_types_differ_in_their_fingerprints() -> None:
+    assert Codec([Outer, Inner]).fingerprint != Codec([Inner, Outer]).fingerprint != Codec([Inner]).fingerprint
+    assert Codec([Outer, Inner, Colour]).fingerprint == CODEC.fingerprint
+
+
+def test_a_type_that_is_no_dataclass_can_not_be_listed() -> None:
+    with pytest.raises(TypeError, match="dict: a type that crosses"):
+        Codec([dict])

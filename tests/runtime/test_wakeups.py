@@ -1,0 +1,174 @@
+"""Bells: the order in which tasks are woken, cancelled waiters, and turns for others between."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import copy_context
+
+import pytest
+
+from millrace.runtime.wakeups import WOKEN_AT_ONCE, Bell, BellTower, OwnTurns, SharedBell
+
+
+async def _waiting(bells: list[SharedBell], told: list[int]) -> list[asyncio.Task[None]]:
+    """A task for each bell, which waits now, and says its number when it goes on."""
+
+    async def wait(number: int) -> None:
+        await bells[number]
+        told.append(number)
+
+    tasks = [asyncio.create_task(wait(number)) for number in range(len(bells))]
+    await asyncio.sleep(0)
+    return tasks
+
+
+def test_waiters_go_on_in_the_order_of_ringing_and_only_those_that_were_rung_for() -> None:
+    async def main() -> None:
+        tower = BellTower()
+        told: list[int] = []
+        bells = [tower.bell() for _ in range(4)]
+        tasks = await _waiting(bells, told)
+        for number in (2, 0, 2, 3):
+            bells[number].ring()
+        await asyncio.sleep(0)
+        assert told == [2, 0, 3] and not tasks[1].done()
+        bells[1].ring()
+        await asyncio.gather(*tasks)
+        assert told == [2, 0, 3, 1]
+
+    asyncio.run(main())
+
+
+def test_a_ring_that_nobody_waits_for_is_forgotten() -> None:
+    async def main() -> None:
+        bell = BellTower().bell()
+        bell.ring()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await bell
+
+    asyncio.run(main())
+
+
+def test_many_waiters_leave_turns_to_others() -> None:
+    async def main() -> None:
+        tower = BellTower()
+        told: list[int] = []
+        bells = [tower.bell() for _ in range(2 * WOKEN_AT_ONCE + 1)]
+        tasks = await _waiting(bells, told)
+        for bell in bells:
+            bell.ring()
+        counts = []
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            counts.append(len(told))
+        assert counts[:3] == [WOKEN_AT_ONCE, 2 * WOKEN_AT_ONCE, 2 * WOKEN_AT_ONCE + 1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rings_before", [False, True])
+@pytest.mark.parametrize("rings_after", [False, True])
+def test_a_cancelled_waiter_is_cancelled_once_and_the_bell_can_be_used_again(
+    rings_before: bool, rings_after: bool
+) -> None:
+    async def main() -> None:
+        tower = BellTower()
+        told: list[int] = []
+        bells = [tower.bell(), tower.bell()]
+        tasks = await _waiting(bells, told)
+        if rings_before:
+            bells[0].ring()
+        tasks[0].cancel()
+        if rings_after:
+            bells[0].ring()
+        bells[1].ring()
+        await asyncio.wait(tasks)
+        assert tasks[0].cancelled() and told == [1]
+        (again,) = await _waiting(bells[:1], told)
+        await asyncio.sleep(0)
+        assert not again.done()
+        bells[0].ring()
+        await again
+
+    asyncio.run(main())
+
+
+def test_a_waiter_that_ends_the_process_does_not_leave_the_others_asleep() -> None:
+    async def leave(bell: SharedBell) -> None:
+        await bell
+        raise SystemExit
+
+    loop = asyncio.new_event_loop()
+    tower = BellTower()
+    told: list[int] = []
+    bells = [tower.bell() for _ in range(3)]
+    try:
+        tasks = loop.run_until_complete(_waiting(bells[1:], told))
+        leaver = loop.create_task(leave(bells[0]))
+        loop.run_until_complete(asyncio.sleep(0))
+        for bell in bells:
+            bell.ring()
+        with pytest.raises(SystemExit):
+            loop.run_until_complete(asyncio.sleep(0.01))
+        loop.run_until_complete(asyncio.gather(*tasks))
+        assert sorted(told) == [0, 1] and isinstance(leaver.exception(), SystemExit)
+    finally:
+        loop.close()
+
+
+def test_a_function_can_wait_for_a_bell_that_no_task_has_waited_for() -> None:
+    async def main() -> None:
+        bell, told = BellTower().bell(), []
+        bell.add_done_callback(told.append, context=copy_context())
+        bell.ring()
+        assert not told
+        await asyncio.sleep(0)
+        assert told == [bell] and bell.waiter is None
+
+    asyncio.run(main())
+
+
+async def _relay(tower: BellTower, told: list[str], length: int) -> None:
+    """Tasks in a row, each of which rings for the next; then the first bell is rung, and the loop has one turn, in
+    which somebody else says so."""
+    bells = [Bell(tower) for _ in range(length + 1)]
+
+    async def pass_on(place: int) -> None:
+        await bells[place].wait()
+        told.append(f"task {place}")
+        bells[place + 1].ring()
+
+    tasks = [asyncio.create_task(pass_on(place)) for place in range(length)]
+    await asyncio.sleep(0)
+    bells[0].ring()
+    asyncio.get_running_loop().call_soon(told.append, "somebody else")
+    await asyncio.gather(*tasks)
+
+
+def test_who_is_rung_for_by_one_that_goes_on_goes_on_in_the_same_turn_and_after_some_others_have_theirs() -> None:
+    told: list[str] = []
+    asyncio.run(_relay(BellTower(at_once=3), told, 4))
+    assert told == ["task 0", "task 1", "task 2", "somebody else", "task 3"]
+
+
+def test_where_each_has_a_turn_of_its_own_others_come_between() -> None:
+    told: list[str] = []
+    asyncio.run(_relay(OwnTurns(), told, 3))
+    assert told == ["task 0", "somebody else", "task 1", "task 2"]
+
+
+@pytest.mark.parametrize("tower", [BellTower(), OwnTurns()])
+def test_one_that_is_cancelled_on_its_way_leaves_the_ring_to_the_next(tower: BellTower) -> None:
+    async def main() -> None:
+        bell = Bell(tower)
+        waiting = asyncio.create_task(bell.wait())
+        await asyncio.sleep(0)
+        bell.ring()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        await asyncio.wait_for(bell.wait(), 1.0)
+        assert not bell.is_rung
+
+    asyncio.run(main())

@@ -1,4 +1,5 @@
-"""The choice of sampling kernels: from Triton, or their PyTorch twins. What each does is in `reference_sampling.py`.
+"""The choice of sampling kernels: from Triton, or their PyTorch twins. What each does is in
+`kernels/reference/sampling.py`.
 
 Triton is imported only when chosen.
 """
@@ -11,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from . import reference_sampling
-from .backend import BackendName
+from .kernel_set import BackendName
+from .reference import sampling as reference_sampling
 
 
 class Choose(Protocol):
@@ -58,7 +59,7 @@ class Score(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingKernels:
-    """Each does what its namesake in `reference_sampling.py` says."""
+    """Each does what its namesake in `kernels/reference/sampling.py` says."""
 
     choose: Choose
     thresholds: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,7 +73,9 @@ def load(name: BackendName) -> SamplingKernels:
     if name == "torch":
         twins = reference_sampling
         return SamplingKernels(twins.choose, twins.thresholds, twins.edit, twins.count_tokens, twins.score)
-    from . import triton_edits, triton_sampling, triton_thresholds
+    from .triton import logit_edits as triton_edits
+    from .triton import sampling as triton_sampling
+    from .triton import thresholds as triton_thresholds
 
     return SamplingKernels(
         triton_sampling.choose,

@@ -1,6 +1,7 @@
 """The detokenize stage: tokens become text, a step at a time, and stop strings end it.
 
-Knows text and which tokens it has seen. Refuses to know how bytes become characters: that is `model/detokenizer.py`.
+Knows text and which tokens it has seen. Refuses to know how bytes become characters: that is
+`model/text/detokenizer.py`.
 """
 
 from __future__ import annotations

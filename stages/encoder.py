@@ -5,9 +5,9 @@ Knows the model's text side. Refuses to know threads: the tokenize stage has tho
 
 from __future__ import annotations
 
-from ..model.chat import ChatTemplate, missing_template
 from ..model.errors import TemplateError
-from ..model.tokenizer import Tokenizer
+from ..model.text.chat_template import ChatTemplate, missing_template
+from ..model.text.tokenizer import Tokenizer
 from .errors import Refused
 from .messages import ChatPrompt
 

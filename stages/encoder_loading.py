@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..model.pooling import PoolingKind, read_pooling
-from ..model.tokenizer import Tokenizer
+from ..model.text.tokenizer import Tokenizer
 from ..runtime.env.cpus import ComputeThreads
 from ..runtime.phases import Phases
 from .config import EngineConfig
@@ -54,7 +54,7 @@ def load_encoder(
     with phases("tokenizer"):
         tokenizer = Tokenizer.read(root)
     with phases("weights"):
-        from ..model.bidirectional import Bidirectional
+        from ..model.encoder.bidirectional import Bidirectional
 
         model = Bidirectional.load(root, device, dtype)
     max_model_len = _max_model_len(config, model.max_tokens)

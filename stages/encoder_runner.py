@@ -17,7 +17,7 @@ from .messages import Begun, Pooled, TokenRequest
 from .pooling import Floats
 
 if TYPE_CHECKING:
-    from ..model.bidirectional import Bidirectional
+    from ..model.encoder.bidirectional import Bidirectional
 
 
 class EncoderRunner:

@@ -21,7 +21,7 @@ from .prefix import PrefixCache
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from ..model.tokenizer import Tokenizer
+    from ..model.text.tokenizer import Tokenizer
     from .encoder import ModelEncoder
 
 

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels import sampling_rows, step_state
+from ..kernels.layout import sampling_rows, step_state
+from ..kernels.layout.step_state import SlotState
 from ..kernels.sampling_kernels import SamplingKernels
-from ..kernels.step_state import SlotState
-from ..model.uploads import upload
+from ..model.decoder.upload import upload
 from . import logits as maths
 from .choosing import NO_ROWS, Choice, Choosing, Rows, any_of
 from .config import LogprobsMode

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ..model.decoder import Decoder
-from ..model.kv_scales import measured_scales
+from ..model.decoder.decoder import Decoder
+from ..model.decoder.kv_scales import measured_scales
 from .config import EngineConfig
 from .errors import ConfigError
 

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..model import hub
-from ..model.chat import ChatTemplate
+from ..model.checkpoint import hub
+from ..model.checkpoint.generation_defaults import GenerationDefaults
+from ..model.checkpoint.model_kind import is_bidirectional
 from ..model.config import ModelConfig
-from ..model.detokenizer import IncrementalDecoder, TextTable
-from ..model.families import is_bidirectional
-from ..model.generation import GenerationDefaults
 from ..model.pooling import PoolingConfig, PoolingKind, read_pooling
-from ..model.tokenizer import Tokenizer
-from ..model.vocabulary import Vocabulary
+from ..model.text.chat_template import ChatTemplate
+from ..model.text.detokenizer import IncrementalDecoder, TextTable
+from ..model.text.tokenizer import Tokenizer
+from ..model.text.vocabulary import Vocabulary
 from ..runtime.device_streams.interface import Streams
 from ..runtime.env.env import Env
 from ..runtime.env.log import get_logger

@@ -81,7 +81,7 @@ def forbid(logits: Array, rows: Array, ids: Array) -> None:
 def allow_only(logits: Array, rows: Longs, masks: Ints) -> None:
     """In each of `rows` [n], in rising order, the tokens whose bits are 0 in `masks` [n, W] cannot be chosen. The bits
     are on the host, the lowest of each word first."""
-    from ..model.grammar import unpack  # there by now, if there are masks
+    from ..model.text.grammar import unpack  # there by now, if there are masks
 
     arrays = arrays_of(logits)
     is_forbidden = arrays.beside(logits, ~unpack(masks, logits.shape[1]))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..kernels.sampling_rows import WIDTH
-from ..kernels.step_state import STATE_WIDTH
+from ..kernels.layout.sampling_rows import WIDTH
+from ..kernels.layout.step_state import STATE_WIDTH
 from ..model.config import ModelConfig
-from ..model.rope import tables_bytes
+from ..model.decoder.rope import tables_bytes
 from .config import EngineConfig
 from .logits import WHOLE_SIZE
 from .memory import Machine

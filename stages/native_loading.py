@@ -10,7 +10,7 @@ import numpy as np
 from ..kernels.native.cache import NativeCache
 from ..kernels.native.model import NativeModel
 from ..model.config import ModelConfig
-from ..model.rope import rope_tables
+from ..model.decoder.rope import rope_tables
 from ..runtime.env.cpus import ComputeThreads
 from ..runtime.env.log import get_logger
 from ..runtime.phases import Phases

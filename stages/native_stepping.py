@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..kernels.native.cache import NativeCache
-from ..kernels.native.chain import Chain
 from ..kernels.native.model import NativeModel
-from ..kernels.native.slots import NO_IDS, Chooser, Decoding
-from ..model.native_decoder import NativeDecoder
+from ..kernels.native.slot_step import NO_IDS, Chooser, Decoding
+from ..kernels.native.step_chain import Chain
+from ..model.decoder.native_decoder import NativeDecoder
 from .arrays import Array
 from .choosing import Choice, Choosing, Rows
 from .columns import num_true

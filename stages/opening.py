@@ -20,15 +20,15 @@ from typing import TypeVar, TypeVarTuple, cast
 from ..kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
 from ..kernels.native.machine import instruction_sets
 from ..kernels.native.model import GROUP_SIZE, NativeModel
-from ..kernels.native.neighbours import Neighbours
 from ..kernels.native.shape import CacheDType, DType
-from ..model import hub
+from ..kernels.native.thread_throttle import Neighbours
+from ..model.checkpoint import hub
+from ..model.checkpoint.model_kind import is_bidirectional
+from ..model.checkpoint.tensor_shapes import Source, expected_shapes, open_source, without_missing_head
 from ..model.config import ModelConfig
+from ..model.decoder.native_decoder import native_shape
+from ..model.decoder.rope import rope_tables
 from ..model.errors import CheckpointError
-from ..model.expected import Source, expected_shapes, open_source, without_missing_head
-from ..model.families import is_bidirectional
-from ..model.native_decoder import native_shape
-from ..model.rope import rope_tables
 from ..runtime.env.cpus import ComputeThreads, Cpus, idle_ns
 from ..runtime.env.log import get_logger
 from ..runtime.phases import Phases

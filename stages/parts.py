@@ -40,7 +40,7 @@ from .speculation import num_speculative_tokens
 from .tokenize import Tokenize
 
 if TYPE_CHECKING:
-    from ..model.tokenizer import Tokenizer
+    from ..model.text.tokenizer import Tokenizer
     from .encoder import ModelEncoder
     from .encoder_loading import LoadedEncoder
     from .loading import LoadedModel

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model.inputs import StepInputs
+from ..model.decoder.step_inputs import StepInputs
 from .arrays import Array, HostArray, arrays_of
 from .messages import BlockCopy, Bools, Direction, Indices, Ints, StepGrant
 from .pooler import Pooler

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..model.checkpoint.tensor_shapes import expected_shapes
 from ..model.config import ModelConfig
-from ..model.expected import expected_shapes
 from ..runtime.env.cgroups import memory_left, memory_limit, read
 from .config import EngineConfig
 from .errors import ConfigError

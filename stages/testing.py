@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..model.pooling import PoolingConfig
-from ..model.vocabulary import Vocabulary
+from ..model.text.vocabulary import Vocabulary
 from ..runtime.env.env import Env
 from ..runtime.phases import Phases
 from .config import EngineConfig

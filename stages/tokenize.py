@@ -1,6 +1,6 @@
 """The tokenize stage: prompts become token ids, in threads, so that a long one never holds the event loop.
 
-Knows order, lengths and who pays for an error. Refuses to know how tokens are made: that is `model/tokenizer.py`.
+Knows order, lengths and who pays for an error. Refuses to know how tokens are made: that is `model/text/tokenizer.py`.
 """
 
 from __future__ import annotations

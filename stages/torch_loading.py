@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels import backend, sampling_kernels
-from ..model.cache import KVCache
+from ..kernels import kernel_set as backend
+from ..kernels import sampling_kernels
 from ..model.config import ModelConfig
-from ..model.decoder import Decoder
-from ..model.footprint import step_bytes, weights_bytes
-from ..model.rope import tables_bytes
-from ..model.weights import load_weights
+from ..model.decoder.decoder import Decoder
+from ..model.decoder.kv_cache import KVCache
+from ..model.decoder.memory_estimate import step_bytes, weights_bytes
+from ..model.decoder.rope import tables_bytes
+from ..model.decoder.weights import load_weights
 from ..runtime.device_streams.interface import Streams
 from ..runtime.env.cpus import ComputeThreads
 from ..runtime.phases import Phases

@@ -62,8 +62,8 @@ def library_path(instruction_set: str) -> Path:
 def file_name(instruction_set: str) -> str:
     """Of the library, by all that it is made of."""
     digest = hashlib.sha256(" ".join([*COMMON, *EXACT, *FLAGS[instruction_set]]).encode())
-    for path in sorted(SOURCE.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(SOURCE.rglob("*.*")):
+        digest.update(path.relative_to(SOURCE).as_posix().encode() + b"\0" + path.read_bytes())
     return f"millrace-{instruction_set}-{digest.hexdigest()[:16]}.so"
 
 
@@ -85,7 +85,7 @@ def compile_library(instruction_set: str, target: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler is on the PATH (c++, g++ or clang++)")
-    flags = [*COMMON, *EXACT, *QUIET, *FLAGS[instruction_set]]
+    flags = [*COMMON, *EXACT, *QUIET, *FLAGS[instruction_set], f"-I{SOURCE}"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in _units()]
         commands = [
@@ -127,4 +127,5 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _units() -> list[Path]:
-    return sorted(SOURCE.glob("*.cpp"))
+    """The translation units, of all rooms of `source/`; objects are named by stem, so a stem is used once."""
+    return sorted(SOURCE.rglob("*.cpp"))

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .page_preallocation import LARGE_PAGE, NO_LIMIT, TakenAhead
 from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
-from .taken import LARGE_PAGE, NO_LIMIT, TakenAhead
 
 RUN_TOKENS = 256  # as in the library
 CACHE_LINE = 64  # bytes

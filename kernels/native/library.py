@@ -17,7 +17,7 @@ EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # 
 
 
 class Shape(Structure):
-    """`Shape` of source/model.h."""
+    """`Shape` of source/weights/model.h."""
 
     _fields_ = [
         *((name, c_int64) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
@@ -28,7 +28,7 @@ class Shape(Structure):
 
 
 class Tensor(Structure):
-    """`Tensor` of source/model.h."""
+    """`Tensor` of source/weights/model.h."""
 
     _fields_ = [
         ("layer", c_int64),
@@ -39,7 +39,7 @@ class Tensor(Structure):
 
 
 class StepInputs(Structure):
-    """`StepInputs` of source/step.h."""
+    """`StepInputs` of source/step/step.h."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "table_width", "num_logits")),
@@ -51,7 +51,7 @@ class StepInputs(Structure):
 
 
 class Decoding(Structure):
-    """`Decoding` of source/step.h."""
+    """`Decoding` of source/step/step.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("slots", "starts", "last_tokens", "num_known", "tables")),
@@ -62,7 +62,7 @@ class Decoding(Structure):
 
 
 class Asked(Structure):
-    """`Asked` of source/sampling.h."""
+    """`Asked` of source/sampling/sampling.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("is_random", "temperature", "top_k", "top_p", "min_p", "seeds", "num_prompt"))
@@ -70,7 +70,7 @@ class Asked(Structure):
 
 
 class Choices(Structure):
-    """`Choices` of source/sampling.h."""
+    """`Choices` of source/sampling/sampling.h."""
 
     _fields_ = [
         ("logits", c_void_p),

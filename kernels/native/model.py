@@ -15,9 +15,9 @@ import numpy as np
 from . import library, machine, tensors
 from .cache import NativeCache
 from .errors import NativeUnavailableError, NonFiniteError
-from .neighbours import Neighbours, Share
-from .reused import ReusedRows
+from .logits_buffers import ReusedRows
 from .shape import Array, Bools, CacheDType, DType, Floats, Ints, Longs, NativeShape, Quantization
+from .thread_throttle import Neighbours, Share
 
 _TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 GROUP_SIZE = 32  # of int4

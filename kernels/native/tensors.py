@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# suffix of a layer's tensor -> `Kind` of source/model.h
+# suffix of a layer's tensor -> `Kind` of source/weights/model.h
 LAYER_KINDS = {
     "input_layernorm.weight": 3,
     "post_attention_layernorm.weight": 4,

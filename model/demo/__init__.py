@@ -1,4 +1,4 @@
-"""The bundled demo model: the world it knows, the text made from it, its training, and its weights."""
+"""The bundled demo model: its weights, a checkpoint folder like any other. `making/` is how they were made."""
 
 from pathlib import Path
 

@@ -1,6 +1,7 @@
 """Where grammars are looked at before their requests may wait: tried in a helper process, then compiled and kept.
 
-Knows what to tell a client of a grammar that will not do. Refuses to know what grammars mean: `model/grammar.py` does.
+Knows what to tell a client of a grammar that will not do. Refuses to know what grammars mean: `model/text/grammar.py`
+does.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...model.grammar_trial import Trials
-from ...model.vocabulary import Vocabulary
+from ...model.text.grammar_trial import Trials
+from ...model.text.vocabulary import Vocabulary
 from ...runtime.processes.helper_child import serve
 
 CPU_S = 2.0

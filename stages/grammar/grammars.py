@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...model.vocabulary import Vocabulary
+from ...model.text.vocabulary import Vocabulary
 from .structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from ...model.grammar import Compiler
+    from ...model.text.grammar import Compiler
 
 MAX_GRAMMARS = 128
 MAX_BYTES = 64 << 20
@@ -68,14 +68,14 @@ class Grammars:
     def compiler(self) -> Compiler:
         """Slow at first, as it reads the vocabulary."""
         if self._compiler is None:
-            from ...model.grammar import Compiler
+            from ...model.text.grammar import Compiler
 
             self._compiler = Compiler(self.vocabulary)
         return self._compiler
 
     def compile(self, structured: StructuredOutputs) -> LLMatcher:
         """Slow, by as much as the grammar's trial has allowed. Raises `GrammarError`."""
-        from ...model.grammar import grammar_text
+        from ...model.text.grammar import grammar_text
 
         source, is_compact = source_of(structured), structured.disable_any_whitespace
         return self.compiler.compile(grammar_text(structured.kind, source, is_compact))

@@ -147,7 +147,7 @@ class GrammarMasks:
 
     def _begin(self, started: Started) -> Answer | None:
         """None if the grammar can not be followed this far."""
-        from ...model.grammar import GrammarError
+        from ...model.text.grammar import GrammarError
 
         structured = started.params.structured_outputs
         assert structured is not None

@@ -1,7 +1,7 @@
 """What an answer has to look like: a JSON schema, a regular expression, a list of choices or a grammar, as text.
 
 Names are vLLM's. Knows sizes and that JSON is JSON; refuses to know what a grammar means, which takes a compiler and
-the model's vocabulary (`model/grammar.py`). Plain data, which may be compared, hashed and sent.
+the model's vocabulary (`model/text/grammar.py`). Plain data, which may be compared, hashed and sent.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kernels import step_state
-from ...kernels.step_state import StepBuffers
+from ...kernels.layout import step_state
+from ...kernels.layout.step_state import StepBuffers
 from ...runtime.device_streams.simulated import SimStreams
 from ...runtime.env.env import Env
 from ..messages import Ints, StepGrant, StepTokens

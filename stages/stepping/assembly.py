@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from ...model.cache import KVCache
-from ...model.decoder import Decoder
+from ...model.decoder.decoder import Decoder
+from ...model.decoder.kv_cache import KVCache
 from ...runtime.device_streams.interface import Streams
 from ..config import EngineConfig
 from ..kernel_choosing import KINDS, KernelChoosing

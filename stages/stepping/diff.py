@@ -1,4 +1,4 @@
-"""What the host says of a step: a grant as one buffer of i32, in the layout of `kernels/step_state.py`.
+"""What the host says of a step: a grant as one buffer of i32, in the layout of `kernels/layout/step_state.py`.
 
 Knows how far each slot's sequence is known to the host. Refuses to know arrays on devices, and who waits for what.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels import step_state as layout
+from ...kernels.layout import step_state as layout
 from ..messages import NO_INTS, Ints, Started, StepGrant
 
 ROW_NUMBERS = 4  # of a row, in the diff; one more for all

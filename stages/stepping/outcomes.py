@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels.step_state import MAX_STOPS
+from ...kernels.layout.step_state import MAX_STOPS
 from ..messages import FinishReason, Ints, Started, StepGrant, StepTokens
 from .diff import Ends
 

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels import step_state
-from ...kernels.step_state import SlotState, StepBuffers
-from ...model.cache import KVCache
-from ...model.inputs import StepInputs
-from ...model.uploads import upload
+from ...kernels.layout import step_state
+from ...kernels.layout.step_state import SlotState, StepBuffers
+from ...model.decoder.kv_cache import KVCache
+from ...model.decoder.step_inputs import StepInputs
+from ...model.decoder.upload import upload
 from ..messages import Indices, Ints
 from ..runner import Model
 from ..runs import last_of_each
@@ -157,7 +157,7 @@ def step_kernels(device: torch.device) -> Any:
     """The module of kernels for a device: `triton_step`, or its twins."""
     if device.type == "cpu":
         return step_state
-    from ...kernels import triton_step
+    from ...kernels.triton import step_state as triton_step
 
     return triton_step
 

@@ -51,7 +51,7 @@ class Transformers:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from millrace.model.hub import bundled_model_path
+        from millrace.model.checkpoint.hub import bundled_model_path
 
         torch.set_num_threads(options.threads)
         self.options, self.torch = options, torch

@@ -26,13 +26,13 @@ import numpy as np
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import GROUP_SIZE, NativeModel
 from millrace.kernels.native.shape import CacheDType, Quantization
+from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source
 from millrace.model.config import ModelConfig
+from millrace.model.decoder.native_decoder import native_shape
+from millrace.model.decoder.rope import rope_tables
 from millrace.model.demo import WEIGHTS
-from millrace.model.demo.corpus import documents
-from millrace.model.expected import expected_shapes, open_source
-from millrace.model.native_decoder import native_shape
-from millrace.model.rope import rope_tables
-from millrace.model.tokenizer import Tokenizer
+from millrace.model.demo.making.corpus import documents
+from millrace.model.text.tokenizer import Tokenizer
 
 SEED = 4  # of the documents; evaluation.json is made with another
 BLOCK_SIZE = 16

@@ -24,10 +24,10 @@ import numpy as np
 
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import NativeModel
+from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source
 from millrace.model.config import ModelConfig
-from millrace.model.expected import expected_shapes, open_source
-from millrace.model.native_decoder import native_shape
-from millrace.model.rope import rope_tables
+from millrace.model.decoder.native_decoder import native_shape
+from millrace.model.decoder.rope import rope_tables
 from tests.bench.quantized_quality import BLOCK_SIZE, Form
 from tests.bench.shapes import SHAPES
 from tests.bench.throughput import read_bandwidth_gb_s

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace.model.hub import bundled_model_path
+from millrace.model.checkpoint.hub import bundled_model_path
 from tests.deploy.running import RunningServer
 
 pytestmark = [

@@ -25,7 +25,7 @@ from millrace.stages.opening import has_cuda_driver
 from millrace.stages.outputs import ModelInfo
 from millrace.stages.step_size import TARGET_TOKENS
 from tests.deploy.running import RunningServer
-from tests.kernels.test_native_taken import HAS_CALL
+from tests.kernels.native.test_native_taken import HAS_CALL
 
 HEAVY = ("torch", "transformers", "triton")
 # the command line, and at the end of the process which of some modules it has imported, as the last line of stderr

@@ -15,9 +15,9 @@ from millrace.deploy.service import Service
 from millrace.deploy.speech import Speech
 from millrace.deploy.turns import ToolCallArguments, ToolCallBegun
 from millrace.deploy.validation import read_body
-from millrace.model.chat import ChatTemplate
-from millrace.model.hub import bundled_model_path
-from millrace.model.tokenizer import Tokenizer
+from millrace.model.checkpoint.hub import bundled_model_path
+from millrace.model.text.chat_template import ChatTemplate
+from millrace.model.text.tokenizer import Tokenizer
 from millrace.stages.errors import ConfigError
 from millrace.stages.params import SamplingParams
 

@@ -1,7 +1,7 @@
 """The Triton kernels of layers against their twins, in Triton's interpreter on the CPU.
 
-The interpreter must be chosen before the kernels are imported, so `test_triton_interpreted.py` runs this file in a
-process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted.py`.
+The interpreter must be chosen before the kernels are imported, so `tests/kernels/triton/test_triton_interpreted.py`
+runs this file in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from millrace.kernels import backend, reference, triton_attention, triton_launch, triton_layers
+from millrace.kernels import kernel_set as backend
+from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.triton import attention as triton_attention
+from millrace.kernels.triton import launch as triton_launch
+from millrace.kernels.triton import layers as triton_layers
 
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}

@@ -1,7 +1,7 @@
 """Bytes that the kernels' costs name, against those that launches touch: each load and store in Triton's interpreter is
 written down. What is read twice, or written and read again, counts once in each direction, as it does in a cost.
 
-Run by `test_triton_interpreted.py`.
+Run by `tests/kernels/triton/test_triton_interpreted.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from millrace.kernels import (
-    cost,
-    cost_sampling,
-    triton_copy,
-    triton_edits,
-    triton_layers,
-    triton_prologue,
-    triton_sampling,
-    triton_step,
-    triton_thresholds,
-)
-from millrace.kernels.cost import Cost
+from millrace.kernels.checks import roofline as cost
+from millrace.kernels.checks import roofline_sampling as cost_sampling
+from millrace.kernels.checks.roofline import Cost
+from millrace.kernels.triton import attention_prologue as triton_prologue
+from millrace.kernels.triton import block_copy as triton_copy
+from millrace.kernels.triton import layers as triton_layers
+from millrace.kernels.triton import logit_edits as triton_edits
+from millrace.kernels.triton import sampling as triton_sampling
+from millrace.kernels.triton import step_state as triton_step
+from millrace.kernels.triton import thresholds as triton_thresholds
 from tests.bench.gpu.step_trials import step_trials
 from tests.kernels.sampling_cases import noise, table
 

@@ -1,6 +1,7 @@
 """The Triton kernels before attention and between steps against their twins, in Triton's interpreter on the CPU.
 
-Run by `test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted_layers.py`.
+Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest
+tests/kernels/interpreted_layers.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.kernels import reference, triton_copy, triton_launch, triton_prologue
+from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.triton import attention_prologue as triton_prologue
+from millrace.kernels.triton import block_copy as triton_copy
+from millrace.kernels.triton import launch as triton_launch
 from tests.kernels.paged import LAYOUTS, empty_caches
 
 DTYPES = [torch.float32, torch.float16]

@@ -1,6 +1,7 @@
 """The Triton products of few rows against float64, in Triton's interpreter on the CPU.
 
-Run by `test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted_products.py`.
+Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest
+tests/kernels/interpreted_products.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.kernels import reference, triton_launch
+from millrace.kernels.reference import layers_and_attention as reference
+from millrace.kernels.triton import launch as triton_launch
 from tests.bench.gpu.few_rows import (
     Tiling,
     activated,

@@ -1,6 +1,7 @@
 """The Triton sampling kernels against their twins, in Triton's interpreter on the CPU: the same tokens exactly.
 
-Run by `test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted_sampling.py`.
+Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest
+tests/kernels/interpreted_sampling.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.kernels import (
-    reference_sampling,
-    sampling_rows,
-    triton_edits,
-    triton_launch,
-    triton_sampling,
-    triton_thresholds,
-)
+from millrace.kernels.layout import sampling_rows
+from millrace.kernels.reference import sampling as reference_sampling
+from millrace.kernels.triton import launch as triton_launch
+from millrace.kernels.triton import logit_edits as triton_edits
+from millrace.kernels.triton import sampling as triton_sampling
+from millrace.kernels.triton import thresholds as triton_thresholds
 from tests.kernels.sampling_cases import noise, spoil, table
 
 DTYPES = [torch.float32, torch.float16]

@@ -1,6 +1,6 @@
 """The Triton kernels of a step's state against their twins, in Triton's interpreter on the CPU.
 
-`test_step_state.py` runs this file in a process that has TRITON_INTERPRET set from its start.
+`tests/kernels/layout/test_step_state.py` runs this file in a process that has TRITON_INTERPRET set from its start.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.kernels import step_state, triton_launch, triton_step
-from millrace.kernels.step_state import SlotState
+from millrace.kernels.layout import step_state
+from millrace.kernels.layout.step_state import SlotState
+from millrace.kernels.triton import launch as triton_launch
+from millrace.kernels.triton import step_state as triton_step
 from millrace.stages.stepping.diff import Ends, diff_size
 from tests.kernels.step_sides import Side, differences, parts_of
 from tests.stages.step_walk import EOS, Walk

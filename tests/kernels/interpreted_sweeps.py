@@ -1,6 +1,7 @@
 """The sweeps over tilings, dry: in Triton's interpreter, with a process that tries candidates first.
 
-Run by `test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest tests/kernels/interpreted_sweeps.py`.
+Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest
+tests/kernels/interpreted_sweeps.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from millrace.kernels import triton_launch
-from millrace.kernels.work_lists import Tiling as AttentionTiling
+from millrace.kernels.layout.work_lists import Tiling as AttentionTiling
+from millrace.kernels.triton import launch as triton_launch
 from tests.bench.gpu import attention_sweep, product_candidates, product_sweep
 from tests.bench.gpu.few_rows import Tiling as ProductTiling
 from tests.bench.gpu.place import DRY

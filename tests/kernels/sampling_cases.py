@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.kernels import sampling_rows
+from millrace.kernels.layout import sampling_rows
 
 
 def table(*asked: dict[str, Any]) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.kernels import step_state
-from millrace.kernels.step_state import SlotState, StepBuffers
+from millrace.kernels.layout import step_state
+from millrace.kernels.layout.step_state import SlotState, StepBuffers
 from millrace.stages.messages import Ints, StepGrant
 from millrace.stages.stepping.diff import Ends, diff_size, write
 from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from millrace.kernels.work_lists import Division, Item, Listed, Split
+from millrace.kernels.layout.work_lists import Division, Item, Listed, Split
 from tests.kernels.paged import PagedCase
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from millrace.model.tokenizer import Tokenizer
+from millrace.model.text.tokenizer import Tokenizer
 from tests.model.tiny_tokenizers import STYLES, VOCAB_SIZE, make_tokenizer
 
 

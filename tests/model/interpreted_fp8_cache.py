@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.kernels import backend, triton_launch
-from millrace.model.cache import KVCache
+from millrace.kernels import kernel_set as backend
+from millrace.kernels.triton import launch as triton_launch
 from millrace.model.config import ModelConfig
-from millrace.model.decoder import Decoder
-from millrace.model.inputs import StepInputs
-from millrace.model.kv_scales import measured_scales
-from millrace.model.weights import load_weights
+from millrace.model.decoder.decoder import Decoder
+from millrace.model.decoder.kv_cache import KVCache
+from millrace.model.decoder.kv_scales import measured_scales
+from millrace.model.decoder.step_inputs import StepInputs
+from millrace.model.decoder.weights import load_weights
 from tests.bench.gpu.place import TINY
 
 CPU, FP8, BLOCK_SIZE = torch.device("cpu"), torch.float8_e4m3fn, 4

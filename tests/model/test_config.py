@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from millrace.model.checkpoint.generation_defaults import GenerationDefaults
 from millrace.model.config import ModelConfig, parse_config
 from millrace.model.errors import CheckpointError
-from millrace.model.generation import GenerationDefaults
 from tests.model.checkpoints import FAMILIES, SHAPE
 
 LLAMA: dict[str, Any] = {"model_type": "llama", **SHAPE}

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.model.demo import WEIGHTS
-from millrace.model.demo.corpus import IM_END, HeldOut, documents, held_out, is_held_out
-from millrace.model.demo.evaluate import NUM_TOKENS, SEED, answer, greedy, repeated_4grams
-from millrace.model.demo.world import BOYS, GIRLS, HEROES, PETS, PLACES
+from millrace.model.demo.making.corpus import IM_END, HeldOut, documents, held_out, is_held_out
+from millrace.model.demo.making.evaluate import NUM_TOKENS, SEED, answer, greedy, repeated_4grams
+from millrace.model.demo.making.world import BOYS, GIRLS, HEROES, PETS, PLACES
 
 TRAINING_SEED = 1  # TrainConfig.seed, not imported: training is no part of what is served
 MAX_BYTES = 20_000_000

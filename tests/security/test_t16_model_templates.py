@@ -1,4 +1,5 @@
-"""T16: a hostile chat template that came with a checkpoint, behind the server. (`tests/model/test_chat.py` has forty of
+"""T16: a hostile chat template that came with a checkpoint, behind the server.
+(`tests/model/text/test_chat_template.py` has forty of
 them, alone.) Its requests are 400 within the budget, streams beside them go on, and nothing inner is told."""
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import pytest
 import millrace.model.demo as demo
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
-from millrace.model.chat import ChatTemplate
-from millrace.model.tokenizer import Tokenizer
+from millrace.model.text.chat_template import ChatTemplate
+from millrace.model.text.tokenizer import Tokenizer
 from millrace.stages.encoder import ModelEncoder
 from millrace.stages.testing import ScriptedEngine
 from tests.deploy.running import Answer

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import millrace.model.demo as demo
-from millrace.model.tokenizer import Tokenizer
+from millrace.model.text.tokenizer import Tokenizer
 from tests.counts import count
 
 NUM_BYTES = 1 << count(16, full=20)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.kernels import plans
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.cache import NativeCache
+from millrace.kernels.reference import attention_plans as plans
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.blocks import BlockPool, BlockState
 from millrace.stages.outputs import CompletionOutput, RequestOutput

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from millrace.kernels import step_state
+from millrace.kernels.layout import step_state
 from millrace.runtime.device_streams.simulated import SimStream
 from millrace.runtime.workers.in_order import InOrder
 from millrace.stages.messages import StepGrant, StepTokens

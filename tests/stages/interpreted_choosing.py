@@ -1,7 +1,7 @@
 """The sampler whose choices Triton kernels make, in Triton's interpreter: all that `test_sampling.py` says of samplers,
 and that both kinds choose the same where nothing is drawn.
 
-Run by `tests/kernels/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest` of this file.
+Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest` of this file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.kernels import sampling_kernels, triton_launch
+from millrace.kernels import sampling_kernels
+from millrace.kernels.triton import launch as triton_launch
 from millrace.stages.choosing import Choosing, Rows, any_of
 from millrace.stages.grammar.masks import Allowed
 from millrace.stages.kernel_choosing import KernelChoosing

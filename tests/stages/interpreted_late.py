@@ -1,6 +1,6 @@
 """Whole engines with Triton's kernels, in its interpreter: a late device, and one whose answers depend on no company.
 
-Run by `tests/kernels/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest` of this file.
+Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest` of this file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from millrace.kernels import triton_launch
+from millrace.kernels.triton import launch as triton_launch
 from millrace.stages.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
 from tests.runtime.device_streams.host_streams import HostStreams

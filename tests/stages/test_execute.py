@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.model.cache import KVCache
-from millrace.model.inputs import StepInputs
+from millrace.model.decoder.kv_cache import KVCache
+from millrace.model.decoder.step_inputs import StepInputs
 from millrace.runtime.env.env import Env
 from millrace.runtime.graph import Port
 from millrace.runtime.pipeline import Pipeline
@@ -294,15 +294,15 @@ async def test_each_grant_leaves_once_and_in_order_whatever_crashes(env):
 @pytest.mark.slow
 def test_the_stages_need_no_torch():
     names = (
-        "execute",
-        "sample",
-        "device",
+        "execute.stage",
+        "sample.stage",
+        "device.device",
         "messages",
-        "sampling_table",
-        "runner",
-        "sampling",
-        "pooler",
-        "prompt_logits",
+        "sample.slot_params",
+        "execute.model_runner",
+        "sample.sampler",
+        "device.pooler",
+        "device.prompt_logits",
     )
     code = f"import sys\nfor name in {names}: __import__('millrace.stages.' + name)\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

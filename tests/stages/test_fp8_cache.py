@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from millrace.kernels import backend
-from millrace.model.cache import KVCache
+from millrace.kernels import kernel_set as backend
 from millrace.model.config import ModelConfig
-from millrace.model.decoder import Decoder
+from millrace.model.decoder.decoder import Decoder
+from millrace.model.decoder.kv_cache import KVCache
+from millrace.model.decoder.kv_scales import measured_scales, scales_of
+from millrace.model.decoder.memory_estimate import step_bytes
+from millrace.model.decoder.step_inputs import StepInputs
+from millrace.model.decoder.weights import load_weights
 from millrace.model.demo import WEIGHTS
-from millrace.model.footprint import step_bytes
-from millrace.model.inputs import StepInputs
-from millrace.model.kv_scales import measured_scales, scales_of
-from millrace.model.weights import load_weights
 from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
 from millrace.stages.kv_dtype import check_kv_dtype

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.kernels import step_state
+from millrace.kernels.layout import step_state
 from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.stages.errors import ConfigError
 from tests.bench.gpu import __main__ as command

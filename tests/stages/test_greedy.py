@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from millrace.model.hub import bundled_model_path
+from millrace.model.checkpoint.hub import bundled_model_path
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from tests.counts import FULL, count
 from tests.model.checkpoints import FAMILIES, make_checkpoint

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.kernels import backend
+from millrace.kernels import kernel_set as backend
+from millrace.model.checkpoint.tensor_shapes import expected_shapes
 from millrace.model.config import ModelConfig
-from millrace.model.expected import expected_shapes
-from millrace.model.linear import linear_form
+from millrace.model.decoder.linear import linear_form
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.phases import Phases
 from millrace.stages import sizing

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.model.grammar import unpack
-from millrace.model.vocabulary import Vocabulary
+from millrace.model.text.grammar import unpack
+from millrace.model.text.vocabulary import Vocabulary
 from millrace.runtime.env.env import LiveEnv
 from millrace.stages.grammar import masks as masks_module
 from millrace.stages.grammar.grammars import Grammars

@@ -55,7 +55,7 @@ def test_the_weights_row_is_the_tensors_of_the_file(checkpoints, family):
         embedding = matrices["model.embed_tokens.weight"].numel()
         in_file = sum(tensor.numel() for tensor in tensors.values())
         products = sum(tensor.numel() for tensor in matrices.values()) - (0 if SHARED[family] else embedding)
-        expected = {  # the forms of `model/linear.py`
+        expected = {  # the forms of `model/decoder/linear.py`
             "Linear": size * in_file,
             "PackedLinear": size * (in_file + (embedding if SHARED[family] else 0)),
             "WidenedLinear": size * in_file + 4 * products,

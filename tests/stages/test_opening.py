@@ -22,7 +22,7 @@ from millrace.kernels.native import build, library, machine
 from millrace.kernels.native.errors import NativeUnavailableError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Array
-from millrace.model import hub
+from millrace.model.checkpoint import hub
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import CheckpointError
 from millrace.runtime.phases import Phases

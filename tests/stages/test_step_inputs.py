@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.kernels import step_state
-from millrace.kernels.step_state import SlotState, StepBuffers
+from millrace.kernels.layout import step_state
+from millrace.kernels.layout.step_state import SlotState, StepBuffers
 from millrace.stages.messages import FinishReason, Ints, StepGrant
 from millrace.stages.runner import ModelRunner
 from millrace.stages.sampling_table import SamplingTable

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.kernels.step_state import MAX_STOPS
+from millrace.kernels.layout.step_state import MAX_STOPS
 from millrace.stages.device import StepFell
 from millrace.stages.messages import BlockCopy, Direction, FinishReason, StepGrant, StepTokens
 from millrace.stages.stepping.diff import Ends, diff_size

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.kernels import backend
-from millrace.model.cache import KVCache
+from millrace.kernels import kernel_set as backend
 from millrace.model.config import ModelConfig
-from millrace.model.decoder import Decoder
-from millrace.model.weights import load_weights
+from millrace.model.decoder.decoder import Decoder
+from millrace.model.decoder.kv_cache import KVCache
+from millrace.model.decoder.weights import load_weights
 from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.stages.messages import StepGrant, StepTokens
 from millrace.stages.runner import ModelRunner

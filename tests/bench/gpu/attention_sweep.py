@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.kernels import triton_plan, work_lists
-from millrace.kernels.backend import load as load_backend
-from millrace.kernels.triton_launch import capability
-from millrace.kernels.work_lists import AttentionShape, Tiling
+from millrace.kernels.kernel_set import load as load_backend
+from millrace.kernels.layout import work_lists
+from millrace.kernels.layout.work_lists import AttentionShape, Tiling
+from millrace.kernels.triton import attention_plan as triton_plan
+from millrace.kernels.triton.launch import capability
 from tests.bench.gpu.attention_trials import FP8, timed_trials
 from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.layer_trials import Widths

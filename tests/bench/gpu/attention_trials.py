@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor
 
-from millrace.kernels import cost
-from millrace.kernels.backend import Backend
-from millrace.kernels.cost import Cost
-from millrace.kernels.work_lists import AttentionPlan, AttentionShape, list_work
+from millrace.kernels.checks import roofline as cost
+from millrace.kernels.checks.roofline import Cost
+from millrace.kernels.kernel_set import Backend
+from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, list_work
 from tests.bench.gpu.layer_trials import Widths
 from tests.bench.gpu.trials import Tensors, Trial, far, unchecked
 from tests.kernels.paged import PagedCase, dense_attention, make_case

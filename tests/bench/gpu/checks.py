@@ -12,8 +12,8 @@ from types import ModuleType
 
 import torch
 
-from millrace.kernels import backend
-from millrace.kernels.backend import Backend
+from millrace.kernels import kernel_set as backend
+from millrace.kernels.kernel_set import Backend
 from tests.bench.gpu.attention_trials import checked_trials
 from tests.bench.gpu.layer_trials import Widths, copy_trial, norm_trials, prologue_trial
 from tests.bench.gpu.place import Place
@@ -30,7 +30,7 @@ LLAMA_8B = Widths(hidden=4096, num_heads=32, num_groups=8, head_dim=128, inner=1
 
 def run(place: Place) -> None:
     """The part `checks`."""
-    from millrace.kernels import triton_step
+    from millrace.kernels.triton import step_state as triton_step
 
     check_kernels(place, backend.load("triton"), triton_sampler(), triton_step)
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from millrace.kernels.triton_launch import check_dtype, next_power_of_2, num_multiprocessors
+from millrace.kernels.triton.launch import check_dtype, next_power_of_2, num_multiprocessors
 
 MOST_VECTOR_ROWS = 8  # beyond, the multiplications would take longer than the weight
 SMALLEST_BLOCK = 16  # rows, and numbers of one, of a tile that may be cut into splits

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.kernels.cost import seen_pairs
+from millrace.kernels.checks.roofline import seen_pairs
 from tests.bench.shapes import SHAPES
 
 GPU_SHAPES: dict[str, dict[str, Any]] = {

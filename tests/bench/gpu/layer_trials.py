@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from millrace.kernels import cost
-from millrace.kernels.backend import Backend
+from millrace.kernels.checks import roofline as cost
+from millrace.kernels.kernel_set import Backend
 from tests.bench.gpu import oracle
 from tests.bench.gpu.trials import Tensors, Trial, far, unlike
 

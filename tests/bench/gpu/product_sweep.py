@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from millrace.kernels import triton_layers
+from millrace.kernels.triton import layers as triton_layers
 from tests.bench.gpu.few_rows import SMALLEST_BLOCK, Tiling, activated, add_product, join_counters, product
 from tests.bench.gpu.floors import GPU_SHAPES, H200
 from tests.bench.gpu.layer_trials import Widths

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from millrace.kernels import cost_sampling, reference_sampling, sampling_rows
+from millrace.kernels.checks import roofline_sampling as cost_sampling
+from millrace.kernels.layout import sampling_rows
+from millrace.kernels.reference import sampling as reference_sampling
 from tests.bench.gpu.trials import Tensors, Trial, far, unlike
 
 NOISE_ROUNDING = 1e-4  # of 1 + |score|: two logarithms in f32, near 1 where they lose digits
@@ -38,7 +40,9 @@ TWINS = Sampler(
 
 def triton_sampler() -> Sampler:
     """The Triton kernels."""
-    from millrace.kernels import triton_edits, triton_sampling, triton_thresholds
+    from millrace.kernels.triton import logit_edits as triton_edits
+    from millrace.kernels.triton import sampling as triton_sampling
+    from millrace.kernels.triton import thresholds as triton_thresholds
 
     return Sampler(
         triton_sampling.choose,

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from millrace.kernels import cost_step, step_state
+from millrace.kernels.checks import roofline_step as cost_step
+from millrace.kernels.layout import step_state
 from millrace.stages.stepping.diff import Ends, diff_size
 from tests.bench.gpu.steps import decode_grants
 from tests.bench.gpu.trials import Tensors, Trial, unchecked

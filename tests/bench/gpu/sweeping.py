@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from millrace.kernels import triton_launch
+from millrace.kernels.triton import launch as triton_launch
 from tests.bench.gpu.compiling import compile_all, is_device_lost, why
 from tests.bench.gpu.one import versions
 from tests.bench.gpu.place import Place

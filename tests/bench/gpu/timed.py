@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Generator
 
-from millrace.kernels import backend
-from millrace.kernels.backend import Backend
-from millrace.kernels.cost import Cost
+from millrace.kernels import kernel_set as backend
+from millrace.kernels.checks.roofline import Cost
+from millrace.kernels.kernel_set import Backend
 from tests.bench.gpu.attention_trials import timed_trials
 from tests.bench.gpu.floors import GPU_SHAPES, H200
 from tests.bench.gpu.layer_trials import Widths, copy_trial, norm_trials, prologue_trial
@@ -53,7 +53,7 @@ def row_of(trial: Trial, us: float) -> dict[str, Any]:
 
 def _trials(place: Place, kernels: Backend, shape: dict[str, Any]) -> Iterator[Trial]:
     """One at a time, so that the memory of one serves the next."""
-    from millrace.kernels import triton_step
+    from millrace.kernels.triton import step_state as triton_step
 
     draw = torch.Generator(place.device).manual_seed(place.seed)
     widths, dtype, num_layers = Widths.of(shape), place.dtype, shape["num_hidden_layers"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.kernels.cost import Cost
+from millrace.kernels.checks.roofline import Cost
 
 Tensors = dict[str, Tensor]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of 1 + |number|: some roundings

@@ -1,0 +1,183 @@
+"""State of running sequences on a device, slot by slot, and what steps make of it: the plain twins of
+`kernels/triton/step_state.py`.
+
+What the host says of a step is one buffer of i32, the *diff*: what is new, and which rows run. From it and from the
+tables on the device come a step's inputs, so that nothing the device has chosen goes to the host and back in between.
+The layout of the diff is here; `stages/stepping/diff.py` writes it.
+
+numpy alone. Every array may be a tensor on a CPU, whose memory is then written. S slots, L tokens a slot at most,
+M blocks a slot, P rows and N tokens of a step, padding included; R and T are those that are not padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any  # a numpy array, or a tensor
+Ints = NDArray[np.int32]
+
+# -- the diff: a header, and sections where it says
+
+NUM_ROWS, NUM_TOKENS, NUM_LOGITS, NUM_ENTRIES, NUM_STARTED, NUM_RUNS = 0, 1, 2, 3, 4, 5
+ROWS_AT, ENTRIES_AT, STARTED_AT, RUNS_AT = 6, 7, 8, 9
+SIZE = 10  # of the whole diff, in numbers
+HEADER = 16
+
+# rows      slots [R], starts [R], offsets [R + 1] of their tokens in the step, logits [R] place or -1
+# entries   slots [E], places [E], blocks [E]: new in block tables
+# started   [C, 1 + STATE_WIDTH] slot and state of sequences that begin
+# runs      slots [Q], starts [Q], ends [Q] of their numbers in the diff: known tokens, written from `starts` on
+
+# -- the state of a slot, [S, STATE_WIDTH] i32; floats by their bits
+
+TOKENS, LIMIT, LEAST, FINISHED, PROMPT = 0, 1, 2, 3, 4  # TOKENS: that exist, at LIMIT it ends, before LEAST it does not
+SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P, MIN_P = 5, 6, 7, 8, 9, 10
+STOPS = 12  # ids that end it, -1 behind the last
+MAX_STOPS = 8
+STATE_WIDTH = STOPS + MAX_STOPS
+
+GOES_ON, STOP, LENGTH, ERROR = 0, 1, 2, 3  # FINISHED, as `FinishReason`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotState:
+    """What stays on the device from step to step."""
+
+    state: Array  # [S, STATE_WIDTH] i32
+    tokens: Array  # [S, L] i32
+    tables: Array  # [S, M] i32 block ids in token order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBuffers:
+    """What a step reads, made anew for each: a decoder's inputs, and who gets which row of logits. Larger than any
+    step; `of` gives the part for one."""
+
+    input_ids: Array  # [N] i64
+    positions: Array  # [N] i64
+    slot_mapping: Array  # [N] i64, block * block_size + offset; -1 = none
+    block_tables: Array  # [P, M] i32, entries past the length are not written
+    query_starts: Array  # [P + 1] i32
+    lengths: Array  # [P] i32, tokens in the cache with the new ones; 0: padding, or finished
+    logits_rows: Array  # [P] i64, which of the N tokens; 0 where nobody wants one
+    sampled_slots: Array  # [P] i32, whose logits those are; -1: nobody's
+
+    def of(self, num_rows: int, num_tokens: int) -> StepBuffers:
+        """The same memory, for `num_rows` rows and `num_tokens` tokens."""
+        return StepBuffers(
+            self.input_ids[:num_tokens],
+            self.positions[:num_tokens],
+            self.slot_mapping[:num_tokens],
+            self.block_tables[:num_rows],
+            self.query_starts[: num_rows + 1],
+            self.lengths[:num_rows],
+            self.logits_rows[:num_rows],
+            self.sampled_slots[:num_rows],
+        )
+
+
+Make = Callable[[tuple[int, ...], str], Array]  # an array of a shape and a type, of zeros
+
+
+def make_slots(make: Make, num_slots: int, max_model_len: int, block_size: int) -> SlotState:
+    """Room for so many sequences of so many tokens."""
+    return SlotState(
+        state=make((num_slots, STATE_WIDTH), "int32"),
+        tokens=make((num_slots, max_model_len), "int32"),
+        tables=make((num_slots, -(-max_model_len // block_size)), "int32"),
+    )
+
+
+def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: int) -> StepBuffers:
+    """Room for a step of so many rows and tokens."""
+    return StepBuffers(
+        input_ids=make((num_tokens,), "int64"),
+        positions=make((num_tokens,), "int64"),
+        slot_mapping=make((num_tokens,), "int64"),
+        block_tables=make((num_rows, blocks_per_slot), "int32"),
+        query_starts=make((num_rows + 1,), "int32"),
+        lengths=make((num_rows,), "int32"),
+        logits_rows=make((num_rows,), "int64"),
+        sampled_slots=make((num_rows,), "int32"),
+    )
+
+
+def take_news(diff: Array, slots: SlotState) -> None:
+    """Writes what is new into the tables: entries of block tables, sequences that begin, known tokens."""
+    d, state, tokens, tables = (np.asarray(x) for x in (diff, slots.state, slots.tokens, slots.tables))
+    count, at = int(d[NUM_ENTRIES]), int(d[ENTRIES_AT])
+    tables[d[at : at + count], d[at + count : at + 2 * count]] = d[at + 2 * count : at + 3 * count]
+    count, at = int(d[NUM_STARTED]), int(d[STARTED_AT])
+    started = d[at : at + count * (1 + STATE_WIDTH)].reshape(count, 1 + STATE_WIDTH)
+    state[started[:, 0]] = started[:, 1:]
+    count, at = int(d[NUM_RUNS]), int(d[RUNS_AT])
+    first = at + 3 * count
+    for run in range(count):
+        slot, start, end = d[at + run], d[at + count + run], d[at + 2 * count + run]
+        tokens[slot, start : start + end - first] = d[first:end]
+        first = end
+
+
+def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size: int) -> None:
+    """Fills `buffers`, all of them, with the rows of the diff, and padding behind.
+
+    A row whose sequence has finished on the device, though the host could not know it yet, keeps its place: it reads
+    nothing and writes nothing, and nobody gets its logits.
+    """
+    d, state, known, tables = (np.asarray(x) for x in (diff, slots.state, slots.tokens, slots.tables))
+    out = StepBuffers(*(np.asarray(getattr(buffers, name)) for name in StepBuffers.__slots__))
+    num_rows, num_tokens, at = int(d[NUM_ROWS]), int(d[NUM_TOKENS]), int(d[ROWS_AT])
+    row_slots, starts = d[at : at + num_rows], d[at + num_rows : at + 2 * num_rows]
+    offsets = d[at + 2 * num_rows : at + 3 * num_rows + 1]
+    logits = d[at + 3 * num_rows + 1 : at + 4 * num_rows + 1]
+    counts = offsets[1:] - offsets[:-1]
+    goes_on = state[row_slots, FINISHED] == GOES_ON
+
+    out.query_starts[:] = num_tokens
+    out.query_starts[: num_rows + 1] = offsets
+    out.lengths[:] = 0
+    out.lengths[:num_rows] = np.where(goes_on, starts + counts, 0)
+    for row in range(num_rows):
+        used = -(-int(out.lengths[row]) // block_size)
+        out.block_tables[row, :used] = tables[row_slots[row], :used]
+
+    rows = np.repeat(np.arange(num_rows), counts)  # of each token
+    positions = np.arange(num_tokens) - offsets[rows] + starts[rows]
+    blocks = tables[row_slots[rows], positions // block_size].astype(np.int64)
+    out.positions[:], out.input_ids[:], out.slot_mapping[:] = 0, 0, -1
+    out.positions[:num_tokens] = positions
+    out.input_ids[:num_tokens] = known[row_slots[rows], positions]
+    places = blocks * block_size + positions % block_size
+    out.slot_mapping[:num_tokens] = np.where(goes_on[rows], places, -1)
+
+    out.logits_rows[:], out.sampled_slots[:] = 0, -1
+    wanted = logits >= 0
+    out.logits_rows[logits[wanted]] = offsets[1:][wanted] - 1
+    out.sampled_slots[logits[wanted]] = np.where(goes_on[wanted], row_slots[wanted], -1)
+
+
+def settle(out: Array, chosen: Array, sampled_slots: Array, slots: SlotState) -> None:
+    """Notes the tokens that were chosen, in the slots' state and in `out`, the step's result for the host.
+
+    out            [2, P] i32   token ids, -1 where nobody is sampled; and how the sequence ends, see FINISHED
+    chosen         [P] i64      a token of each row of logits; below 0: it held no number, which ends its sequence
+    sampled_slots  [P] i32      as in `StepBuffers`; each slot at most once
+    """
+    told, ids, at = np.asarray(out), np.asarray(chosen), np.asarray(sampled_slots)
+    state, tokens = np.asarray(slots.state), np.asarray(slots.tokens)
+    told[0], told[1] = -1, GOES_ON
+    rows = (at >= 0).nonzero()[0]
+    slot, is_broken, token = at[rows], ids[rows] < 0, np.maximum(ids[rows], 0).astype(np.int32)
+    count = state[slot, TOKENS]
+    finish = np.where(count + 1 >= state[slot, LIMIT], LENGTH, GOES_ON)
+    is_stop = (state[slot, STOPS : STOPS + MAX_STOPS] == token[:, None]).any(1) & (count >= state[slot, LEAST])
+    finish = np.where(is_broken, ERROR, np.where(is_stop, STOP, finish))
+    has_room = count < tokens.shape[1]
+    tokens[slot[has_room], count[has_room]] = token[has_room]
+    state[slot, TOKENS], state[slot, FINISHED] = count + 1, finish
+    told[0, rows], told[1, rows] = token, finish

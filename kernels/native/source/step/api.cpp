@@ -1,0 +1,260 @@
+// The library's C interface: what library.py calls. Nothing throws past it.
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "step/step_chain.h"
+#include "weights/bf16_12bit_encode.h"
+#include "weights/model.h"
+#include "sampling/sampling.h"
+#include "step/argmax_screen.h"
+#include "step/step.h"
+
+using namespace millrace;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// AMX is not asked for here: who may use it is found in machine.py, which asks the system, too.
+EXPORT int32_t millrace_is_supported() {
+#if defined(__AVX512F__)
+    bool is = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#if defined(__AVX512BF16__)
+    is = is && __builtin_cpu_supports("avx512bf16");
+#endif
+    return is;
+#else
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+}
+
+namespace {
+
+// The answer of `ask`, which throws nothing but bad_alloc; where the model has a thread for that, by that one.
+template <class Ask>
+int32_t ask_for(Model* model, const Ask& ask) {
+    int32_t answer = FINE;
+    auto run = [&] {
+        try {
+            answer = ask();
+        } catch (const std::bad_alloc&) {
+            answer = NO_MEMORY;
+        }
+        if (model->shares) std::copy(model->pool->shares.begin(), model->pool->shares.end(), model->shares);
+    };
+    model->line ? model->line->call(run) : run();
+    return answer;
+}
+
+}  // namespace
+
+// windows [layers]: 0 for none. cpus [num_cpus]: see Pool; the first is the line's, which who has several threads has.
+// worth_a_thread: see Model.
+EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int32_t num_threads, const int32_t* cpus,
+                                 int32_t num_cpus, int64_t worth_a_thread) {
+    try {
+        auto model = std::make_unique<Model>();
+        model->shape = *shape;
+        model->worth_a_thread = std::max<int64_t>(1, worth_a_thread);
+        int64_t hidden = shape->hidden_size, inner = round_up(shape->intermediate_size, 16);
+        int64_t num_bytes = 0;
+        auto define = [&](Linear& linear, int64_t n, int64_t k, int32_t type) {
+            linear.n = n, linear.k = k, linear.type = Type(type);
+            linear.group_size = type == INT4 ? shape->group_size : k;
+            linear.offset = num_bytes, num_bytes += round_up(linear.weight_bytes(), 64);
+        };
+        model->layers.resize(shape->num_layers);
+        for (int64_t i = 0; i < shape->num_layers; i++) {
+            Layer& layer = model->layers[i];
+            layer.window = windows[i];
+            define(layer.qkv, model->qkv_size(), hidden, shape->linears);
+            define(layer.output, hidden, model->attended_size(), shape->linears);
+            define(layer.gate_up, 2 * inner, hidden, shape->linears);
+            define(layer.down, hidden, shape->intermediate_size, shape->linears);
+        }
+        define(model->head, shape->vocab_size, hidden, shape->head);
+        set_order(*model);
+        model->pool = std::make_unique<Pool>(num_threads, std::vector<int>(cpus, cpus + num_cpus));
+        if (num_threads > 1) {
+            model->chain = std::make_unique<Chain>(*model);
+            model->line = std::make_unique<Line>(num_cpus >= num_threads ? cpus[0] : -1);
+        }
+        return model.release();
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+EXPORT void millrace_model_delete(Model* model) { delete model; }
+
+// The system's id of the thread that begins each step; 0: whoever asks does.
+EXPORT int32_t millrace_line(const Model* model) { return model->line ? model->line->thread_id() : 0; }
+
+// cos, sin [count, rotary_dim / 2]
+EXPORT int32_t millrace_set_positions(Model* model, const float* cos, const float* sin, int64_t count) {
+    try {
+        int64_t size = count * (model->shape.rotary_dim / 2);
+        model->cos.assign(cos, cos + size);
+        model->sin.assign(sin, sin + size);
+        model->num_positions = count;
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+// Tensors, one after the other, in one call: who loads them beside threads that hold Python's lock gets it back once, not with
+// each. 0: done; else `num_set` of them are, and with the next one 1: a number is not finite; 2: there is no memory.
+EXPORT int32_t millrace_set_tensors(Model* model, const Tensor* tensors, int64_t count, int64_t* num_set) {
+    try {
+        for (*num_set = 0; *num_set < count; ++*num_set)
+            if (!set_tensor(*model, tensors[*num_set])) return 1;
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+// Of a model that has all of its tensors, and takes no more. 0: done; 2: there was no memory for some, which stay as they are.
+EXPORT int32_t millrace_code_weights(Model* model) {
+    try {
+        std::lock_guard<std::mutex> lock(model->is_running);
+        code_weights(*model);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
+}
+
+// What is computed with in place of a matrix's numbers, [rows, columns] of the tensor. False for a tensor that is none.
+EXPORT int32_t millrace_get_matrix(Model* model, int64_t layer, int32_t kind, float* numbers) {
+    return get_matrix(*model, layer, Kind(kind), numbers);
+}
+
+EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weights_bytes(); }
+
+// Of what tells where the largest logits are, beside the weights.
+EXPORT int64_t millrace_screen_bytes(const Model* model) { return model->screen.num_bytes(); }
+
+// Whether a head that is set gets one.
+EXPORT int32_t millrace_wants_screen(const Model* model) { return wants_screen(model->head); }
+
+// Panels of the head that the last step's screen left, each once for each row; -1: that went without.
+EXPORT int64_t millrace_panels_left(const Model* model) { return model->screen.num_left; }
+EXPORT int64_t millrace_panels_looked_at_closer(const Model* model) { return model->screen.num_closer; }
+
+// Whether two threads shared products by rows in the last step.
+EXPORT int32_t millrace_is_shared_by_rows(const Model* model) { return model->is_shared_by_rows; }
+
+// Whether the last step's rows were taken apart.
+EXPORT int32_t millrace_is_apart(const Model* model) { return model->is_apart; }
+
+EXPORT int32_t millrace_num_together(const Model* model) { return model->num_together; }
+
+// For tests: see Apart.
+EXPORT void millrace_assume_apart(Model* model, int32_t is_apart) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->apart.assume(is_apart);
+}
+
+// Whether few rows' weights passed by the caches in the last step.
+EXPORT int32_t millrace_is_passing(const Model* model) { return model->is_passing; }
+
+EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {
+    return step_bytes(*model, num_tokens, num_logits);
+}
+
+// part_ns [NUM_PARTS + 1]: see Model; it is the caller's, and outlives the steps.
+EXPORT void millrace_time_parts(Model* model, int64_t* part_ns) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->part_ns = part_ns;
+}
+
+// shares [NUM_SHARES]: see Model; it is the caller's, and outlives the steps.
+EXPORT void millrace_count_shares(Model* model, int64_t* shares) { model->shares = shares; }
+
+// Steps from now on have `num_threads` at most, and those left out try: see Pool.
+EXPORT void millrace_limit_threads(Model* model, int32_t num_threads, int32_t is_trying) {
+    model->pool->limit = num_threads;
+    model->pool->is_trying = is_trying != 0;
+}
+
+// For tests: see Party.
+EXPORT void millrace_come_late(Model* model, int32_t num_phases) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->pool->party.lateness = num_phases;
+}
+
+// For tests: see Kept.
+EXPORT void millrace_assume_kept(Model* model, int64_t num_bytes) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    model->kept.assume(num_bytes);
+}
+
+// Of keys and values, that the last step fetched beside products.
+EXPORT int64_t millrace_bytes_beside(Model* model) {
+    std::lock_guard<std::mutex> lock(model->is_running);
+    return model->num_bytes_beside;
+}
+
+EXPORT int32_t millrace_step(Model* model, const StepInputs* inputs) {
+    return ask_for(model, [&] {
+        Error error = check(*model, *inputs);
+        if (error == FINE && inputs->num_tokens > 0) run_step(*model, *inputs);
+        return error;
+    });
+}
+
+EXPORT int32_t millrace_decode(Model* model, const Decoding* decoding, int64_t num_rows, float* logits,
+                               int64_t* likeliest, uint8_t* is_broken) {
+    return ask_for(model, [&] { return decode(*model, *decoding, num_rows, {logits, likeliest, is_broken}); });
+}
+
+EXPORT void millrace_norm(Model* model, const float* hidden, int64_t count, float* normed) {
+    run_norm(*model, hidden, count, normed);
+}
+
+EXPORT int32_t millrace_head(Model* model, const float* hidden, int64_t count, float* logits) {
+    return ask_for(model, [&] {
+        if (count > 0) run_head(*model, hidden, count, logits);
+        return FINE;
+    });
+}
+
+EXPORT int32_t millrace_choose(Model* model, const Asked* asked, const Choices* choices) {
+    return ask_for(model, [&] {
+        if (choices->num_rows > 0) choose(*model, *asked, *choices);
+        return FINE;
+    });
+}
+
+// Returns when nothing is in line.
+EXPORT void millrace_drain(Model* model) {
+    if (model->line) model->line->call([] {});
+}
+
+// The next three of a model that has a line, see Chain. An error: no memory.
+EXPORT int32_t millrace_begin(Model* model, int64_t number, const Decoding* decoding, const Asked* asked,
+                              int64_t num_rows) {
+    try {
+        model->chain->begin(number, *decoding, *asked, num_rows);
+        return FINE;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}
+
+// 1 if the step follows. Where there is no memory for that, it does not.
+EXPORT int32_t millrace_follow(Model* model, int64_t number, const Decoding* decoding, const Asked* asked,
+                               int64_t num_rows) {
+    try {
+        return model->chain->follow(number, *decoding, *asked, num_rows);
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+}
+
+EXPORT int32_t millrace_wait(Model* model, int64_t number, int64_t num_rows, int64_t* token_ids, uint8_t* is_broken) {
+    return model->chain->wait(number, num_rows, token_ids, is_broken);
+}

@@ -1,0 +1,131 @@
+// Rows of a step that go through layers together, what is kept of them meanwhile, and room for their products.
+
+#pragma once
+
+#include <map>
+
+#include "linear/linear.h"
+#include "attention/attention_plan.h"
+
+namespace millrace {
+
+// Where a step's activations are.
+template <class Input>
+struct Activations {
+    float *residual, *qkv;
+    TiledRows<Input> normed, attended, inner;
+    int64_t hidden_stride, qkv_stride;
+    char* end;
+
+    Activations(const Model& model, char* memory, int64_t num_rows)
+        : hidden_stride(row_stride(model.shape.hidden_size)), qkv_stride(row_stride(model.qkv_size())) {
+        auto take = [&](auto** place, int64_t size) {
+            *place = reinterpret_cast<std::remove_reference_t<decltype(*place)>>(memory);
+            memory += round_up(num_rows * size * int64_t(sizeof(**place)), 64);
+        };
+        auto take_tiled = [&](TiledRows<Input>* rows, int64_t size) {
+            rows->num_rows = num_rows, rows->size = size;
+            take(&rows->data, rows->padded_size());
+            if (num_rows > 0) memory += TiledRows<Input>::READ_PAST;
+        };
+        take(&residual, hidden_stride);
+        take(&qkv, qkv_stride);
+        take_tiled(&normed, model.shape.hidden_size);
+        take_tiled(&attended, model.attended_size());
+        take_tiled(&inner, model.shape.intermediate_size);
+        end = memory;
+    }
+};
+
+template <class Input>
+int64_t activation_bytes(const Model& model, int64_t num_rows) {
+    return Activations<Input>(model, nullptr, num_rows).end - static_cast<char*>(nullptr);
+}
+
+// Of all rows, and of those that are asked for, where these are fewer.
+template <class Input>
+int64_t step_activation_bytes(const Model& model, int64_t num_tokens, int64_t num_logits) {
+    if (num_logits >= num_tokens) return activation_bytes<Input>(model, num_logits);
+    return activation_bytes<Input>(model, num_tokens) + activation_bytes<Input>(model, num_logits);
+}
+
+// Rows that go through a layer together, where they are, and who sees which keys for them.
+template <class Input>
+struct Batch {
+    StepInputs inputs;
+    Activations<Input> at;
+    std::map<int64_t, Plan> plans;  // for each window
+
+    Batch(const Model& model, char* memory, const StepInputs& inputs)
+        : inputs(inputs), at(model, memory, inputs.num_tokens) {}
+
+    void plan(const Model& model, int64_t window, int num_threads, int rows_together) {
+        if (!plans.count(window)) plans[window] = make_plan(model, inputs, window, num_threads, rows_together);
+    }
+    Sequences sequences() const {
+        return {inputs.block_tables, inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width};
+    }
+};
+
+// Rows of a step whose logits are asked for, where these are the last ones of their sequences and not all: of a prompt's
+// tokens one at most. The others have done their part when the last layer has their keys and values.
+struct AskedRows {
+    std::vector<int64_t> rows;  // of the step; none where all of them go on
+    std::vector<int32_t> query_starts;
+    std::vector<int64_t> logits_rows;  // of `rows`
+    bool is_cut = false;
+
+    explicit AskedRows(const StepInputs& in) {
+        if (in.hidden || in.num_logits >= in.num_tokens) return;
+        std::vector<int64_t> firsts(in.query_starts + 1, in.query_starts + in.num_sequences + 1), sequences;
+        for (int64_t i = 0; i < in.num_logits; i++) {
+            auto end = std::upper_bound(in.query_starts, in.query_starts + in.num_sequences + 1, in.logits_rows[i]);
+            int64_t s = end - in.query_starts - 1;
+            if (s < 0 || s >= in.num_sequences) return;  // of no sequence: nobody says what becomes of it
+            firsts[s] = std::min(firsts[s], in.logits_rows[i]);
+            sequences.push_back(s);
+        }
+        query_starts.push_back(0);
+        for (int64_t s = 0; s < in.num_sequences; s++) {
+            for (int64_t row = firsts[s]; row < in.query_starts[s + 1]; row++) rows.push_back(row);
+            query_starts.push_back(int32_t(rows.size()));
+        }
+        is_cut = int64_t(rows.size()) <= in.num_logits;
+        for (int64_t i = 0; i < in.num_logits; i++)
+            logits_rows.push_back(in.logits_rows[i] - firsts[sequences[i]] + query_starts[sequences[i]]);
+    }
+
+    // What the rest of the step reads.
+    StepInputs of(const StepInputs& inputs) const {
+        StepInputs asked = inputs;
+        asked.num_tokens = int64_t(rows.size());
+        asked.query_starts = query_starts.data(), asked.logits_rows = logits_rows.data();
+        asked.input_ids = asked.positions = asked.slot_mapping = nullptr;  // read before
+        return asked;
+    }
+};
+
+// Rows that each thread norms for itself, at most: a tile of them, whose products need no room for anything else. In AMX nobody
+// has measured it.
+template <class Input>
+constexpr int64_t NORMED_BY_ALL = IN_AMX<Input> ? 0 : GEMM_ROWS;
+
+// Bytes of room for each thread in any of the products of `num_rows` rows, and in what comes before one.
+template <class Weight>
+int64_t most_room_bytes(const Model& model, int64_t num_rows) {
+    using Input = InputOf<Weight>;
+    int64_t most = room_bytes<Weight>(model.head, num_rows);
+    most = std::max(most, NORMED_BY_ALL<Input> * model.shape.hidden_size * int64_t(sizeof(Input)));
+    for (const Layer& layer : model.layers)
+        for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+            most = std::max(most, room_bytes<Weight>(*linear, num_rows));
+    return round_up(most, 64);
+}
+
+template <class Weight>
+void reserve_room(Model* model, int64_t num_rows, int num_threads) {
+    model->room_apart = most_room_bytes<Weight>(*model, num_rows);
+    ensure(&model->room, model->room_apart * num_threads);
+}
+
+}  // namespace millrace

@@ -1,0 +1,94 @@
+#include "step/step.h"
+
+#include <algorithm>
+
+namespace millrace {
+
+// Compiled apart, in step_bfloat16.cpp and step_float32.cpp.
+template <class Weight>
+void run_typed(Model& model, const StepInputs& inputs, int num_threads);
+template <class Weight>
+void run_head_typed(Model& model, const float* hidden, int64_t count, float* logits, int num_threads);
+template <class Weight>
+int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits);
+
+namespace {
+
+// Threads that pay: one for a model that is done before another has woken up.
+int threads_for(const Model& model, int64_t num_rows) {
+    int64_t work = model.weights_bytes() * std::max<int64_t>(1, num_rows / 4);
+    return int(std::min<int64_t>(model.pool->limit.load(), std::max<int64_t>(1, work / model.worth_a_thread)));
+}
+
+}  // namespace
+
+Error check(const Model& model, const StepInputs& in) {
+    const Shape& shape = model.shape;
+    for (int64_t t = 0; t < in.num_tokens; t++) {
+        if (in.input_ids[t] < 0 || in.input_ids[t] >= shape.vocab_size) return BAD_TOKEN;
+        if (in.positions[t] < 0 || in.positions[t] >= model.num_positions) return BAD_POSITION;
+        if (in.slot_mapping[t] >= in.num_blocks * in.block_size) return BAD_SLOT;
+    }
+    for (int64_t s = 0; s < in.num_sequences; s++) {
+        int64_t count = int64_t(in.query_starts[s + 1]) - in.query_starts[s], length = in.lengths[s];
+        if (in.query_starts[s] < 0 || count < 0 || in.query_starts[s + 1] > in.num_tokens) return BAD_SEQUENCE;
+        if (length < count || length > in.table_width * in.block_size) return BAD_SEQUENCE;
+        for (int64_t i = 0; i < ceil_div(length, in.block_size); i++) {
+            int32_t block = in.block_tables[s * in.table_width + i];
+            if (block < 0 || block >= in.num_blocks) return BAD_BLOCK;
+        }
+    }
+    for (int64_t i = 0; i < in.num_logits; i++)
+        if (in.logits_rows[i] < 0 || in.logits_rows[i] >= in.num_tokens) return BAD_ROW;
+    return FINE;
+}
+
+void run_step(Model& model, const StepInputs& inputs) {
+    std::lock_guard<std::mutex> lock(model.is_running);
+    auto run = model.shape.dtype == BFLOAT16 ? run_typed<uint16_t> : run_typed<float>;
+    run(model, inputs, threads_for(model, inputs.num_tokens));
+}
+
+Error decode(Model& model, const Decoding& in, int64_t num_rows, const Wanted& wanted) {
+    DecodeInputs& made = model.decode_inputs;
+    int64_t longest = 0;
+    for (int64_t row = 0; row < num_rows; row++) {
+        if (in.slots[row] < 0 || in.slots[row] >= in.num_slots) return BAD_ROW;
+        if (in.starts[row] < in.num_known[in.slots[row]]) return IS_PROMPT;
+        longest = std::max(longest, in.starts[row] + 1);
+    }
+    int64_t width = ceil_div(longest, in.block_size);
+    if (width > in.blocks_per_slot) return BAD_SEQUENCE;
+    made.input_ids.resize(num_rows), made.slot_mapping.resize(num_rows), made.rows.resize(num_rows);
+    made.lengths.resize(num_rows), made.query_starts.resize(num_rows + 1), made.block_tables.resize(num_rows * width);
+    for (int64_t row = 0; row < num_rows; row++) {
+        int64_t slot = in.slots[row], start = in.starts[row];
+        const int32_t* table = in.tables + slot * in.blocks_per_slot;
+        made.input_ids[row] = in.last_tokens[slot];
+        made.slot_mapping[row] = table[start / in.block_size] * in.block_size + start % in.block_size;
+        made.rows[row] = row;
+        made.lengths[row] = int32_t(start + 1);
+        made.query_starts[row + 1] = int32_t(row + 1);
+        std::copy(table, table + width, made.block_tables.begin() + row * width);
+    }
+    StepInputs inputs{num_rows, num_rows, width, num_rows, made.input_ids.data(), in.starts, made.slot_mapping.data(),
+                      made.block_tables.data(), made.query_starts.data(), made.lengths.data(), made.rows.data(),
+                      in.cache, in.num_blocks, in.blocks_apart, in.block_size, nullptr, wanted.logits,
+                      wanted.likeliest, wanted.is_broken};
+    Error error = check(model, inputs);
+    if (error == FINE && num_rows > 0) run_step(model, inputs);
+    return error;
+}
+
+void run_head(Model& model, const float* hidden, int64_t count, float* logits) {
+    std::lock_guard<std::mutex> lock(model.is_running);
+    auto run = model.shape.dtype == BFLOAT16 ? run_head_typed<uint16_t> : run_head_typed<float>;
+    run(model, hidden, count, logits, threads_for(model, count));
+}
+
+int64_t step_bytes(const Model& model, int64_t num_tokens, int64_t num_logits) {
+    auto bytes = model.shape.dtype == BFLOAT16 ? step_bytes_typed<uint16_t> : step_bytes_typed<float>;
+    return bytes(model, num_tokens, num_logits);
+}
+
+}  // namespace millrace

@@ -1,0 +1,416 @@
+"""The kernels in plain PyTorch: the CPU path, and the oracle of the Triton kernels, which share names and signatures.
+
+Knows tensors only: nothing of models, requests or steps. Runs on any device, but the two attentions look at lengths on
+the host, for which a GPU would have to wait; there the Triton kernels are the ones to use.
+
+Shapes: T new tokens of a step, S sequences, H query heads, G key/value heads (H % G == 0), D head size, N blocks of
+B tokens, M blocks a row of a block table. Floating tensors are f32, bf16 or f16; sums are in f32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout.work_lists import AttentionPlan, AttentionShape
+from .attention_f32 import attend_in_f32, is_plain
+from .attention_plans import MIN_SHARED_ELEMENTS, DecodePlan, ExtendPlan, plan_decode, plan_extend
+from .kv_gather import Bucket, gather, rows_to_gather, run_of
+from .per_step import Derived
+from .split_context import attend, can_see_parts, rows_of, see_as_well
+
+_rotations = Derived[tuple[Tensor, Tensor, Tensor, Tensor]]()
+_places = Derived[tuple[Tensor | None, tuple[Tensor, Tensor]]]()
+_plans = Derived[DecodePlan]()
+_extends = Derived[ExtendPlan]()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scales each row to unit mean square, then by `weight`, rounding once in between as transformers' Llama does.
+
+    x       [..., D]   any strides over rows
+    weight  [D]        as x
+
+    Returns [..., D] as x, contiguous.
+    """
+    size = x.shape[-1]
+    if x.numel() == size and x.dtype != torch.float32 and x.device.type == "cpu":
+        # One row is all calls, and `F.rms_norm` makes ten of them on a CPU. The mean of (x, -x) is 0, so its layer norm
+        # (one call) is the RMS norm of x: 38 us against 67 in bf16 at D = 576 on one 2.5 GHz core. In f32 it
+        # would differ in the last bit.
+        return weight * F.layer_norm(torch.cat((x, -x), -1), (2 * size,), None, None, eps)[..., :size]
+    return weight * F.rms_norm(x, (size,), None, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x` in place, then `rms_norm(residual)`.
+
+    x, residual  [T, D]
+    weight       [D]
+
+    Returns [T, D] as x.
+    """
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """Rotates queries and keys to their positions, in place; the halves of a head are the pairs (`rotate_half`, NeoX).
+
+    q          [T, H, D]   contiguous in D
+    k          [T, G, D]   as q
+    cos, sin   [P, D_rot / 2] f32   D_rot <= D; the rest of each head stays as it is; not written to any more
+    positions  [T] i64     row of the tables, 0 <= position < P
+    """
+    # The tables are kept in the value, so that their ids stay theirs.
+    _, _, cosines, sines = _rotations.get(
+        (id(cos), id(sin)), (positions,), lambda: (cos, sin, *_rotation(cos[positions], sin[positions]))
+    )
+    half = cos.shape[-1]
+    for heads in _adjoined(q, k):
+        if heads.shape[0] == 1:
+            # One row is all calls: 55 us against 86 for the form below, in bf16 on one 2.5 GHz core. At 512 rows the
+            # copies would cost twice what the form below takes.
+            turned = heads if heads.shape[-1] == 2 * half else heads[..., : 2 * half]
+            both = turned.float()
+            turned.copy_(both * cosines + both.roll(half, -1) * sines)
+            continue
+        first, second = heads[..., :half], heads[..., half : 2 * half]
+        rotated = first * cosines - second * sines  # f32, as the tables are
+        second.copy_(second * cosines + first * sines)
+        first.copy_(rotated)
+
+
+def _rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of T rows, of [T, D_rot / 2] each: [T, 1, D_rot / 2] for a half of a head, and for a single row those
+    of the head and of its halves swapped, [1, 1, D_rot]."""
+    if len(cos) == 1:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
+def _adjoined(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """One view [T, H + G, D] of both where k follows q in memory, as in a fused projection: half the calls."""
+    num_tokens, num_heads, head_dim = q.shape
+    gap = num_heads * q.stride(1)
+    is_one_storage = k.data_ptr() - q.data_ptr() == (k.storage_offset() - q.storage_offset()) * q.element_size()
+    is_next = k.storage_offset() - q.storage_offset() == gap and q.stride()[1:] == k.stride()[1:]
+    if not (is_one_storage and is_next and (num_tokens <= 1 or q.stride(0) == k.stride(0))):
+        return q, k
+    return (q.as_strided((num_tokens, num_heads + k.shape[1], head_dim), q.stride()),)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Puts the keys and values of new tokens into their slots of one layer's cache.
+
+    k, v          [T, G, D]
+    k/v_cache     [N, G, B, D]   as k; any strides
+    slot_mapping  [T] i64        block * B + offset in the block; -1 writes nothing
+    """
+    block_size = k_cache.shape[2]
+    written, place = _places.get(block_size, (slot_mapping,), lambda: _places_of(slot_mapping, block_size))
+    if written is not None:
+        k, v = k[written], v[written]
+    k_cache.transpose(1, 2).index_put_(place, k)
+    v_cache.transpose(1, 2).index_put_(place, v)
+
+
+def _places_of(slot_mapping: Tensor, block_size: int) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+    """Which tokens are written, None meaning all, and where: their blocks and the offsets in them."""
+    written = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[written]
+    is_all = len(written) == len(slot_mapping)
+    return None if is_all else written, (slots // block_size, slots % block_size)
+
+
+def attention_prologue(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """What lies between a layer's fused projection and its attention: norms of heads, RoPE, the write to the cache.
+
+    qkv             [T, H + 2G, D]  queries, keys, values; contiguous in D; may be written to, and is not read any more
+    q_norm, k_norm  [D]             as qkv; None = heads are not normed
+    cos, sin        [P, D_rot / 2]  f32, as for `rope`
+    positions       [T] i64         as for `rope`
+    k/v_cache       [N, G, B, D]    as qkv, or float8_e4m3fn; any strides
+    slot_mapping    [T] i64         block * B + offset in the block; below 0 nothing is written
+    k/v_scale       [G] f32         of an fp8 cache, and only there: numbers are kept divided by it, at most +-448
+
+    Returns the queries, [T, H, D] as qkv, contiguous in D; they may lie in its memory.
+    """
+    num_groups = k_cache.shape[1]
+    q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * num_groups, num_groups, num_groups), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    rope(q, k, cos, sin, positions)
+    if k_scale is not None and v_scale is not None:
+        k, v = _to_fp8(k, k_scale), _to_fp8(v, v_scale)
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def _to_fp8(heads: Tensor, scale: Tensor) -> Tensor:
+    """[T, G, D] in e4m3, as bytes."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    numbers = (heads.float() / scale[:, None]).clamp(-largest, largest)
+    return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def copy_blocks(data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None:
+    """Copies whole blocks of a cache, all layers: on a CPU twice as fast as indexing by a list.
+
+    data                   [..., N, ...]  contiguous; axis `axis` counts blocks
+    sources, destinations  [C] i64        `destinations[i]` becomes what `sources[i]` is; no block is both
+    """
+    for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+        data.select(axis, destination).copy_(data.select(axis, source))
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of a fused projection.
+
+    gate_up  [T, 2F]   gate first
+
+    Returns [T, F] as gate_up.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def plan_attention(
+    shape: AttentionShape,
+    lengths: Tensor,
+    query_starts: Tensor | None,
+    num_tokens: int,
+    num_processors: int | None = None,
+) -> AttentionPlan | None:
+    """What the attention calls of a step have in common, made once a step: for Triton its work lists.
+
+    None here: the twins read tables on the host anyway, and find again by value what they worked out for a step.
+    """
+    return None
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    """Attention of one new token per sequence over its cached tokens.
+
+    q             [S, H, D]      contiguous in D
+    k/v_cache     [N, G, B, D]   as q, or float8_e4m3fn; one layer's view of the cache; any strides
+    block_tables  [S, M] i32     block ids in token order; entries past the length are never followed
+    lengths       [S] i32        tokens in the cache, the new one included; 0 is a padding row
+    scale                        multiplies q @ k before the softmax, usually D ** -0.5
+    window                       sees only the last `window` tokens, the new one included; None sees all
+    soft_cap                     scores become soft_cap * tanh(score / soft_cap); None leaves them
+    k/v_scale     [G] f32        keys and values are what the cache holds times this; None is 1
+    plan                         of `plan_attention` for this step
+
+    Returns [S, H, D] as q; padding rows are zero. What lies in unused cache slots, NaN included, has no influence.
+
+    Rows of similar context share one gather and one SDPA call; what contexts have in common at their beginning is read
+    once where that pays. The plan of gathers is the same for all layers of a step, so it is kept as long as tables and
+    lengths hold the same values.
+    """
+    if not is_plain(q, k_cache, soft_cap, k_scale, v_scale):
+        starts = torch.arange(len(q) + 1, dtype=torch.int32)
+        return attend_in_f32(
+            q, k_cache, v_cache, block_tables, starts, lengths, scale, window, soft_cap, k_scale, v_scale
+        )
+    num_rows, num_heads, head_dim = q.shape
+    num_groups = k_cache.shape[1]
+    least = _min_shared(q)
+    kind = (window, q.dtype, least, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
+    gathers = _plans.get(
+        kind,
+        (block_tables, lengths),
+        lambda: plan_decode(k_cache, v_cache, block_tables, lengths, window, q.dtype, least),
+    )
+    if gathers.shared:
+        return _decode_in_parts(q, k_cache, v_cache, gathers, scale)
+    out = None if gathers.is_whole else torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for bucket in gathers.buckets:
+        rows = q if bucket.rows is None else q.index_select(0, bucket.rows)
+        rows = rows.view(len(rows), num_groups, num_heads // num_groups, head_dim)  # [C, G, R, D]
+        keys, values = gather(k_cache, v_cache, bucket)  # [C, G, L, D]
+        seen = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bucket.mask, scale=scale)
+        seen = seen.reshape(-1, num_heads, head_dim)
+        if out is None:
+            return seen
+        assert bucket.rows is not None
+        out.index_copy_(0, bucket.rows, seen)
+    assert out is not None
+    return out
+
+
+def _min_shared(q: Tensor) -> int | None:
+    """Key elements a shared prefix must save to be seen apart; None where it can not be."""
+    return MIN_SHARED_ELEMENTS if can_see_parts(q.device) else None
+
+
+def _decode_in_parts(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, scale: float) -> Tensor:
+    """As `paged_decode`, for a plan with shared prefixes."""
+    num_rows, num_heads, head_dim = q.shape
+    out, logs = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.zeros(num_rows, num_heads)
+    for bucket in plan.buckets:
+        rows = rows_of(q, bucket.rows).view(-1, k_cache.shape[1], num_heads // k_cache.shape[1], head_dim)
+        seen, log = attend(rows, *gather(k_cache, v_cache, bucket), bucket.mask, scale)
+        seen, log = seen.reshape(-1, num_heads, head_dim), log.reshape(-1, num_heads)
+        if bucket.rows is None:
+            out, logs = seen, log
+        else:
+            out.index_copy_(0, bucket.rows, seen)
+            logs.index_copy_(0, bucket.rows, log)
+    for members, bucket in plan.shared:
+        out = see_as_well(out, logs, q, members, *gather(k_cache, v_cache, bucket), scale)
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's new tokens over its cached tokens: prefill, chunks of it, decode, any mix.
+
+    q             [T, H, D]        new tokens of all sequences, one after another; contiguous in D
+    k/v_cache     [N, G, B, D]     as q, or float8_e4m3fn; new keys and values are already in it; any strides
+    block_tables  [S, M] i32       block ids in token order; entries past the length are never followed
+    query_starts  [S + 1] i32      sequence s owns rows [query_starts[s], query_starts[s + 1]) of q
+    lengths       [S] i32          tokens in the cache, the new ones included; 0 is a padding row
+    scale                          multiplies q @ k before the softmax
+    window                         a token sees only the last `window` tokens, itself included; None sees all
+    soft_cap, k/v_scale, plan      as in `paged_decode`
+
+    With n new tokens, token j sees cache positions [0, lengths[s] - n + j]. Returns [T, H, D] as q; rows of padding
+    sequences, and rows past query_starts[S], are zero. Decoding rows (n = 1) go through `paged_decode` together.
+    """
+    if not is_plain(q, k_cache, soft_cap, k_scale, v_scale):
+        return attend_in_f32(
+            q, k_cache, v_cache, block_tables, query_starts, lengths, scale, window, soft_cap, k_scale, v_scale
+        )
+    num_new = query_starts.diff()
+    decoding = ((num_new == 1) & (lengths > 0)).nonzero().squeeze(1)
+    if len(decoding) == len(q) == len(lengths):
+        return paged_decode(q, k_cache, v_cache, block_tables, lengths, scale, window)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    if len(decoding):
+        rows = query_starts[:-1].index_select(0, decoding)
+        decoded = paged_decode(
+            q.index_select(0, rows), k_cache, v_cache, block_tables[decoding], lengths[decoding], scale, window
+        )
+        out.index_copy_(0, rows.long(), decoded)
+    least = _min_shared(q)
+    kind = (window, least, k_cache.device, k_cache.shape[1:], k_cache.stride(), v_cache.stride())
+    extends = _extends.get(
+        kind,
+        (block_tables, query_starts, lengths),
+        lambda: plan_extend(k_cache, v_cache, block_tables, query_starts, lengths, window, least),
+    )
+    logs = torch.zeros(q.shape[:2]) if extends.shared else None
+    for start, end, length, first_block, sequence in extends.sequences:
+        own = slice(start, end)
+        own_logs = None if logs is None else logs[own]
+        table = block_tables[sequence]
+        _extend(q[own], k_cache, v_cache, table, length, scale, window, first_block, out[own], own_logs)
+    for tokens, bucket in extends.shared:
+        assert logs is not None
+        out = see_as_well(out, logs, q, tokens, *gather(k_cache, v_cache, bucket), scale)
+    return out
+
+
+# ---- prefill and extend: one sequence -------------------------------------------------------------------------------
+
+QUERY_TILE = 256  # query tokens an SDPA call: keys after the tile's last token are left out, and its mask stays small
+
+
+def _extend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    length: int,
+    scale: float,
+    window: int | None,
+    first_block: int,
+    out: Tensor,
+    logs: Tensor | None,
+) -> None:
+    """Attention of the last len(q) tokens of one sequence over its blocks from `first_block` on, into `out`; [n, H, D]
+    both. The log-sum-exp of the scores goes into `logs` [n, H], if it is wanted."""
+    num_new, num_heads, head_dim = q.shape
+    num_groups, block_size = k_cache.shape[1:3]
+    prefix = length - num_new
+    blocks = block_table[first_block : -(-length // block_size)].long().unsqueeze(0)
+    first_key = first_block * block_size
+    run = run_of(k_cache, v_cache, blocks)
+    sources = rows_to_gather(k_cache, v_cache, blocks) if run is None else None
+    span = Bucket(None, sources, blocks, 0, length - first_key, run=run)
+    keys, values = gather(k_cache, v_cache, span)  # [1, G, L, D]
+    if (
+        prefix == 0 and window is None and logs is None
+    ):  # the causal flag skips hidden tiles: 10 to 25 % faster than masks at 512 tokens
+        heads = q.transpose(0, 1).unsqueeze(0)  # [1, H, n, D]
+        seen = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+        out.copy_(seen.squeeze(0).transpose(0, 1))
+        return
+    packed = q.view(num_new, num_groups, -1, head_dim).permute(1, 2, 0, 3)  # [G, R, n, D]
+    for start in range(0, num_new, QUERY_TILE):
+        end = min(start + QUERY_TILE, num_new)
+        low = 0 if window is None else max(0, prefix + start + 1 - window - first_key)
+        high = prefix + end - first_key
+        tile = packed[:, :, start:end]
+        mask = _causal_mask(end - start, high - low, window, q).repeat(tile.shape[1], 1)  # [R * n, L]
+        # The heads of a group share keys, so their rows are one tall query: [1, G, R * n, D].
+        tall = tile.reshape(1, num_groups, -1, head_dim)
+        if logs is None:
+            seen = F.scaled_dot_product_attention(
+                tall, keys[:, :, low:high], values[:, :, low:high], attn_mask=mask, scale=scale
+            )
+        else:
+            seen, log = attend(tall, keys[:, :, low:high], values[:, :, low:high], mask, scale)
+            logs[start:end] = log.reshape(num_heads, end - start).t()
+        out[start:end] = seen.view(num_heads, end - start, head_dim).transpose(0, 1)
+
+
+def _causal_mask(num_queries: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    """[n, L] as `like`, to be added to scores: 0 where seen, -inf elsewhere. The last query is at the last key."""
+    age = torch.arange(num_keys - num_queries, num_keys, device=like.device).unsqueeze(1) - torch.arange(
+        num_keys, device=like.device
+    )
+    is_hidden = age < 0 if window is None else (age < 0) | (age >= window)
+    return torch.zeros_like(age, dtype=like.dtype).masked_fill_(is_hidden, float("-inf"))

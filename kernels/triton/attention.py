@@ -1,0 +1,321 @@
+"""Triton kernels of attention over a paged cache. Twins in `kernels/reference/layers_and_attention.py`, same
+signatures.
+
+One persistent kernel walks a work list (`kernels/layout/work_lists.py`): each program does the items that are its own,
+one after the other, so the grid is the same for any lengths and launches can be captured in a CUDA graph. In *decode*
+an item's rows are the heads that share a key/value head, in *extend* they are several new tokens x such heads. What an
+item leaves of a task that was cut is joined by a second small kernel, always in the order of tiles.
+
+Softmax is in base 2 with log2(e) folded into the scale, since exp2 is one instruction. Scales of a cache in 8 bits are
+folded in too: those of keys into the scale, those of values into the result.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+from ..layout.work_lists import AttentionPlan, AttentionShape, Item, Split, WorkList, next_power_of_2
+from .attention_plan import plan_attention
+from .launch import capability, check_dtype
+
+LOG2_E = 1.4426950408889634
+INDEX_TENSORS = ["items", "starts", "block_tables", "splits", "counts"]
+MERGED_ELEMENTS = 4096  # partial sums that a program of the merge holds at a time: 16 a thread
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    """See `reference.paged_decode`. Without `plan` (`plan_attention`, once a step) it makes one for this call."""
+    check_types(q, k_cache, k_scale)
+    plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, None, len(q))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    attend(
+        out, plan.decode[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
+        soft_cap, k_scale, v_scale,
+    )  # fmt: skip
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    """See `reference.paged_attention`. Sequences of one new token have a list, and a tile size, of their own."""
+    check_types(q, k_cache, k_scale)
+    plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, query_starts, len(q))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for lists in (plan.decode, plan.extend):
+        attend(
+            out, lists[window], plan.partials, q, k_cache, v_cache, block_tables, scale, window,
+            soft_cap, k_scale, v_scale,
+        )  # fmt: skip
+    return out
+
+
+def shape_of(q: Tensor, k_cache: Tensor, window: int | None) -> AttentionShape:
+    """Of a model with one kind of layers."""
+    return AttentionShape(q.shape[1], k_cache.shape[1], q.shape[2], q.dtype, k_cache.dtype, (window,))
+
+
+def check_types(q: Tensor, k_cache: Tensor, k_scale: Tensor | None) -> None:
+    """Raises TypeError for types that the kernels cannot take here."""
+    check_dtype(q)
+    if k_cache.dtype != q.dtype and k_cache.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"a cache of {k_cache.dtype} and queries of {q.dtype}: keep the cache in that or float8_e4m3fn")
+    if k_cache.dtype == torch.float8_e4m3fn and capability(q.device) < 89:
+        raise TypeError("a cache in float8_e4m3fn needs compute capability 8.9 or later; use kv_cache_dtype = auto")
+
+
+def attend(
+    out: Tensor,
+    work: WorkList,
+    partials: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Does the work of a list: writes the rows of `out` that it has. `partials` is overwritten."""
+    division, tiling = work.division, work.tiling
+    if not division.max_tasks:
+        return
+    _, num_heads, head_dim = q.shape
+    num_groups, block_size = k_cache.shape[1:3]
+    group = num_heads // num_groups
+    block_d = max(16, next_power_of_2(head_dim))
+    rows = division.tokens_per_tile * group
+    weights = partials  # [partials, rows, 2]: a maximum and a sum of weights
+    sums = partials[2 * division.max_partials * rows :]  # [partials, rows, D]
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), so what a cap needs of a score is exp2 of it times this.
+    factor = scale * LOG2_E if soft_cap is None else scale * 2 * LOG2_E / soft_cap
+    _attention_kernel[(division.num_programs,)](
+        out, sums, weights, work.items, work.starts, q, k_cache, v_cache, block_tables,
+        q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+        factor, window or 0, (soft_cap or 0.0) * LOG2_E, num_heads, q.stride(0), q.stride(1),
+        *k_cache.stride(), *v_cache.stride(), block_tables.stride(0),
+        GROUP=group, TOKENS=division.tokens_per_tile, IS_DECODE=division.kind == "decode", ITEM=len(Item),
+        B=block_size, D=head_dim, BLOCK_D=block_d, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+        HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
+        HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
+        PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
+        maxnreg=tiling.max_registers, enable_fp_fusion=True,
+    )  # fmt: skip
+    if division.max_splits:
+        block_r = min(next_power_of_2(rows), max(1, MERGED_ELEMENTS // (4 * block_d)))
+        _merge_kernel[(division.max_splits, triton.cdiv(rows, block_r))](
+            out, sums, weights, work.splits, work.counts, num_heads,
+            GROUP=group, ROWS=rows, SPLIT=len(Split), D=head_dim, BLOCK_D=block_d, BLOCK_R=block_r,
+            BLOCK_P=max(1, MERGED_ELEMENTS // (block_r * block_d)), num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """f32 means f32: tf32 would round the inputs of a dot to 10 bits."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+# The index tensors may be slices of one buffer and the table of any width: neither may cause another compilation.
+@triton.jit(do_not_specialize=["window", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
+def _attention_kernel(
+    out, sums, weights, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale,
+    scale, window, cap, num_heads, q_row, q_head, kc_n, kc_g, kc_b, kc_d, vc_n, vc_g, vc_b, vc_d, table_row,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr, ITEM: tl.constexpr,
+    B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The items of one program: up to TOKENS new tokens of a sequence, all heads of a group, over a range of tiles."""
+    row = tl.arange(0, BLOCK_M)
+    new = row // GROUP  # [M] which new token
+    d = tl.arange(0, BLOCK_D)
+    first_item = tl.load(starts + tl.program_id(0))
+    end_item = tl.load(starts + tl.program_id(0) + 1)
+    for index in range(first_item, end_item):
+        item = items + index * ITEM
+        sequence = tl.load(item).to(tl.int64)
+        first_row = tl.load(item + 1)
+        g = tl.load(item + 2).to(tl.int64)
+        first_tile = tl.load(item + 3)
+        end_tile = tl.load(item + 4)
+        partial = tl.load(item + 5)
+        first_position = tl.load(item + 6)
+        num_tokens = tl.load(item + 7)
+
+        head = g * GROUP + row % GROUP  # [M]
+        is_row = (new < num_tokens)[:, None] & (d < D)[None, :]
+        query = (first_row + new).to(tl.int64)
+        queries = tl.load(q + query[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=is_row, other=0.0)
+        factor = scale
+        if HAS_K_SCALE:
+            factor = scale * tl.load(k_scale + g)
+
+        # [M] of each row's token in its sequence; rows without one see what the last one sees, and are not kept.
+        position = first_position + tl.minimum(new, num_tokens - 1)
+        end = first_position + num_tokens  # tokens seen by the last row, and so by any
+        oldest = tl.maximum(first_position + 1 - window, 0) if HAS_WINDOW else 0
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of the scores so far
+        total = tl.zeros([BLOCK_M], tl.float32)  # of the weights so far
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        table = block_tables + sequence * table_row
+        k_head = k_cache + g * kc_g
+        v_head = v_cache + g * vc_g
+        first_masked = first_tile
+        if not (IS_DECODE or HAS_WINDOW):  # tiles that all rows see whole
+            first_masked = tl.minimum(tl.maximum((first_position + 1) // BLOCK_N, first_tile), end_tile)
+            for tile in tl.range(first_tile, first_masked, num_stages=STAGES):
+                token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                keys, values = _load_tile(
+                    table, k_head, v_head, token, token < end, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
+                    queries, B, D, BLOCK_D, False,
+                )  # fmt: skip
+                scores = _scores(queries, keys, factor, cap, HAS_CAP, PRECISION)
+                acc, best, total = _add_tile(acc, best, total, scores, values, False, PRECISION)
+        for tile in tl.range(first_masked, end_tile, num_stages=STAGES):
+            token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            keys, values = _load_tile(
+                table, k_head, v_head, token, (token < end) & (token >= oldest), d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
+                queries, B, D, BLOCK_D, True,
+            )  # fmt: skip
+            scores = _scores(queries, keys, factor, cap, HAS_CAP, PRECISION)
+            is_seen = token[None, :] <= position[:, None]
+            if HAS_WINDOW:
+                is_seen &= token[None, :] > position[:, None] - window
+            scores = tl.where(is_seen, scores, float("-inf"))
+            # A decode row sees some token of each of its tiles; an early row of an extend tile may see none.
+            acc, best, total = _add_tile(acc, best, total, scores, values, not IS_DECODE, PRECISION)
+
+        if HAS_V_SCALE:
+            acc *= tl.load(v_scale + g)
+        if partial < 0:
+            result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a padding row has no weights: zeros
+            place = out + (query[:, None] * num_heads + head[:, None]) * D + d[None, :]
+            tl.store(place, result.to(out.dtype.element_ty), mask=is_row)
+        else:
+            piece = partial.to(tl.int64) * (TOKENS * GROUP) + row
+            tl.store(sums + piece[:, None] * D + d[None, :], acc, mask=is_row)
+            tl.store(weights + piece * 2, best, mask=new < num_tokens)
+            tl.store(weights + piece * 2 + 1, total, mask=new < num_tokens)
+
+
+@triton.jit(do_not_specialize_on_alignment=["sums", *INDEX_TENSORS])
+def _merge_kernel(
+    out, sums, weights, splits, counts, num_heads,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Joins the pieces of up to BLOCK_R rows of one task, BLOCK_P pieces at a time."""
+    if tl.program_id(0) >= tl.load(counts + 1):
+        return
+    split = splits + tl.program_id(0) * SPLIT
+    first_row = tl.load(split).to(tl.int64)
+    num_tokens = tl.load(split + 1)
+    g = tl.load(split + 2)
+    first_partial = tl.load(split + 3).to(tl.int64)
+    num_pieces = tl.load(split + 4)
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
+    is_row = row < num_tokens * GROUP
+    d = tl.arange(0, BLOCK_D)
+    best = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for first in range(0, num_pieces, BLOCK_P):
+        piece = first + tl.arange(0, BLOCK_P)
+        is_piece = (piece < num_pieces)[:, None] & is_row[None, :]  # [P, R]
+        place = (first_partial + piece)[:, None] * ROWS + row[None, :]
+        # -inf also where a row saw none of the piece's tokens.
+        bests = tl.load(weights + place * 2, mask=is_piece, other=float("-inf"))
+        totals = tl.load(weights + place * 2 + 1, mask=is_piece, other=0.0)
+        is_element = is_piece[:, :, None] & (d < D)[None, None, :]
+        parts = tl.load(sums + place[:, :, None] * D + d[None, None, :], mask=is_element, other=0.0)  # [P, R, D]
+        new_best = tl.maximum(best, tl.max(bests, axis=0))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(bests - base[None, :])
+        shrink = tl.exp2(best - base)
+        total = total * shrink + tl.sum(totals * weight, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(parts * weight[:, :, None], axis=0)
+        best = new_best
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    head = g * GROUP + row % GROUP
+    place = out + ((first_row + row // GROUP)[:, None] * num_heads + head[:, None]) * D + d[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=is_row[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _load_tile(
+    table, k_head, v_head, token, is_token, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d, like,
+    B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [N, D] in the type of `like`; zeros, and no table entry followed, where not `is_token`."""
+    block = tl.load(table + token // B, mask=is_token, other=0).to(tl.int64)  # an offset may exceed 2^31 elements
+    offset = token % B
+    k_place = k_head + (block * kc_n + offset * kc_b)[:, None] + (d * kc_d)[None, :]
+    v_place = v_head + (block * vc_n + offset * vc_b)[:, None] + (d * vc_d)[None, :]
+    if IS_MASKED:
+        is_element = is_token[:, None] & (d < D)[None, :]
+        keys = tl.load(k_place, mask=is_element, other=0.0)
+        values = tl.load(v_place, mask=is_element, other=0.0)
+    elif D < BLOCK_D:
+        keys = tl.load(k_place, mask=(d < D)[None, :], other=0.0)
+        values = tl.load(v_place, mask=(d < D)[None, :], other=0.0)
+    else:
+        keys = tl.load(k_place)
+        values = tl.load(v_place)
+    return keys.to(like.dtype), values.to(like.dtype)
+
+
+@triton.jit
+def _scores(queries, keys, factor, cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """[M, D] @ [D, N] -> [M, N], in base 2; with a cap, cap * tanh(score / cap)."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * factor
+    if HAS_CAP:
+        scores = cap - 2 * cap / (tl.exp2(scores) + 1)
+    return scores
+
+
+@triton.jit
+def _add_tile(acc, best, total, scores, values, CAN_BE_EMPTY: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax: (acc, best, total) with the tile's scores [M, N] and values [N, D] added."""
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    base = new_best
+    if CAN_BE_EMPTY:  # a row that has seen nothing yet: -inf - -inf would be NaN
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(best - base)
+    total = total * shrink + tl.sum(weights, axis=1)
+    # [M, N] @ [N, D] -> [M, D]
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, new_best, total

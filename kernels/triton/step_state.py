@@ -1,0 +1,198 @@
+"""Triton kernels that keep the state of running sequences on the device: see `kernels/layout/step_state.py`, which has
+their twins.
+
+Grids depend on the padded size of a step alone, so that a captured graph serves every step of that size; what there
+really is to do is read from the diff. None moves more than some megabytes, and most next to nothing: what counts is the
+launch.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+from ..layout import step_state
+from ..layout.step_state import SlotState, StepBuffers
+from .launch import next_power_of_2
+
+NEWS_PROGRAMS = 32  # a prompt of 128k tokens is 512 kB: these copy it together, and idle otherwise
+BLOCK = 256
+TOKENS_PER_PROGRAM = 32  # with 64 rows at a time: 2,048 comparisons, 16 a thread
+ROWS_AT_A_TIME = 64
+
+NUM_ROWS, NUM_TOKENS, NUM_LOGITS = (
+    tl.constexpr(value) for value in (step_state.NUM_ROWS, step_state.NUM_TOKENS, step_state.NUM_LOGITS)
+)
+NUM_ENTRIES, NUM_STARTED, NUM_RUNS = (
+    tl.constexpr(value) for value in (step_state.NUM_ENTRIES, step_state.NUM_STARTED, step_state.NUM_RUNS)
+)
+ROWS_AT, ENTRIES_AT = tl.constexpr(step_state.ROWS_AT), tl.constexpr(step_state.ENTRIES_AT)
+STARTED_AT, RUNS_AT = tl.constexpr(step_state.STARTED_AT), tl.constexpr(step_state.RUNS_AT)
+TOKENS, LIMIT, LEAST = (tl.constexpr(value) for value in (step_state.TOKENS, step_state.LIMIT, step_state.LEAST))
+FINISHED, STOPS = tl.constexpr(step_state.FINISHED), tl.constexpr(step_state.STOPS)
+GOES_ON, STOP = tl.constexpr(step_state.GOES_ON), tl.constexpr(step_state.STOP)
+LENGTH, ERROR = tl.constexpr(step_state.LENGTH), tl.constexpr(step_state.ERROR)
+
+
+def take_news(diff: Tensor, slots: SlotState) -> None:
+    """See `step_state.take_news`."""
+    _take_news_kernel[(NEWS_PROGRAMS,)](
+        diff, slots.state, slots.tokens, slots.tables,
+        slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
+        WIDTH=step_state.STATE_WIDTH, BLOCK_WIDTH=next_power_of_2(step_state.STATE_WIDTH), BLOCK=BLOCK,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size: int) -> None:
+    """See `step_state.make_inputs`."""
+    num_rows, num_tokens = len(buffers.lengths), len(buffers.input_ids)
+    _rows_kernel[(num_rows,)](
+        diff, slots.state, slots.tables, buffers.block_tables, buffers.query_starts, buffers.lengths,
+        buffers.logits_rows, buffers.sampled_slots,
+        slots.state.stride(0), slots.tables.stride(0), buffers.block_tables.stride(0), B=block_size, BLOCK=BLOCK,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    _tokens_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
+        diff, slots.state, slots.tokens, slots.tables, buffers.input_ids, buffers.positions, buffers.slot_mapping,
+        num_tokens, slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
+        B=block_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=ROWS_AT_A_TIME, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def settle(out: Tensor, chosen: Tensor, sampled_slots: Tensor, slots: SlotState) -> None:
+    """See `step_state.settle`."""
+    num_rows = len(chosen)
+    block = min(next_power_of_2(num_rows), 128)
+    _settle_kernel[(triton.cdiv(num_rows, block),)](
+        out, chosen, sampled_slots, slots.state, slots.tokens, num_rows, slots.tokens.shape[1],
+        out.stride(0), slots.state.stride(0), slots.tokens.stride(0), NUM_STOPS=step_state.MAX_STOPS, BLOCK=block,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _take_news_kernel(
+    diff, state, tokens, tables, state_row, tokens_row, tables_row,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    at, count = tl.load(diff + ENTRIES_AT), tl.load(diff + NUM_ENTRIES)
+    for begin in range(program * BLOCK, count, num_programs * BLOCK):
+        entry = begin + tl.arange(0, BLOCK)
+        is_entry = entry < count
+        slot = tl.load(diff + at + entry, mask=is_entry, other=0).to(tl.int64)
+        place = tl.load(diff + at + count + entry, mask=is_entry, other=0)
+        block = tl.load(diff + at + 2 * count + entry, mask=is_entry, other=0)
+        tl.store(tables + slot * tables_row + place, block, mask=is_entry)
+
+    at, count = tl.load(diff + STARTED_AT), tl.load(diff + NUM_STARTED)
+    column = tl.arange(0, BLOCK_WIDTH)
+    for one in range(program, count, num_programs):
+        source = diff + at + one * (1 + WIDTH)
+        slot = tl.load(source).to(tl.int64)
+        values = tl.load(source + 1 + column, mask=column < WIDTH, other=0)
+        tl.store(state + slot * state_row + column, values, mask=column < WIDTH)
+
+    at, count = tl.load(diff + RUNS_AT), tl.load(diff + NUM_RUNS)
+    first = at + 3 * count
+    for run in range(0, count):
+        slot = tl.load(diff + at + run).to(tl.int64)
+        start = tl.load(diff + at + count + run)
+        end = tl.load(diff + at + 2 * count + run)
+        for begin in range(program * BLOCK, end - first, num_programs * BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            ids = tl.load(diff + first + i, mask=i < end - first, other=0)
+            tl.store(tokens + slot * tokens_row + start + i, ids, mask=i < end - first)
+        first = end
+
+
+@triton.jit
+def _rows_kernel(
+    diff, state, tables, block_tables, query_starts, lengths, logits_rows, sampled_slots,
+    state_row, tables_row, out_row, B: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    num_rows, num_tokens, num_logits = tl.load(diff + NUM_ROWS), tl.load(diff + NUM_TOKENS), tl.load(diff + NUM_LOGITS)
+    rows = diff + tl.load(diff + ROWS_AT)
+    is_row = row < num_rows
+    slot = tl.load(rows + row, mask=is_row, other=0).to(tl.int64)
+    start = tl.load(rows + num_rows + row, mask=is_row, other=0)
+    offset = tl.load(rows + 2 * num_rows + row, mask=is_row, other=0)
+    end = tl.load(rows + 2 * num_rows + row + 1, mask=is_row, other=0)
+    goes_on = is_row & (tl.load(state + slot * state_row + FINISHED, mask=is_row, other=0) == GOES_ON)
+    length = tl.where(goes_on, start + end - offset, 0)
+    tl.store(query_starts + row, tl.where(is_row, offset, num_tokens))
+    tl.store(query_starts + row + 1, num_tokens, mask=row == tl.num_programs(0) - 1)
+    tl.store(lengths + row, length)
+    num_blocks = (length + B - 1) // B
+    for begin in range(0, num_blocks, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        ids = tl.load(tables + slot * tables_row + place, mask=place < num_blocks, other=0)
+        tl.store(block_tables + row.to(tl.int64) * out_row + place, ids, mask=place < num_blocks)
+
+    # the rows of logits that somebody wants come first; each place is written by one program
+    tl.store(logits_rows + row, tl.zeros([], tl.int64), mask=row >= num_logits)
+    tl.store(sampled_slots + row, -1, mask=row >= num_logits)
+    place = tl.load(rows + 3 * num_rows + 1 + row, mask=is_row, other=-1)
+    tl.store(logits_rows + place, (end - 1).to(tl.int64), mask=place >= 0)
+    tl.store(sampled_slots + place, tl.where(goes_on, slot, -1).to(tl.int32), mask=place >= 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tokens_kernel(
+    diff, state, tokens, tables, input_ids, positions, slot_mapping,
+    num_tokens, state_row, tokens_row, tables_row,
+    B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    num_rows = tl.load(diff + NUM_ROWS)
+    rows = diff + tl.load(diff + ROWS_AT)
+    is_token = token < tl.load(diff + NUM_TOKENS)
+    row = tl.zeros([BLOCK_T], tl.int32)  # as many as end at or before the token
+    for begin in range(0, num_rows, BLOCK_R):
+        some = begin + tl.arange(0, BLOCK_R)
+        ends = tl.load(rows + 2 * num_rows + 1 + some, mask=some < num_rows, other=2147483647)
+        row += tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), axis=1)
+    slot = tl.load(rows + row, mask=is_token, other=0).to(tl.int64)
+    start = tl.load(rows + num_rows + row, mask=is_token, other=0)
+    offset = tl.load(rows + 2 * num_rows + row, mask=is_token, other=0)
+    goes_on = is_token & (tl.load(state + slot * state_row + FINISHED, mask=is_token, other=0) == GOES_ON)
+    position = tl.where(is_token, token - offset + start, 0)
+    ids = tl.load(tokens + slot * tokens_row + position, mask=is_token, other=0)
+    block = tl.load(tables + slot * tables_row + position // B, mask=goes_on, other=0).to(tl.int64)
+    is_place = token < num_tokens  # padding included
+    tl.store(input_ids + token, ids.to(tl.int64), mask=is_place)
+    tl.store(positions + token, position.to(tl.int64), mask=is_place)
+    tl.store(slot_mapping + token, tl.where(goes_on, block * B + position % B, -1), mask=is_place)
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_tokens"])
+def _settle_kernel(
+    out, chosen, sampled_slots, state, tokens, num_rows, max_tokens, out_row, state_row, tokens_row,
+    NUM_STOPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_place = row < num_rows
+    slot = tl.load(sampled_slots + row, mask=is_place, other=-1).to(tl.int64)
+    is_row = slot >= 0
+    place = state + slot * state_row
+    choice = tl.load(chosen + row, mask=is_row, other=0)
+    token = tl.maximum(choice, 0).to(tl.int32)
+    count = tl.load(place + TOKENS, mask=is_row, other=0)
+    is_at_limit = count + 1 >= tl.load(place + LIMIT, mask=is_row, other=0)
+    column = tl.arange(0, NUM_STOPS)
+    stops = tl.load(place[:, None] + STOPS + column[None, :], mask=is_row[:, None], other=-1)
+    is_stop = tl.sum((stops == token[:, None]).to(tl.int32), axis=1) > 0
+    is_stop &= count >= tl.load(place + LEAST, mask=is_row, other=0)
+    finish = tl.where(is_stop, STOP, tl.where(is_at_limit, LENGTH, GOES_ON))
+    finish = tl.where(choice < 0, ERROR, finish)
+    tl.store(tokens + slot * tokens_row + count, token, mask=is_row & (count < max_tokens))
+    tl.store(place + TOKENS, count + 1, mask=is_row)
+    tl.store(place + FINISHED, finish, mask=is_row)
+    tl.store(out + row, tl.where(is_row, token, -1), mask=is_place)
+    tl.store(out + out_row + row, tl.where(is_row, finish, GOES_ON), mask=is_place)

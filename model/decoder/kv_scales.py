@@ -1,0 +1,60 @@
+"""What keys and values are divided by before a cache in 8 bits keeps them: one number a layer and key/value head.
+
+e4m3 holds numbers up to 448 with three bits behind the first, so a scale loses nothing but what is too large or too
+small; the largest number of some tokens, read once, says where a head's numbers lie. Scales are powers of two, so that
+dividing by them is exact and kernels that round otherwise come to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .decoder import Decoder
+from .kv_cache import KVCache
+from .step_inputs import StepInputs
+
+NUM_TOKENS = 256  # that are looked at: random ones, as what a head makes large it makes of some token of many
+HEADROOM = 2.0  # numbers may become this much larger than all that were seen; what is larger yet is kept as the largest
+BLOCK_SIZE = 16
+
+
+def measured_scales(decoder: Decoder) -> Tensor:
+    """[layers, 2, G] f32 on the decoder's device, of keys and of values: a step of random tokens is run."""
+    config = decoder.config
+    num_tokens = min(NUM_TOKENS, decoder.max_positions)
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    cache = KVCache(config, num_blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
+    decoder.hidden(_one_prompt(num_tokens, num_blocks, config.vocab_size, decoder.device), cache)
+    largest = torch.stack([torch.stack(list(_largest(cache, layer))) for layer in range(config.num_layers)])
+    return scales_of(largest)
+
+
+def scales_of(largest: Tensor) -> Tensor:
+    """The least powers of two that leave room above these numbers, f32; 1 for a head that makes nothing."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    scales = torch.exp2(torch.ceil(torch.log2(largest.double() * HEADROOM / most)))
+    return torch.where(largest > 0, scales, 1.0).float()
+
+
+def _largest(cache: KVCache, layer: int) -> Iterator[Tensor]:
+    """[G] of keys, and of values."""
+    return (numbers.abs().amax((0, 2, 3)).float() for numbers in cache.layer(layer))
+
+
+def _one_prompt(num_tokens: int, num_blocks: int, vocab_size: int, device: torch.device) -> StepInputs[Tensor]:
+    ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
+    places = torch.arange(num_tokens, device=device)
+    return StepInputs(
+        input_ids=torch.from_numpy(ids).to(device),
+        positions=places,
+        slot_mapping=places,
+        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device).unsqueeze(0),
+        query_starts=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        lengths=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        logits_rows=places[:0],
+        num_decode=0,
+    )

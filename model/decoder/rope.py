@@ -1,0 +1,71 @@
+"""The cos and sin tables of rotary positions, one row per position, made once when a model is loaded. No torch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import RopeConfig
+
+Floats = NDArray[np.float32]
+
+
+def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[Floats, Floats]:
+    """cos and sin, [num_positions, rope.dim / 2] each, f32, already times `rope.attention_factor`."""
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * inverse_frequencies(rope)  # [P, D_rot / 2]
+    factor = np.float32(rope.attention_factor)
+    return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+def tables_bytes(rope: RopeConfig, num_positions: int) -> int:
+    """Memory of both."""
+    return 2 * num_positions * (rope.dim // 2) * 4
+
+
+def inverse_frequencies(rope: RopeConfig) -> Floats:
+    """Radians per position of each rotated pair, [dim / 2] f32.
+
+    "dynamic" equals "default" up to the length the checkpoint states, which is the longest sequence served.
+    """
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    powers = np.float64(rope.theta) ** exponents  # in double precision: rounded once, it is what torch's power gives
+    plain: Floats = np.float32(1.0) / powers.astype(np.float32)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain)
+    return plain
+
+
+def _llama3(rope: RopeConfig, plain: Floats) -> Floats:
+    """Short waves stay, long ones are stretched by `factor`, and those between are blended by how long they are."""
+    wavelengths = 2 * math.pi / plain
+    longest_kept = rope.original_max_position / rope.high_freq_factor
+    shortest_stretched = rope.original_max_position / rope.low_freq_factor
+    kept_share = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - kept_share) * plain / rope.factor + kept_share * plain
+    stretched = np.where(wavelengths > shortest_stretched, plain / rope.factor, plain)
+    is_between = (wavelengths >= longest_kept) & (wavelengths <= shortest_stretched)
+    return np.where(is_between, blended, stretched)
+
+
+def _yarn(rope: RopeConfig, plain: Floats) -> Floats:
+    """Pairs that turn often in the original context stay, those that turn rarely are stretched, with a ramp between."""
+
+    def pair_that_turns(times: float) -> float:
+        return rope.dim * math.log(rope.original_max_position / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    high = high if high != low else high + 0.001
+    stretched_share = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    stretched: Floats = plain / rope.factor * stretched_share + plain * (1 - stretched_share)
+    return stretched.astype(np.float32)

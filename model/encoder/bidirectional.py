@@ -1,0 +1,131 @@
+"""Encoder models, which read a text at once and in both directions: BERT and its kin, through transformers.
+
+They give a hidden state for each token, or, as cross-encoders, one score for a pair of texts. Safetensors only, checked
+before transformers sees them; no code of a checkpoint is ever run. Importing this imports transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from ..checkpoint.safetensors import Checkpoint
+from ..errors import CheckpointError
+from ..files import read_json, refuse_code
+from ..pooling import longest_text
+
+_PADDED = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})  # positions are counted from behind the pad token
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Sigmoid": torch.sigmoid, "Identity": torch.clone}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bidirectional:
+    """A loaded encoder. It holds no text: all of a batch is in its arguments."""
+
+    model: torch.nn.Module
+    is_cross_encoder: bool
+    hidden_size: int
+    vocab_size: int
+    max_tokens: int  # of a text, special tokens included
+    pad_token_id: int
+    has_types: bool  # whether it tells the two texts of a pair apart
+    activation: str  # of a cross-encoder: what makes a score of its logit
+    dtype: torch.dtype
+
+    @classmethod
+    def load(cls, root: Path, device: torch.device, dtype: torch.dtype | None = None) -> Bidirectional:
+        """The model in `root`, in `dtype` or that of the checkpoint. Raises CheckpointError for one that is damaged, or
+        would not give what it was trained for."""
+        values = read_json(root, "config.json") or {}
+        refuse_code(root, "config.json", values)
+        Checkpoint(root)  # every header is right, and there is no pickle
+        config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+        is_cross_encoder = _is_cross_encoder(values)
+        if is_cross_encoder and config.num_labels != 1:
+            raise CheckpointError(
+                f"config.json ({root}): {config.num_labels} labels: only models that score with one label are supported"
+            )
+        chosen = dtype or _dtype(config)
+        model = _load(root, config, is_cross_encoder, chosen).to(device).eval()
+        accepted = inspect.signature(model.forward).parameters
+        return cls(
+            model=model,
+            is_cross_encoder=is_cross_encoder,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_tokens=_max_tokens(root, config),
+            pad_token_id=config.pad_token_id or 0,
+            has_types="token_type_ids" in accepted and getattr(config, "type_vocab_size", 0) > 1,
+            activation=_activation(root, values),
+            dtype=chosen,
+        )
+
+    @torch.inference_mode()
+    def hidden_states(self, input_ids: Tensor, mask: Tensor, type_ids: Tensor) -> Tensor:
+        """Of N texts, padded to P tokens: [N, P, hidden]. All arguments are [N, P] i64; `mask` is 0 for padding."""
+        states: Tensor = self.model(**self._inputs(input_ids, mask, type_ids)).last_hidden_state
+        return states
+
+    @torch.inference_mode()
+    def scores(self, input_ids: Tensor, mask: Tensor, type_ids: Tensor) -> Tensor:
+        """A cross-encoder's scores of N pairs, [N] f32."""
+        logits: Tensor = self.model(**self._inputs(input_ids, mask, type_ids)).logits
+        return _ACTIVATIONS[self.activation](logits[:, 0].float())
+
+    def _inputs(self, input_ids: Tensor, mask: Tensor, type_ids: Tensor) -> dict[str, Tensor]:
+        types = {"token_type_ids": type_ids} if self.has_types else {}
+        return {"input_ids": input_ids, "attention_mask": mask, **types}
+
+
+def _is_cross_encoder(values: Mapping[str, Any]) -> bool:
+    return any(str(name).endswith("ForSequenceClassification") for name in values.get("architectures") or [])
+
+
+def _load(root: Path, config: Any, is_cross_encoder: bool, dtype: torch.dtype) -> torch.nn.Module:
+    kind = AutoModelForSequenceClassification if is_cross_encoder else AutoModel
+    model, report = kind.from_pretrained(
+        root,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    # a pooler that was not trained is in the class all the same; nothing here looks at it
+    missing = sorted(name for name in report["missing_keys"] if is_cross_encoder or not name.startswith("pooler."))
+    if missing:
+        raise CheckpointError(
+            f"{root}: tensor {missing[0]} is missing, which config.json ({config.model_type}) asks for"
+        )
+    loaded: torch.nn.Module = model
+    return loaded
+
+
+def _dtype(config: Any) -> torch.dtype:
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def _max_tokens(root: Path, config: Any) -> int:
+    """What the position table holds, and no more than texts were cut to when the model was trained."""
+    longest = int(config.max_position_embeddings)
+    if config.model_type in _PADDED:
+        longest -= config.pad_token_id + 1
+    return min(longest, longest_text(root) or longest)
+
+
+def _activation(root: Path, values: Mapping[str, Any]) -> str:
+    """sentence-transformers' name for it; a sigmoid where the checkpoint says nothing."""
+    said = (values.get("sentence_transformers") or {}).get("activation_fn")
+    name = str(said or values.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
+    if name not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise CheckpointError(f"config.json ({root}): activation {name[:64]!r} is not supported; supported: {known}")
+    return name

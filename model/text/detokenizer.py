@@ -1,0 +1,133 @@
+"""Token ids to text one by one: never half a character, the same text as decoding all ids at once, and in linear time.
+
+The rules are those of the two decoders that Llama, Mistral and Qwen checkpoints use. Byte-level: the bytes of all
+tokens are one UTF-8 string, in which each invalid sequence is one U+FFFD. With byte fallback: tokens are text, but a
+run of `<0xNN>` tokens is one UTF-8 string, and if any of it is invalid, every byte of it is U+FFFD; so a run is held
+back until the token that ends it. The first space of the text is dropped where the tokenizer puts one before it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError
+from .tokenizer import Tokenizer, byte_level_bytes, is_byte_token, sentencepiece_bytes
+
+
+class TextTable:
+    """What each token id adds to a text, made once for a tokenizer and shared by all sequences.
+
+    `texts[i]` is the text of token i wherever `is_plain[i]`: complete characters that depend on nothing before them, so
+    that a sequence with nothing pending may take them from here without asking its IncrementalDecoder.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.is_byte_level, self.strips_first_space = _decoder_rules(tokenizer)
+        size = len(tokenizer)
+        tokens = tokenizer.tokens
+        spell = byte_level_bytes if self.is_byte_level else sentencepiece_bytes
+        self.special_ids = tokenizer.special_ids
+        self.bytes = [b"" if token is None else spell(token) for token in tokens]
+        self.is_byte: NDArray[np.bool_] = np.zeros(size, np.bool_)  # a `<0xNN>` token
+        if not self.is_byte_level:
+            self.is_byte[:] = [token is not None and is_byte_token(token) for token in tokens]
+        texts = [_complete_text(raw) for raw in self.bytes]
+        self.texts = [text or "" for text in texts]
+        self.is_plain: NDArray[np.bool_] = ~self.is_byte & [text is not None for text in texts]
+        self.is_plain[[token_id for token_id in self.special_ids if token_id < size]] = False
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+class IncrementalDecoder:
+    """The text of one sequence, token by token.
+
+    All that `push` and `flush` return, joined, is `tokenizer.decode` of all ids pushed. With `continues`, the sequence
+    goes on after other text, so that its first space stays.
+    """
+
+    def __init__(self, table: TextTable, skip_special_tokens: bool = True, continues: bool = False) -> None:
+        self._table = table
+        self._skipped_ids: frozenset[int] = table.special_ids if skip_special_tokens else frozenset()
+        self._at_start = table.strips_first_space and not continues
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._run = bytearray()  # of byte tokens, with byte fallback
+        self._has_pending = False
+
+    def __deepcopy__(self, memo: object) -> IncrementalDecoder:
+        """One that has seen the same tokens; the table is shared."""
+        twin = copy.copy(self)
+        twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        twin._utf8.setstate(self._utf8.getstate())
+        twin._run = bytearray(self._run)
+        return twin
+
+    @property
+    def is_idle(self) -> bool:
+        """True while nothing is held back: plain ids may then be taken from the table, without a `push`."""
+        return not (self._has_pending or self._at_start)
+
+    def push(self, token_id: int) -> str:
+        """The text that has become certain with this token; often "" and sometimes several characters."""
+        table = self._table
+        if token_id in self._skipped_ids or token_id >= len(table):
+            return ""
+        if self.is_idle and table.is_plain[token_id]:
+            return table.texts[token_id]
+        raw = table.bytes[token_id]
+        if table.is_byte_level:
+            text = self._utf8.decode(raw)
+            self._has_pending = self._utf8.getstate()[0] != b""
+            return text
+        if table.is_byte[token_id]:
+            self._run += raw
+            self._has_pending = True
+            return ""
+        return self._from_start(self._end_run() + raw.decode())
+
+    def flush(self) -> str:
+        """What was held back and now will not be completed. The sequence is over."""
+        self._has_pending = False
+        if self._table.is_byte_level:
+            return self._utf8.decode(b"", final=True)
+        return self._from_start(self._end_run())
+
+    def _end_run(self) -> str:
+        run, self._run, self._has_pending = bytes(self._run), bytearray(), False
+        text = _complete_text(run)
+        return "\N{REPLACEMENT CHARACTER}" * len(run) if text is None else text
+
+    def _from_start(self, text: str) -> str:
+        """The text without the space that the tokenizer puts before every text."""
+        if self._at_start and text:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text
+
+
+def _complete_text(raw: bytes) -> str | None:
+    """The text of bytes that are whole characters; None if they are not."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _decoder_rules(tokenizer: Tokenizer) -> tuple[bool, bool]:
+    """(is byte-level, strips the first space). Raises CheckpointError for a decoder that works otherwise."""
+    decoder = tokenizer.decoder_config
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return True, False
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
+        return False, kinds[3:] == ["Strip"]
+    raise CheckpointError(
+        f"tokenizer.json: a decoder of {' + '.join(kinds)} is not supported; "
+        "supported: ByteLevel, and Replace + ByteFallback + Fuse with or without Strip"
+    )

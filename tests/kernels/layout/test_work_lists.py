@@ -1,0 +1,186 @@
+"""How a step's attention is cut into items, against what each new token sees."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.kernels.layout.work_lists import (
+    MAX_FIXED_PIECES,
+    MIN_TILES,
+    AttentionShape,
+    Division,
+    Item,
+    Listed,
+    Split,
+    decode_tiling,
+    divide,
+    extend_tiling,
+    list_work,
+)
+from tests.counts import count
+
+BLOCK_N = 8
+
+batches = st.lists(st.tuples(st.sampled_from([0, 1, 1, 1, 2, 5, 30]), st.sampled_from([0, 0, 3, 64, 1000])), min_size=1)
+windows = st.sampled_from([None, 1, BLOCK_N, 50])
+programs = st.sampled_from([1, 2, 7, 100])
+
+
+def division_of(kind: str, num_sequences: int, num_tokens: int, num_programs: int, is_fixed: bool) -> Division:
+    tokens = 1 if kind == "decode" else 4
+    return Division(kind, num_sequences, num_tokens, 2, tokens, BLOCK_N, num_programs, is_fixed)  # type: ignore[arg-type]
+
+
+def listed(
+    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None = None, is_fixed: bool = False
+) -> list[tuple[Division, Listed]]:
+    """The lists of a mixed batch. Sequences have so many new tokens after so many old ones; see `lengths_of`."""
+    lengths, starts = lengths_of(rows), starts_of(rows)
+    num_tokens = int(starts[-1]) + num_tail
+    found = []
+    for kind in ("decode", "extend"):
+        division = division_of(kind, len(rows), num_tokens, num_programs, is_fixed)
+        found.append((division, list_work(division, lengths, starts, window)))
+    return found
+
+
+def lengths_of(rows: list[tuple[int, int]]) -> torch.Tensor:
+    """Every fourth sequence that holds nothing but new tokens is padding."""
+    lengths = [
+        0 if num_old == 0 and place % 4 == 3 else num_new + num_old for place, (num_new, num_old) in enumerate(rows)
+    ]
+    return torch.tensor(lengths, dtype=torch.int32)
+
+
+def starts_of(rows: list[tuple[int, int]]) -> torch.Tensor:
+    return torch.tensor([0, *(num_new for num_new, _ in rows)]).cumsum(0).int()
+
+
+def tiles_seen(rows: list[tuple[int, int]], num_tail: int, window: int | None) -> Counter[tuple[int, int, int]]:
+    """(row of q, key/value head, tile) for each tile that the row sees; tile -1 if it sees none."""
+    lengths, starts = lengths_of(rows).tolist(), starts_of(rows).tolist()
+    seen: Counter[tuple[int, int, int]] = Counter()
+    for row in range(starts[-1] + num_tail):
+        sequence = next((s for s in range(len(rows)) if starts[s] <= row < starts[s + 1]), None)
+        tiles = {-1}
+        if sequence is not None and lengths[sequence]:
+            last = lengths[sequence] - starts[sequence + 1] + row
+            first = 0 if window is None else max(0, last + 1 - window)
+            tiles = {token // BLOCK_N for token in range(first, last + 1)}
+        seen.update((row, g, tile) for g in range(2) for tile in tiles)
+    return seen
+
+
+@settings(max_examples=count(60, 2000), deadline=None)
+@given(batches, st.sampled_from([0, 1, 9]), programs, windows, st.booleans())
+def test_every_tile_that_a_row_sees_is_in_one_item(
+    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None, is_fixed: bool
+) -> None:
+    found: Counter[tuple[int, int, int]] = Counter()
+    for _, (items, _, _) in listed(rows, num_tail, num_programs, window, is_fixed):
+        for item in items.tolist():
+            tiles = range(item[Item.FIRST_TILE], item[Item.END_TILE])
+            for row in range(item[Item.ROW], item[Item.ROW] + item[Item.NUM_TOKENS]):
+                found.update((row, item[Item.GROUP], tile) for tile in tiles or [-1])
+    wanted = tiles_seen(rows, num_tail, window)
+    assert not wanted - found
+    assert set(found.values()) <= {1}
+    # What is more is seen by a row of the same query tile, of 4 at most.
+    for row, g, tile in found - wanted:
+        assert any((row + step, g, tile) in wanted for step in range(-3, 4))
+
+
+@settings(max_examples=count(60, 2000), deadline=None)
+@given(batches, st.sampled_from([0, 9]), programs, windows)
+def test_no_program_has_more_than_its_stretch(
+    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None
+) -> None:
+    for _, (items, starts, _) in listed(rows, num_tail, num_programs, window):
+        cost = [max(1, item[Item.END_TILE] - item[Item.FIRST_TILE]) for item in items.tolist()]
+        stretch = max(MIN_TILES, -(-sum(cost) // num_programs))
+        assert starts[0] == 0
+        assert starts[-1] == len(items)
+        for first, end in zip(starts[:-1], starts[1:], strict=True):
+            assert 0 <= sum(cost[first:end]) <= stretch
+
+
+@settings(max_examples=count(60, 2000), deadline=None)
+@given(batches, st.sampled_from([0, 9]), programs, windows, st.booleans())
+def test_lists_stay_within_what_their_sizes_allow(
+    rows: list[tuple[int, int]], num_tail: int, num_programs: int, window: int | None, is_fixed: bool
+) -> None:
+    for division, (items, _, splits) in listed(rows, num_tail, num_programs, window, is_fixed):
+        assert len(items) <= division.max_items
+        assert len(splits) <= division.max_splits
+        partials = sorted(items[items[:, Item.PARTIAL] >= 0, Item.PARTIAL].tolist())
+        assert partials == list(range(len(partials)))
+        assert len(partials) == splits[:, Split.NUM_PIECES].sum() <= division.max_partials
+
+
+@settings(max_examples=count(60, 2000), deadline=None)
+@given(batches, programs)
+def test_the_pieces_of_a_cut_task_follow_each_other(rows: list[tuple[int, int]], num_programs: int) -> None:
+    for _, (items, _, splits) in listed(rows, 0, num_programs):
+        for row, num_tokens, g, first, num_pieces in splits.tolist():
+            own = [next(item for item in items.tolist() if item[Item.PARTIAL] == first + n) for n in range(num_pieces)]
+            assert {(item[Item.ROW], item[Item.NUM_TOKENS], item[Item.GROUP]) for item in own} == {(row, num_tokens, g)}
+            assert [item[Item.END_TILE] for item in own[:-1]] == [item[Item.FIRST_TILE] for item in own[1:]]
+
+
+@settings(max_examples=count(60, 2000), deadline=None)
+@given(batches, st.integers(0, 50), programs, programs, windows)
+def test_in_batch_invariant_mode_a_sequence_is_cut_as_if_it_were_alone(
+    rows: list[tuple[int, int]], place: int, num_programs: int, others: int, window: int | None
+) -> None:
+    place = place % len(rows)
+    rows[place] = (rows[place][0], rows[place][1] + 1)  # no padding
+
+    def own(found: list[tuple[Division, Listed]], sequence: int, start: int) -> list[list[int]]:
+        columns = [Item.GROUP, Item.FIRST_TILE, Item.END_TILE, Item.POSITION, Item.NUM_TOKENS]
+        lists = [items[items[:, Item.SEQUENCE] == sequence] for _, (items, _, _) in found]
+        return [[row[Item.ROW] - start, *row[columns].tolist()] for items in lists for row in items]
+
+    alone = listed([rows[place]], 0, num_programs, window, True)
+    among = listed(rows, 0, others, window, True)
+    assert own(alone, 0, 0) == own(among, place, int(starts_of(rows)[place]))
+
+
+def test_a_long_sequence_is_cut_and_short_ones_are_not() -> None:
+    # 25 tiles for each of 2 heads, and 1: 54 in all with the other sequence, 14 for each of 4 programs.
+    (_, (items, starts, splits)), _ = listed([(1, 199), (1, 0), (1, 7)], 0, 4)
+    assert items[:, [Item.SEQUENCE, Item.GROUP, Item.FIRST_TILE, Item.END_TILE, Item.PARTIAL]].tolist() == [
+        [0, 0, 0, 14, 0],
+        [0, 0, 14, 25, 1],
+        [0, 1, 0, 3, 2],
+        [0, 1, 3, 17, 3],
+        [0, 1, 17, 25, 4],
+        [1, 0, 0, 1, -1],
+        [1, 1, 0, 1, -1],
+        [2, 0, 0, 1, -1],
+        [2, 1, 0, 1, -1],
+    ]
+    assert starts.tolist() == [0, 1, 3, 4, 9]
+    assert splits.tolist() == [[0, 1, 0, 0, 2], [0, 1, 1, 2, 3]]
+
+
+def test_short_work_is_not_shredded() -> None:
+    (_, (items, starts, splits)), _ = listed([(1, 63)], 0, 100)  # 8 tiles for each of 2 heads
+    assert (items[:, Item.END_TILE] - items[:, Item.FIRST_TILE]).tolist() == [MIN_TILES] * 4
+    assert starts[:6].tolist() == [0, 1, 2, 3, 4, 4]
+    assert len(splits) == 2
+
+
+def test_long_contexts_have_a_bounded_number_of_pieces_in_batch_invariant_mode() -> None:
+    (_, (items, _, splits)), _ = listed([(1, 10_000)], 0, 3, None, True)
+    assert splits[:, Split.NUM_PIECES].tolist() == [MAX_FIXED_PIECES] * 2
+    assert len(items) == 2 * MAX_FIXED_PIECES
+
+
+def test_a_decode_tile_holds_the_whole_group() -> None:
+    wide = AttentionShape(71, 1, 64, torch.bfloat16, torch.bfloat16)
+    assert decode_tiling(wide, 90).block_m == 128
+    assert divide("extend", wide, extend_tiling(wide, 90), 1, 1, 1).tokens_per_tile == 1

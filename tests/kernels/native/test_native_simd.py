@@ -1,0 +1,82 @@
+"""What the native step's vectors compute, number by number, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace.kernels.native import build, machine
+
+AVAILABLE = machine.instruction_sets()
+pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
+
+SOURCE = """
+#include "machine/simd.h"
+using namespace millrace;
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT void exp_of(const float* x, long count, float* out) {
+    for (long i = 0; i < count; i += W) store(out + i, exp(load(x + i)));
+}
+EXPORT void fold(const float* x, float* out) { out[0] = sum_of(load(x)), out[1] = max_of(load(x)), out[2] = W; }
+"""
+
+Floats = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module", params=[name for name in AVAILABLE if name in ("avx512", "avx2")])
+def vectors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder: Path = tmp_path_factory.mktemp("simd")
+    (folder / "simd.cpp").write_text(SOURCE)
+    flags = [*build.COMMON, *build.EXACT, *build.QUIET, *build.FLAGS[request.param]]
+    command = [str(build.find_compiler()), *flags, f"-I{build.SOURCE}", "-shared", "simd.cpp", "-o", "simd.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "simd.so"))
+
+
+def exp_by(vectors: ctypes.CDLL) -> Callable[[Floats], Floats]:
+    def exp(x: Floats) -> Floats:
+        padded = np.concatenate([x, np.zeros(-len(x) % 16, np.float32)])
+        out = np.empty_like(padded)
+        vectors.exp_of(ctypes.c_void_p(padded.ctypes.data), ctypes.c_long(len(out)), ctypes.c_void_p(out.ctypes.data))
+        return out[: len(x)]
+
+    return exp
+
+
+def test_e_to_the_x_is_within_two_units_in_the_last_place_at_every_exponent(vectors: ctypes.CDLL) -> None:
+    draw = np.random.default_rng(0)
+    fractions = np.concatenate([[0, 1, (1 << 23) - 1], draw.integers(0, 1 << 23, 253)])
+    bits = (np.arange(512)[:, None] << 23) + fractions  # all signs and exponents
+    x = bits.astype(np.uint32).view(np.float32).ravel()
+    near_0, normal = x[np.abs(x) < 1e-9], x[(x >= np.float32(-87.3)) & (x <= 88)]
+    exp = exp_by(vectors)
+    exact = np.exp(normal.astype(np.float64))
+    assert (np.abs(exp(normal) - exact) <= 2 * np.spacing(exact.astype(np.float32))).all()
+    assert (exp(near_0) == 1).all()
+    assert (exp(x[x < np.float32(-87.3)]) == 0).all() and (exp(x[np.isnan(x)]) == 0).all()
+    edges = np.array([-87.3, np.nextafter(np.float32(-87.3), np.float32(-88)), -np.inf, 88], np.float32)
+    assert (exp(edges) > 0).tolist() == [True, False, False, True] and np.isfinite(exp(edges)).all()
+
+
+def test_e_to_the_x_has_the_same_bits_in_every_lane(vectors: ctypes.CDLL) -> None:
+    x = np.random.default_rng(1).uniform(-90, 88, 4096).astype(np.float32)
+    exp = exp_by(vectors)
+    assert all(np.array_equal(np.roll(exp(np.roll(x, by)), -by), exp(x)) for by in range(1, 16))
+
+
+def test_a_vector_is_summed_half_by_half_and_its_largest_number_is_found_in_every_lane(vectors: ctypes.CDLL) -> None:
+    x, out = np.random.default_rng(2).standard_normal(16).astype(np.float32), np.empty(3, np.float32)
+    for _ in range(16):
+        x = np.roll(x, 1)
+        vectors.fold(ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(out.ctypes.data))
+        width = int(out[2])
+        folded = x[:width]
+        while len(folded) > 1:
+            folded = folded[: len(folded) // 2] + folded[len(folded) // 2 :]
+        assert out[0] == folded[0] and out[1] == x[:width].max()

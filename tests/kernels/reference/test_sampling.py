@@ -1,0 +1,92 @@
+"""The twins of the sampling kernels: their noise, and that what is drawn is spread as it should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.kernels.layout import sampling_rows
+from millrace.kernels.reference import sampling as reference_sampling
+from tests.kernels.sampling_cases import noise, table
+
+CHI_SQUARE_999 = {9: 27.9, 15: 37.7, 24: 51.2, 81: 126.1}  # 99.9 % of sums lie below, by degrees of freedom
+
+
+def draw(logits: Tensor, count: int, seed: int = 1, **asked: Any) -> Tensor:
+    """[count] tokens of one sequence, at its first positions, all of the same logits [V]."""
+    rows, slots = table({"temperature": 1.0, "seed": seed} | asked), torch.zeros(count, dtype=torch.int64)
+    logits = logits.expand(count, -1)
+    least = reference_sampling.thresholds(logits[:1], rows, slots[:1]).expand(count)
+    return reference_sampling.choose(logits, rows, slots, torch.arange(count), least)
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    expected = probabilities.double() / probabilities.double().sum() * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_philox_gives_the_published_numbers() -> None:
+    # Random123's known answers for philox4x32-10: counter and key of zeros; of all ones only where both halves are.
+    zero = torch.zeros(1, dtype=torch.int64)
+    numbers = reference_sampling._philox((zero, zero), (zero, zero))
+    assert [f"{int(number):08x}" for number in numbers] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
+
+
+@pytest.mark.parametrize("seed", [1, 2**64 - 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_tokens_are_spread_as_the_softmax_says(temperature: float, seed: int) -> None:
+    logits = noise(1, 10, scale=1.0)[0]
+    counts = draw(logits, 20_000, seed, temperature=temperature).bincount(minlength=10)
+    assert chi_square(counts, (logits.double() / temperature).softmax(0)) < CHI_SQUARE_999[9]
+
+
+def test_tokens_are_spread_evenly_over_all_of_a_vocabulary_whose_numbers_are_equal() -> None:
+    counts = draw(torch.zeros(8200), 1000).bincount(minlength=8200).view(82, 100).sum(1)
+    assert chi_square(counts, torch.ones(82)) < CHI_SQUARE_999[81]
+
+
+def test_a_token_says_nothing_of_the_next_one() -> None:
+    token_ids = draw(torch.zeros(5), 20_000)
+    counts = (token_ids[:-1] * 5 + token_ids[1:]).bincount(minlength=25)
+    assert chi_square(counts, torch.ones(25)) < CHI_SQUARE_999[24]
+
+
+def test_neighbouring_seeds_draw_apart_from_each_other() -> None:
+    rows = table(*({"temperature": 1.0, "seed": seed} for seed in range(20_001)))
+    slots = torch.arange(20_001)
+    token_ids = reference_sampling.choose(torch.zeros(20_001, 4), rows, slots, slots * 0 + 7)
+    counts = (token_ids[:-1] * 4 + token_ids[1:]).bincount(minlength=16)
+    assert chi_square(counts, torch.ones(16)) < CHI_SQUARE_999[15]
+
+
+def test_what_is_cut_is_never_drawn_and_the_rest_keeps_its_proportions() -> None:
+    logits = noise(1, 30, scale=1.0)[0]
+    counts = draw(logits, 20_000, top_k=10).bincount(minlength=30)
+    kept = logits.topk(10).indices
+    assert counts.sum() == counts[kept].sum()
+    assert chi_square(counts[kept], logits[kept].exp()) < CHI_SQUARE_999[9]
+
+
+def test_the_largest_noise_has_all_its_digits() -> None:
+    # The largest of n is below ln(n) + x with a chance of exp(-exp(-x)): it is 1.9 less, or 6.9 more, once in 1,000.
+    rows = table({"seed": 3})
+    found = reference_sampling.gumbel(rows, torch.tensor([0]), torch.tensor([0]), 1_000_000)
+    assert np.log(1e6) - 1.9 < float(found.max()) < np.log(1e6) + 6.9
+    assert found.isfinite().all() and len(found[found > 10].unique()) == int((found > 10).sum()) > 20
+
+
+def test_a_row_of_the_table_is_64_bytes_and_keeps_what_was_asked_for() -> None:
+    row = sampling_rows.pack(temperature=0.7, top_k=-1, seed=-2, presence=0.25, end_position=9)
+    assert row.nbytes == 64 and row[sampling_rows.TOP_K] == 0 and row[sampling_rows.END_POSITION] == 9
+    assert row[[sampling_rows.SEED_LOW, sampling_rows.SEED_HIGH]].tolist() == [-2, -1]
+    assert row.view(np.float32)[[sampling_rows.TEMPERATURE, sampling_rows.PRESENCE]].tolist() == [np.float32(0.7), 0.25]
+
+
+def test_counts_tell_prompt_and_answer_apart() -> None:
+    counts = sampling_rows.count(np.array([3, 3, 1, 1, 4, 1], np.int32), 3, 6)
+    assert (counts & sampling_rows.MAX_COUNT).tolist() == [0, 2, 0, 0, 1, 0]
+    assert (counts < 0).tolist() == [False, True, False, True, False, False]

@@ -1,0 +1,109 @@
+"""The Triton kernels compile for GPUs that are not here, and the code has what speed needs. About 2 s a kernel.
+
+A part of `python -m millrace.kernels.checks.compile_check`, which takes every head size and type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from millrace.kernels.checks import compile_cases, compile_check
+from millrace.kernels.checks.compile_check import Case, Report
+from millrace.kernels.layout.work_lists import REGISTERS, Tiling
+from millrace.kernels.triton import launch as triton_launch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(triton_launch.IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing is compiled"),
+]
+
+BF16 = torch.bfloat16
+CASES = [
+    *((90, case) for case in compile_check.layer_cases(BF16)),
+    *((arch, case) for arch in (90, 80) for case in compile_cases.prologue_cases(arch, 128, BF16)),
+    *((arch, case) for arch in (90, 80) for case in compile_cases.copy_cases()),
+    *((arch, case) for arch in (90, 80) for case in compile_cases.sampling_cases(BF16)),
+    *((90, case) for case in compile_check.attention_cases(64, BF16, group=3)[:2]),
+    *((90, case) for case in compile_check.attention_cases(128, BF16)),
+    *((90, case) for case in compile_check.attention_cases(128, BF16, cache_dtype=torch.float8_e4m3fn)[:2]),
+    *((80, case) for case in compile_check.attention_cases(128, BF16)[:2]),
+    *((90, case) for case in compile_check.group_cases(128)),
+]
+
+
+@pytest.mark.parametrize(("arch", "case"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_no_register_spills_in_a_loop_and_loops_are_pipelined(arch: int, case: Case) -> None:
+    reports = compile_check.check(case, arch)
+    assert reports
+    for report in reports:
+        assert not report.problems(case), report
+
+
+def test_a_report_names_what_is_wrong() -> None:
+    case = Case("extend 128", lambda: None, copies_ahead=True, uses_wgmma=True)
+    good = Report("extend 128: attention_kernel", 90, 1, 8, 200, 0, 0, 98560, 52, 24)
+    assert good.problems(case) == []
+    assert {"3.6": 32, "3.7": 8}.get(compile_check.triton.__version__[:3], 0) == compile_check.STACK_BYTES
+    assert replace(good, stack_bytes=compile_check.STACK_BYTES).problems(case) == []
+    (much,) = replace(good, stack_bytes=compile_check.STACK_BYTES + 8).problems(case)
+    assert much.endswith("0 accesses to them in innermost loops: registers spill")
+    (spilled,) = replace(good, stack_bytes=compile_check.STACK_BYTES, num_loop_spills=1).problems(case)
+    assert spilled.endswith("1 accesses to them in innermost loops: registers spill")
+    bad = Report("extend 128: attention_kernel", 90, 1, 8, 255, 48, 0, 240 << 10, 0, 0)
+    assert [problem.split()[0] for problem in bad.problems(case)] == ["48", "245760", "no", "no", "0"]
+
+
+LISTING = """
+_kernel:
+        /*0000*/                   STL [R1], R12 ;
+.L_x_2:
+        /*0010*/                   LDL R138, [R1] ;
+        /*0020*/               @P3 BRA `(.L_x_1) ;
+.L_x_0:
+        /*0030*/                   FADD R4, R4, R2 ;
+        /*0040*/               @P1 BRA `(.L_x_0) ;
+        /*0050*/                   FADD R5, R4, R2 ;
+        /*0060*/               @P2 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0070*/                   LDL.64 R2, [R1] ;
+        /*0080*/                   BRA `(.L_x_2) ;
+"""
+
+
+def test_spills_count_within_innermost_loops_alone() -> None:
+    assert compile_check.spills_in_loops(LISTING) == 0
+    for spill in ("LDL R4, [R1+0x4] ;", "STL.64 [R1], R4 ;"):
+        assert compile_check.spills_in_loops(LISTING.replace("FADD R4, R4, R2 ;", spill)) == 1
+        assert compile_check.spills_in_loops(LISTING.replace("FADD R5, R4, R2 ;", spill)) == 1
+
+
+def test_a_launch_is_recorded_with_all_its_arguments() -> None:
+    (case, *_) = compile_check.attention_cases(64, BF16)
+    launches = compile_check.recorded_launches(case.launch, 90)
+    assert [launch.kernel.__name__ for launch in launches] == ["_list_kernel", "_attention_kernel", "_merge_kernel"]
+    for launch in launches:
+        assert set(launch.arguments) == set(launch.kernel.arg_names)
+    plain = {"num_warps": 4, "enable_fp_fusion": True}
+    assert [launch.options for launch in launches] == [plain, plain | {"maxnreg": 168}, plain | {"num_warps": 8}]
+
+
+def test_programs_that_share_a_multiprocessor_get_an_even_share_of_its_registers() -> None:
+    for occupancy, registers in ((1, None), (2, None), (3, 168), (4, 128)):
+        tiling = Tiling(16, 64, 4, 2, occupancy)
+        assert tiling.max_registers == registers
+        assert registers is None or occupancy * registers * 4 * 32 <= REGISTERS < occupancy * (registers + 8) * 4 * 32
+
+
+def test_launches_are_the_same_for_any_lengths() -> None:
+    """Meta tensors hold no numbers, so sizes alone decide: one CUDA graph serves any mix of lengths."""
+    decode, extend = compile_check.attention_cases(128, BF16)[:2]
+    grids = [[launch.grid for launch in compile_check.recorded_launches(case.launch, 90)] for case in (decode, extend)]
+    # 64 sequences of 8 key/value heads. 132 multiprocessors: 3 programs each for decode, 1 for extend. At most 395 and
+    # 131 tasks are cut; a merge takes 4 rows of decode at once, and 8 of 128 of extend.
+    assert grids[0] == [(1,), (396,), (395, 1)]
+    assert grids[1] == [(1,), (1,), (132,), (131, 16)]

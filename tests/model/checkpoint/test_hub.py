@@ -1,0 +1,153 @@
+"""Finding a model: bundled, local, cached; and offline without a socket."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.model.checkpoint.hub import bundled_model_path, resolve
+from millrace.model.errors import CheckpointError, DownloadError
+
+
+@pytest.fixture
+def no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may open a socket but threads of other tests, whose fixtures may be alive beside this one."""
+    others = set(threading.enumerate()) - {threading.current_thread()}
+
+    def guard(call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            assert threading.current_thread() in others, "a socket was opened"
+            return call(*args, **kwargs)
+
+        return guarded
+
+    monkeypatch.setattr(socket.socket, "connect", guard(socket.socket.connect))
+    monkeypatch.setattr(socket, "getaddrinfo", guard(socket.getaddrinfo))
+
+
+def test_no_name_and_demo_are_the_bundled_model() -> None:
+    assert resolve(None) == resolve("demo") == bundled_model_path()
+    assert bundled_model_path().parts[-2:] == ("demo", "weights")
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").touch()
+    with pytest.raises(CheckpointError, match="is a file; name the directory"):
+        resolve(str(tmp_path / "m.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["no/such/directory", "/no/such", "../x", "a b", "", "a" * 300, "x\ny"])
+def test_what_can_be_neither_directory_nor_id_is_said_so(name: str, no_socket: None) -> None:
+    with pytest.raises(DownloadError, match="not the form of a Hub id"):
+        resolve(name)
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_offline_says_what_to_do_and_opens_no_socket(
+    by_variable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_socket: None
+) -> None:
+    if by_variable:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DownloadError, match="owner/name at revision v1: not in the cache, and offline mode"):
+        resolve("owner/name", revision="v1", download_dir=tmp_path, offline=not by_variable)
+
+
+def test_offline_finds_what_the_cache_has(tmp_path: Path, no_socket: None) -> None:
+    repository = tmp_path / "models--owner--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    assert resolve("owner/name", download_dir=tmp_path, offline=True) == snapshot
+
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": bytes(300_000),
+    "pytorch_model.bin": b"never fetched",
+    "README.md": b"never fetched",
+}
+
+DOWNLOAD = """
+import sys
+from pathlib import Path
+from millrace.model.errors import DownloadError
+from millrace.model.checkpoint.hub import resolve
+seen = []
+try:
+    report = lambda done, total: seen.append((done, total))
+    path = resolve(sys.argv[1], download_dir=Path(sys.argv[2]), on_progress=report)
+    print(sorted(file.name for file in path.iterdir()), seen[-1])
+except DownloadError as error:
+    print("DownloadError:", error)
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hub as a snapshot download asks for: one model at one commit."""
+
+    commit = "c" * 40
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        name = path.rsplit("/", 1)[-1]
+        if not path.removeprefix("/api/models").startswith("/owner/name"):
+            self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif "/resolve/" in path:
+            self.reply(200, FILES[name], {"ETag": f'"{name}"', "X-Repo-Commit": self.commit})
+        elif "/tree/" in path:
+            tree = [{"type": "file", "path": name, "size": len(raw), "oid": name} for name, raw in FILES.items()]
+            self.reply(200, json.dumps(tree).encode())
+        else:
+            siblings = [{"rfilename": name} for name in FILES]
+            self.reply(200, json.dumps({"id": "owner/name", "sha": self.commit, "siblings": siblings}).encode())
+
+    do_HEAD = do_GET
+
+    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("owner/name", "['config.json', 'model.safetensors'] (300023, 300023)"),
+        ("owner/other", "DownloadError: owner/other: no such directory here and no such model on the Hub"),
+    ],
+)
+def test_a_download_fetches_what_is_needed_and_reports_bytes(name: str, said: str, tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    try:
+        command = [sys.executable, "-c", DOWNLOAD, name, str(tmp_path)]
+        out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert out.stdout.startswith(said), out.stdout + out.stderr

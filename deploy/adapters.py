@@ -22,7 +22,7 @@ from .generation import Generation, Order, in_terms_of
 from .validation import read_body
 
 if TYPE_CHECKING:
-    from ..stages.outbox import RequestOutbox
+    from ..stages.exit.outboxes import RequestOutbox
     from .turns import Turn
 
 A = TypeVar("A", bound="AdaptedBody")

@@ -1,13 +1,13 @@
 """The fields of a body that ask for a beam search, and what may not be asked for beside them.
 
-Knows names and what goes together. What a search does is `stages/beams.py`'s to say.
+Knows names and what goes together. What a search does is `stages/beam_search/algorithm.py`'s to say.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..stages.beams import NO_SAMPLING, BeamParams
+from ..stages.beam_search.algorithm import NO_SAMPLING, BeamParams
 from .errors import ApiError
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from ..stages.beams import EARLY_STOPPINGS, MAX_LENGTH_PENALTY, BeamParams, refuse_sampling
+from ..stages.beam_search.algorithm import EARLY_STOPPINGS, MAX_LENGTH_PENALTY, BeamParams, refuse_sampling
 from ..stages.errors import Refused
-from ..stages.grammar.structured import StructuredOutputs
 from ..stages.messages import ChatPrompt, Prompt
 from ..stages.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -36,6 +35,7 @@ from ..stages.params import (
     MAX_STOPS,
     SamplingParams,
 )
+from ..stages.structured_outputs import StructuredOutputs
 from . import documented, documented_forms
 from .beams import beam_params, check_beams
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .answers import Answer, usage
 
 if TYPE_CHECKING:
-    from ..stages.outbox import RequestOutbox
+    from ..stages.exit.outboxes import RequestOutbox
     from ..stages.outputs import Delta
 
 

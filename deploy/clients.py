@@ -19,7 +19,7 @@ from .config import ServerConfig
 if TYPE_CHECKING:
     import aiohttp
 
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
 
 Messages = Sequence[dict[str, str]]
 
@@ -82,7 +82,7 @@ def open_client(
 
 @asynccontextmanager
 async def _local(config: EngineConfig, params: dict[str, Any]) -> AsyncIterator[Client]:
-    from ..stages.engine import Engine  # imports torch
+    from ..stages.engine.engine import Engine  # imports torch
 
     async with Engine(config) as engine:
         yield LocalClient(engine, params)

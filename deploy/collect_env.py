@@ -17,8 +17,8 @@ from pathlib import Path
 from ..kernels.native import build, library
 from ..kernels.native.errors import NativeUnavailableError
 from ..runtime.env.cpus import ComputeThreads, Cpus
+from ..stages.backends.cache_size import free_host_bytes, is_host_limited, total_host_bytes
 from ..stages.config import EngineConfig
-from ..stages.sizing import free_host_bytes, is_host_limited, total_host_bytes
 from .config import ServerConfig
 from .settings import ENV_PREFIX, SECRET
 

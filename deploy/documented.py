@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..stages.limits import MAX_CHARS_PER_TOKEN, MAX_PROMPTS
 from ..stages.params import COUNTS, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS, NUMBERS
+from ..stages.request_limits import MAX_CHARS_PER_TOKEN, MAX_PROMPTS
 
 Schema = dict[str, Any]
 

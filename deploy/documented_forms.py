@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..stages.grammar.structured import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES
 from ..stages.params import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
-from ..stages.pooling import MAX_INPUTS, MAX_PAIRS
+from ..stages.pooling_params import MAX_INPUTS, MAX_PAIRS
+from ..stages.structured_outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES
 from .documented import CONTENT, NOT_EMPTY, TOKEN_ID, Schema, array, nullable, prompts
 
 # -- sampling

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..stages.beams import MAX_WIDTH, NO_SAMPLING
+from ..stages.beam_search.algorithm import MAX_WIDTH, NO_SAMPLING
 from .documented import Schema, has, off_with, only_with
 
 _SEARCHES = has("use_beam_search", {"const": True})

@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
-from ..stages.embedding import Pairs, pooled_request
+from ..stages.engine.pooled_requests import Pairs, pooled_request
 from ..stages.errors import Refused
 from ..stages.messages import Request
-from ..stages.pooling import MAX_INPUTS, MAX_PAIRS, PoolingParams
+from ..stages.pooling_params import MAX_INPUTS, MAX_PAIRS, PoolingParams
 from ..stages.tasks import Task
 from . import documented_forms
 from .bodies import Body, ModelName

@@ -17,8 +17,8 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from ..stages.embedding import read_vectors
-from ..stages.pooling import Floats
+from ..stages.engine.pooled_requests import read_vectors
+from ..stages.pooling_params import Floats
 from .answers import usage
 from .embedding_bodies import EmbeddingBody, PooledBody, RerankBody, ScoreBody
 from .errors import describe
@@ -29,8 +29,8 @@ from .service import Service
 from .validation import read_body
 
 if TYPE_CHECKING:
+    from ..stages.exit.outboxes import RequestOutbox
     from ..stages.messages import Request
-    from ..stages.outbox import RequestOutbox
     from ..stages.tasks import Task
 
 INLINE_NUMBERS = 16_384  # of embeddings, written to JSON on the loop: more would hold it for over a millisecond

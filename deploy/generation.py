@@ -17,7 +17,7 @@ import orjson
 from aiohttp import web
 
 from ..runtime.env.log import get_logger
-from ..stages.beams import BeamParams
+from ..stages.beam_search.algorithm import BeamParams
 from ..stages.messages import Prompt, Request
 from ..stages.params import SamplingParams
 from .answers import Answer, ChatAnswer, CompletionAnswer, usage
@@ -36,7 +36,7 @@ from .turns import Turn
 from .validation import read_body
 
 if TYPE_CHECKING:
-    from ..stages.outbox import RequestOutbox
+    from ..stages.exit.outboxes import RequestOutbox
 
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 

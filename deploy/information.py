@@ -12,7 +12,7 @@ from .config import ServerConfig
 from .settings import SECRET
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
     from ..stages.outputs import ModelInfo
 
 HIDDEN = "***"

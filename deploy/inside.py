@@ -26,7 +26,7 @@ from .service import MAX_ENDED, Live, Service
 if TYPE_CHECKING:
     from ..runtime.graph import Edge
     from ..runtime.trace.tracer import Tracer
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
 
 MAX_LISTED = 1_000  # requests in one answer
 MAX_CURSOR = 2**53

@@ -16,8 +16,8 @@ from ..runtime.histogram import Histogram
 from .metric_families import US, histogram
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
-    from ..stages.outbox import RequestOutbox
+    from ..stages.engine.engine import Engine
+    from ..stages.exit.outboxes import RequestOutbox
 
 FIRST_TOKEN_MS = (
     *(1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1_000, 2_500, 5_000, 7_500),

@@ -14,17 +14,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..stages.blocks import BlockPool
+from ..stages.allocate.block_pool import BlockPool
 from .errors import CODES
 from .latencies import Latencies
 from .metric_families import counter, gauge
 from .pipeline_metrics import channels, stages
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
-    from ..stages.host import HostTier
-    from ..stages.outbox import RequestOutbox
-    from ..stages.speculation import Speculation
+    from ..stages.allocate.host_tier import HostTier
+    from ..stages.engine.engine import Engine
+    from ..stages.exit.outboxes import RequestOutbox
+    from ..stages.schedule.speculation import Speculation
     from .service import Service
     from .telemetry import Telemetry
 

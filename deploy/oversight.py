@@ -23,7 +23,7 @@ from .loop_meter import LoopGuard, LoopMeter
 from .stats_line import StatsLine
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
     from .metrics import Metrics
 
 log = get_logger("millrace.deploy")

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from ..stages.errors import ConfigError
-from ..stages.policy import Policy
 from ..stages.recordings.film import film
-from ..stages.recordings.recorded import Recording
+from ..stages.recordings.reader import Recording
+from ..stages.schedule.policy import Policy
 from .config import ServerConfig
 from .dashboard.played import PlayedViewer
 from .dashboard.reel import Reel

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..stages.limits import MAX_PROMPTS
 from ..stages.messages import Prompt
+from ..stages.request_limits import MAX_PROMPTS
 from .errors import ApiError
 
 

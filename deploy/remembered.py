@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from .service import MAX_ENDED
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
-    from ..stages.outbox import Outboxes, RequestOutbox
+    from ..stages.engine.engine import Engine
+    from ..stages.exit.outboxes import Outboxes, RequestOutbox
 
 SENTENCES = {
     "queue": "{ms} ms until the device began with it",

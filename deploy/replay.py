@@ -9,9 +9,9 @@ import time
 
 from ..stages.config import EngineConfig
 from ..stages.errors import ConfigError
-from ..stages.policy import Policy, make_policy
-from ..stages.recordings.recorded import Recording, RecordingError
+from ..stages.recordings.reader import Recording, RecordingError
 from ..stages.recordings.replay import Replay
+from ..stages.schedule.policy import Policy, make_policy
 from .config import ServerConfig
 
 DIFFERS, UNREADABLE = 1, 3

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ..runtime.env.log import get_logger
 
 if TYPE_CHECKING:
+    from ..stages.exit.outboxes import Outboxes, RequestOutbox
     from ..stages.messages import Prompt
-    from ..stages.outbox import Outboxes, RequestOutbox
 
 log = get_logger("millrace.deploy")
 

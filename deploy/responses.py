@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from ..stages.errors import RequestError
-from ..stages.limits import MAX_CHARS_PER_TOKEN, chat_chars
+from ..stages.request_limits import MAX_CHARS_PER_TOKEN, chat_chars
 from .adapters import Chat, NameOf, Parts, read_adapted, take_order, under_way
 from .errors import ApiError
 from .generation import Generation, Order, told

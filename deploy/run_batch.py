@@ -26,7 +26,7 @@ from .batch_lines import BadLine, Item, Line, LineReader, answered, failed, pars
 from .config import ServerConfig
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
 
 OF_THE_ANSWERS = (
     "served_model_name",
@@ -194,7 +194,7 @@ def _session(connector: aiohttp.BaseConnector, headers: dict[str, str]) -> aioht
 
 
 def _make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
-    from ..stages.engine import Engine  # imports torch
+    from ..stages.engine.engine import Engine  # imports torch
 
     return Engine(config.for_whole_answers())
 

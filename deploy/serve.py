@@ -26,7 +26,7 @@ from .modes import Mode, choose_mode
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
     from .server import Server
 
 log = get_logger("millrace.deploy")
@@ -126,18 +126,18 @@ class _Stop:
 def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
     if mode == "split":
         _import_beside("aiohttp")
-        from ..stages.split.engine import SplitEngine
+        from ..stages.split.split_engine import SplitEngine
 
         return SplitEngine(config)
     # imports little, so that weights are packed while all else is imported
     from ..runtime.phases import Phases
-    from ..stages.opening import Opening
+    from ..stages.loading.early import Opening
 
     opening = Opening(config, Phases(time.monotonic))
     try:
         opening.wait_until_packing(WAIT_S)
         _import_beside("aiohttp")
-        from ..stages.engine import Engine
+        from ..stages.engine.engine import Engine
         from . import server  # noqa: F401  before the engine starts, which measures how fast it is
 
         return Engine(config, opening=opening)

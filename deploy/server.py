@@ -30,7 +30,7 @@ from .telemetry import Telemetry
 from .tls import tls_context
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
 
 log = get_logger("millrace.deploy")
 

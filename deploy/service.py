@@ -18,7 +18,7 @@ from .oversight import Oversight
 from .speech import Speech, check_parsers
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
 
 MAX_ENDED = 1_000  # requests whose owners are remembered, for whoever asks where their time went
 

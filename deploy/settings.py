@@ -58,7 +58,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "at the start, 50 to 100 by the native library, else 0; 0: whatever it takes, and each step is planned as soon "
         "as it may be, not shortly before the device is free",
         "enable_chunked_prefill": "let long prompts run over several steps",
-        "scheduler": "priority, fifo, or package.module:Class, a millrace.stages.policy.Policy of your own",
+        "scheduler": "priority, fifo, or package.module:Class, a millrace.stages.schedule.policy.Policy of your own",
         "priority_ageing_s": "seconds of waiting that are worth one priority; none: priorities are strict",
         "steps_in_flight": "2 overlaps planning with execution, 1 is the serial debug mode",
         "async_scheduling": "hand steps over while the one before runs (GPU, native model); else each is waited for",

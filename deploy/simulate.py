@@ -15,12 +15,12 @@ import orjson
 
 from ..stages.config import EngineConfig
 from ..stages.errors import ConfigError
-from ..stages.policy import Policy, make_policy
 from ..stages.recordings.cost_model import Fitted, fit
-from ..stages.recordings.recorded import Recording, RecordingError
-from ..stages.recordings.recording import RecordedEngine
+from ..stages.recordings.format import RecordedEngine
+from ..stages.recordings.reader import Recording, RecordingError
 from ..stages.recordings.simulation import Door, Simulation
-from ..stages.recordings.traces import Trace, read_trace
+from ..stages.recordings.workloads import Trace, read_trace
+from ..stages.schedule.policy import Policy, make_policy
 from .config import ServerConfig
 from .settings import parse
 

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ..model.errors import TemplateError
-from ..stages.grammar.thinking import ThinkingBudget
+from ..stages.grammar.thinking_budget import ThinkingBudget
 from ..stages.params import SamplingParams
 from .bodies import ChatBody
 from .config import ServerConfig
@@ -24,7 +24,7 @@ from .tools import NamedTool
 from .turns import ReasoningCounter, Turn
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
 
 PROBE = "What a user says."
 NUM_PROBES = 256  # ways to set a template's variables whose prompts are remembered

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..runtime.env.log import get_logger
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
+    from ..stages.engine.engine import Engine
     from .metrics import Metrics
 
 log = get_logger("millrace.deploy")

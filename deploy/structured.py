@@ -1,6 +1,6 @@
 """The fields of a body that ask for an answer of a certain form: OpenAI's, vLLM's, and vLLM's older ones.
 
-Knows names and shapes. What a form means is `stages/grammar/structured.py`'s and the grammar's compiler's to say.
+Knows names and shapes. What a form means is `stages/structured_outputs.py`'s and the grammar's compiler's to say.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..stages.errors import Refused
-from ..stages.grammar.structured import KINDS, StructuredOutputs
+from ..stages.structured_outputs import KINDS, StructuredOutputs
 from .errors import ApiError, shorten
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from .otlp import Ended, export_request, spans_of
 from .trace_context import CURRENT, TraceContext
 
 if TYPE_CHECKING:
-    from ..stages.engine import Engine
-    from ..stages.outbox import RequestOutbox
+    from ..stages.engine.engine import Engine
+    from ..stages.exit.outboxes import RequestOutbox
 
 MAX_QUEUED = 4_096  # requests
 MAX_SENT = 512  # in one post

@@ -18,8 +18,8 @@ import orjson
 from .answers import PromptPart, as_id, finite
 
 if TYPE_CHECKING:
+    from ..stages.exit.outboxes import RequestOutbox
     from ..stages.messages import PromptLogprobs
-    from ..stages.outbox import RequestOutbox
 
 SLICE = 512  # entries in one call of the JSON writer
 

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from ..runtime.pipeline import Pipeline
     from ..runtime.stage import Stage, stage
     from .config import EngineConfig
-    from .engine import Engine
-    from .grammar.structured import StructuredOutputs
-    from .offline import LLM
+    from .engine.engine import Engine
+    from .engine.llm import LLM
     from .params import SamplingParams
-    from .pooling import PoolingParams
-    from .processors import LogitsProcessor
+    from .pooling_params import PoolingParams
+    from .sample.logits_processor import LogitsProcessor
+    from .structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -34,14 +34,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": ".offline",
-    "Engine": ".engine",
+    "LLM": ".engine.llm",
+    "Engine": ".engine.engine",
     "EngineConfig": ".config",
-    "LogitsProcessor": ".processors",
+    "LogitsProcessor": ".sample.logits_processor",
     "Pipeline": "..runtime.pipeline",
-    "PoolingParams": ".pooling",
+    "PoolingParams": ".pooling_params",
     "SamplingParams": ".params",
-    "StructuredOutputs": ".grammar.structured",
+    "StructuredOutputs": ".structured_outputs",
     "Stage": "..runtime.stage",
     "stage": "..runtime.stage",
 }

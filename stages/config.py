@@ -48,7 +48,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # of one step, at most; None: 2048, by the native library 512
     itl_target_ms: float | None = None  # that steps beside answers may take; None: natively as measured, else 0; 0: any
     enable_chunked_prefill: bool = True  # False: a prompt runs in one step, whole
-    scheduler: str = "priority"  # or "fifo", or package.module:Class, a subclass of millrace.stages.policy.Policy
+    scheduler: str = (
+        "priority"  # or "fifo", or package.module:Class, a subclass of millrace.stages.schedule.policy.Policy
+    )
     priority_ageing_s: float | None = None  # waiting so long is worth one priority; None: however long, it stays behind
     steps_in_flight: int = 2  # K: 2 overlaps planning with execution, 1 is the serial debug mode
     async_scheduling: bool = True  # False: each step is waited for; of effect with triton and native

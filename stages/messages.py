@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from ..runtime.message import message
 from .params import SamplingParams
-from .pooling import PoolingParams
+from .pooling_params import PoolingParams
 
 Ints = NDArray[np.int32]
 Indices = NDArray[np.intp]  # numpy indexes with these as they are; int32 costs 3 us more for each use by 256 rows

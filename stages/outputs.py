@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..model.pooling import PoolingConfig
-from .memory import MemoryTable
+from .backends.cuda.cuda_graphs import CaptureReport
+from .memory_table import MemoryTable
 from .messages import FinishReason, PromptLogprobs, Rates, TokenLogprobs
 from .params import SamplingParams
-from .pooling import Floats
-from .stepping.graphs import CaptureReport
+from .pooling_params import Floats
 from .tasks import Task
 
 OutputKind = Literal["delta", "cumulative", "final"]

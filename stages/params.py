@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from .errors import Refused
-from .grammar.structured import StructuredOutputs
-from .grammar.thinking import ThinkingBudget
+from .grammar.thinking_budget import ThinkingBudget
+from .structured_outputs import StructuredOutputs
 
 MAX_N = 128
 MAX_LOGPROBS = 20

@@ -17,7 +17,7 @@ from millrace.deploy.bench.load import Ask
 from millrace.deploy.bench.measures import Record
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
-from millrace.stages.recordings.traces import Trace, TraceRequest, read_trace
+from millrace.stages.recordings.workloads import Trace, TraceRequest, read_trace
 from tests.bench.cpu import arrivals, report
 from tests.bench.cpu.arrivals import UNFINISHED, drive
 from tests.bench.cpu.contenders import Served, start

@@ -16,7 +16,7 @@ from .offline import ask, make_asks, make_engine, make_rng
 from .report import at_least_one, complain, progress, publish
 
 if TYPE_CHECKING:
-    from ...stages.engine import Engine
+    from ...stages.engine.engine import Engine
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

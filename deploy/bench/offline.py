@@ -19,12 +19,12 @@ from .load import Ask, Rng, random_asks, read_asks
 from .measures import Record, Stopwatch
 
 if TYPE_CHECKING:
-    from ...stages.engine import Engine
+    from ...stages.engine.engine import Engine
 
 
 def make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
     """The model in this process."""
-    from ...stages.engine import Engine  # imports torch
+    from ...stages.engine.engine import Engine  # imports torch
 
     return Engine(config)
 

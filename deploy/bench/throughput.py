@@ -15,7 +15,7 @@ from .offline import ask, make_asks, make_engine, make_rng
 from .report import at_least_one, complain, progress, publish
 
 if TYPE_CHECKING:
-    from ...stages.engine import Engine
+    from ...stages.engine.engine import Engine
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:

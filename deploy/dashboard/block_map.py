@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...stages.blocks import BlockPool, BlockState, BlockTables
-from ...stages.scheduler import Scheduler
+from ...stages.allocate.block_pool import BlockPool, BlockState, BlockTables
+from ...stages.schedule.scheduler import Scheduler
 
 FREE, CACHED, QUARANTINED, SHARED, FIRST_SLOT = range(5)
 

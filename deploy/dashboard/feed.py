@@ -34,8 +34,8 @@ from .viewer import INTERVAL_S
 from .viewers import Viewers
 
 if TYPE_CHECKING:
-    from ...stages.engine import Engine
-    from ...stages.outbox import RequestOutbox
+    from ...stages.engine.engine import Engine
+    from ...stages.exit.outboxes import RequestOutbox
 
 MAX_VIEWERS = 64
 MAX_RECENT = 60

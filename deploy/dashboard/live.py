@@ -23,7 +23,7 @@ from .timeline import Timeline
 from .viewer import INTERVAL_S, Read, Update, Viewer
 
 if TYPE_CHECKING:
-    from ...stages.engine import Engine
+    from ...stages.engine.engine import Engine
     from .feed import Feed
 
 log = get_logger("millrace.deploy")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...stages.recordings.film import Life
 from ...stages.recordings.time_machine import Preemption, TimeMachine
-from ...stages.sequences import Sequence
+from ...stages.schedule.sequence import Sequence
 from .block_map import Books
 from .reel import Reel
 from .snapshots import core_figures

@@ -21,12 +21,12 @@ from .block_map import Books
 if TYPE_CHECKING:
     from ...runtime.histogram import Histogram
     from ...runtime.pipeline import Health
-    from ...stages.blocks import BlockPool
-    from ...stages.engine import Engine
-    from ...stages.outbox import RequestOutbox
-    from ...stages.prefix import PrefixCache
-    from ...stages.scheduler import Scheduler
-    from ...stages.sequences import Sequence
+    from ...stages.allocate.block_pool import BlockPool
+    from ...stages.allocate.prefix_cache import PrefixCache
+    from ...stages.engine.engine import Engine
+    from ...stages.exit.outboxes import RequestOutbox
+    from ...stages.schedule.scheduler import Scheduler
+    from ...stages.schedule.sequence import Sequence
     from ..latencies import Latencies
     from ..oversight import Oversight
     from ..service import Service

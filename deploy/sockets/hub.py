@@ -26,8 +26,8 @@ from .session import Session
 from .stream import Stream
 
 if TYPE_CHECKING:
-    from ...stages.engine import Engine
-    from ...stages.outbox import RequestOutbox
+    from ...stages.engine.engine import Engine
+    from ...stages.exit.outboxes import RequestOutbox
 
 MAX_ORPHANS = 1024  # requests whose socket was cut
 

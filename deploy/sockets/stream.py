@@ -20,7 +20,7 @@ from .delivery import Delivery
 from .envelopes import Create, error_members, members
 
 if TYPE_CHECKING:
-    from ...stages.outbox import RequestOutbox
+    from ...stages.exit.outboxes import RequestOutbox
     from .hub import Hub
     from .session import Session
 

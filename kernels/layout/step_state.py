@@ -3,7 +3,7 @@
 
 What the host says of a step is one buffer of i32, the *diff*: what is new, and which rows run. From it and from the
 tables on the device come a step's inputs, so that nothing the device has chosen goes to the host and back in between.
-The layout of the diff is here; `stages/stepping/diff.py` writes it.
+The layout of the diff is here; `stages/backends/cuda/step_update.py` writes it.
 
 numpy alone. Every array may be a tensor on a CPU, whose memory is then written. S slots, L tokens a slot at most,
 M blocks a slot, P rows and N tokens of a step, padding included; R and T are those that are not padding.

@@ -1,6 +1,6 @@
 """What a grammar costs, found out where it can do no harm: it is compiled, and an answer written with it.
 
-Runs in a helper process with limits on time and memory (`stages/grammar/grammar_helper.py`). Knows no process itself.
+Runs in a helper process with limits on time and memory (`stages/grammar/trial_process.py`). Knows no process itself.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.workers.side_thread import Pending
 from ..messages import Bools, Indices, Ints, Started
-from .grammars import Grammars
-from .structured import StructuredOutputs
+from ..structured_outputs import StructuredOutputs
+from .compiled import Grammars
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

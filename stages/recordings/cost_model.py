@@ -15,9 +15,9 @@ import orjson
 from numpy.typing import NDArray
 
 from ..messages import StepDone, TokenRequest
-from ..step_costs import StepContents, least_squares
-from .recorded import AllocateCall, Recording, RecordingError, ScheduleCall
-from .recording import Fields, Given, RecordedEngine, Wrong, read_engine
+from ..schedule.step_time_model import StepContents, least_squares
+from .format import Fields, Given, RecordedEngine, Wrong, read_engine
+from .reader import AllocateCall, Recording, RecordingError, ScheduleCall
 
 VERSION = 1
 LEAST_STEPS = 64  # a fit of fewer would say little

@@ -18,8 +18,8 @@ from ...runtime.simulation.manual_env import VirtualEnv
 from ...runtime.trace.format import MAX_U32, RECORD_DTYPE
 from ...runtime.trace.tracer import EventKind, Reader, Records, Tracer, in_order_of_time
 from ..messages import StepDone, StepVoid, TokenRequest
-from ..policy import Policy
-from .recorded import AllocateCall, Call, Recording, RecordingError, ScheduleCall
+from ..schedule.policy import Policy
+from .reader import AllocateCall, Call, Recording, RecordingError, ScheduleCall
 from .replay import Core
 from .time_machine import TimeMachine
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..allocator import Allocator
-from ..blocks import BlockPool, BlockState
-from ..scheduler import Scheduler
+from ..allocate.allocator import Allocator
+from ..allocate.block_pool import BlockPool, BlockState
+from ..schedule.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)

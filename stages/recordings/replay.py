@@ -20,17 +20,17 @@ from ...runtime.channel import ControlLane
 from ...runtime.simulation.manual_env import VirtualEnv, run_at_once
 from ...runtime.stage import Context
 from ...runtime.trace.tracer import Tracer
-from ..allocate import Allocate
+from ..allocate.host_tier import HostTier
+from ..allocate.prefix_cache import PrefixCache
+from ..allocate.stage import Allocate
 from ..errors import ConfigError
-from ..host import HostTier
 from ..messages import PlanReport, Rates, StepGrant, StepPlan
-from ..ngrams import Drafter
-from ..policy import BUILT_IN, AgeingPriority, Policy
-from ..prefix import PrefixCache
-from ..schedule import Schedule
-from ..scheduler import Limits
-from .recorded import AllocateCall, CacheReset, Call, Recording, RecordingError, ReportTaken, ScheduleCall
-from .recording import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields, shown
+from ..schedule.ngram_drafter import Drafter
+from ..schedule.policy import BUILT_IN, AgeingPriority, Policy
+from ..schedule.scheduler import Limits
+from ..schedule.stage import Schedule
+from .format import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields, shown
+from .reader import AllocateCall, CacheReset, Call, Recording, RecordingError, ReportTaken, ScheduleCall
 
 STAGES_REFUSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError)
 

@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from ...runtime.simulation.manual_env import run_at_once
 from ..errors import Overloaded
-from ..intake import Intake
-from ..limits import RequestLimits
+from ..intake.stage import Intake
 from ..messages import Indices, Prompt, Request, StepDone, StepPlan, TokenRequest
 from ..params import SamplingParams
-from ..policy import Policy
+from ..request_limits import RequestLimits
+from ..schedule.policy import Policy
 from .cost_model import CostModel
-from .modelled_device import Flight, ModelledDevice, ModelledDrafter
-from .recording import RecordedEngine
-from .repeats import Repeats
+from .format import RecordedEngine
+from .repetition import Repeats
 from .replay import Core
-from .traces import Trace, TraceRequest
+from .simulated_device import Flight, ModelledDevice, ModelledDrafter
+from .workloads import Trace, TraceRequest
 
 VOCAB_SIZE = 2**31 - 1  # token ids of traces mean nothing
 PERCENTILES = (50, 90, 99)

@@ -10,10 +10,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..policy import Policy
+from ..schedule.policy import Policy
+from .format import Fields, RecordedEngine
 from .memory_state import MemoryState, memory_state
-from .recorded import AllocateCall, Call, Reading, Recording, RecordingError, ScheduleCall
-from .recording import Fields, RecordedEngine
+from .reader import AllocateCall, Call, Reading, Recording, RecordingError, ScheduleCall
 from .replay import Core, Decision, Replay
 
 MARK_CALLS = 128  # between two places to go back to, at first

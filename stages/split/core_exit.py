@@ -12,7 +12,7 @@ from typing import Any, Never
 from ...runtime.exit import Exit
 from ...runtime.pipeline import NotServing
 from ..messages import TokenRequest
-from .words import RequestFailed, Served
+from .protocol import RequestFailed, Served
 
 
 class CoreOutbox:

@@ -26,16 +26,15 @@ from ...runtime.processes.child import joined
 from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundChannel
 from ...runtime.trace.tracer import Tracer
 from ..config import EngineConfig
-from ..device import Device
+from ..device.device import Device
+from ..engine.wiring import CoreStages
 from ..errors import ConfigError
 from ..messages import Started, StepTokens, TokenRequest
-from ..parts import CoreStages
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
-from ..recordings.recorder import Recorder
-from .books import read_books
+from ..recordings.writer import Recorder
+from .compiled_grammars import KeptGrammars
 from .core_exit import CoreExit
-from .kept_grammars import KeptGrammars
-from .words import (
+from .protocol import (
     CODEC,
     Admitted,
     Ask,
@@ -49,6 +48,7 @@ from .words import (
     Stop,
     Told,
 )
+from .status import read_books
 
 Load = Callable[[EngineConfig, Env, Phases], tuple[Any, Device]]  # in a thread: the model, and what runs its steps
 
@@ -247,7 +247,7 @@ class EngineProcess:
 def load(config: EngineConfig, env: Env, phases: Phases) -> tuple[Any, Device]:
     """A real model."""
     with phases("import"):
-        from ..loading import LoadedModel, load_model
+        from ..loading.model import LoadedModel, load_model
     loaded = load_model(config, phases, env)
     if not isinstance(loaded, LoadedModel):
         raise ConfigError("mode = split: this model reads texts at once and generates nothing; use mode = inline")

@@ -11,13 +11,13 @@ from ...runtime.processes.link import InboundChannel, OutboundChannel
 from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
 from ...runtime.stage_runner import StageRunner
-from ..allocate import Allocate
+from ..allocate.stage import Allocate
 from ..config import EngineConfig
-from ..execute import Execute
-from ..grammar.grammars import Grammars
+from ..engine.wiring import LoadedText, TextParts
+from ..execute.stage import Execute
+from ..exit.outboxes import RequestOutbox
+from ..grammar.compiled import Grammars
 from ..messages import StepTokens, TokenRequest
-from ..outbox import RequestOutbox
-from ..parts import LoadedText, TextParts
 from ..pipeline import (
     ENTRY_CAPACITY,
     TEXT_CAPACITY,
@@ -26,10 +26,10 @@ from ..pipeline import (
     build_core_pipeline,
     build_front_pipeline,
 )
-from ..sample import Sample
-from ..schedule import Schedule
-from .live_table import LiveTable
-from .mirror import Mirror, MirrorChannel, MirrorRunner, MirrorStage
+from ..sample.stage import Sample
+from ..schedule.stage import Schedule
+from .inflight_requests import LiveTable
+from .remote_views import Mirror, MirrorChannel, MirrorRunner, MirrorStage
 
 CORE: dict[str, type[Stage[Any, Any]]] = {
     "schedule": Schedule,

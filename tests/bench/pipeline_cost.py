@@ -36,7 +36,7 @@ from millrace.runtime.stage_runner import StageRunner
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import FinishReason, Prompt, Request, StepGrant, StepTokens
 from millrace.stages.params import SamplingParams
-from millrace.stages.testing import ScriptedEngine, scripted_engine
+from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
 
 T = TypeVar("T")
 

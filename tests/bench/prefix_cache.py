@@ -30,11 +30,11 @@ from typing import Any
 
 import numpy as np
 
-from millrace.stages.allocator import Allocator
+from millrace.stages.allocate.allocator import Allocator
+from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.messages import StepDone, StepGrant, TokenRequest
 from millrace.stages.params import SamplingParams
-from millrace.stages.prefix import PrefixCache
-from millrace.stages.scheduler import Limits, Scheduler
+from millrace.stages.schedule.scheduler import Limits, Scheduler
 from tests.bench.shapes import make_checkpoint
 
 HASH_TOKENS = 512  # of a hash id in the trace

@@ -33,12 +33,12 @@ import numpy as np
 
 from millrace.deploy.simulate import run_one
 from millrace.stages.config import EngineConfig
-from millrace.stages.engine import Engine
+from millrace.stages.engine.engine import Engine
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
 from millrace.stages.recordings.cost_model import Fitted, fit
-from millrace.stages.recordings.recorded import Recording
-from millrace.stages.recordings.traces import Trace, TraceRequest, from_recording
+from millrace.stages.recordings.reader import Recording
+from millrace.stages.recordings.workloads import Trace, TraceRequest, from_recording
 from tests.bench.shapes import SHAPES, make_checkpoint
 
 RECORDED = {"max_num_seqs": 16, "max_num_batched_tokens": 128}

@@ -35,8 +35,8 @@ from millrace.runtime.stage import Outlet, Stage
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Prompt, Request, StepText
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted.script import Script
-from millrace.stages.testing import ScriptedEngine
+from millrace.stages.testing.scripted.engine import ScriptedEngine
+from millrace.stages.testing.scripted.script import Script
 from tests.deploy.running import ROOT, RunningServer, post_bytes
 
 NUM_STREAMS = 64

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.stages.testing import ScriptedEngine
+from millrace.stages.testing.scripted.engine import ScriptedEngine
 from tests.bench.pipeline_cost import MAX_MODEL_LEN, FreeDevice, decode, end, engine_with
 
 NUM_SEQUENCES = 64

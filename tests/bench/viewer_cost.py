@@ -28,7 +28,7 @@ import numpy as np
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard.viewer import INTERVAL_S
 from millrace.deploy.server import Server
-from millrace.stages.testing import ScriptedEngine
+from millrace.stages.testing.scripted.engine import ScriptedEngine
 from tests.bench.pipeline_cost import MAX_MODEL_LEN, FreeDevice, decode, end, engine_with
 
 NUM_SEQUENCES = 64

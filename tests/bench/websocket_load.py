@@ -25,8 +25,8 @@ import aiohttp
 import numpy as np
 
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted.script import Script
-from millrace.stages.scripted.text import ByteTokenizer
+from millrace.stages.testing.scripted.byte_tokenizer import ByteTokenizer
+from millrace.stages.testing.scripted.script import Script
 from tests.deploy.running import RunningServer
 
 RATE = 5  # tokens/s of a stream

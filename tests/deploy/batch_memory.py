@@ -21,7 +21,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.run_batch import answer_lines, in_process
 from millrace.runtime.env.log import configure
 from millrace.stages.config import EngineConfig
-from millrace.stages.testing import scripted_engine
+from millrace.stages.testing.scripted.engine import scripted_engine
 
 MIB = 1024 * 1024
 

@@ -31,10 +31,10 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.serve import serve
 from millrace.runtime.env.log import configure
 from millrace.stages.config import EngineConfig
-from millrace.stages.grammar import grammar_gate
-from millrace.stages.scripted.script import Script
-from millrace.stages.scripted.text import SPECIAL_TOKENS
-from millrace.stages.testing import SMALL, ScriptedEngine
+from millrace.stages.grammar import gate as grammar_gate
+from millrace.stages.testing.scripted.byte_tokenizer import SPECIAL_TOKENS
+from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine
+from millrace.stages.testing.scripted.script import Script
 from tests.security.audit import Audit
 from tests.security.audited_helper import complaints
 

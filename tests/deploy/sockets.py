@@ -15,8 +15,8 @@ import aiohttp
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.stages.config import EngineConfig
-from millrace.stages.scripted.script import Script
-from millrace.stages.testing import SMALL, ScriptedEngine
+from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine
+from millrace.stages.testing.scripted.script import Script
 
 Message = dict[str, Any]
 ENDLESS = Script(eos_probability=0.0)

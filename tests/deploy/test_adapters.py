@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
-from millrace.stages.testing import scripted_engine
+from millrace.stages.testing.scripted.engine import scripted_engine
 from tests.deploy.openai_shapes import check_events, check_response
 
 pytestmark = pytest.mark.slow  # the first of them reads two large packages

@@ -17,8 +17,8 @@ from millrace.deploy.bench.offline import ask
 from millrace.deploy.bench.serve import has_text
 from millrace.deploy.cli import main
 from millrace.stages.errors import ConfigError
-from millrace.stages.scripted.script import Script
-from millrace.stages.testing import scripted_engine
+from millrace.stages.testing.scripted.engine import scripted_engine
+from millrace.stages.testing.scripted.script import Script
 from tests.deploy.running import RunningServer
 
 # 3 tokens in, 5 out: first after 100 ms, then 200 ms for 4 more

@@ -10,7 +10,7 @@ import pytest
 from millrace.deploy.bodies import ChatBody, CompletionBody
 from millrace.deploy.errors import ApiError
 from millrace.deploy.validation import read_body
-from millrace.stages.beams import BeamParams
+from millrace.stages.beam_search.algorithm import BeamParams
 from millrace.stages.params import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]

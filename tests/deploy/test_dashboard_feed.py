@@ -24,7 +24,7 @@ from millrace.deploy.dashboard.patch import merge_patch
 from millrace.deploy.dashboard.snapshots import books
 from millrace.deploy.dashboard.trace_log import StepFold, TraceLog
 from millrace.runtime.trace.tracer import EventKind, Tracer
-from millrace.stages.testing import SMALL
+from millrace.stages.testing.scripted.engine import SMALL
 from tests.deploy.sockets import ENDLESS, Serving, on_loop, serving, until
 
 EVERYTHING: dict[str, Any] = {name: {} for name in Topics.model_fields if name != "request"}

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from millrace.stages.blocks import BlockState
-from millrace.stages.recordings.recorded import Recording
+from millrace.stages.allocate.block_pool import BlockState
+from millrace.stages.recordings.reader import Recording
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.time_machine import TimeMachine
 from tests.counts import count
 from tests.deploy.browser import VIEWS, accessibility, check_that_it_stayed_at_home, opened, show, until
-from tests.stages.recordings import record
+from tests.stages.recorded_runs import record
 
 pytestmark = pytest.mark.slow
 

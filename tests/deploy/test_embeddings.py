@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from millrace.stages.scripted.script import Script
+from millrace.stages.testing.scripted.script import Script
 from tests.deploy.running import RunningServer, post_bytes
 
 SCRIPT = Script()

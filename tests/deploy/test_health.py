@@ -18,8 +18,8 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.runtime.env.log import captured_logs
 from millrace.stages.errors import ConfigError
-from millrace.stages.scripted.script import Script
-from millrace.stages.testing import ScriptedEngine, scripted_engine
+from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
+from millrace.stages.testing.scripted.script import Script
 from tests.deploy.test_metrics import of, samples_of
 
 TEXT = "/v1/completions"

@@ -13,9 +13,9 @@ from millrace.runtime.env.log import captured_logs
 from millrace.runtime.histogram import STAGE_BOUNDS_US, Histogram
 from millrace.runtime.trace.tracer import EventKind
 from millrace.stages import EngineConfig, SamplingParams
-from millrace.stages.scripted.script import Script
-from millrace.stages.testing import ScriptedEngine, scripted_engine
-from millrace.stages.token_gaps import BOUNDS_US
+from millrace.stages.detokenize.token_gaps import BOUNDS_US
+from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
+from millrace.stages.testing.scripted.script import Script
 from tests.deploy.test_metrics import of, samples_of
 
 NEVER_ENDS = Script(eos_probability=0.0)

@@ -11,7 +11,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.metrics import Metrics
 from millrace.deploy.service import Service
 from millrace.stages import EngineConfig, SamplingParams
-from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
+from millrace.stages.testing.scripted.engine import Script, ScriptedEngine, scripted_engine
 from tests.deploy.running import RunningServer, post_bytes, send
 
 TEXT = "/v1/completions"

@@ -18,12 +18,13 @@ import pytest
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.cache import NativeCache
 from millrace.runtime.env import cpus
-from millrace.stages import Engine, EngineConfig, SamplingParams, native_loading
+from millrace.stages import Engine, EngineConfig, SamplingParams
+from millrace.stages.backends.native import loading as native_loading
+from millrace.stages.backends.native.loading import TOKENS_AHEAD
 from millrace.stages.errors import ConfigError
-from millrace.stages.native_loading import TOKENS_AHEAD
-from millrace.stages.opening import has_cuda_driver
+from millrace.stages.loading.early import has_cuda_driver
 from millrace.stages.outputs import ModelInfo
-from millrace.stages.step_size import TARGET_TOKENS
+from millrace.stages.schedule.step_budget import TARGET_TOKENS
 from tests.deploy.running import RunningServer
 from tests.kernels.native.test_native_taken import HAS_CALL
 
@@ -52,7 +53,7 @@ def imported(stderr: str) -> list[str]:
 
 
 def test_help_and_settings_import_nothing_but_settings() -> None:
-    heavy = (*HEAVY, "numpy", "aiohttp", "pydantic", "tokenizers", "yaml", "millrace.stages.engine")
+    heavy = (*HEAVY, "numpy", "aiohttp", "pydantic", "tokenizers", "yaml", "millrace.stages.engine.engine")
     for arguments in (["--help"], ["serve", "--help"], ["--version"], ["serve", "--print-config"]):
         done = subprocess.run(telling(heavy, *arguments), capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and done.stdout and imported(done.stderr) == []
@@ -144,7 +145,7 @@ def test_what_the_library_does_not_do_goes_to_torch_or_is_refused_by_name(monkey
 def test_a_target_that_nobody_set_follows_from_what_a_token_of_a_prompt_was_measured_to_take(
     swap_space: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.stages.step_size.TARGETS_MS", (0.0, float("inf")))
+    monkeypatch.setattr("millrace.stages.schedule.step_budget.TARGETS_MS", (0.0, float("inf")))
 
     async def main() -> tuple[ModelInfo, ModelInfo]:
         small = EngineConfig(device="cpu", num_gpu_blocks=128, swap_space=swap_space)

@@ -26,10 +26,10 @@ from millrace.deploy.server import Server
 from millrace.deploy.unsupported import UNSUPPORTED
 from millrace.deploy.validation import read_body
 from millrace.stages.errors import Refused
-from millrace.stages.limits import RequestLimits
 from millrace.stages.messages import Request
 from millrace.stages.params import SamplingParams
-from millrace.stages.testing import ScriptedEngine
+from millrace.stages.request_limits import RequestLimits
+from millrace.stages.testing.scripted.engine import ScriptedEngine
 
 LIMITS = ModelLimits(vocab_size=260, max_model_len=512, model_names=("scripted", "other"))
 KEYS = {"api_key": ("k",), "admin_key": ("a",)}

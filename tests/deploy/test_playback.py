@@ -20,12 +20,12 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard.messages import Topics
 from millrace.deploy.dashboard.reel import Reel
 from millrace.deploy.playback import MAX_VIEWERS, Playback
-from millrace.stages.blocks import BlockState
+from millrace.stages.allocate.block_pool import BlockState
 from millrace.stages.recordings.film import film
-from millrace.stages.recordings.recorded import Recording
+from millrace.stages.recordings.reader import Recording
 from millrace.stages.recordings.time_machine import TimeMachine
 from tests.deploy.test_dashboard_feed import Looking
-from tests.stages.recordings import record
+from tests.stages.recorded_runs import record
 
 pytestmark = pytest.mark.slow
 

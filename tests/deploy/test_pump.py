@@ -15,8 +15,8 @@ from millrace.deploy.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from millrace.deploy.chunks import Chunks
 from millrace.deploy.pump import send_all
 from millrace.runtime.wakeups import WOKEN_AT_ONCE
+from millrace.stages.exit.outboxes import Outboxes, RequestOutbox
 from millrace.stages.messages import Finish, FinishReason, Prompt, Request, StepText
-from millrace.stages.outbox import Outboxes, RequestOutbox
 from millrace.stages.outputs import Delta
 from millrace.stages.params import SamplingParams
 

@@ -17,7 +17,7 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
-from millrace.stages.testing import ScriptedEngine, scripted_engine
+from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
 
 
 @pytest.fixture(autouse=True)

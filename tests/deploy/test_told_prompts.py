@@ -130,7 +130,7 @@ def test_tokens_in_logprobs_may_be_spelled_as_ids(server):
 
 def test_half_characters_add_no_text_and_a_whole_one_adds_it_with_its_last_byte():
     from millrace.deploy.told_prompts import token_texts
-    from millrace.stages.scripted.text import ByteTokenizer
+    from millrace.stages.testing.scripted.byte_tokenizer import ByteTokenizer
 
     tokenizer = ByteTokenizer()
     assert token_texts(tokenizer, [257, *"é!".encode(), 0xC3, 256, 0xE2]) == ["", "", "é", "!", "", "\ufffd", "\ufffd"]

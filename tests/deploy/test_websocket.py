@@ -238,7 +238,7 @@ async def test_too_many_requests_on_a_socket_get_429_and_too_many_sockets_close_
 async def test_a_full_engine_is_told_as_429_with_when_to_try_again():
     from dataclasses import replace
 
-    from millrace.stages.testing import SMALL
+    from millrace.stages.testing.scripted.engine import SMALL
 
     small = replace(SMALL, max_admitted_requests=1)
     async with serving(step_s=0.002, script=ENDLESS, engine=small) as running, running.client() as client:

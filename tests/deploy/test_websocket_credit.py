@@ -6,7 +6,7 @@ import asyncio
 import socket
 from dataclasses import replace
 
-from millrace.stages.testing import SMALL
+from millrace.stages.testing.scripted.engine import SMALL
 from tests.deploy.sockets import ENDLESS, on_loop, serving, until
 
 PARKS_SOON = replace(SMALL, max_unread_tokens=8)

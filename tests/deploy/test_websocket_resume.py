@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.stages.testing import SMALL
+from millrace.stages.testing.scripted.engine import SMALL
 from tests.counts import FULL, first_seed
 from tests.deploy.sockets import ENDLESS, Client, Serving, on_loop, serving, text_of, until
 from tests.deploy.test_websocket_credit import PARKS_SOON, whole

@@ -16,7 +16,7 @@ from typing import Any
 from millrace.deploy.errors import ApiError
 from millrace.deploy.native import flatten
 from millrace.deploy.parsing import JsonLimits
-from millrace.stages.limits import MAX_SEQUENCES
+from millrace.stages.request_limits import MAX_SEQUENCES
 
 Body = Mapping[str, Any]
 DEFAULT_MAX_TOKENS = 16  # of a completion

@@ -15,7 +15,7 @@ from millrace.kernels.layout import step_state
 from millrace.kernels.layout.step_state import SlotState
 from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton import step_state as triton_step
-from millrace.stages.stepping.diff import Ends, diff_size
+from millrace.stages.backends.cuda.step_update import Ends, diff_size
 from tests.kernels.step_sides import Side, differences, parts_of
 from tests.stages.step_walk import EOS, Walk
 

@@ -11,8 +11,8 @@ import torch
 
 from millrace.kernels.layout import step_state
 from millrace.kernels.layout.step_state import SlotState, StepBuffers
+from millrace.stages.backends.cuda.step_update import Ends, diff_size, write
 from millrace.stages.messages import Ints, StepGrant
-from millrace.stages.stepping.diff import Ends, diff_size, write
 from tests.stages.step_walk import EOS, VOCAB_SIZE, Walk
 
 CPU = torch.device("cpu")

@@ -48,4 +48,4 @@ class HelperAudit(Audit):
 if __name__ == "__main__":
     audit, serve = HelperAudit(but={"compile"}), helper_child.serve
     helper_child.serve = lambda load, cpu_s, memory_bytes: serve(audit.watching(load), cpu_s, memory_bytes)
-    runpy.run_module("millrace.stages.grammar.grammar_helper", run_name="__main__")
+    runpy.run_module("millrace.stages.grammar.trial_process", run_name="__main__")

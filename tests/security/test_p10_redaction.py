@@ -13,7 +13,7 @@ import pytest
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.runtime.env.log import configure, get_logger, shutdown
-from millrace.stages.testing import ScriptedEngine
+from millrace.stages.testing.scripted.engine import ScriptedEngine
 from tests.deploy.running import RunningServer
 from tests.security.oracle import ADMIN_KEY, CHAT, KEY, TEXT
 from tests.security.watch import Watch, warm_up

@@ -18,8 +18,8 @@ from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.model.text.chat_template import ChatTemplate
 from millrace.model.text.tokenizer import Tokenizer
-from millrace.stages.encoder import ModelEncoder
-from millrace.stages.testing import ScriptedEngine
+from millrace.stages.testing.scripted.engine import ScriptedEngine
+from millrace.stages.tokenize.prompt_encoder import ModelEncoder
 from tests.deploy.running import Answer
 from tests.security.oracle import CHAT, TEXT, check_error
 from tests.security.watch import PEAK_MIB, Memory

@@ -12,7 +12,7 @@ import pytest
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server import Server
 from millrace.runtime.env.log import captured_logs
-from millrace.stages.testing import ScriptedEngine
+from millrace.stages.testing.scripted.engine import ScriptedEngine
 from tests.deploy.running import Answer
 from tests.security.oracle import CANARIES, CHAT, TEXT, check_error
 

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted.script import Script
+from millrace.stages.testing.scripted.script import Script
 from tests.deploy.running import head_bytes, post_bytes
 from tests.security.oracle import TEXT
 from tests.security.wire import tell

@@ -20,7 +20,7 @@ import pytest
 
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages import SamplingParams
-from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
+from millrace.stages.testing.scripted.engine import Script, ScriptedEngine, scripted_engine
 from tests.counts import count
 from tests.deploy.running import RunningServer
 from tests.security.oracle import TEXT

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from millrace.stages import SamplingParams
+from millrace.stages.engine.results import read_outputs
 from millrace.stages.messages import Prompt, Request
-from millrace.stages.reading import read_outputs
-from millrace.stages.testing import Script, scripted_engine
+from millrace.stages.testing.scripted.engine import Script, scripted_engine
 from tests.counts import count
 from tests.simulation.bugs import BUGS
 

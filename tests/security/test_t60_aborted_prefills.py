@@ -9,10 +9,10 @@ import pytest
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.stages.errors import Refused
-from millrace.stages.limits import as_token_ids
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
-from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
+from millrace.stages.request_limits import as_token_ids
+from millrace.stages.testing.scripted.engine import Script, ScriptedEngine, scripted_engine
 from tests.counts import count
 
 TURNS = range(0, 120, count(17, full=5))

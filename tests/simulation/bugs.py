@@ -17,15 +17,15 @@ from pytest import MonkeyPatch
 from millrace.runtime.channel import Channel
 from millrace.runtime.exit import Exit
 from millrace.runtime.wakeups import BellTower
-from millrace.stages.allocator import Allocator
-from millrace.stages.holdings import Holdings
-from millrace.stages.lives import Lives
+from millrace.stages.allocate.allocator import Allocator
+from millrace.stages.allocate.slot_blocks import Holdings
+from millrace.stages.exit.outboxes import Choice, RequestOutbox
 from millrace.stages.messages import StepPlan
-from millrace.stages.outbox import Choice, RequestOutbox
-from millrace.stages.planner import Planner
-from millrace.stages.runs import NO_DRAFT, Runs
-from millrace.stages.scheduler import Scheduler
-from millrace.stages.sequences import State
+from millrace.stages.sample.draft_acceptance import NO_DRAFT, Runs
+from millrace.stages.schedule.lifecycle import Lives
+from millrace.stages.schedule.planner import Planner
+from millrace.stages.schedule.scheduler import Scheduler
+from millrace.stages.schedule.sequence import State
 from tests.simulation.memory_bugs import MEMORY_BUGS
 from tests.simulation.planting import Bug, changed
 

@@ -11,11 +11,11 @@ from typing import Any
 from millrace.kernels.layout import step_state
 from millrace.runtime.device_streams.simulated import SimStream
 from millrace.runtime.workers.in_order import InOrder
+from millrace.stages.backends.cuda import step_submission as submission
+from millrace.stages.backends.cuda.async_device import LateDevice
+from millrace.stages.backends.cuda.pinned_ring import SendRing
+from millrace.stages.backends.cuda.step_submission import Step, StepLine
 from millrace.stages.messages import StepGrant, StepTokens
-from millrace.stages.stepping import submission
-from millrace.stages.stepping.late_device import LateDevice
-from millrace.stages.stepping.rings import SendRing
-from millrace.stages.stepping.submission import Step, StepLine
 from tests.simulation.memory_bugs import early_reuse
 from tests.simulation.planting import Bug, changed
 

@@ -1,6 +1,7 @@
 """Bugs of memory, to plant: in blocks, the prefix cache and what is on the host. Each is a context manager.
 
-The simulation must find every one, and so must random plans for the allocator alone (tests/stages/allocator_bugs.py).
+The simulation must find every one, and so must random plans for the allocator alone
+(tests/stages/allocate/allocator_bugs.py).
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 import numpy as np
 from pytest import MonkeyPatch
 
-from millrace.stages import prefix
-from millrace.stages.blocks import BlockPool
-from millrace.stages.followers import Followers
-from millrace.stages.holdings import Holdings
-from millrace.stages.host import HostTier
+from millrace.stages.allocate import prefix_cache as prefix
+from millrace.stages.allocate.block_pool import BlockPool
+from millrace.stages.allocate.host_tier import HostTier
+from millrace.stages.allocate.partial_blocks import Followers
+from millrace.stages.allocate.prefix_publisher import Sharing
+from millrace.stages.allocate.slot_blocks import Holdings
 from millrace.stages.messages import Ints, StepPlan
-from millrace.stages.sharing import Sharing
 from tests.simulation.planting import Bug, changed
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted.script import Script
-from millrace.stages.scripted.text import EOS, ByteTokenizer
+from millrace.stages.testing.scripted.byte_tokenizer import EOS, ByteTokenizer
+from millrace.stages.testing.scripted.script import Script
 
 
 @dataclass(frozen=True)

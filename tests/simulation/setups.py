@@ -10,7 +10,7 @@ import numpy as np
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted.script import ALPHABET
+from millrace.stages.testing.scripted.script import ALPHABET
 
 POLICIES = ("uniform", "uniform", "pct", "fifo", "starve:schedule", "starve:sample", "starve:exit", "starve:detokenize")
 STAGES = ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "exit")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.stages.params import SamplingParams
-from millrace.stages.scripted.script import Script
+from millrace.stages.testing.scripted.script import Script
 from tests.simulation import background
 from tests.simulation.background import (
     FOUND_BY,

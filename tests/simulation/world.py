@@ -21,10 +21,10 @@ from millrace.runtime.wakeups import BellTower
 from millrace.stages.errors import Failed, Overloaded, RequestError, TimedOut, Unavailable
 from millrace.stages.messages import Direction, Prompt
 from millrace.stages.outputs import Delta
-from millrace.stages.scripted.script import Script
-from millrace.stages.scripted.streams import LateScript
-from millrace.stages.sequences import MAX_PREEMPTIONS, State
-from millrace.stages.testing import ScriptedPipeline, scripted_pipeline
+from millrace.stages.schedule.sequence import MAX_PREEMPTIONS, State
+from millrace.stages.testing.scripted.async_device import LateScript
+from millrace.stages.testing.scripted.engine import ScriptedPipeline, scripted_pipeline
+from millrace.stages.testing.scripted.script import Script
 from tests.simulation.right_answers import right_answer
 from tests.simulation.setups import CLOCK_FAULT, Client, Setup, draw_setup
 

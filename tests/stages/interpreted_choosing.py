@@ -1,5 +1,5 @@
-"""The sampler whose choices Triton kernels make, in Triton's interpreter: all that `test_sampling.py` says of samplers,
-and that both kinds choose the same where nothing is drawn.
+"""The sampler whose choices Triton kernels make, in Triton's interpreter: all that
+`tests/stages/sample/test_sampler.py` says of samplers, and that both kinds choose the same where nothing is drawn.
 
 Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest` of this file.
 """
@@ -15,16 +15,16 @@ import torch
 
 from millrace.kernels import sampling_kernels
 from millrace.kernels.triton import launch as triton_launch
-from millrace.stages.choosing import Choosing, Rows, any_of
+from millrace.stages.backends.cuda.triton_chooser import KernelChoosing
+from millrace.stages.backends.memory_needs import device_sampler_bytes
 from millrace.stages.grammar.masks import Allowed
-from millrace.stages.kernel_choosing import KernelChoosing
-from millrace.stages.measuring import device_sampler_bytes
-from millrace.stages.sampling import Sampler
-from millrace.stages.sampling_table import SamplingTable
-from tests.stages import test_sampling
+from millrace.stages.sample.sampler import Sampler
+from millrace.stages.sample.slot_params import SamplingTable
+from millrace.stages.sample.token_chooser import Choosing, Rows, any_of
+from tests.stages.device.test_arrays import any_params, same
 from tests.stages.grants import decode, started
-from tests.stages.test_arrays import any_params, same
-from tests.stages.test_sampling import *  # noqa: F403  (its tests, which look for `CHOOSING` over there)
+from tests.stages.sample import test_sampler as test_sampling
+from tests.stages.sample.test_sampler import *  # noqa: F403  (its tests, which look for `CHOOSING` over there)
 
 BY_TRITON = partial(KernelChoosing, kernels=sampling_kernels.load("triton"))
 

@@ -12,14 +12,14 @@ from millrace.runtime.device_streams.interface import Streams
 from millrace.runtime.device_streams.simulated import SimStreams
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.env.log import captured_logs
-from millrace.stages.engine import Engine
-from millrace.stages.limits import as_token_ids
+from millrace.stages.backends.cuda.async_device import LateDevice
+from millrace.stages.backends.cuda.async_model import LateModel
+from millrace.stages.engine.engine import Engine
+from millrace.stages.engine.results import read_outputs
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.outputs import ModelInfo, RequestOutput
 from millrace.stages.params import SamplingParams
-from millrace.stages.reading import read_outputs
-from millrace.stages.stepping.late_device import LateDevice
-from millrace.stages.stepping.late_model import LateModel
+from millrace.stages.request_limits import as_token_ids
 
 SMALL: dict[str, Any] = {
     "attention_backend": "torch",

@@ -40,8 +40,8 @@ from millrace.deploy.bench.load import Ask
 from millrace.deploy.bench.measures import Record
 from millrace.deploy.bench.serve import Client
 from millrace.stages.errors import ConfigError
-from millrace.stages.recordings.recorded import RecordingError
-from millrace.stages.recordings.traces import Trace, read_trace
+from millrace.stages.recordings.reader import RecordingError
+from millrace.stages.recordings.workloads import Trace, read_trace
 from tests.bench.cpu.contenders import RunningServer, Served, start
 from tests.bench.cpu.figures import machine, tell
 from tests.bench.cpu.peers import OUR_SERVER, contenders_of, distribution_version, find_peers, our_contenders

@@ -31,7 +31,7 @@ import numpy as np
 
 from millrace.runtime.env.cpus import Cpus
 from millrace.stages import Engine, EngineConfig, SamplingParams
-from millrace.stages.parts import EngineParts
+from millrace.stages.engine.wiring import EngineParts
 from tests.bench.cpu.figures import machine, spread, tell
 from tests.bench.cpu.parts import look, native_of
 from tests.bench.shapes import SHAPES, make_checkpoint

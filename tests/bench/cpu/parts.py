@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from millrace.kernels.native.model import NativeModel
 from millrace.stages import Engine, EngineConfig, SamplingParams
-from millrace.stages.parts import EngineParts
+from millrace.stages.engine.wiring import EngineParts
 from tests.bench.throughput import read_bandwidth_gb_s
 
 BATCHES = (1, 8, 16, 32)

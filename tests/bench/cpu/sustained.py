@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.deploy.bench.load import Ask
 from millrace.deploy.bench.measures import Record, is_good, statistics
-from millrace.stages.recordings.traces import Trace
+from millrace.stages.recordings.workloads import Trace
 
 TOKEN_IDS = (300, 15_000)  # of which prompts are drawn: every shape of `shapes.py` has them
 REFUSED = "429"  # how the error of a request begins that the server did not let in

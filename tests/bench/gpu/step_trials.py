@@ -9,7 +9,7 @@ import torch
 
 from millrace.kernels.checks import roofline_step as cost_step
 from millrace.kernels.layout import step_state
-from millrace.stages.stepping.diff import Ends, diff_size
+from millrace.stages.backends.cuda.step_update import Ends, diff_size
 from tests.bench.gpu.steps import decode_grants
 from tests.bench.gpu.trials import Tensors, Trial, unchecked
 from tests.kernels.step_sides import parts_of

@@ -27,13 +27,13 @@ from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.weights import load_weights
 from millrace.runtime.device_streams.interface import Streams
+from millrace.stages.backends.cuda.cuda_graphs import Graphs
+from millrace.stages.backends.cuda.device_work import TorchWork, greedy, step_memory
+from millrace.stages.backends.cuda.step_submission import Step, StepLine
+from millrace.stages.backends.cuda.step_update import Ends
 from millrace.stages.messages import NO_INDICES, NO_INTS, Started, StepGrant
 from millrace.stages.params import SamplingParams
-from millrace.stages.stepping.diff import Ends
-from millrace.stages.stepping.graphs import Graphs
-from millrace.stages.stepping.outcomes import Outcomes
-from millrace.stages.stepping.submission import Step, StepLine
-from millrace.stages.stepping.torch_work import TorchWork, greedy, step_memory
+from millrace.stages.testing.scripted.outcomes import Outcomes
 from tests.bench.gpu.floors import GPU_SHAPES, decode_floor_s, prefill_floor_s
 from tests.bench.gpu.place import TINY, Place
 
@@ -78,7 +78,7 @@ def streams_of(place: Place) -> Streams:
         from millrace.runtime.device_streams.simulated import SimStreams
 
         return SimStreams(Random(place.seed))
-    from millrace.stages.stepping.cuda_streams import CudaStreams
+    from millrace.stages.backends.cuda.cuda_streams import CudaStreams
 
     return CudaStreams(place.device)
 

@@ -17,8 +17,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from millrace.stages.backends.cuda.step_submission import StepLine
 from millrace.stages.messages import StepGrant
-from millrace.stages.stepping.submission import StepLine
 from tests.bench.gpu.floors import GPU_SHAPES
 from tests.bench.gpu.place import TINY, Place
 from tests.bench.gpu.steps import BLOCK_SIZE, TINY_LOADS, Subject, decode_grants, prompt_grants, run_steps, streams_of

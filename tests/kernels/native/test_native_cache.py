@@ -8,7 +8,7 @@ import pytest
 from millrace.kernels.native import build, machine
 from millrace.kernels.native import cache as native
 from millrace.kernels.native.cache import LARGE_PAGE, spread_layers
-from millrace.stages.blocks import BlockPool
+from millrace.stages.allocate.block_pool import BlockPool
 from tests.kernels.native_oracle import Checkpoint, Run
 
 NEEDS_LIBRARY = pytest.mark.skipif(

@@ -11,7 +11,7 @@ import pytest
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.slot_step import Chooser
-from millrace.stages.logits import allow_only, uniform
+from millrace.stages.sample.sampling_math import allow_only, uniform
 from tests.kernels.native_oracle import Array, Checkpoint
 
 pytestmark = pytest.mark.skipif(

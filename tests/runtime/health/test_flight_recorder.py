@@ -14,7 +14,7 @@ from millrace.runtime.health.flight_recorder import MAX_FILES, FlightRecorder, s
 from millrace.runtime.pipeline import Pipeline
 from millrace.stages import SamplingParams
 from millrace.stages.messages import Prompt, Request
-from millrace.stages.testing import scripted_engine
+from millrace.stages.testing.scripted.engine import scripted_engine
 
 SECRET = "nobody-may-read-this"
 

@@ -15,8 +15,8 @@ from millrace.runtime.pipeline import Pipeline
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import SamplingParams
-from millrace.stages.step_pace import StepPace
-from millrace.stages.testing import Script, ScriptedEngine, scripted_engine
+from millrace.stages.sample.step_pace import StepPace
+from millrace.stages.testing.scripted.engine import Script, ScriptedEngine, scripted_engine
 
 TIMEOUT_S = 10.0
 NEVER_ENDS = Script(eos_probability=0.0)

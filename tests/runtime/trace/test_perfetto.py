@@ -15,7 +15,7 @@ from millrace.runtime.trace.perfetto import chrome_trace
 from millrace.runtime.trace.request_spans import request_spans
 from millrace.runtime.trace.tracer import EventKind, Records
 from millrace.stages import SamplingParams
-from millrace.stages.testing import Script, scripted_engine
+from millrace.stages.testing.scripted.engine import Script, scripted_engine
 from tests.runtime.trace_events import check_trace_events
 
 STAGES = ("intake", "tokenize", "schedule", "allocate", "execute", "sample", "detokenize", "exit")

@@ -274,7 +274,7 @@ uint64_t mix(uint64_t z) {
     return z ^ z >> 31;
 }
 
-// In [0, 1), of a seed and a token's absolute position: as `uniform` of stages/logits.py, to the bit.
+// In [0, 1), of a seed and a token's absolute position: as `uniform` of stages/sample/sampling_math.py, to the bit.
 double uniform(uint64_t seed, uint64_t position) {
     return double(mix(mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) >> 11) * 0x1p-53;
 }

@@ -1,0 +1,102 @@
+"""Serving a plan when there are fewer free blocks than it wishes for: row by row, and at whose expense.
+
+Plain code behind the allocator.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..messages import Ints, StepPlan
+from .slot_blocks import Holdings
+
+
+class Pressure:
+    """One plan, served in order.
+
+    A row that lacks blocks takes them from the victims it may take from. What they give up may have to be waited for,
+    and is counted before the next victim is taken. Rows of lower rank than one that waits get no new blocks: what is
+    free is for the first in line, which is who may take from most others. (Decodes come before prefills of better
+    rank.)
+    """
+
+    def __init__(self, holdings: Holdings, plan: StepPlan, beginners: dict[int, int]) -> None:
+        self.granted: Ints = np.zeros_like(plan.num_wanted)  # [R] tokens
+        self.new_blocks: Ints = np.zeros_like(plan.num_wanted)  # [R]
+        self.preempted: list[int] = []  # slots
+        self._holdings = holdings
+        self._plan = plan
+        self._beginners = beginners  # row -> tokens it wants in all
+        self._row_of = {slot: row for row, slot in enumerate(plan.slots.tolist())}
+        self._budget = plan.token_budget
+        self._waiting_rank = -1  # of the first row in line that waits for blocks
+
+    def serve(self) -> None:
+        """Fills in what each row gets, and who loses its blocks for it."""
+        for row, slot in enumerate(self._plan.slots.tolist()):
+            if slot not in self.preempted:
+                self._serve_row(row)
+
+    @property
+    def _num_free(self) -> int:
+        return self._holdings.pool.num_available - int(self.new_blocks.sum())
+
+    def _serve_row(self, row: int) -> None:
+        plan, is_beginner = self._plan, row in self._beginners
+        if is_beginner:
+            self._holdings.attach(plan, row, may_fork=False)
+        wanted, rank = int(plan.num_wanted[row]), int(plan.num_victims[row])
+        if wanted > self._budget:
+            wanted = self._budget if plan.allows_partial else 0
+        is_behind = rank <= self._waiting_rank
+        need = self._need(row, wanted)
+        while need > self._num_free and not is_behind:
+            victim = self._next_victim(row, need)
+            if victim is None:
+                break
+            self._preempt(victim)
+        if need > self._num_free or (is_behind and need > 0):
+            wanted, need = (0, 0) if is_behind else self._what_fits(row, wanted)
+            self._waiting_rank = max(self._waiting_rank, rank)
+        self.granted[row], self.new_blocks[row] = wanted, need
+        self._budget -= wanted
+        if is_beginner and not wanted:
+            self._holdings.detach(plan, row, self._beginners[row])
+
+    def _need(self, row: int, granted: int) -> int:
+        """Blocks that the row lacks for so many tokens more."""
+        if granted == 0:
+            return 0
+        tables, slot = self._holdings.tables, self._plan.slots[row]
+        length = max(int(tables.num_tokens[slot]) + granted, self._num_reserved(row))
+        return max(-(-(length - int(tables.room[slot])) // tables.block_size), 0)
+
+    def _num_reserved(self, row: int) -> int:
+        return 0 if self._plan.num_reserved is None else int(self._plan.num_reserved[row])
+
+    def _next_victim(self, row: int, need: int) -> int | None:
+        """The next slot to preempt for `row`; None when waiting for quarantined blocks is enough, or nobody is left."""
+        if need <= self._num_free + self._holdings.pool.num_quarantined:
+            return None
+        for victim in self._plan.victims[: self._plan.num_victims[row]].tolist():
+            if victim not in self.preempted and self._holdings.tables.room[victim] > 0:
+                return int(victim)
+        return None
+
+    def _preempt(self, slot: int) -> None:
+        """Takes a slot's blocks, and what it was granted in this plan."""
+        self.preempted.append(slot)
+        self._holdings.preempt(slot, self._plan.step)
+        row = self._row_of.get(slot)
+        if row is not None:
+            self._budget += int(self.granted[row])
+            self.granted[row] = self.new_blocks[row] = 0
+
+    def _what_fits(self, row: int, wanted: int) -> tuple[int, int]:
+        """The part of a row's wish that the free blocks can hold: (tokens, blocks)."""
+        if not self._plan.allows_partial or self._num_reserved(row) > 0:
+            return 0, 0
+        tables, slot = self._holdings.tables, self._plan.slots[row]
+        room = int(tables.room[slot]) + self._num_free * tables.block_size
+        fits = max(0, min(wanted, room - int(tables.num_tokens[slot])))
+        return fits, self._need(row, fits)

@@ -1,0 +1,310 @@
+"""What each slot holds: blocks on the device, shared ones among them, and what waits on the host to come back.
+
+Knows blocks, slots and steps. Refuses to know who should get how much: that is the allocator's part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..messages import NO_INTS, BlockCopy, Direction, Indices, Ints, Started, StepPlan
+from .block_pool import BlockPool, BlockTables
+from .host_tier import HostTier
+from .prefix_cache import Found, PrefixCache
+from .prefix_publisher import Sharing
+
+NOTHING_FOUND = Found(NO_INTS, NO_INTS, None, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """What a sequence need not compute when it starts, or comes back."""
+
+    num_tokens: int  # in the blocks below
+    shared: Ints  # blocks on the device that other tables may hold, too; its first ones
+    on_host: Ints  # blocks on the host that follow them, to be copied in
+    is_swapped: bool  # those on the host are its own; else the prefix cache's
+    source: int | None = None  # a block on the device, of which the tokens behind all those are copied
+
+    @property
+    def num_whole(self) -> int:
+        """Blocks that come before the one that is copied on the device."""
+        return len(self.shared) + len(self.on_host)
+
+
+class Holdings:
+    """The books of one pool: a plan's changes are made slot by slot, and what they mean for the device is collected."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        blocks_per_slot: int,
+        cache: PrefixCache | None,
+        host: HostTier | None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.tables = BlockTables(num_slots, blocks_per_slot, block_size)
+        self.host = host
+        self.sharing = None if cache is None else Sharing(cache, self.pool, self.tables)
+        self.completed_step = -1
+        self.last_step = np.full(num_slots, -1, np.int64)  # [S] the last step that may touch the slot's blocks
+        self.started: dict[int, Started] = {}  # by slot: not yet told to the device
+        self.sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who started there last
+        self._must_compute = np.zeros(num_slots, np.bool_)  # [S] whether it may begin with nothing that is known
+        # of the plan in hand:
+        self.begun: dict[int, Beginning] = {}  # by slot
+        self.swapped: dict[int, int] = {}  # slot -> tokens that go to the host
+        self.copies: list[BlockCopy] = []
+        self._step = self._generation = -1
+        if host is not None and self.sharing is not None:
+            self.pool.on_evicted = self._move_out
+            host.pool.on_evicted = self._forget_on_host
+
+    # -- news
+
+    def take_note(self, plan: StepPlan) -> None:
+        """What happened since the last plan: steps done, sequences ended, given up, preempted or started."""
+        self.completed_step = plan.completed_step
+        self.begun, self.swapped, self.copies = {}, {}, []
+        self._step, self._generation = plan.step, plan.generation
+        if self.sharing is not None:
+            self.sharing.settle(plan)
+        self.pool.settle(plan.completed_step)
+        if self.host is not None:
+            self._forget_on_host(self.host.settle(plan.completed_step, plan.voided, plan.generation))
+            for sequence_id in plan.discarded:
+                self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an older step may copy into them
+        for slot, num_accepted in plan.accepted:
+            self.tables.num_tokens[slot] += num_accepted
+        for slot in (*plan.ended, *plan.dropped):
+            self.empty(slot)
+        for slot in plan.preempted:
+            self.preempt(slot, plan.step)
+        for started in plan.started:
+            self.started[started.slot] = started
+            self.sequence_ids[started.slot] = started.sequence_id
+            self._must_compute[started.slot] = started.pooling is not None and started.pooling.needs_every_position
+            if self.sharing is not None:
+                self.sharing.start(started)
+
+    def empty(self, slot: int) -> None:
+        """Takes a slot's blocks away; they come back when the last step that may touch them is done."""
+        self.started.pop(slot, None)
+        self._give_up_beginning(slot)
+        if self.sharing is not None:
+            self.sharing.drop(slot)
+        self.pool.give_back(self.tables.clear(slot), int(self.last_step[slot]), self.completed_step)
+
+    def preempt(self, slot: int, step: int) -> None:
+        """The same for the sake of another sequence, in the plan of `step`: what the blocks hold goes to the host, if
+        there is room and that is worth it. What has not come back from there yet stays there."""
+        num_tokens = int(self.tables.num_tokens[slot])
+        may_return = num_tokens and slot not in self.started and not self._must_compute[slot]
+        if self.host is not None and may_return:
+            kept = self.host.swap_out(int(self.sequence_ids[slot]), num_tokens)
+            if kept is not None:
+                blocks = self.tables.blocks[slot, : len(kept)].copy()
+                self.copies.append(BlockCopy(Direction.OUT, blocks, kept))
+                self.swapped[slot] = num_tokens
+                self.last_step[slot] = step
+        self.empty(slot)
+
+    # -- beginning
+
+    def beginners(self, plan: StepPlan) -> dict[int, int]:
+        """Rows that may have a beginning: row -> tokens it wants in all."""
+        if not self.started:
+            return {}
+        fewest = 2  # tokens of a sequence that may find some, and has one left to compute
+        return {
+            row: int(plan.num_wanted[row])
+            for row, slot in enumerate(plan.slots.tolist())
+            if slot in self.started
+            and not self.tables.room[slot]
+            and not self._must_compute[slot]
+            and (self._num_swapped(slot) or (self.sharing is not None and plan.num_wanted[row] >= fewest))
+        }
+
+    def attach(self, plan: StepPlan, row: int, *, may_fork: bool) -> None:
+        """The row begins with what is known of it, and wants the rest; or wants nothing yet, as another sequence
+        computes what it would find. `plan.num_wanted` is the caller's own.
+
+        A block to copy from is held until the step that copies it is done, and may be the one that is lacking for the
+        copy: where blocks are short, `may_fork` is False, and the few tokens are computed."""
+        slot = int(plan.slots[row])
+        beginning = self._find(slot, may_fork=may_fork)
+        if beginning is None:
+            plan.num_wanted[row] = 0
+            return
+        num_tokens, shared = beginning.num_tokens, beginning.shared
+        if num_tokens:
+            if len(shared):
+                self.pool.share(shared)
+                self.tables.append(np.array([slot]), np.array([len(shared)], np.int32), shared)
+            if len(beginning.on_host) and not beginning.is_swapped:
+                assert self.host is not None
+                self.host.pool.share(beginning.on_host)
+            if beginning.source is not None:
+                self.pool.share(np.array([beginning.source], np.int32))
+            self.tables.num_tokens[slot] = num_tokens
+            plan.num_wanted[row] -= num_tokens
+            self.begun[slot] = beginning
+        if self.sharing is not None:
+            self.sharing.begin(slot, num_tokens + min(int(plan.num_wanted[row]), plan.token_budget))
+
+    def _find(self, slot: int, *, may_fork: bool) -> Beginning | None:
+        """What the sequence in `slot` need not compute; None if it is to wait for more. One whose prompt is scored
+        needs the logits of each token, so what others have computed is of no use to it."""
+        num_swapped = self._num_swapped(slot)
+        found: Found | None = NOTHING_FOUND
+        if self.sharing is not None and not self.started[slot].wants_prompt_logprobs:
+            found = self.sharing.find(slot, may_wait=not num_swapped, may_fork=may_fork)
+        if found is None:
+            return None
+        shared, places, source, num_forked = found
+        num_found = (len(shared) + len(places)) * self.pool.block_size + num_forked
+        if num_swapped > num_found:
+            assert self.host is not None
+            sequence_id = int(self.sequence_ids[slot])
+            own = self.host.blocks(sequence_id)
+            if self.sharing is not None and self.host.is_stale(sequence_id):
+                self.sharing.cut(slot)
+            return Beginning(num_swapped, shared, own[len(shared) :], is_swapped=True)
+        return Beginning(num_found, shared, places, is_swapped=False, source=source)
+
+    def detach(self, plan: StepPlan, row: int, num_wanted: int) -> None:
+        """As if the row, which wants `num_wanted` tokens in all, had not been attached."""
+        plan.num_wanted[row] = num_wanted
+        slot = int(plan.slots[row])
+        if self.sharing is not None:
+            self.sharing.begin_no_more(slot)
+        self._give_up_beginning(slot)
+        self.pool.give_back(self.tables.clear(slot), -1, self.completed_step)
+
+    def _give_up_beginning(self, slot: int) -> None:
+        beginning = self.begun.pop(slot, None)
+        if beginning is None:
+            return
+        if self.host is not None and not beginning.is_swapped:
+            self.host.pool.give_back(beginning.on_host, -1, self.completed_step)
+        if beginning.source is not None:
+            self.pool.give_back(np.array([beginning.source], np.int32), -1, self.completed_step)
+
+    def _num_swapped(self, slot: int) -> int:
+        return 0 if self.host is None else self.host.num_tokens(int(self.sequence_ids[slot]))
+
+    # -- granting
+
+    def grow(self, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
+        """`num_blocks` new blocks, `counts[i]` for `slots[i]`, and those that sequences begin with: (slot, place,
+        block) of each."""
+        blocks = self.pool.take_behind(self.tables.lasts(slots), counts.tolist(), num_blocks)
+        table_slots, table_places = self.tables.append(slots, counts, blocks)
+        for slot, beginning in self.begun.items():
+            found = beginning.shared
+            table_slots = np.concatenate([table_slots, np.full(len(found), slot)])
+            table_places = np.concatenate([table_places, np.arange(len(found))])
+            blocks = np.concatenate([blocks, found])
+        return table_slots, table_places, blocks
+
+    def _move_out(self, blocks: list[int]) -> None:
+        """Cached blocks are taken for something else: what they hold goes to the host as far as there is room."""
+        assert self.host is not None and self.sharing is not None
+        cache, offloading = self.sharing.cache, self.host.offloading
+        moving = [block for block in blocks if not cache.is_tail(block) and not cache.is_on_host(block)]
+        pays = offloading.pays(cache.num_host_hits, self.host.rates)
+        if not pays:
+            moving = [block for block in moving if cache.is_sample(block)]
+        places = self.host.adopt(len(moving), self._step, self._generation, self.completed_step)
+        moving = moving[: len(places)]
+        if pays:
+            offloading.charge(len(moving))
+        for block in set(blocks).difference(moving):
+            cache.forget(block)
+        for block, place in zip(moving, places.tolist(), strict=True):
+            displaced = cache.move_out(block, place)
+            if displaced is not None:
+                self.host.pool.forget(displaced)
+        if moving:
+            self.copies.append(BlockCopy(Direction.OUT, np.array(moving, np.int32), places))
+
+    def _forget_on_host(self, places: list[int]) -> None:
+        if self.sharing is not None:
+            for place in places:
+                self.sharing.cache.forget_on_host(place)
+
+    def copy_in(self, step: int) -> None:
+        """Those that begin in `step` get what is theirs on the host."""
+        if self.host is None:
+            return
+        for slot, beginning in self.begun.items():
+            if len(beginning.on_host):
+                first = len(beginning.shared)
+                blocks = self.tables.blocks[slot, first : first + len(beginning.on_host)].copy()
+                self.copies.append(BlockCopy(Direction.IN, beginning.on_host, blocks))
+            if not beginning.is_swapped:
+                self.host.pool.give_back(beginning.on_host, step, self.completed_step)
+            self.host.release(int(self.sequence_ids[slot]), step, self.completed_step)
+
+    def fork(self, step: int) -> None:
+        """Those that begin in `step` within a block that goes on differently get their own copy of it. The other one
+        can be had again when the step is done."""
+        sources, destinations = [], []
+        for slot, beginning in self.begun.items():
+            if beginning.source is not None:
+                sources.append(beginning.source)
+                destinations.append(int(self.tables.blocks[slot, beginning.num_whole]))
+                self.pool.give_back(np.array([beginning.source], np.int32), step, self.completed_step)
+        if sources:
+            copy = BlockCopy(Direction.FORK, np.array(sources, np.int32), np.array(destinations, np.int32))
+            self.copies.append(copy)
+
+    def tell_started(self, slots: Indices) -> tuple[Started, ...]:
+        """What the device has not been told yet of these slots."""
+        told = (self.started.pop(slot) for slot in slots.tolist() if slot in self.started)
+        return tuple(self._with_beginning(started) for started in told)
+
+    def _with_beginning(self, started: Started) -> Started:
+        beginning = self.begun.get(started.slot)
+        if beginning is None:
+            return started
+        num_shared = len(beginning.shared) * self.pool.block_size
+        return replace(started, num_cached=beginning.num_tokens, num_shared=num_shared)
+
+    # -- after a crash
+
+    def reset(self, completed_step: int, last_granted: int) -> None:
+        """Forgets every table. All blocks are free again once the steps granted so far are done."""
+        self.completed_step = completed_step
+        self.tables.clear_all()
+        self.started.clear()
+        self.begun, self.swapped, self.copies = {}, {}, []
+        if self.sharing is not None:
+            self.sharing.drop_all()
+        self.pool.seize_all(last_granted)
+        self.pool.settle(completed_step)
+        if self.host is not None:
+            self.host.forget_all(last_granted)
+            self.host.pool.settle(completed_step)
+
+    def check(self) -> None:
+        """Raises AssertionError unless pools, tables and cache agree (I3, I4, I11): each block is in as many tables as
+        the pool says, and the pool keeps what the cache knows."""
+        self.pool.check()
+        num_tables = np.bincount(self.tables.held(), minlength=self.pool.num_blocks)
+        wrong = (num_tables != self.pool.num_tables).nonzero()[0]
+        assert not len(wrong), f"blocks {wrong.tolist()} are in other tables than the pool knows of"
+        if self.sharing is None:
+            assert num_tables.max(initial=0) <= 1, "two tables hold one block"
+        else:
+            self.sharing.check()
+        if self.host is not None:
+            self.host.check()
+            places = set() if self.sharing is None else self.sharing.cache.places()
+            assert self.host.pool.kept() == places, "the host keeps other blocks than the cache knows"
+        assert not (self.tables.room % self.tables.block_size).any(), "a table has room for a part of a block"
+        assert (self.tables.num_tokens <= self.tables.room).all(), "a slot has tokens without a block"

@@ -1,0 +1,135 @@
+"""The allocate stage: owns the KV blocks, and says for each plan what may run.
+
+The thinking is in `allocator.py`, the books in `block_pool.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ...runtime.histogram import Histogram
+from ...runtime.stage import Context, Crash, Outlet, Stage
+from ...runtime.trace.step_rows import StepRows
+from ...runtime.trace.tracer import EventKind
+from ..messages import PlanReport, Rates, StepGrant, StepPlan
+from .allocator import Allocator
+from .host_tier import HostTier
+from .kv_trace import KVTrace
+from .prefix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from ..recordings.format import CallLog
+
+STEP_GRANTED = int(EventKind.STEP_GRANTED)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets
+
+
+class Allocate(Stage[StepPlan, StepGrant]):
+    """Answers each plan with a report to schedule and, unless nothing can run, a grant to execute.
+
+    A `call_log` is told of each call, and what came of it.
+    """
+
+    inputs: ClassVar = {"rates": Rates, "in": StepPlan}
+    outputs: ClassVar = {"out": StepGrant, "report": PlanReport}
+    on_crash: ClassVar = Crash.RECOVER
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_model_len: int,
+        cache: PrefixCache | None = None,
+        host: HostTier | None = None,
+    ) -> None:
+        self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host)
+        self.call_log: CallLog | None = None
+        self.step_tokens = Histogram(STEP_TOKENS)  # computed in each step that has rows
+        self._block_size = block_size
+        self._batch: Sequence[StepPlan | Rates] = ()  # in hand, or last
+        self._answered = 0  # messages of it
+        self._context: Context | None = None
+        self._recompute = self._swap = 0  # how a sequence is preempted, as names in the trace
+        self._rows: StepRows | None = None
+        self._kv: KVTrace | None = None
+        self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] who runs there, for the trace
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+        self._recompute, self._swap = context.tracer.source("recompute"), context.tracer.source("swap")
+        if self._rows is None:
+            self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids))
+            self._kv = KVTrace(context, self.allocator)
+
+    async def handle(self, batch: Sequence[StepPlan | Rates], out: Outlet[Any]) -> None:
+        self._batch, self._answered = batch, 0
+        answers: list[tuple[StepGrant | None, PlanReport]] = []
+        for message in batch:
+            if isinstance(message, Rates):
+                self.allocator.use_rates(message)
+            else:
+                answers.append(self._answer(message, out))
+            self._answered += 1
+        if self.call_log is not None:
+            self.call_log.allocate(batch, answers)
+
+    def _answer(self, plan: StepPlan, out: Outlet[Any]) -> tuple[StepGrant | None, PlanReport]:
+        grant, report = self.allocator.serve(plan)
+        if grant is not None and len(grant.slots):
+            self.step_tokens.observe(grant.num_computed)
+        self._trace(plan, grant, report)
+        out.send(report, port="report")  # first: schedule must have it before the step can be done
+        if grant is not None:
+            out.send(grant)
+        return grant, report
+
+    async def recover(self, batch: Sequence[StepPlan | Rates], error: BaseException, out: Outlet[Any]) -> None:
+        """Starts with clean books and says so: schedule then computes everything anew."""
+        if self._batch is not batch:
+            return await self.handle(batch, out)  # the crash came before any of it was touched
+        if self.call_log is not None:
+            self.call_log.crash("allocate")
+        for message in batch[self._answered :]:
+            if not isinstance(message, Rates):
+                report = self.allocator.reset(message)
+                self._trace(message, None, report)
+                out.send(report, port="report")
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets what the cache knows. Returns the blocks that frees. Sequences that run keep theirs."""
+        num_freed = self.allocator.reset_prefix_cache()
+        if self.call_log is not None:
+            self.call_log.reset_prefix_cache(num_freed)
+        return num_freed
+
+    def _trace(self, plan: StepPlan, grant: StepGrant | None, report: PlanReport) -> None:
+        assert self._context is not None and self._kv is not None
+        tracer, source = self._context.tracer, self._context.source
+        if not tracer.enabled:
+            return
+        if grant is not None:
+            num_rows = num_tokens = num_decodes = len(grant.slots)
+            if not grant.is_decode:
+                num_tokens = int(grant.num_certain.sum())
+                num_decodes = int(np.count_nonzero(grant.num_certain == 1))
+            emit = tracer.bind()
+            emit(STEP_GRANTED, source, grant.step, num_rows, num_tokens, num_decodes, report.num_free)
+            self._trace_rows(grant)
+        for slot in (*plan.preempted, *report.preempted):
+            num_tokens = report.swapped.get(slot, 0)
+            how, num_blocks = self._swap if num_tokens else self._recompute, -(-num_tokens // self._block_size)
+            tracer.emit(EventKind.PREEMPTED, source, plan.step, slot, how, num_blocks, num_tokens)
+        self._kv.served(plan, grant, report)
+
+    def _trace_rows(self, grant: StepGrant) -> None:
+        assert self._rows is not None
+        for started in grant.started:
+            self._sequence_ids[started.slot] = started.sequence_id
+        if grant.is_decode and self._rows.go_on(grant.step, grant.slots):
+            return
+        ids = self._sequence_ids[grant.slots]
+        self._rows.step(grant.step, grant.slots, ids, grant.starts, grant.num_certain)

@@ -1,0 +1,285 @@
+"""How large the KV cache and the longest sequence get to be: what was asked for, or what the machine has room for.
+
+Plain arithmetic: `memory_needs.py` says what is needed beside weights, this decides.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...model.checkpoint.tensor_shapes import expected_shapes
+from ...model.config import ModelConfig
+from ...runtime.env.cgroups import memory_left, memory_limit, read
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..memory_table import Machine, MemoryRow, MemoryTable, human
+from ..request_limits import longest_sequence
+
+CPU_SHARE = 0.25  # of free memory, at most, for the cache of an engine on a CPU
+SWAP_GIB = {"cpu": 1.0, "cuda": 4.0}  # of host memory for preempted sequences, if nobody says
+SWAP_SHARE = 0.125  # of free memory, at most, for them
+ROOT = Path("/")  # of the system that says what memory there is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What an engine needs beside its cache, in bytes, for sequences of up to some length."""
+
+    weights: int
+    state: int  # tables of positions, of blocks, and on a CPU of the sampler
+    activations: int  # while the largest step is computed
+    logits: int  # of the most rows there can be, and of choosing from them
+    other: int = 0  # on a GPU: driver, kernels' code, other processes
+    sampler: int = 0  # beside a GPU: the sampler's tables, on the host
+    graphs: int = 0  # on a GPU: what captured steps keep for themselves
+
+    def of_device(self) -> int:
+        """All but the host's part."""
+        return self.other + self.weights + self.state + self.activations + self.logits + self.graphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """Sizes for one model on one machine.
+
+    `needs_of(length)` is what sequences of up to so many tokens need beside the cache, and never less for longer ones.
+    """
+
+    config: EngineConfig
+    machine: Machine
+    needs_of: Callable[[int], Needs]
+    bytes_per_block: int
+    host_blocks: int = 0  # of the pool for sequences that are swapped out
+
+    def plan(self, max_model_len: int) -> MemoryTable:
+        """The table for sequences of up to `max_model_len` tokens, or, if the configuration says "auto", for as many of
+        them as the memory holds. Raises `ConfigError`, which says what would fit."""
+        if not self.fits(max_model_len):
+            longest = self.longest(max_model_len)
+            if self.config.max_model_len != "auto" or longest < 2:
+                raise self._too_small(max_model_len, longest)
+            max_model_len = longest
+        table = MemoryTable(
+            machine=self.machine,
+            rows=self._rows(max_model_len),
+            max_model_len=max_model_len,
+            num_blocks=self.num_blocks(max_model_len),
+            block_size=self.config.block_size,
+            bytes_per_block=self.bytes_per_block,
+        )
+        self._check_totals(table)
+        return table
+
+    def num_blocks(self, max_model_len: int) -> int:
+        """Blocks of the pool: what is asked for, or what there is room for and no more than all slots can ever use."""
+        config = self.config
+        if config.num_gpu_blocks is not None:
+            return config.num_gpu_blocks
+        if config.kv_cache_bytes is not None:
+            return config.kv_cache_bytes // self.bytes_per_block
+        wanted = self._blocks_of(max_model_len) * config.max_num_seqs
+        return max(0, min(wanted, self._room_bytes(max_model_len) // self.bytes_per_block))
+
+    def fits(self, max_model_len: int) -> bool:
+        """Whether the pool holds one such sequence. One that it does not hold could never end."""
+        return longest_sequence(self.num_blocks(max_model_len), self.config.block_size) >= max_model_len
+
+    def longest(self, at_most: int) -> int:
+        """The longest sequence that fits; 0 if none does. What is shorter than one that fits, fits too."""
+        return bisect_left(range(1, at_most + 1), True, key=lambda length: not self.fits(length))
+
+    # -- the parts
+
+    def _blocks_of(self, length: int) -> int:
+        return -(-length // self.config.block_size)
+
+    def _room_bytes(self, max_model_len: int) -> int:
+        """For a cache whose size is ours to choose; negative if not even the rest fits."""
+        swap_bytes = self.host_blocks * self.bytes_per_block if self.machine.is_host else 0
+        left = self.machine.budget_bytes - self.needs_of(max_model_len).of_device() - swap_bytes
+        return left if self.machine.cache_cap_bytes is None else min(left, self.machine.cache_cap_bytes)
+
+    def _rows(self, max_model_len: int) -> tuple[MemoryRow, ...]:
+        config, needs, is_host = self.config, self.needs_of(max_model_len), self.machine.is_host
+        blocks = self.num_blocks(max_model_len)
+        kept = _kept_as(None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+        cache = f"{blocks} blocks of {config.block_size} tokens{kept}, {human(self.bytes_per_block)} each: "
+        cache += f"{blocks * config.block_size} tokens, {blocks // self._blocks_of(max_model_len)} sequences of "
+        cache += f"{max_model_len} tokens at once"
+        how = "computed" if is_host else "measured"
+        swap = f"{self.host_blocks} blocks of sequences that are swapped out" if self.host_blocks else "not used"
+        swap_bytes = pool_bytes(self.host_blocks, self.bytes_per_block, is_pinned=not is_host)
+        rows = [
+            MemoryRow("weights", needs.weights, f"the model's tensors{_kept_as(config.quantization)}, measured"),
+            MemoryRow("state", needs.state, f"tables for {config.max_num_seqs} sequences of {max_model_len} tokens"),
+            MemoryRow("activations", needs.activations, f"a step of {config.num_step_tokens} tokens, {how}"),
+            MemoryRow("logits", needs.logits, f"{config.max_num_seqs} rows, and choosing tokens from them"),
+            MemoryRow("graphs", needs.graphs, "CUDA graphs, estimated" if needs.graphs else "not used"),
+            MemoryRow("kv_cache", blocks * self.bytes_per_block, cache),
+            MemoryRow("swap", swap_bytes, swap, "device" if is_host else "host"),
+        ]
+        if not is_host:
+            rows.append(MemoryRow("other", needs.other, "driver, kernels' code, other processes"))
+            rows.append(MemoryRow("sampler", needs.sampler, "its tables and what it sorts", "host"))
+        return tuple(rows)
+
+    # -- what does not fit
+
+    def _check_totals(self, table: MemoryTable) -> None:
+        """Of a cache whose size was given, and of the host's pool."""
+        machine, length = self.machine, table.max_model_len
+        over_bytes = table.total_bytes - machine.limit_bytes
+        if over_bytes > 0:
+            cache = human(table.row("kv_cache").num_bytes)
+            most = max(0, table.num_blocks - -(-over_bytes // self.bytes_per_block))
+            raise ConfigError(
+                f"{self._source(length)} makes a KV cache of {cache}, and {machine.device} has "
+                f"{human(machine.limit_bytes)} for it and {self._rest(length)}: give it at most {most} blocks "
+                f"({most * self.bytes_per_block} bytes), which hold {most * table.block_size} tokens"
+            )
+        if machine.host_free_bytes is not None and table.host_bytes > machine.host_free_bytes:
+            swap, free = human(table.row("swap").num_bytes), human(machine.host_free_bytes)
+            raise ConfigError(
+                f"the pool for swapped sequences ({swap}) and the sampler take {human(table.host_bytes)} of the host's "
+                f"memory, of which {free} is free: make the pool smaller by "
+                f"{human(table.host_bytes - machine.host_free_bytes)}"
+            )
+
+    def _too_small(self, max_model_len: int, longest: int) -> ConfigError:
+        blocks, needed = self.num_blocks(max_model_len), self._blocks_of(max_model_len)
+        if longest >= 2:
+            mend = f"set max_model_len to at most {longest}, or to auto, or {self._more()}"
+        else:
+            mend = f"no sequence fits, however short: {self._more()}, or choose a smaller model"
+        asked = "auto, or " if self.config.max_model_len == "auto" else ""
+        return ConfigError(
+            f"max_model_len = {asked}{max_model_len} needs {needed} blocks of {self.config.block_size} tokens "
+            f"({human(needed * self.bytes_per_block)} of KV cache), and {self._source(max_model_len)} gives {blocks}: "
+            f"{mend}"
+        )
+
+    def _source(self, max_model_len: int) -> str:
+        """What decides on the size of the cache."""
+        config = self.config
+        if config.num_gpu_blocks is not None:
+            return f"num_gpu_blocks = {config.num_gpu_blocks}"
+        if config.kv_cache_bytes is not None:
+            return f"kv_cache_bytes = {config.kv_cache_bytes}"
+        room = human(max(0, self._room_bytes(max_model_len)))
+        return f"the {room} that {self.machine.device} has for it beside {self._rest(max_model_len)}"
+
+    def _rest(self, max_model_len: int) -> str:
+        rows = [row for row in self._rows(max_model_len) if row.place == "device" and row.name != "kv_cache"]
+        return ", ".join(f"{row.name} ({human(row.num_bytes)})" for row in rows if row.num_bytes)
+
+    def _more(self) -> str:
+        config = self.config
+        if config.num_gpu_blocks is not None or config.kv_cache_bytes is not None:
+            return "give more with kv_cache_bytes or num_gpu_blocks"
+        if self.machine.is_host:
+            more = _more_memory(self.machine.is_limited)
+            return f"{more}, or give more than {CPU_SHARE:.0%} of what is free with kv_cache_bytes"
+        return f"raise gpu_memory_utilization = {config.gpu_memory_utilization}, or lower max_num_batched_tokens"
+
+
+def _kept_as(form: str | None) -> str:
+    return "" if form is None else f" in {form}"
+
+
+def check_room_for_weights(
+    shape: ModelConfig, dtype: str, item_size: Callable[[str], float], device: str, free_bytes: int
+) -> None:
+    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle.
+    `item_size(name)`: bytes of one number of that tensor."""
+    num_bytes = sum(math.prod(sizes) * item_size(name) for name, sizes in expected_shapes(shape).items())
+    check_weights(int(num_bytes), free_bytes, device, dtype)
+
+
+def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> None:
+    """Raises `ConfigError` for weights that are larger than the memory that is free."""
+    if num_bytes > free_bytes:
+        smaller = "dtype = bfloat16 halves that; or " if dtype == "float32" else ""
+        if device == "cpu" and dtype == "bfloat16":
+            smaller = "quantization = int8 halves that; or "
+        more = _more_memory(device == "cpu" and is_host_limited())
+        raise ConfigError(
+            f"the weights take {human(num_bytes)} as {dtype}, and {device} has {human(free_bytes)} free: {smaller}"
+            f"choose a smaller model, or {more}"
+        )
+
+
+# -- the host
+
+
+def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, device: str) -> int:
+    """Blocks of the pool for swapped sequences, 0 for none, and no more than all slots could ever use. For a `cuda`
+    device the pool is pinned, see `pool_bytes`; of a size that is ours to choose, no more is taken than fits even so.
+
+    Raises `ConfigError` if more memory was asked for than the machine has.
+    """
+    free = free_host_bytes()
+    most = -(-max_model_len // config.block_size) * config.max_num_seqs
+    if config.num_cpu_blocks is not None:
+        blocks, source = config.num_cpu_blocks, f"num_cpu_blocks = {config.num_cpu_blocks}"
+    elif config.swap_space is not None:
+        wanted = int(config.swap_space * 2**30) // bytes_per_block
+        blocks, source = min(most, wanted), f"swap_space = {config.swap_space:g} GiB"
+    else:
+        room = int(min(SWAP_GIB[device] * 2**30, free * SWAP_SHARE))
+        if device == "cuda":
+            room = 1 << (room.bit_length() - 1) if room else 0
+        return min(most, room // bytes_per_block)
+    taken = pool_bytes(blocks, bytes_per_block, is_pinned=device == "cuda")
+    if taken > free:
+        needs = f"{source} needs {human(taken)} of host memory"
+        raise ConfigError(f"{needs}, and {human(free)} are free: lower it, or {_more_memory(is_host_limited())}")
+    return blocks
+
+
+def pool_bytes(num_blocks: int, bytes_per_block: int, *, is_pinned: bool) -> int:
+    """What a pool on the host takes. Torch gives out pinned memory by powers of two, so up to twice what is asked."""
+    num_bytes = num_blocks * bytes_per_block
+    return 1 << (num_bytes - 1).bit_length() if is_pinned and num_bytes else num_bytes
+
+
+def free_host_bytes() -> int:
+    """Memory that can be had without swapping, and without a control group that ends who takes more, as a container's
+    does."""
+    free, left = _machine_free_bytes(), memory_left(ROOT)
+    return free if left is None else min(free, left)
+
+
+def total_host_bytes() -> int:
+    """Memory of the machine, or of the control group that gives less."""
+    total, limit = _machine_bytes(), memory_limit(ROOT)
+    return total if limit is None else min(total, limit)
+
+
+def is_host_limited() -> bool:
+    """Whether it is a control group that leaves no more than `free_host_bytes`, and not the machine."""
+    left = memory_left(ROOT)
+    return left is not None and left < _machine_free_bytes()
+
+
+def _machine_free_bytes() -> int:
+    return _meminfo("MemAvailable") or _machine_bytes() // 2  # no Linux: half of what there is
+
+
+def _machine_bytes() -> int:
+    return _meminfo("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _meminfo(field: str) -> int:
+    for line in read(ROOT / "proc/meminfo").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _more_memory(is_limited: bool) -> str:
+    return "raise the container's memory limit" if is_limited else "free memory"

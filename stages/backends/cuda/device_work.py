@@ -1,0 +1,171 @@
+"""What a step line launches on torch's tensors: a decoder between the kernels that make its inputs and note its tokens.
+
+Runs on a CPU, too, where the twins do the kernels' part, and is tested there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....kernels.layout import step_state
+from ....kernels.layout.step_state import SlotState, StepBuffers
+from ....model.decoder.kv_cache import KVCache
+from ....model.decoder.step_inputs import StepInputs
+from ....model.decoder.upload import upload
+from ...execute.model_runner import Model
+from ...messages import Indices, Ints
+from ...sample.draft_acceptance import last_of_each
+from .cuda_graphs import Batch
+from .pinned_ring import Pinned
+from .step_submission import SPARE_STEPS, Memory
+from .step_update import NEWS_ROOM, diff_size
+
+NUM_DIFFS = 3  # pinned buffers, one of which is read while another is written
+
+Choose = Callable[[Tensor, SlotState, Tensor, int], Tensor]
+"""From logits [P, V], the slots' state, whose each row is, [P] i32, and the kind of sampling to token ids [P] i64, all
+on the device. Below 0 where a row holds no number; rows of nobody, -1, may come to anything."""
+
+
+class TorchWork:
+    """The launches of one model. `step_memory` makes the memory."""
+
+    def __init__(
+        self,
+        decoder: Model,
+        cache: KVCache,
+        memory: Memory,
+        choose: Choose,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        max_step_tokens: int,
+        host_blocks: Tensor | None = None,
+    ) -> None:
+        self._decoder, self._cache, self._memory, self._choose = decoder, cache, memory, choose
+        self._host_blocks = host_blocks
+        device = memory.diff.device
+        self._kernels = step_kernels(device)
+        make = _maker(device)
+        self.slots: SlotState = step_state.make_slots(make, num_slots, max_model_len, cache.block_size)
+        width = self.slots.tables.shape[1]
+        self._buffers: StepBuffers = step_state.make_buffers(make, num_slots, max_step_tokens, width)
+        self._num_slots = num_slots
+        self._logits: Tensor | None = None  # [S, V] of the step between its halves; made by the first forward pass
+
+    @torch.inference_mode()
+    def take_news(self) -> None:
+        self._kernels.take_news(self._memory.diff, self.slots)
+
+    @torch.inference_mode()
+    def make_inputs(self, batch: Batch) -> None:
+        buffers = self._buffers.of(batch.num_rows, batch.num_tokens)
+        self._kernels.make_inputs(self._memory.diff, self.slots, buffers, self._cache.block_size)
+
+    def forward(self, batch: Batch) -> None:
+        buffers = self._buffers.of(batch.num_rows, batch.num_tokens)
+        inputs = StepInputs(
+            input_ids=buffers.input_ids,
+            positions=buffers.positions,
+            slot_mapping=buffers.slot_mapping,
+            block_tables=buffers.block_tables,
+            query_starts=buffers.query_starts,
+            lengths=buffers.lengths,
+            logits_rows=buffers.logits_rows,
+            num_decode=batch.num_rows if batch.is_decode else 0,  # a graph serves any mix of lengths
+        )
+        self._keep(self._decoder.forward(inputs, self._cache))
+
+    @torch.inference_mode()
+    def _keep(self, logits: Tensor) -> None:
+        """Puts logits [L, V] where every graph and every launch finds them: a step may be half one, half the other.
+        Costs them once more read and written, 156 MB for 256 rows of 151,936 in half precision, and memory for a step's
+        logits once, where a graph's own would have to be kept for each size."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self._num_slots, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)
+
+    @torch.inference_mode()
+    def sample(self, batch: Batch, kind: int) -> None:
+        assert self._logits is not None
+        sampled_slots = self._buffers.sampled_slots[: batch.num_rows]
+        chosen = self._choose(self._logits[: batch.num_rows], self.slots, sampled_slots, kind)
+        self._kernels.settle(self._memory.result[:, : batch.num_rows], chosen, sampled_slots, self.slots)
+
+    @torch.inference_mode()
+    def tell_newest(self, last_tokens: Tensor) -> None:
+        """Writes each slot's newest token into `last_tokens` [S] i64. At once: nothing of a step may be under way."""
+        newest = (self.slots.state[:, step_state.TOKENS].long() - 1).clamp(0, self.slots.tokens.shape[1] - 1)
+        last_tokens.copy_(self.slots.tokens.gather(1, newest[:, None])[:, 0])
+
+    @torch.inference_mode()
+    def note(self, slots: Indices, positions: Indices, token_ids: Indices, finishes: NDArray[np.int8]) -> None:
+        """Writes tokens that somebody else has chosen into the tables; those of one slot follow each other. At once,
+        as `tell_newest`."""
+        state, tokens = self.slots.state, self.slots.tokens
+        has_room = positions < tokens.shape[1]
+        where = (self._long(slots[has_room]), self._long(positions[has_room]))
+        tokens[where] = self._long(token_ids[has_room]).int()
+        last = last_of_each(slots)
+        at = self._long(slots[last])
+        state[at, step_state.TOKENS] = self._long(positions[last] + 1).int()
+        state[at, step_state.FINISHED] = self._long(finishes[last]).int()
+
+    def _long(self, numbers: NDArray[np.integer]) -> Tensor:
+        return upload(numbers.astype(np.int64), self.slots.state.device)
+
+    def fork(self, sources: Ints, destinations: Ints) -> None:
+        self._cache.copy_blocks(sources.astype(np.int64), destinations.astype(np.int64))
+
+    def block(self, block: int) -> Tensor:
+        assert self._cache.is_block_major, "a block of this cache is not in one piece"
+        return self._cache.data[block]
+
+    def host_block(self, block: int) -> Tensor:
+        assert self._host_blocks is not None, "blocks are copied to or from the host, and there are none"
+        return self._host_blocks[block]
+
+
+def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Tensor | None = None) -> Memory:
+    """The buffers between host and device, for `num_steps` steps in flight; pinned where there is a GPU. `scores`
+    [num_slots, W] i32 is where those of a step are left."""
+    num_results = num_steps + SPARE_STEPS
+    capacity = diff_size(num_slots, NEWS_ROOM, NEWS_ROOM)
+    return Memory(
+        torch.zeros(capacity, dtype=torch.int32, device=device),
+        torch.zeros(2, num_slots, dtype=torch.int32, device=device),
+        [_pinned(device, capacity) for _ in range(NUM_DIFFS)],
+        [_pinned(device, 2, num_slots) for _ in range(num_results)],
+        scores,
+        [] if scores is None else [_pinned(device, *scores.shape) for _ in range(num_results)],
+    )
+
+
+def greedy(logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
+    """The likeliest token of each row, whatever was asked for. A `Choose`."""
+    best, ids = logits.max(dim=1)
+    return torch.where(best.isfinite(), ids, -1)
+
+
+def step_kernels(device: torch.device) -> Any:
+    """The module of kernels for a device: `triton_step`, or its twins."""
+    if device.type == "cpu":
+        return step_state
+    from ....kernels.triton import step_state as triton_step
+
+    return triton_step
+
+
+def _maker(device: torch.device) -> step_state.Make:
+    return lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def _pinned(device: torch.device, *shape: int) -> Pinned:
+    memory = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return Pinned(memory.numpy(), memory)

@@ -1,0 +1,147 @@
+"""What the host says of a step: a grant as one buffer of i32, in the layout of `kernels/layout/step_state.py`.
+
+Knows how far each slot's sequence is known to the host. Refuses to know arrays on devices, and who waits for what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....kernels.layout import step_state as layout
+from ...messages import NO_INTS, Ints, Started, StepGrant
+
+ROW_NUMBERS = 4  # of a row, in the diff; one more for all
+NEWS_ROOM = 8192  # known tokens, and new blocks, that one diff of a real device has room for
+NO_ROWS: Ints = np.zeros(1, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What ends sequences besides what they ask for."""
+
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+
+    def ids_of(self, started: Started) -> list[int]:
+        """All token ids that end this one, EOS first."""
+        eos: Collection[int] = () if started.params.ignore_eos else self.eos_token_ids
+        return list(dict.fromkeys([*eos, *started.params.stop_token_ids]))
+
+
+def diff_size(max_num_seqs: int, num_entries: int, num_tokens: int) -> int:
+    """Numbers that hold the diff of `max_num_seqs` rows that are all new, with so many blocks and so many known tokens.
+    A step with more goes in several parts."""
+    rows = ROW_NUMBERS * max_num_seqs + 1
+    started = (1 + layout.STATE_WIDTH + 3) * max_num_seqs
+    return layout.HEADER + rows + started + 3 * num_entries + num_tokens
+
+
+def state_row(started: Started, ends: Ends) -> Ints:
+    """[STATE_WIDTH] the state of a slot when a sequence begins there, new or back from a preemption."""
+    params, num_prompt = started.params, started.num_prompt
+    row = np.zeros(layout.STATE_WIDTH, np.int32)
+    row[layout.TOKENS], row[layout.PROMPT] = len(started.token_ids), num_prompt
+    row[layout.LIMIT] = min(num_prompt + (params.max_tokens or ends.max_model_len), ends.max_model_len)
+    row[layout.LEAST] = min(num_prompt + params.min_tokens, ends.max_model_len)
+    row[layout.SEED_LOW : layout.SEED_HIGH + 1] = np.array([started.seed & (2**64 - 1)], np.uint64).view(np.int32)
+    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+    row[[layout.TEMPERATURE, layout.TOP_P, layout.MIN_P]] = floats
+    row[layout.TOP_K] = max(params.top_k, 0)
+    stops = ends.ids_of(started)[: layout.MAX_STOPS]
+    row[layout.STOPS :] = -1
+    row[layout.STOPS : layout.STOPS + len(stops)] = stops
+    return row
+
+
+def row_order(grant: StepGrant) -> Ints:
+    """[R] the rows as the device takes them: those with one token first, otherwise in the grant's order."""
+    if grant.is_decode:
+        return np.arange(len(grant.slots), dtype=np.int32)
+    return np.argsort(grant.num_tokens != 1, kind="stable").astype(np.int32)
+
+
+def write(grant: StepGrant, ends: Ends, buffers: Iterator[Ints]) -> Iterator[tuple[int, bool]]:
+    """Writes the diff of a grant without drafts into the next of `buffers`; into the ones after it, too, where it needs
+    more room. Yields (numbers it took, whether it was the last) after each: send it before you ask for more. The rows
+    come in the last, the others hold only what is new."""
+    states = [np.concatenate([[started.slot], state_row(started, ends)]) for started in grant.started]
+    started = np.concatenate([NO_INTS, *states]).astype(np.int32)
+    runs = [(one.slot, 0, one.token_ids) for one in grant.started]
+    entries = np.stack([grant.table_slots, grant.table_places, grant.table_blocks]).astype(np.int32)
+    rows = _rows(grant)
+    is_last = False
+    while not is_last:
+        buffer = next(buffers)
+        room = len(buffer) - layout.HEADER - len(started) - len(rows)
+        assert room > 3, f"a step of {len(grant.slots)} rows does not fit {len(buffer)} numbers"
+        num_entries = min(entries.shape[1], room // 3)
+        part, runs = _split(runs, room - 3 * num_entries)
+        is_last = num_entries == entries.shape[1] and not runs
+        counts = (len(grant.slots), grant.num_computed, grant.num_sampled) if is_last else (0, 0, 0)
+        size = _put(buffer, counts, entries[:, :num_entries], started, part, rows if is_last else NO_ROWS)
+        entries, started = entries[:, num_entries:], NO_INTS
+        yield size, is_last
+
+
+def _rows(grant: StepGrant) -> Ints:
+    order = row_order(grant)
+    count = len(order)
+    rows = np.zeros(ROW_NUMBERS * count + 1, np.int32)
+    rows[:count] = grant.slots[order]
+    rows[count : 2 * count] = grant.starts[order]
+    if grant.is_decode:
+        rows[2 * count : 3 * count + 1] = np.arange(count + 1)
+    else:
+        np.cumsum(grant.num_tokens[order], out=rows[2 * count + 1 : 3 * count + 1])
+    places = np.where(grant.is_sampled, np.cumsum(grant.is_sampled) - 1, -1)
+    rows[3 * count + 1 :] = places[order]
+    return rows
+
+
+_Run = tuple[int, int, Ints]
+
+
+def _split(runs: Sequence[_Run], room: int) -> tuple[list[_Run], list[_Run]]:
+    """What of `runs` fits `room` numbers, three for each run besides its tokens; and the rest."""
+    fitting: list[_Run] = []
+    for index, (slot, start, tokens) in enumerate(runs):
+        count = min(len(tokens), room - 3)
+        if count <= 0:
+            return fitting, list(runs[index:])
+        fitting.append((slot, start, tokens[:count]))
+        room -= 3 + count
+        if count < len(tokens):
+            return fitting, [(slot, start + count, tokens[count:]), *runs[index + 1 :]]
+    return fitting, []
+
+
+def _put(
+    buffer: Ints, counts: tuple[int, int, int], entries: Ints, started: Ints, runs: Sequence[_Run], rows: Ints
+) -> int:
+    """Returns the numbers it took."""
+    header = buffer[: layout.HEADER]
+    header[:] = 0
+    header[layout.NUM_ROWS], header[layout.NUM_TOKENS], header[layout.NUM_LOGITS] = counts
+    header[layout.NUM_ENTRIES] = entries.shape[1]
+    header[layout.NUM_STARTED] = len(started) // (1 + layout.STATE_WIDTH)
+    header[layout.NUM_RUNS] = len(runs)
+    at = layout.HEADER
+    for section, numbers in (
+        (layout.ROWS_AT, rows),
+        (layout.ENTRIES_AT, entries.reshape(-1)),
+        (layout.STARTED_AT, started),
+    ):
+        header[section] = at
+        buffer[at : at + len(numbers)] = numbers
+        at += len(numbers)
+    header[layout.RUNS_AT] = at
+    count, end = len(runs), at + 3 * len(runs)
+    for index, (slot, start, tokens) in enumerate(runs):
+        buffer[end : end + len(tokens)] = tokens
+        end += len(tokens)
+        buffer[at + index], buffer[at + count + index], buffer[at + 2 * count + index] = slot, start, end
+    header[layout.SIZE] = end
+    return end

@@ -1,0 +1,217 @@
+"""Chooses tokens by kernels: what slots asked for lies on the device, and what is chosen can stay there.
+
+Either the host waits for a step's tokens (`choose`, as any `Choosing`), or it submits the choice and hears of it later
+(`choose_on_device`, for a `StepLine`). A token is the same either way. Imports torch, so it is itself imported only
+where that is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....kernels.layout import sampling_rows, step_state
+from ....kernels.layout.step_state import SlotState
+from ....kernels.sampling_kernels import SamplingKernels
+from ....model.decoder.upload import upload
+from ...config import LogprobsMode
+from ...grammar.masks import Allowed
+from ...messages import Bools, Indices, Ints, Started, TopLogprobs
+from ...params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from ...sample import sampling_math as maths
+from ...sample.sampling_math import Longs, Scores
+from ...sample.slot_params import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
+from ...sample.token_chooser import NO_ROWS, Choice, Choosing, Rows, any_of
+
+PLAIN, TRUNCATED, EDITED = 0, 1, 2  # kinds of sampling, as a step line knows them; each does all that those before do
+KINDS = (PLAIN, TRUNCATED, EDITED)
+SCORED = 4  # and with log-probabilities: SCORED * (1 + k) more, where k of the likeliest are wanted
+# Kernels are compiled for a number of candidates, rounded up to a power of two: one just above each, and the most.
+COMPILED_TOPS = (0, 1, 2, 3, 5, 9, 17, MAX_LOGPROBS)
+
+# what a step tells of a scored row, [S, SCORE_WIDTH] i32; floats by their bits
+LOGPROB, RANK, TOP_IDS, TOP_LOGPROBS = 0, 1, 2, 2 + MAX_LOGPROBS
+SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS
+
+
+class KernelChoosing(Choosing):
+    """As `Choosing`, with the same tokens kept by top_k, top_p and min_p, ties whole. It differs in this: tokens are
+    drawn by another noise, so seeds give others; the sums that top_p looks at are of f32; below a temperature of about
+    1e-5 equals go to the lowest id, as there is no room for noise; and a token counts 32,767 times at most.
+
+    Tables on the device, indexed by slot, are filled when a sequence starts; counts of tokens follow what is chosen.
+    What few rows ask for (allowed tokens, bad words, a user's processor) is done by torch, between the kernels.
+    """
+
+    def __init__(
+        self, table: SamplingTable, last_tokens: Tensor, mode: LogprobsMode, *, kernels: SamplingKernels
+    ) -> None:
+        super().__init__(table, last_tokens, mode)
+        self._kernels = kernels
+        num_slots, num_ends = len(last_tokens), len(table.eos) + MAX_STOP_TOKEN_IDS
+        self._device = last_tokens.device
+        self._rows = self._upload(np.tile(sampling_rows.pack(), (num_slots, 1)))  # that of nobody asks for nothing
+        self._counts = self._zeros((num_slots, table.vocab_size), torch.int16)
+        self._biased_ids = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.int32)
+        self._bias = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.float32)
+        self._end_ids = self._zeros((num_slots, num_ends), torch.int32)
+        self.scores = self._zeros((num_slots, SCORE_WIDTH), torch.int32)  # of a step's rows
+
+    def start(self, started: Started) -> None:
+        super().start(started)
+        slot, table = started.slot, self.table
+        num_biased, ends = int(table.num_biased[slot]), table.end_ids(slot)
+        row = sampling_rows.pack(
+            temperature=float(table.temperature[slot]) if table.needs[slot] & RANDOM else 0.0,
+            top_k=int(table.top_k[slot]),
+            top_p=float(table.top_p[slot]),
+            min_p=float(table.min_p[slot]),
+            seed=int(table.seeds[slot]),
+            repetition=float(table.repetition_penalty[slot]),
+            frequency=float(table.frequency_penalty[slot]),
+            presence=float(table.presence_penalty[slot]),
+            num_biased=num_biased,
+            num_ends=len(ends),
+            end_position=int(table.num_prompt[slot] + table.min_tokens[slot]),
+        )
+        self._rows[slot] = self._upload(row)
+        if table.is_penalised[slot]:
+            counts = sampling_rows.count(started.token_ids, started.num_prompt, table.vocab_size)
+            self._counts[slot] = self._upload(counts)
+        if num_biased:
+            self._biased_ids[slot, :num_biased] = self._upload(table.biased_ids[slot, :num_biased])
+            self._bias[slot, :num_biased] = self._upload(table.bias[slot, :num_biased])
+        self._end_ids[slot, : len(ends)] = self._upload(ends)
+
+    def choose(self, rows: Rows, logits: Tensor, allowed: Allowed | None) -> Choice:
+        if not len(rows.slots):
+            return Choice(NO_ROWS, np.zeros(0, np.bool_))
+        slots, positions = self._upload(np.stack([rows.slots, self.table.num_prompt[rows.slots] + rows.places]))
+        edited = logits
+        if rows.any_needs & EDITS or allowed is not None:
+            edited = self._edited(rows, slots, positions, logits, allowed)
+        least = None
+        if np.count_nonzero(self.table.is_truncated[rows.slots] & (rows.needs & RANDOM != 0)):
+            least = self._kernels.thresholds(edited, self._rows, slots)
+        found = self._kernels.choose(edited, self._rows, slots, positions, least).cpu().numpy()
+        scored = None
+        if rows.any_needs & LOGPROBS:
+            scored = (logits,) if self.logprobs_mode == "raw_logprobs" else (edited, self._rows, slots, least)
+        return Choice(np.maximum(found, 0), found < 0, scored)
+
+    @property
+    def scored_kinds(self) -> tuple[int, ...]:
+        """Kinds that between them launch every kernel of scores. Those of raw logits are the same for all."""
+        kinds = (PLAIN,) if self.logprobs_mode == "raw_logprobs" else KINDS
+        return tuple(kind + SCORED * (1 + k) for kind in kinds for k in COMPILED_TOPS)
+
+    def warm_masks(self, dtype: torch.dtype) -> None:
+        """Launches what only rows with a grammar need, so that it is made at the start. Logits are of `dtype`."""
+        table = self.table
+        logits = self._zeros((1, table.vocab_size), dtype)
+        slots = self._zeros((1,), torch.int64)
+        masks = self._zeros((1, -(-table.vocab_size // 32)), torch.int32)
+        tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
+        self._kernels.edit(logits, self._rows, slots, slots, *tables, masks, slots)
+
+    def kind(self, slots: Indices) -> int | None:
+        """How `choose_on_device` is to choose for rows of these slots; None: the host must see the logits of some, and
+        then of all, as a step is chosen for in one piece."""
+        needs = self.table.needs[slots]
+        any_needs = any_of(needs)
+        if any_needs & (GRAMMAR | THINKING | POOLED):
+            return None
+        if any_needs & EDITS:
+            if np.count_nonzero(self.table.limits.is_limited[slots] | self._is_processed[slots]):
+                return None
+            kind = EDITED
+        else:
+            kind = TRUNCATED if np.count_nonzero(self.table.is_truncated[slots] & (needs & RANDOM != 0)) else PLAIN
+        if any_needs & LOGPROBS:
+            num_top = int(self.table.num_logprobs[slots].max())
+            return kind + SCORED * (1 + num_top) if num_top <= MAX_LOGPROBS else None
+        return kind
+
+    def choose_on_device(self, logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
+        """[P] token ids, a `Choose` of `device_work.py`. Launches, and nothing else. If the kind is scored,
+        `scores` say how likely they were."""
+        num_scores, kind = divmod(kind, SCORED)
+        raw = logits
+        rows = slots.state[:, step_state.SEED_LOW :]  # begins as a row of `sampling_rows` does
+        positions = slots.state[:, step_state.TOKENS].index_select(0, sampled_slots.clamp(min=0))
+        least = None
+        if kind == EDITED:
+            tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
+            logits = self._kernels.edit(logits, self._rows, sampled_slots, positions, *tables)
+        if kind != PLAIN:
+            least = self._kernels.thresholds(logits, rows, sampled_slots)
+        chosen = self._kernels.choose(logits, rows, sampled_slots, positions, least)
+        if kind == EDITED:
+            self._kernels.count_tokens(self._counts, self._rows, sampled_slots, chosen.clamp(min=0))
+        if num_scores:
+            drawn = (logits, rows, sampled_slots.clamp(min=0), least)
+            self._score(chosen, num_scores - 1, *((raw,) if self.logprobs_mode == "raw_logprobs" else drawn))
+        return chosen
+
+    def _score(self, chosen: Tensor, num_top: int, logits: Tensor, *drawn: Tensor | None) -> None:
+        every, num_top = torch.arange(len(chosen), device=self._device), min(num_top, logits.shape[1])
+        found = self._kernels.score(logits, every, chosen.clamp(min=0), num_top, *drawn)
+        scores, (logprobs, ranks, top_ids, top_logprobs) = self.scores[: len(chosen)], found
+        scores[:, LOGPROB], scores[:, RANK] = logprobs.view(torch.int32), ranks
+        scores[:, TOP_IDS : TOP_IDS + num_top] = top_ids
+        scores[:, TOP_LOGPROBS : TOP_LOGPROBS + num_top] = top_logprobs.view(torch.int32)
+
+    def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:
+        """What rows of `scores` [n, SCORE_WIDTH] say, once they are on the host."""
+        floats, ids = scores.view(np.float32), scores.astype(np.int64)
+        found = Scores(floats[:, LOGPROB], ids[:, RANK], ids[:, TOP_IDS:TOP_LOGPROBS], floats[:, TOP_LOGPROBS:])
+        return maths.told(found, self.table.num_logprobs[slots])
+
+    def note(self, slots: Indices, token_ids: Longs) -> None:
+        super().note(slots, token_ids)
+        if np.count_nonzero(self.table.is_penalised[slots]):
+            where, chosen = self._upload(np.stack([slots, token_ids]))
+            self._kernels.count_tokens(self._counts, self._rows, where, chosen)
+
+    def tell(self, choice: Choice, rows: Rows, token_ids: Longs, is_told: Bools) -> dict[int, TopLogprobs]:
+        asked = rows.that_need(LOGPROBS)
+        told = asked[is_told[asked]]
+        if choice.scored is None or not len(told):
+            return {}
+        logits, *drawn = choice.scored
+        num_top = self.table.num_logprobs[rows.slots[told]]
+        most = min(int(num_top.max()), logits.shape[1])
+        found = self._kernels.score(logits, self._upload(told), self._upload(token_ids), most, *drawn)
+        logprobs, ranks, top_ids, top_logprobs = (part.cpu().numpy() for part in found)
+        scores = Scores(logprobs, ranks, top_ids, top_logprobs)
+        return dict(zip(told.tolist(), maths.told(scores, num_top), strict=True))
+
+    # -- parts
+
+    def _edited(self, rows: Rows, slots: Tensor, positions: Tensor, logits: Tensor, allowed: Allowed | None) -> Tensor:
+        """Logits in f32, new, with all that was asked for. The mask comes with the other edits, but behind a user's
+        processor where a row has one."""
+        is_processed = self.processor is not None and bool(self._is_processed[rows.slots].any())
+        masks = mask_rows = None
+        if allowed is not None and not is_processed:
+            masks = self._upload(allowed.taken)
+            mask_of = np.full(len(rows.slots), -1, np.int64)
+            mask_of[allowed.rows] = np.arange(len(allowed.rows))
+            mask_rows = self._upload(mask_of)
+        tables = (self._counts, self._biased_ids, self._bias, self._end_ids)
+        edited = self._kernels.edit(logits, self._rows, slots, positions, *tables, masks, mask_rows)
+        if np.count_nonzero(self.table.limits.is_limited[rows.slots]):
+            self.table.limits.apply(rows.slots, edited)
+        if is_processed:
+            self._process(rows.slots, edited)
+            if allowed is not None:
+                maths.allow_only(edited, allowed.rows, allowed.taken)
+        return edited
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _upload(self, array: NDArray[np.generic]) -> Tensor:
+        return upload(array, self._device)

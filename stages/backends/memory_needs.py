@@ -1,0 +1,104 @@
+"""What a loaded model needs of memory, computed: the input of `cache_size.py`.
+
+On a CPU that is all of it but the weights. On a GPU it is what no trial shows: the tables of runner and sampler, what a
+device keeps that is not waited for, and a guess at its graphs; weights and the largest step are measured there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...kernels.layout.sampling_rows import WIDTH
+from ...kernels.layout.step_state import STATE_WIDTH
+from ...model.config import ModelConfig
+from ...model.decoder.rope import tables_bytes
+from ..config import EngineConfig
+from ..memory_table import Machine
+from ..params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from ..sample.sampling_math import WHOLE_SIZE
+from .cache_size import CPU_SHARE, Needs, Sizing, free_host_bytes, is_host_limited, total_host_bytes
+from .cuda.cuda_graphs import batches_of
+from .cuda.step_update import NEWS_ROOM, diff_size
+
+# A logit while tokens are chosen, as the model gives it and its copies. On a CPU, by torch's profiler, where each row
+# asks for logprobs: float32 from the model, a copy, and flags of what is likelier, which are summed as i64.
+CPU_LOGIT_BYTES = 4 + 4 + 9
+SORTED_BYTES = 40 * WHOLE_SIZE  # on the host, where rows are sorted whole
+GRAPH_LOGIT_BYTES = 2 + 4  # in half precision, and edited in float32
+COLUMN_BYTES = 128  # of a slot: the sampler's columns of one number each
+
+
+def sizing_on_cpu(
+    config: EngineConfig,
+    shape: ModelConfig,
+    max_model_len: int,
+    *,
+    weights: int,
+    activations: Callable[[int], int],
+    bytes_per_block: int,
+    host_blocks: int = 0,
+) -> Sizing:
+    """Everything that sizes depend on, in bytes. `weights` and tables for `max_model_len` positions are in memory, and
+    no cache is there yet. `activations(length)` is what the largest step takes in sequences of up to that length."""
+    loaded, free = weights + tables_bytes(shape.rope, max_model_len), free_host_bytes()
+    logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
+
+    def needs_of(length: int) -> Needs:
+        return Needs(
+            weights=weights,
+            state=tables_bytes(shape.rope, length)
+            + slot_bytes(config, shape, length)
+            + sampler_bytes(config, shape, length),
+            activations=activations(length),
+            logits=logits,
+        )
+
+    machine = Machine(
+        device="cpu",
+        total_bytes=total_host_bytes(),
+        limit_bytes=loaded + free,
+        budget_bytes=loaded + free,
+        cache_cap_bytes=int(free * CPU_SHARE),
+        is_limited=is_host_limited(),
+    )
+    return Sizing(
+        config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
+    )
+
+
+def slot_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) -> int:
+    """The runner's block tables, the newest token of each slot, and what the pooler sums up for it."""
+    return config.max_num_seqs * (4 * -(-max_model_len // config.block_size) + 8 + 4 * shape.hidden_size)
+
+
+def sampler_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) -> int:
+    """The sampler's table, once every row has had tokens, a bias and stop ids."""
+    row = 4 * (max_model_len + 2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS) + COLUMN_BYTES
+    return config.max_num_seqs * row + shape.vocab_size
+
+
+def late_bytes(config: EngineConfig, max_model_len: int) -> int:
+    """What a device keeps of sequences and steps that it is not waited for: their tokens, block tables and state, a
+    step's inputs, and what it is told and tells."""
+    slots, tokens = config.max_num_seqs, max(config.num_step_tokens, config.max_num_seqs)
+    blocks = -(-max_model_len // config.block_size)
+    state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
+    inputs = tokens * 3 * 8 + slots * (4 * blocks + 4 + 4 + 8 + 4) + 4
+    return state + inputs + 4 * (diff_size(slots, NEWS_ROOM, NEWS_ROOM) + 2 * slots)
+
+
+def graphs_bytes(config: EngineConfig, shape: ModelConfig, activations: int) -> int:
+    """What captured graphs will keep, all in one pool that the largest of them fills: a guess, by the share of the
+    largest step, which takes `activations`, and the copies of logits while tokens are chosen."""
+    if config.enforce_eager:
+        return 0
+    batches = [batch for sizes in batches_of(config.max_num_seqs, config.num_step_tokens) for batch in sizes]
+    share = min(1.0, max(batch.num_tokens for batch in batches) / config.num_step_tokens)
+    return int(activations * share) + config.max_num_seqs * shape.vocab_size * GRAPH_LOGIT_BYTES
+
+
+def device_sampler_bytes(num_slots: int, vocab_size: int) -> int:
+    """What slots asked for, the counts of their tokens and the scores of a step, on a GPU whose kernels choose; but for
+    the EOS tokens."""
+    lists = 4 * (2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 2 + 2 * MAX_LOGPROBS)
+    return num_slots * (4 * WIDTH + 2 * vocab_size + lists)

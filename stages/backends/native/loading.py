@@ -1,0 +1,117 @@
+"""The steps of a model whose weights the native library has: its cache, its runner, and how fast they are. No torch."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import numpy as np
+
+from ....kernels.native.cache import NativeCache
+from ....kernels.native.model import NativeModel
+from ....model.config import ModelConfig
+from ....model.decoder.rope import rope_tables
+from ....runtime.env.cpus import ComputeThreads
+from ....runtime.env.log import get_logger
+from ....runtime.phases import Phases
+from ...config import EngineConfig
+from ...device.pooler import Pooler
+from ...memory_table import MemoryTable
+from ...schedule.step_budget import target_ms_for
+from ..backend import Computing
+from ..cache_size import free_host_bytes, num_host_blocks
+from ..memory_needs import sizing_on_cpu
+from ..rates import measure_rates, measure_token_s
+from .runner import NativeChoosing, NativeRunner
+
+log = get_logger("millrace.stages")
+
+# Whose memory is taken before it is used, where the cache is as large as what is free allows. A burst of requests is
+# shorter, most often, and what it takes is made up for after it: 32 at once, with 148 to 332 tokens each, begin 41 runs
+# of 256. With 8,192 taken, a burst of these took 0.03 s more of 4.7 (two cores of a Zen 4 class EPYC, SmolLM2-135M's
+# shape, whose 12,288 tokens are 270 MiB; of Qwen3-0.6B's shape they are 1.3 GiB).
+TOKENS_AHEAD = 12288
+
+
+def load_natively(
+    config: EngineConfig,
+    model: NativeModel,
+    shape: ModelConfig,
+    max_model_len: int,
+    phases: Phases,
+    threads: ComputeThreads,
+) -> Computing:
+    """What computes with a model that has its weights. Raises `ConfigError` where its cache has no room."""
+    sizes, cache_dtype = model.shape, model.cache_dtype
+    with phases("cache"):
+        bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
+        host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
+        most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
+        most_tokens = config.num_step_tokens
+        asked = (min(most_tokens - 1, most_logits), min(most_tokens, most_logits))  # not all of them, or perhaps all
+        activations = max(model.step_bytes(most_tokens, num_asked) for num_asked in asked)
+        is_chained = config.async_scheduling and model.line_thread > 0
+        of_chain = config.max_num_seqs * shape.vocab_size * 4 if is_chained else 0  # its logits, beside those of others
+        sizing = sizing_on_cpu(
+            config,
+            shape,
+            max_model_len,
+            weights=model.weights_bytes + model.screen_bytes,
+            activations=lambda _: activations + of_chain,
+            bytes_per_block=bytes_per_block,
+            host_blocks=host_blocks,
+        )
+        memory = sizing.plan(max_model_len)
+        if memory.max_model_len < max_model_len:  # auto
+            model.set_positions(*rope_tables(shape.rope, memory.max_model_len))
+        runner = NativeRunner(
+            model,
+            cache := NativeCache(
+                sizes, memory.num_blocks, config.block_size, cache_dtype, _blocks_ahead(config, memory), free_host_bytes
+            ),
+            np.zeros(config.max_num_seqs, np.int64),
+            -(-memory.max_model_len // config.block_size),
+            host_blocks,
+            Pooler(np.zeros((config.max_num_seqs, shape.hidden_size), np.float32)),
+        )
+    with phases("rates"):
+        rates = measure_rates(runner, config, memory.max_model_len, host_blocks, phases.clock) if host_blocks else None
+        target_ms = config.itl_target_ms
+        if target_ms is None:
+            token_s = rates.compute_s if rates else measure_token_s(runner, config, memory.max_model_len, phases.clock)
+            target_ms = target_ms_for(token_s)
+            log.info("itl_target.chosen", ms=round(target_ms, 1), us_a_prompt_token=round(1e6 * token_s, 1))
+    own_cpu = threads.pinned[0] if threads.pinned else None
+    return Computing(
+        runner=runner,
+        backend="native",
+        device="cpu",
+        dtype=model.dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=cache_dtype,
+        max_model_len=memory.max_model_len,
+        memory=memory,
+        num_host_blocks=host_blocks,
+        max_num_batched_tokens=config.num_step_tokens,
+        itl_target_ms=target_ms,
+        rates=rates,
+        choosing=partial(NativeChoosing, model=model, runner=runner if config.async_scheduling else None),
+        call_before_computing=model.call_before_steps,
+        enter=partial(_enter, cache, None if model.line_thread else own_cpu),
+        own_cpu=own_cpu,
+    )
+
+
+def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
+    """All that somebody has set aside for the cache; of one that takes its share of what is free, a quarter at most."""
+    if config.kv_cache_bytes is not None or config.num_gpu_blocks is not None:
+        return memory.num_blocks
+    return min(-(-TOKENS_AHEAD // config.block_size), memory.num_blocks // 4)
+
+
+def _enter(cache: NativeCache, own_cpu: int | None) -> None:
+    """What the device thread does first: all is loaded. Where the model has no thread of its own it computes, on its
+    own CPU; else it is wherever there is room: kept off that one's core, W3 took 4 % longer."""
+    cache.ahead.start()
+    if own_cpu is not None:
+        os.sched_setaffinity(0, {own_cpu})

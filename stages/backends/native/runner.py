@@ -1,0 +1,192 @@
+"""What a native model does without arrays being gathered for it: decoding steps, and the choice of their tokens; and
+both at once, each step right behind the one before, where no row needs more.
+
+Knows which columns the library reads. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ....kernels.native.cache import NativeCache
+from ....kernels.native.model import NativeModel
+from ....kernels.native.slot_step import NO_IDS, Chooser, Decoding
+from ....kernels.native.step_chain import Chain
+from ....model.decoder.native_decoder import NativeDecoder
+from ...array_checks import num_true
+from ...config import LogprobsMode
+from ...device.arrays import Array
+from ...device.device import MOST_IN_FLIGHT
+from ...device.pooler import Pooler
+from ...execute.model_runner import ModelRunner
+from ...grammar.masks import Allowed
+from ...messages import Bools, Started, StepGrant
+from ...sample.logits_processor import LogitsProcessor
+from ...sample.sampling_math import Longs
+from ...sample.slot_params import SamplingTable
+from ...sample.token_chooser import Choice, Choosing, Rows
+from ...schedule.speculation import has_plain_choice
+
+NEVER = -2  # a step; none follows it
+
+
+class NativeRunner(ModelRunner):
+    """As any runner; but a step whose rows all read their newest token is one call, and the cache hears what is used of
+    it, and when.
+
+    Where `use_chooser` was called a step that `foresee` has heard of, on the loop, has its tokens chosen with it. No
+    logits are made if each of them is the likeliest. If each row reads its newest token, and takes nothing but logits,
+    the step is a link of a chain, and `foresee` hands it over, so that it begins when the one before it is over:
+    nothing of what Python does then is between two steps. (With more than two in flight the loop is further ahead, and
+    they are begun one by one.) The columns are the device thread's all the same: a step is handed over only right
+    behind one that is running, so whoever is in both was started before, and what `foresee` writes of a table lies
+    behind what that one reads.
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        cache: NativeCache,
+        last_tokens: Longs,
+        max_blocks_per_slot: int,
+        num_host_blocks: int,
+        pooler: Pooler,
+    ) -> None:
+        self._native = NativeDecoder(model)
+        super().__init__(self._native, cache, last_tokens, max_blocks_per_slot, num_host_blocks, pooler)
+        self._native_cache = cache
+        self._decoding = Decoding(model, cache, last_tokens=last_tokens, num_known=self._num_known, tables=self.tables)
+        self.num_handed_over = 0  # steps
+        self._generation = -1  # the newest of any step
+        self._chain: Chain | None = None
+        # the loop's: slots whose tokens take nothing but logits, and the last link that each slot was in
+        self._is_plain = np.zeros(len(last_tokens), np.bool_)
+        self._last_link = np.full(len(last_tokens), NEVER, np.int64)
+        self._links = [(NEVER, False)] * MOST_IN_FLIGHT  # step, and whether it is handed over; the newest ones
+        self._is_greedy = np.zeros(len(last_tokens), np.bool_)  # slots whose tokens are the likeliest ones
+        self._greedy_steps = [NEVER] * MOST_IN_FLIGHT  # of such slots alone; the newest ones
+        self._chooses = False
+
+    def use_chooser(self, chooser: Chooser | None) -> None:
+        """From the next step on tokens that take nothing but logits are chosen here, by `chooser` where one is drawn;
+        None: none is."""
+        self._chooses = chooser is not None
+        has_line = self._native.model.line_thread > 0
+        self._chain = Chain(self._decoding, chooser) if chooser is not None and has_line else None
+
+    def foresee(self, grant: StepGrant) -> None:
+        """See `Foresees`."""
+        for started in grant.started:
+            self._is_plain[started.slot] = is_plain = _is_plain(started)
+            self._is_greedy[started.slot] = is_plain and started.params.is_greedy
+        step, slots = grant.step, grant.slots
+        if self._chooses and self._is_greedy_step(grant):
+            self._greedy_steps[step % MOST_IN_FLIGHT] = step
+        if self._chain is None or not self._is_link(grant):
+            return
+        follows = num_true(self._last_link[slots] == step - 1) == len(slots)
+        if follows and len(grant.table_slots):
+            self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
+        self._last_link[slots] = step
+        is_handed_over = follows and self._chain.follow(step, slots, grant.starts)
+        self.num_handed_over += is_handed_over
+        self._links[step % MOST_IN_FLIGHT] = step, is_handed_over
+
+    def _is_link(self, grant: StepGrant) -> bool:
+        if not grant.is_decode or grant.drafts is not None or grant.started or grant.copies or not len(grant.slots):
+            return False
+        return num_true(grant.is_sampled) == num_true(self._is_plain[grant.slots]) == len(grant.slots)
+
+    def _is_greedy_step(self, grant: StepGrant) -> bool:
+        slots = grant.slots[grant.is_sampled]
+        return grant.drafts is None and 0 < len(slots) == num_true(self._is_greedy[slots])
+
+    def forward(self, grant: StepGrant) -> Any:
+        """As any runner's; or the `Choice` of all its sampled rows, where nothing but that is wanted of them."""
+        self._native_cache.begin_step()
+        try:
+            is_new, self._generation = grant.generation > self._generation, grant.generation
+            if self._chain is not None and (is_new or grant.copies):
+                self._chain.drain()  # a step that fell with the one before it may still read columns, and write
+            return super().forward(grant)
+        finally:
+            self._native_cache.end_step()
+
+    def take_news(self, grant: StepGrant) -> None:
+        if self._links[grant.step % MOST_IN_FLIGHT] != (grant.step, True):
+            super().take_news(grant)
+        if len(grant.table_blocks):
+            self._native_cache.note_used(int(grant.table_blocks.max()))
+
+    def compute(self, grant: StepGrant) -> Any:
+        count = len(grant.slots)
+        link, is_handed_over = self._links[grant.step % MOST_IN_FLIGHT]
+        if link == grant.step and self._chain is not None:
+            if not is_handed_over:
+                self._chain.begin(grant.step, grant.slots, grant.starts)
+            chosen = self._chain.wait(grant.step, count)
+            if chosen is not None:
+                return Choice(*chosen)
+        if self._greedy_steps[grant.step % MOST_IN_FLIGHT] == grant.step and not self.wants_more(grant):
+            return self._take_likeliest(grant)
+        is_plain = grant.is_decode and grant.drafts is None and self.pooler is not None and not self.pooler.num_pooled
+        if is_plain and count and num_true(grant.is_sampled) == count:
+            logits = self._decoding.step(grant.slots, grant.starts)
+            if logits is not None:
+                return logits
+        return super().compute(grant)
+
+    def _take_likeliest(self, grant: StepGrant) -> Choice:
+        slots, chosen = grant.slots[grant.is_sampled], None
+        if grant.is_decode and len(slots) == len(grant.slots):
+            chosen = self._decoding.likeliest(slots, grant.starts)
+        if chosen is None:
+            chosen = self._native.likeliest(self.inputs(grant), self._native_cache)
+        self.last_tokens[slots] = chosen[0]
+        return Choice(*chosen)
+
+
+def _is_plain(started: Started) -> bool:
+    return started.pooling is None and started.params.logprobs is None and has_plain_choice(started.params)
+
+
+class NativeChoosing(Choosing):
+    """As any choosing; what slots asked for is read in the table itself, and by the links of `runner`, too, which
+    chooses with its steps what it can."""
+
+    def __init__(
+        self,
+        table: SamplingTable,
+        last_tokens: Array,
+        mode: LogprobsMode,
+        *,
+        model: NativeModel,
+        runner: NativeRunner | None = None,
+    ) -> None:
+        super().__init__(table, last_tokens, mode)
+        self._runner = runner
+        self._chooser = Chooser(
+            model,
+            is_random=table.is_random,
+            temperature=table.temperature,
+            top_k=table.top_k,
+            top_p=table.top_p,
+            min_p=table.min_p,
+            seeds=table.seeds,
+            num_prompt=table.num_prompt,
+        )
+        if runner is not None:
+            runner.use_chooser(self._chooser)
+
+    def use(self, processor: LogitsProcessor) -> None:
+        super().use(processor)
+        if self._runner is not None:
+            self._runner.use_chooser(None)
+
+    def _choose(self, rows: Rows, logits: Array, allowed: Allowed | None) -> tuple[Longs, Bools]:
+        masks, mask_rows = None, NO_IDS
+        if allowed is not None:
+            masks, mask_rows = allowed.masks, allowed.mask_of_each(len(logits))
+        return self._chooser.choose(np.ascontiguousarray(logits, np.float32), rows.slots, rows.places, masks, mask_rows)

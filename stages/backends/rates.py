@@ -1,0 +1,80 @@
+"""Steps that are run before an engine serves: the largest, to see what memory it takes, and some to see how long they
+take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ..config import EngineConfig
+from ..execute.model_runner import ModelRunner
+from ..messages import BlockCopy, Direction, Rates, Started, StepGrant
+from ..params import SamplingParams
+
+RATE_TOKENS = 64  # of the prompt that shows how fast the model computes one
+RATE_RUNS = 4  # of it; the first finds weights that nobody has read yet, and any may meet a neighbour
+
+
+def measure_rates(
+    runner: ModelRunner, config: EngineConfig, max_model_len: int, num_host_blocks: int, clock: Callable[[], float]
+) -> Rates:
+    """How long a block takes to the host, and a token of a prompt to compute; each the best of some runs."""
+    token_s = measure_token_s(runner, config, max_model_len, clock)
+    prompt = _rate_grant(config, max_model_len)
+    num_copied = min(len(prompt.table_blocks), num_host_blocks)
+    blocks = np.arange(num_copied, dtype=np.int32)
+    copies = tuple(BlockCopy(direction, blocks, blocks) for direction in (Direction.OUT, Direction.IN))
+    nothing = replace(prompts_grant([], config.block_size), copies=copies)
+    return Rates(_best_s(runner, nothing, clock) / (2 * num_copied), token_s)
+
+
+def measure_token_s(runner: ModelRunner, config: EngineConfig, max_model_len: int, clock: Callable[[], float]) -> float:
+    """How long a token of a prompt takes to compute; the best of some runs."""
+    prompt = _rate_grant(config, max_model_len)
+    return _best_s(runner, prompt, clock) / int(prompt.num_tokens[0])
+
+
+def _rate_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
+    return prompts_grant([min(RATE_TOKENS, max_model_len - 1, config.num_step_tokens)], config.block_size)
+
+
+def _best_s(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
+    taken_s = []
+    for _ in range(RATE_RUNS):
+        began = clock()
+        runner.forward(grant)
+        runner.wait()
+        taken_s.append(clock() - began)
+    return min(taken_s)
+
+
+def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
+    """A step of max_num_batched_tokens: prompts of token 0, as long as may be."""
+    whole, rest = divmod(config.num_step_tokens, max_model_len - 1)
+    lengths = [max_model_len - 1] * whole + ([rest] if rest else [])
+    return prompts_grant(lengths[: config.max_num_seqs], config.block_size)
+
+
+def prompts_grant(lengths: list[int], block_size: int) -> StepGrant:
+    """A step that computes prompts of token 0 and of these lengths, in blocks from 0 on."""
+    blocks = [-(-length // block_size) for length in lengths]
+    slots = np.arange(len(lengths))
+    params = SamplingParams(max_tokens=1)
+    return StepGrant(
+        step=0,
+        generation=0,
+        slots=slots,
+        starts=np.zeros(len(lengths), np.int32),
+        num_tokens=np.array(lengths, np.int32),
+        is_sampled=np.ones(len(lengths), np.bool_),
+        table_slots=np.repeat(slots, np.array(blocks, np.intp)),
+        table_places=np.concatenate([np.arange(count) for count in (0, *blocks)]),
+        table_blocks=np.arange(sum(blocks), dtype=np.int32),
+        started=tuple(
+            Started(slot, slot, "largest", np.zeros(length, np.int32), length, params, seed=0)
+            for slot, length in enumerate(lengths)
+        ),
+    )

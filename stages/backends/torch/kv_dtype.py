@@ -1,0 +1,38 @@
+"""What keys and values are kept in by torch and Triton: as the weights are, or in 8 bits.
+
+Imports torch, so it is itself imported only where that is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....model.decoder.decoder import Decoder
+from ....model.decoder.kv_scales import measured_scales
+from ...config import EngineConfig
+from ...errors import ConfigError
+
+FP8_CAPABILITY = (8, 9)  # the first compute capability whose compiler knows e4m3
+
+
+def check_kv_dtype(config: EngineConfig, device: torch.device, backend: str) -> None:
+    """Raises `ConfigError` for a cache that the kernels can not read on this device."""
+    if config.kv_cache_dtype != "fp8" or device.type != "cuda" or backend != "triton":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype = fp8: {torch.cuda.get_device_name(device)} has compute capability "
+            f"{found[0]}.{found[1]}, and Triton needs 8.9 (Ada, Hopper) or later for it; use auto"
+        )
+
+
+def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in; `dtype` is that of the weights."""
+    assert config.kv_cache_dtype != "int8", "only the native step has that"
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+
+
+def kv_scales_of(config: EngineConfig, decoder: Decoder) -> torch.Tensor | None:
+    """What they are divided by, for which a step is run; None where they are kept as they are."""
+    return measured_scales(decoder) if config.kv_cache_dtype == "fp8" else None

@@ -1,0 +1,319 @@
+"""The steps of a model by torch: weights, cache and runner on a GPU or, where the native step can not be had, a CPU.
+
+Imports torch, so it is itself imported only where that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ....kernels import kernel_set as backend
+from ....kernels import sampling_kernels
+from ....model.config import ModelConfig
+from ....model.decoder.decoder import Decoder
+from ....model.decoder.kv_cache import KVCache
+from ....model.decoder.memory_estimate import step_bytes, weights_bytes
+from ....model.decoder.rope import tables_bytes
+from ....model.decoder.weights import load_weights
+from ....runtime.device_streams.interface import Streams
+from ....runtime.env.cpus import ComputeThreads
+from ....runtime.phases import Phases
+from ...config import EngineConfig
+from ...device.pooler import Pooler
+from ...errors import ConfigError
+from ...execute.model_runner import ModelRunner
+from ...memory_table import Machine, MemoryTable
+from ...sample.sampler import Sampler
+from ...sample.token_chooser import Choosing, MakeChoosing
+from ..backend import Computing
+from ..cache_size import Needs, Sizing, check_room_for_weights, free_host_bytes, num_host_blocks
+from ..cuda.step_update import Ends
+from ..memory_needs import (
+    SORTED_BYTES,
+    device_sampler_bytes,
+    graphs_bytes,
+    late_bytes,
+    sampler_bytes,
+    sizing_on_cpu,
+    slot_bytes,
+)
+from ..rates import largest_grant, measure_rates
+from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
+
+if TYPE_CHECKING:
+    from ..cuda.build import Late
+
+LOGIT_COPIES_BYTES = 12  # of a logit while tokens are chosen: up to three copies in float32
+
+
+def load_on_torch(
+    config: EngineConfig,
+    root: Path,
+    shape: ModelConfig,
+    max_model_len: int,
+    phases: Phases,
+    threads: ComputeThreads,
+    streams: Streams | None = None,
+) -> Computing:
+    """Loads the checkpoint in `root`. Raises as `load_model` does. `streams` stand for the device's own."""
+    device = choose_device(config, threads)
+    kernels = backend.load(_backend_name(config, device))
+    _check_backend(config, device, kernels.name)
+    streams = _streams(config, streams, device, kernels.name)
+    with phases("weights"):
+        make_decoder = _load_weights(config, root, shape, device, kernels)
+    with phases("cache"):
+        is_late = streams is not None
+        runner, memory, host_blocks = _make_room(config, shape, make_decoder, max_model_len, is_late=is_late)
+        max_model_len = memory.max_model_len
+    with phases("rates"):
+        rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
+    dtype = _name_of(torch_dtype(config, shape.dtype))
+    return Computing(
+        runner=runner,
+        backend=kernels.name,
+        device=str(device),
+        dtype=dtype,
+        quantization=None,
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        max_model_len=max_model_len,
+        memory=memory,
+        num_host_blocks=host_blocks,
+        max_num_batched_tokens=config.num_step_tokens,
+        itl_target_ms=config.itl_target_ms or 0.0,
+        rates=rates,
+        choosing=_choosing(kernels.name, is_late=is_late),
+        assemble=None if streams is None else partial(_assemble, streams, runner, config, phases.clock),
+    )
+
+
+def _check_backend(config: EngineConfig, device: torch.device, kernels: backend.BackendName) -> None:
+    """Raises `ConfigError` for what these kernels can not do."""
+    check_kv_dtype(config, device, kernels)
+    if config.deterministic and kernels != "triton":
+        raise ConfigError(
+            f"deterministic: attention_backend = {kernels} may sum in another order in another batch; triton, on "
+            "a GPU, does not"
+        )
+
+
+def _load_weights(
+    config: EngineConfig, root: Path, shape: ModelConfig, device: torch.device, kernels: backend.Backend
+) -> Callable[..., Decoder]:
+    """What makes decoders with the checkpoint's weights, which are loaded."""
+    dtype = torch_dtype(config, shape.dtype)
+    free = _free_bytes(device)
+    check_room_for_weights(shape, _name_of(dtype), lambda _: dtype.itemsize, str(device), free)
+    weights = load_weights(
+        root,
+        shape,
+        device,
+        dtype,
+        load_format=config.load_format,
+        is_batch_invariant=config.deterministic,
+        free_bytes=free,
+    )
+    return partial(Decoder, shape, weights, kernels, is_batch_invariant=config.deterministic)
+
+
+def _make_room(
+    config: EngineConfig, shape: ModelConfig, make_decoder: Callable[..., Decoder], max_model_len: int, *, is_late: bool
+) -> tuple[ModelRunner, MemoryTable, int]:
+    """A runner with the cache that there is memory for, what that comes to, and the number of blocks on the host. The
+    table's `max_model_len` is shorter where it was left to us and more does not fit."""
+    decoder = make_decoder(max_positions=max_model_len)
+    bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
+    host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
+    memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_late=is_late).plan(max_model_len)
+    if memory.max_model_len < max_model_len:
+        decoder = make_decoder(max_positions=memory.max_model_len)
+    sizes = (memory.num_blocks, memory.max_model_len, host_blocks)
+    return make_runner(config, shape, decoder, *sizes, is_block_major=is_late or None), memory, host_blocks
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _streams(
+    config: EngineConfig, given: Streams | None, device: torch.device, kernels: backend.BackendName
+) -> Streams | None:
+    """Those that steps are submitted to; None: the device is waited for, step by step."""
+    if not config.async_scheduling or given is not None or device.type != "cuda" or kernels != "triton":
+        return given if config.async_scheduling else None
+    from ..cuda.cuda_streams import CudaStreams
+
+    return CudaStreams(device)
+
+
+def _assemble(
+    streams: Streams,
+    runner: ModelRunner,
+    config: EngineConfig,
+    clock: Callable[[], float],
+    sampler: Sampler,
+    ends: Ends,
+) -> Late:
+    from ..cuda.build import assemble
+
+    return assemble(streams, runner, sampler, config, ends, clock)
+
+
+def _choosing(kernels: backend.BackendName, *, is_late: bool) -> MakeChoosing:
+    if kernels != "triton" and not is_late:
+        return Choosing
+    from ..cuda.triton_chooser import KernelChoosing
+
+    return partial(KernelChoosing, kernels=sampling_kernels.load(kernels))
+
+
+def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
+    """The GPU, unless there is none or a CPU was asked for. Raises `ConfigError` for a GPU that is not there."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError(
+            "device = cuda: torch sees no CUDA device; use device = cpu, or install a driver and torch+cu"
+        )
+    if config.threads is not None or threads.count < torch.get_num_threads():
+        torch.set_num_threads(threads.count)  # NOTE: of the whole process, torch knows no other
+    return torch.device("cuda", 0) if has_cuda and config.device != "cpu" else torch.device("cpu")
+
+
+def torch_dtype(config: EngineConfig, own: str) -> torch.dtype:
+    """What weights are kept in; `own` is the checkpoint's."""
+    dtype = getattr(torch, config.dtype_of(own))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _backend_name(config: EngineConfig, device: torch.device) -> backend.BackendName:
+    if config.attention_backend == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    assert config.attention_backend != "native"
+    return config.attention_backend
+
+
+def make_runner(
+    config: EngineConfig,
+    shape: ModelConfig,
+    decoder: Decoder,
+    blocks: int,
+    max_model_len: int,
+    host_blocks: int = 0,
+    *,
+    is_block_major: bool | None = None,
+) -> ModelRunner:
+    """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
+    dtype, copy_blocks = kv_dtype_of(config, decoder.dtype), decoder.kernels.copy_blocks
+    scales = kv_scales_of(config, decoder)
+    sizes = (shape, blocks, config.block_size)
+    cache = KVCache(*sizes, dtype, decoder.device, copy_blocks, scales, is_block_major=is_block_major)
+    last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
+    pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
+    return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)
+
+
+def _peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
+    """Runs the largest step on a cache of its own and sees what it took besides."""
+    grant = largest_grant(config, max_model_len)
+    runner = make_runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
+    torch.cuda.synchronize(decoder.device)
+    torch.cuda.reset_peak_memory_stats(decoder.device)
+    before = torch.cuda.memory_allocated(decoder.device)
+    runner.forward(grant)
+    torch.cuda.synchronize(decoder.device)
+    return torch.cuda.max_memory_allocated(decoder.device) - before
+
+
+# -- memory
+
+
+def _free_bytes(device: torch.device) -> int:
+    return free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def _sizing(
+    config: EngineConfig,
+    shape: ModelConfig,
+    decoder: Decoder,
+    max_model_len: int,
+    host_blocks: int,
+    *,
+    is_late: bool,
+) -> Sizing:
+    """Everything that sizes depend on. `decoder` holds tables for `max_model_len` positions, and no cache is there yet.
+    The largest step is run on a GPU; what it takes on a CPU is computed."""
+    bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
+    weights = weights_bytes(decoder.weights)
+    if decoder.device.type == "cpu":
+        return sizing_on_cpu(
+            config,
+            shape,
+            max_model_len,
+            weights=weights,
+            activations=partial(
+                step_bytes, shape, decoder.weights, config.num_step_tokens, is_kv_fp8=config.kv_cache_dtype == "fp8"
+            ),
+            bytes_per_block=bytes_per_block,
+            host_blocks=host_blocks,
+        )
+    return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_late)
+
+
+def _sizing_on_gpu(
+    config: EngineConfig,
+    shape: ModelConfig,
+    decoder: Decoder,
+    max_model_len: int,
+    weights: int,
+    bytes_per_block: int,
+    host_blocks: int,
+    is_late: bool,
+) -> Sizing:
+    try:
+        activations = _peak_step_bytes(config, shape, decoder, max_model_len)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"max_num_batched_tokens = {config.num_step_tokens}: such a step does not fit what the weights "
+            f"leave of {decoder.device}; lower it, or choose a smaller model"
+        ) from None
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(decoder.device)
+    loaded = weights + tables_bytes(shape.rope, max_model_len)
+    has_kernels = _backend_name(config, decoder.device) == "triton"
+    choosing = device_sampler_bytes(config.max_num_seqs, shape.vocab_size) if has_kernels else 0
+
+    def needs_of(length: int) -> Needs:
+        return Needs(
+            weights=weights,
+            state=tables_bytes(shape.rope, length)
+            + slot_bytes(config, shape, length)
+            + choosing
+            + (late_bytes(config, length) if is_late else 0),
+            activations=activations,
+            graphs=graphs_bytes(config, shape, activations) if is_late else 0,
+            logits=config.max_num_seqs * shape.vocab_size * _logit_bytes(decoder.dtype, is_late),
+            other=max(0, total - free - loaded),
+            sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
+        )
+
+    machine = Machine(
+        device=str(decoder.device),
+        total_bytes=total,
+        limit_bytes=total,
+        budget_bytes=int(total * config.gpu_memory_utilization),
+        host_free_bytes=free_host_bytes(),
+    )
+    return Sizing(
+        config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
+    )
+
+
+def _logit_bytes(dtype: torch.dtype, is_late: bool) -> int:
+    """Of one logit: as the model gives it, once more where a step is kept between its halves, and copies."""
+    return dtype.itemsize * (2 if is_late else 1) + LOGIT_COPIES_BYTES

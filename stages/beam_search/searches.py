@@ -1,0 +1,211 @@
+"""Beam searches under way: each step of one is a request of its own, with a prompt for each live beam.
+
+The prefix cache shares what beams have in common, and copies the block in which they part, so a step computes one token
+a beam; without the cache it computes them whole. Knows requests and their ends. Refuses to know which beam is better:
+`algorithm.py` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ...runtime.pipeline import Pipeline
+from ..detokenize.stage import Answer, Rows
+from ..errors import Failed, Refused
+from ..exit.outboxes import Outboxes, RequestOutbox
+from ..messages import Begun, FinishReason, Ints, Prompt, Request, TokenLogprobs
+from ..params import SamplingParams
+from ..request_limits import MAX_SEQUENCES, RequestLimits
+from ..tokenize.stage import PromptEncoder, encode_prompt, is_quick
+from .algorithm import BeamParams, BeamSearch, CandidateParams, Floats, Hypothesis, num_candidates, refuse_sampling
+
+
+@dataclass
+class Searches:
+    """The searches of one engine, a task each. To its client a search is a request like any other, live at the exit
+    from `submit` to its end, whatever ends it; its text comes all at once, at the end.
+
+    The door counts a search once, and its steps keep its place in the line. What ends it ends the step it is at.
+    """
+
+    pipeline: Pipeline
+    exit: Outboxes
+    encoder: PromptEncoder
+    limits: RequestLimits
+    eos_token_ids: tuple[int, ...]
+    make_answer: Callable[[SamplingParams], Answer]  # what reads one answer
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by request id
+
+    def submit(self, request: Request, beams: BeamParams, deadline_s: float | None = None) -> RequestOutbox:
+        """Begins to search for the `params.n` best answers to each prompt of `request`, and returns where to read them,
+        best first. Raises `Refused` for what makes no sense, ValueError for a request id that is in use."""
+        self._check(request, beams)
+        outbox = self.exit.open(request, deadline_s)
+        task = asyncio.get_running_loop().create_task(self._run(outbox, beams), name=request.request_id)
+        self._tasks[request.request_id] = task
+        task.add_done_callback(self._forget)
+        return outbox
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether it is a search under way."""
+        return request_id in self._tasks
+
+    def request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        """A request is over. Called by the exit (`exit.on_end`)."""
+        task = self._tasks.get(outbox.request_id)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(task.get_name()) is task:  # the id may be another's by now
+            del self._tasks[task.get_name()]
+
+    async def wait_until_over(self) -> None:
+        """Returns once the tasks of all searches that were ended are gone."""
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _check(self, request: Request, beams: BeamParams) -> None:
+        params = request.params
+        refuse_sampling(params)
+        self.limits.check(request)
+        if params.n > beams.width:
+            raise Refused(f"n = {params.n}: a search of width {beams.width} finds no more than that", param="n")
+        if len(request.prompts) * beams.width > MAX_SEQUENCES:
+            shown = f"{len(request.prompts)} prompts x {beams.width} beams"
+            raise Refused(f"{shown}: at most {MAX_SEQUENCES} beams a request", param="width")
+        num_ends = len(self._end_ids(params))
+        if beams.width + num_ends > self.limits.vocab_size:
+            shown = f"{beams.width} beams and {num_ends} ids that end an answer"
+            raise Refused(f"{shown}: the vocabulary has only {self.limits.vocab_size} tokens", param="width")
+
+    def _end_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
+
+    # -- a search
+
+    async def _run(self, outbox: RequestOutbox, beams: BeamParams) -> None:
+        request = outbox.request
+        try:
+            async with asyncio.TaskGroup() as group:
+                prompts = range(len(request.prompts))
+                tasks = [group.create_task(self._search(request, index, beams)) for index in prompts]
+            await self._deliver(request, [task.result() for task in tasks])
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseExceptionGroup as errors:  # of the prompts' searches; the others were cancelled
+            self.exit.fail(request.request_id, errors.exceptions[0])
+        except BaseException as error:  # a bug of ours: its client is told so, and the log why
+            self.exit.fail(request.request_id, error)
+
+    async def _search(self, request: Request, index: int, beams: BeamParams) -> _Found:
+        prompt = self.limits.truncate(request.params, await self._encode(request.prompts[index]))
+        params = self.limits.settle(request.params, len(prompt))
+        assert params.max_tokens is not None
+        end_ids = self._end_ids(params)
+        search = BeamSearch(
+            beams,
+            prompt,
+            params.max_tokens,
+            end_ids,
+            min_tokens=params.min_tokens,
+            num_logprobs=params.logprobs,
+            text=_StopText(self.make_answer(params), 0) if params.stop else None,
+        )
+        least = num_candidates(beams.width, len(end_ids), has_stops=bool(params.stop))
+        asked = CandidateParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=max(least, params.logprobs or 0)
+        )
+        num_cached = 0
+        while not search.is_over:
+            prompts = tuple(Prompt(token_ids=beam.token_ids) for beam in search.live)
+            step_id = f"{request.request_id}/{index}.{search.num_tokens}"
+            step = replace(
+                request,
+                request_id=step_id,
+                prompts=prompts,
+                params=asked,
+                parent_id=request.request_id,
+                num_expected_cached=len(search.live[0].token_ids) - 1 if search.num_tokens else 0,
+            )
+            token_ids, logprobs, num_found = await self._compute(step)
+            if not search.num_tokens:
+                num_cached = num_found
+            search.step(token_ids, logprobs)
+        return _Found(prompt, num_cached, params, search.finished[: params.n])
+
+    async def _encode(self, prompt: Prompt) -> Ints:
+        if is_quick(prompt):
+            return encode_prompt(self.encoder, self.limits, prompt)
+        return await self.pipeline.env.run_in_thread(encode_prompt, self.encoder, self.limits, prompt)
+
+    async def _compute(self, step: Request) -> tuple[Ints, Floats, int]:
+        """The likeliest tokens behind each prompt of `step` and their log-probabilities, [B, C] each, and how many
+        tokens of the prompts were found in the cache."""
+        outbox: RequestOutbox = await self.pipeline.submit(step, is_part=True)  # type: ignore[assignment]
+        rows: dict[int, TokenLogprobs] = {}
+        try:
+            async for deltas in outbox:
+                rows.update((delta.index, delta.logprobs[0]) for delta in deltas if delta.logprobs)
+        finally:
+            self.exit.end(step.request_id, "cancel")
+        if len(rows) < len(step.prompts):  # a NaN
+            raise Failed("the model gave no log-probabilities for a step of this search")
+        tops = [rows[index].top for index in range(len(step.prompts))]
+        token_ids = np.array([[top[0] for top in row] for row in tops], np.int32)
+        logprobs = np.array([[top[3] for top in row] for row in tops], np.float32)
+        return token_ids, logprobs, outbox.num_cached_tokens
+
+    # -- its end
+
+    async def _deliver(self, request: Request, found: list[_Found]) -> None:
+        """Hands all answers out at once, and with them the request ends."""
+        rows, begun = Rows([], [], []), {}
+        for index, one in enumerate(found):
+            first = request.first_sequence_id + index * request.params.n
+            begun[first] = Begun(one.prompt, one.num_cached)
+            for choice, hypothesis in enumerate(one.hypotheses):
+                self._spell(hypothesis, one, first + choice, rows)
+                await self.pipeline.env.sleep(0)  # a long answer takes a millisecond
+        self.exit.deliver(rows.message(-1, begun))
+
+    def _spell(self, hypothesis: Hypothesis, found: _Found, sequence_id: int, rows: Rows) -> None:
+        """Adds a row for each token of an answer, the last one with its end."""
+        answer, end = self.make_answer(found.params), hypothesis.finish
+        token_ids = hypothesis.beam.token_ids[len(found.prompt) :].tolist()
+        tops = hypothesis.beam.tops or (None,) * len(token_ids)
+        # a stop string ends an answer when it is read, anything else by its token
+        last = FinishReason.NONE if isinstance(end.stop_reason, str) else end.reason
+        for place, (token_id, top) in enumerate(zip(token_ids, tops, strict=True)):
+            reason = last if place == len(token_ids) - 1 else FinishReason.NONE
+            text, finish, logprobs = answer.read(token_id, place, reason, top)
+            scored = None if finish is None else replace(finish, score=end.score)
+            rows.add(sequence_id, text, token_id, scored, logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the search from one prompt came to."""
+
+    prompt: Ints  # [P]
+    num_cached: int  # of its tokens, when it began
+    params: SamplingParams
+    hypotheses: list[Hypothesis]  # best first
+
+
+@dataclass(frozen=True, slots=True)
+class _StopText:
+    """The text of a beam, watched for stop strings."""
+
+    answer: Answer
+    num_tokens: int
+
+    def grown(self, token_id: int) -> tuple[_StopText, str | None]:
+        answer = self.answer.fork()
+        _, finish, _ = answer.read(token_id, self.num_tokens, FinishReason.NONE, None)
+        stop = None if finish is None else finish.stop_reason
+        assert stop is None or isinstance(stop, str)
+        return _StopText(answer, self.num_tokens + 1), stop

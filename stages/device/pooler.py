@@ -1,0 +1,80 @@
+"""Makes vectors of hidden states: the state of the pooled sequences, slot by slot. Lives on the device thread.
+
+Knows positions and sums. Refuses to know blocks, and what is done with a vector.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..messages import Begun, Indices, Pooled, Started, StepGrant
+from ..pooling_params import Floats, PoolingParams
+from .arrays import Array, arrays_of
+
+
+class Pooler:
+    """Shared by the runner, which hands it the hidden states of each step with pooled rows, and the sampler, which
+    takes the vectors of those that have reached their end. Those are summed up in `sums`, zeros [S, H] in float32 on
+    the device: one row for each slot, as wide as a hidden state.
+
+    Chunks of a prompt arrive in order; a sequence that starts again, after a preemption or a void step, starts over.
+    """
+
+    def __init__(self, sums: Array) -> None:
+        num_slots = len(sums)
+        self.num_pooled = 0  # slots in use by pooled sequences: while it is 0, steps need not be looked at
+        self.is_pooled = np.zeros(num_slots, np.bool_)  # [S]
+        self._is_mean = np.zeros(num_slots, np.bool_)  # [S]
+        self._is_first = np.zeros(num_slots, np.bool_)  # [S]
+        self._started: list[Started | None] = [None] * num_slots
+        self._arrays = arrays_of(sums)
+        self.sums = sums  # [S, H] of the positions that count
+
+    def start(self, started: Started) -> None:
+        """A sequence takes a slot, pooled or not; what was there is forgotten."""
+        self._leave(started.slot)
+        if started.pooling is None:
+            return
+        slot, kind = started.slot, started.pooling.kind
+        self.sums[slot] = 0
+        self._started[slot] = started
+        self._is_mean[slot], self._is_first[slot] = kind == "mean", kind == "cls"
+        self.is_pooled[slot] = True
+        self.num_pooled += 1
+
+    def tokens_of_interest(self, grant: StepGrant, offsets: Indices) -> tuple[Indices, Indices]:
+        """Which of a step's T tokens are wanted, and the slot each is for, [W] both: all tokens of means, otherwise the
+        first or the last of a prompt. Row i of the grant has its first token at `offsets[i]`."""
+        slots, counts = grant.slots, grant.num_tokens.astype(np.intp)
+        is_mean, is_first = self._is_mean[slots], self._is_first[slots]
+        is_last = self.is_pooled[slots] & ~is_mean & ~is_first
+        first, last = is_first & (grant.starts == 0), is_last & grant.is_sampled
+        ranges = zip(offsets[is_mean].tolist(), counts[is_mean].tolist(), strict=True)
+        means = [np.arange(offset, offset + count) for offset, count in ranges]
+        tokens = np.concatenate([offsets[first], (offsets + counts - 1)[last], *means])
+        return tokens, np.concatenate([slots[first], slots[last], np.repeat(slots[is_mean], counts[is_mean])])
+
+    def add(self, slots: Indices, hidden: Array) -> None:
+        """The hidden states [W, H] that `tokens_of_interest` asked for."""
+        self._arrays.add_rows(self.sums, slots, hidden)
+
+    def take(self, slots: Indices) -> dict[int, Pooled]:
+        """By slot, what became of the sequences in `slots` [P], whose prompts are computed. They are over."""
+        vectors = self._arrays.on_host(self._arrays.take(self.sums, slots))
+        pooled = {}
+        for slot, vector in zip(slots.tolist(), vectors, strict=True):
+            started = self._started[slot]
+            assert started is not None and started.pooling is not None
+            mean = vector / started.num_prompt if self._is_mean[slot] else vector
+            pooled[slot] = _pooled(started, started.pooling, mean)
+            self._leave(slot)
+        return pooled
+
+    def _leave(self, slot: int) -> None:
+        self.num_pooled -= int(self.is_pooled[slot])
+        self.is_pooled[slot] = self._is_mean[slot] = self._is_first[slot] = False
+        self._started[slot] = None
+
+
+def _pooled(started: Started, params: PoolingParams, vector: Floats) -> Pooled:
+    return Pooled(started.sequence_id, params.finish(vector), Begun(started.token_ids, started.num_cached))

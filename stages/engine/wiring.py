@@ -1,0 +1,212 @@
+"""The stages of one engine, joined: what an `Engine` starts, and what tests look into.
+
+Knows who needs what of whom. Starts and stops nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ...runtime.env.env import Env
+from ...runtime.pipeline import Pipeline
+from ..allocate.host_tier import HostTier
+from ..allocate.prefix_cache import PrefixCache
+from ..allocate.stage import Allocate
+from ..beam_search.searches import Searches
+from ..config import EngineConfig
+from ..detokenize.stage import Answer, Detokenize, IncrementalDecoder, TextTable
+from ..device.device import Device
+from ..encode.stage import Encode
+from ..errors import ConfigError
+from ..execute.stage import Execute
+from ..exit.outboxes import Outboxes, RequestOutbox
+from ..grammar.compiled import Grammars
+from ..grammar.gate import GrammarGate
+from ..intake.stage import Intake
+from ..outputs import ModelInfo
+from ..params import SamplingParams
+from ..pipeline import build_encoder_pipeline, build_pipeline
+from ..recordings.format import RecordedEngine
+from ..recordings.writer import Recorder
+from ..request_limits import RequestLimits
+from ..sample.stage import Sample
+from ..schedule.ngram_drafter import NgramDrafter
+from ..schedule.policy import make_policy
+from ..schedule.scheduler import Limits
+from ..schedule.sequence import State
+from ..schedule.speculation import num_speculative_tokens
+from ..schedule.stage import Schedule
+from ..tokenize.stage import Tokenize
+
+if TYPE_CHECKING:
+    from ...model.text.tokenizer import Tokenizer
+    from ..loading.encoder import LoadedEncoder
+    from ..loading.model import LoadedModel
+    from ..tokenize.prompt_encoder import ModelEncoder
+
+
+class LoadedText(Protocol):
+    """What the stages that know text need of a model."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def encoder(self) -> ModelEncoder: ...
+    @property
+    def text_table(self) -> TextTable: ...
+    def make_decoder(self, params: SamplingParams) -> IncrementalDecoder: ...
+
+
+class EncoderParts:
+    """The stages of an engine whose model reads and generates nothing, joined."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
+        info = loaded.info
+        limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
+        self.loaded = loaded
+        self.intake = Intake(limits, config.max_admitted_requests, config.max_waiting_requests)
+        self.tokenize = Tokenize(loaded.encoder, limits, config.tokenizer_workers)
+        self.encode = Encode(loaded.runner, info.max_num_batched_tokens, config.max_num_seqs)
+        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s)
+        self.pipeline = build_encoder_pipeline(self.intake, self.tokenize, self.encode, self.exit)
+        self.exit.lane = self.pipeline.lane
+        self.exit.on_start.append(self.intake.request_started)
+        self.exit.on_end.append(self.intake.request_ended)
+
+
+class TextParts:
+    """The stages of an engine that know text, and what goes with them: the same whether the step loop is in this
+    process or in another. `loaded` brings tokenizer and grammars."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedText, grammars: Grammars) -> None:
+        info = loaded.info
+        self.limits = RequestLimits(info.vocab_size, info.max_model_len, info.tasks, info.pooling)
+        self.loaded = loaded
+        self.grammars = grammars
+        self.gate = GrammarGate(grammars, config.max_waiting_requests)
+        self.intake = Intake(self.limits, config.max_admitted_requests, config.max_waiting_requests)
+        self.tokenize = Tokenize(loaded.encoder, self.limits, config.tokenizer_workers)
+        self.detokenize = Detokenize(
+            loaded.text_table, loaded.make_decoder, num_slots=config.max_num_seqs, vocab_size=info.vocab_size
+        )
+        self.exit = Outboxes(config.max_unread_tokens, config.max_parked_s, config.max_queue_s)
+        self.pipeline = self._make_pipeline()
+        self.exit.lane = self.pipeline.lane
+        self.exit.on_start.append(self.intake.request_started)
+        self.exit.locate = self._stage_of
+        self.searches = Searches(
+            self.pipeline,
+            self.exit,
+            loaded.encoder,
+            self.limits,
+            info.eos_token_ids,
+            lambda params: Answer("", loaded.text_table, loaded.make_decoder(params), params),
+        )
+        self.exit.on_end += [
+            self.intake.request_ended,
+            self.detokenize.request_ended,
+            self.searches.request_ended,
+            self.gate.request_ended,
+        ]
+
+    def _make_pipeline(self) -> Pipeline:
+        raise NotImplementedError
+
+    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
+        """(where a request is, whether any of it has been served yet)."""
+        raise NotImplementedError
+
+
+class CoreStages:
+    """The stages of the step loop. Steps are counted from `first_step`."""
+
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"", first_step: int = 0
+    ) -> None:
+        info = loaded.info
+        self.loaded = loaded
+        self.schedule = Schedule(
+            _step_limits(config, info),
+            policy=make_policy(config),
+            drafter=_drafter(config, info),
+            first_step=first_step,
+        )
+        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
+        host = HostTier(info.num_host_blocks, info.block_size) if info.num_host_blocks else None
+        sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
+        self.allocate = Allocate(*sizes, cache, host)
+        self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
+
+    def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
+        """Records from now on, which is before the pipeline starts. The caller closes the recorder when it has stopped.
+        Raises `ConfigError` for a file that can not be made."""
+        engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
+        lookup = (config.prompt_lookup_min, config.prompt_lookup_max) if engine.most_drafts else None
+        recorder = Recorder(path, engine, with_token_ids=config.record_token_ids, lookup=lookup)
+        try:
+            recorder.open(env)
+        except OSError as error:
+            reason = f"{error.strerror}: must name a file in a folder that is there"
+            raise ConfigError(f"record = {path}: {reason}") from None
+        self.schedule.call_log = self.allocate.call_log = recorder
+        return recorder
+
+
+class EngineParts(TextParts):
+    """The stages of one engine, joined: an engine's own, and what tests look into."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"") -> None:
+        self.device = device
+        self._steps_in_flight = config.steps_in_flight
+        self.core = CoreStages(config, loaded, device, secret)
+        self.schedule, self.allocate = self.core.schedule, self.core.allocate
+        super().__init__(config, loaded, loaded.grammars)
+
+    def _make_pipeline(self) -> Pipeline:
+        core = self.core
+        return build_pipeline(
+            self.intake,
+            self.tokenize,
+            core.schedule,
+            core.allocate,
+            core.execute,
+            core.sample,
+            self.detokenize,
+            self.exit,
+            steps_in_flight=self._steps_in_flight,
+        )
+
+    def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
+        """As `CoreStages` does."""
+        return self.core.record(path, config, env)
+
+    def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
+        first, sequences = outbox.request.first_sequence_id, self.schedule.scheduler.sequences
+        known = [sequences[i] for i in range(first, first + outbox.request.num_sequences) if i in sequences]
+        if outbox.request_id in self.searches:
+            return "execute", True
+        if not known:
+            return ("detokenize", True) if outbox.has_started else ("tokenize", False)
+        is_waiting = all(sequence.state is State.WAITING for sequence in known)
+        return "schedule" if is_waiting else "execute", outbox.has_started or not is_waiting
+
+
+def _step_limits(config: EngineConfig, info: ModelInfo) -> Limits:
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        block_size=info.block_size,
+        steps_in_flight=config.steps_in_flight,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        itl_target_ms=info.itl_target_ms,
+        num_speculative_tokens=num_speculative_tokens(config, info),
+    )
+
+
+def _drafter(config: EngineConfig, info: ModelInfo) -> NgramDrafter | None:
+    num_tokens = num_speculative_tokens(config, info)
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, num_tokens) if num_tokens else None

@@ -1,0 +1,260 @@
+"""Turns a grant into the arrays a decoder reads, and runs it. Lives on the device thread.
+
+Knows where each slot's tokens and blocks are. Refuses to know who gets them (allocate does), what comes next (the
+sampler does) and whether the arrays are numpy's or torch's (the decoder's are of the kind of `last_tokens`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...model.decoder.step_inputs import StepInputs
+from ..device.arrays import Array, HostArray, arrays_of
+from ..device.pooler import Pooler
+from ..device.prompt_logits import LogitsWithPrompts
+from ..device.prompt_runs import PromptRun, ScoredPrompts, rows_of
+from ..messages import BlockCopy, Bools, Direction, Indices, Ints, StepGrant
+
+Longs = NDArray[np.int64]
+
+
+class Cache(Protocol):
+    """What a runner needs of a KV cache: whole blocks copied, all layers. Block ids are [C] i64 on the host."""
+
+    block_size: int
+
+    def copy_blocks(self, source: Longs, destination: Longs) -> None: ...
+    def make_host_blocks(self, num_blocks: int) -> Any: ...
+    def copy_out(self, blocks: Longs, host: Any, places: Longs) -> None: ...
+    def copy_in(self, host: Any, places: Longs, blocks: Longs) -> None: ...
+
+
+class Model(Protocol):
+    """What a runner needs of a decoder."""
+
+    def forward(self, inputs: StepInputs[Any], cache: Any) -> Array: ...
+    def hidden(self, inputs: StepInputs[Any], cache: Any) -> Array: ...
+    def normed(self, hidden: Array) -> Array: ...
+    def logits(self, hidden: Array) -> Array: ...
+
+
+class ModelRunner:
+    """Columnar state of the running sequences, slot by slot, and the decoder.
+
+    `last_tokens` [num_slots] i64 on the device is shared with the sampler; who chooses writes each slot's newest token
+    there, and a decoding row takes its input from it. What else a row is to compute, its prompt and after a preemption
+    what it had generated, comes with `Started`. So is the `pooler`, which makes vectors of the hidden states of pooled
+    sequences.
+    """
+
+    def __init__(
+        self,
+        decoder: Model,
+        cache: Cache,
+        last_tokens: Array,
+        max_blocks_per_slot: int,
+        num_host_blocks: int = 0,
+        pooler: Pooler | None = None,
+    ) -> None:
+        """A slot has at most `max_blocks_per_slot` blocks."""
+        num_slots = len(last_tokens)
+        self.decoder = decoder
+        self.cache = cache
+        self.host_blocks = cache.make_host_blocks(num_host_blocks) if num_host_blocks else None
+        self.last_tokens = last_tokens
+        self.pooler = pooler
+        self._arrays = arrays_of(last_tokens)
+        self.block_size = cache.block_size
+        self.tables: Ints = np.zeros((num_slots, max_blocks_per_slot), np.int32)  # block ids in token order
+        self._device_tables = self._upload(self.tables)  # the same memory on a CPU
+        self._keeps_tables = not self._arrays.is_on_host(last_tokens)
+        self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started
+        self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
+        self._scored = ScoredPrompts(num_slots)
+
+    def read_tables(self, tables: Array) -> None:
+        """From now on what is on the device of block tables is in `tables` [S, M] i32, which somebody else keeps."""
+        self._device_tables, self._keeps_tables = tables, False
+
+    def forward(self, grant: StepGrant) -> Array | LogitsWithPrompts:
+        """[L, V] logits of the grant's sampled rows and their drafts, in their order, but for pooled sequences: the
+        pooler has what becomes of those. [0, 0] for a grant of copies alone. With them, if that was asked for, what the
+        logits of prompt tokens are made of."""
+        self.take_news(grant)
+        if grant.copies:
+            with self._arrays.inference():
+                for copy in grant.copies:
+                    self._copy(copy)
+        return self.compute(grant)
+
+    def compute(self, grant: StepGrant) -> Array | LogitsWithPrompts:
+        """As `forward`, of a step whose news are known and whose copies are done."""
+        with self._arrays.inference():
+            if not len(grant.slots):
+                return self._upload(np.zeros((0, 0), np.float32))
+            inputs = self.inputs(grant)
+            runs = self._scored.runs(grant)
+            if not runs and (self.pooler is None or not self.pooler.num_pooled):
+                return self.decoder.forward(inputs, self.cache)
+            return self._forward_in_parts(grant, inputs, runs)
+
+    def _forward_in_parts(
+        self, grant: StepGrant, inputs: StepInputs[Any], runs: tuple[PromptRun, ...]
+    ) -> Array | LogitsWithPrompts:
+        """A step of which more is wanted than logits of its sampled rows, or less."""
+        hidden, rows = self.decoder.hidden(inputs, self.cache), inputs.logits_rows
+        if self.pooler is not None and self.pooler.num_pooled:
+            self._pool(grant, hidden, self.pooler)
+            rows = rows[self._upload(~self.pooler.is_pooled[grant.logits_slots])]
+        sampled = self.decoder.logits(hidden[rows])
+        if not runs:
+            return sampled
+        wanted = self._arrays.take(hidden, rows_of(runs))
+        return LogitsWithPrompts(sampled, runs, wanted, self.decoder.logits, max_rows=len(self._known))
+
+    def _pool(self, grant: StepGrant, hidden: Array, pooler: Pooler) -> None:
+        tokens, slots = pooler.tokens_of_interest(grant, _offsets(grant))
+        if len(tokens):
+            pooler.add(slots, self.decoder.normed(self._arrays.take(hidden, tokens)))
+
+    def _copy(self, copy: BlockCopy) -> None:
+        """In order with the steps: what earlier ones have written is there, and this one reads what is copied."""
+        sources = copy.sources.astype(np.int64)
+        destinations = copy.destinations.astype(np.int64)
+        if copy.direction is Direction.FORK:
+            return self.cache.copy_blocks(sources, destinations)
+        assert self.host_blocks is not None, "blocks are copied to or from the host, and there are none"
+        if copy.direction is Direction.OUT:
+            self.cache.copy_out(sources, self.host_blocks, destinations)
+        else:
+            self.cache.copy_in(self.host_blocks, sources, destinations)
+
+    def wants_more(self, grant: StepGrant) -> bool:
+        """Whether more is wanted of a step whose news are known than logits of its sampled rows."""
+        if self.pooler is not None and self.pooler.num_pooled and bool(self.pooler.is_pooled[grant.slots].any()):
+            return True
+        return len(self._scored.runs(grant)) > 0
+
+    def take_news(self, grant: StepGrant) -> None:
+        """New sequences and new blocks. First of all, so that they are known even if the step fails."""
+        for started in grant.started:
+            self._known[started.slot] = started.token_ids.astype(np.int64)
+            self._num_known[started.slot] = len(started.token_ids)
+            self._scored.start(started)
+            if self.pooler is not None:
+                self.pooler.start(started)
+        if len(grant.table_slots):
+            self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
+            if self._keeps_tables:
+                where = (self._upload(grant.table_slots), self._upload(grant.table_places))
+                self._device_tables[where] = self._upload(grant.table_blocks)
+
+    def inputs(self, grant: StepGrant) -> StepInputs[Any]:
+        """The grant as the decoder reads it. Rows with one token come first there; logits keep the grant's order."""
+        slots, starts = grant.slots, grant.starts.astype(np.int64)
+        is_fed = starts >= self._num_known[slots]  # its input is the newest token
+        if np.count_nonzero(is_fed) == len(slots) and grant.drafts is None:
+            return self._decode_inputs(slots, starts, grant.is_sampled)
+        is_single = grant.num_tokens == 1
+        order = np.argsort(~is_single, kind="stable")
+        slots, starts, is_fed = slots[order], starts[order], is_fed[order]
+        counts = grant.num_tokens[order].astype(np.int64)
+        ends = np.cumsum(counts)
+        offsets = ends - counts  # [S] of each row's first token in the step
+        row_of = np.empty_like(order)
+        row_of[order] = np.arange(len(order))
+        input_ids = self._input_ids(slots, starts, counts, offsets, is_fed)
+        logits_rows = ends[row_of[grant.is_sampled]] - 1
+        if grant.drafts is not None:
+            num_drafts = grant.drafts.counts.astype(np.int64)
+            drafts = self._arrays.beside(self.last_tokens, grant.drafts.token_ids.astype(np.int64))
+            self._arrays.put(input_ids, _ranges(ends[row_of] - num_drafts, num_drafts), drafts)
+            num_drafts = num_drafts[grant.is_sampled]
+            logits_rows = _ranges(logits_rows - num_drafts, 1 + num_drafts)
+        return self._make(
+            input_ids=input_ids,
+            slots=slots,
+            token_slots=np.repeat(slots, counts),
+            positions=np.arange(ends[-1]) - np.repeat(offsets - starts, counts),
+            query_starts=np.concatenate([offsets, ends[-1:]]),
+            lengths=starts + counts,
+            logits_rows=logits_rows,
+            num_decode=int(np.count_nonzero(is_single)),
+        )
+
+    def _decode_inputs(self, slots: Longs, starts: Longs, is_sampled: Bools) -> StepInputs[Any]:
+        """The usual step: each row reads its newest token, and nothing is to be put together."""
+        return self._make(
+            input_ids=self._arrays.take(self.last_tokens, slots),
+            slots=slots,
+            token_slots=slots,
+            positions=starts,
+            query_starts=np.arange(len(slots) + 1),
+            lengths=starts + 1,
+            logits_rows=np.flatnonzero(is_sampled),
+            num_decode=len(slots),
+        )
+
+    def _input_ids(self, slots: Longs, starts: Longs, counts: Longs, offsets: Longs, is_fed: Bools) -> Array:
+        """[T] i64. A row that is not fed reads from what came with `Started`."""
+        ids = np.empty(int(counts.sum()), np.int64)
+        for row in np.flatnonzero(~is_fed).tolist():
+            start, count, offset = int(starts[row]), int(counts[row]), int(offsets[row])
+            ids[offset : offset + count] = self._known[slots[row]][start : start + count]
+        input_ids = self._upload(ids)
+        if is_fed.any():
+            newest = self._arrays.take(self.last_tokens, slots[is_fed])
+            self._arrays.put(input_ids, offsets[is_fed], newest)
+        return input_ids
+
+    def _make(
+        self,
+        *,
+        input_ids: Array,
+        slots: Longs,
+        token_slots: Longs,
+        positions: Longs,
+        query_starts: Longs,
+        lengths: Longs,
+        logits_rows: Longs,
+        num_decode: int,
+    ) -> StepInputs[Any]:
+        place, offset = np.divmod(positions, self.block_size)
+        blocks = self.tables[token_slots, place].astype(np.int64)
+        width = -(-int(lengths.max()) // self.block_size)
+        return StepInputs(
+            input_ids=input_ids,
+            positions=self._upload(positions),
+            slot_mapping=self._upload(blocks * self.block_size + offset),
+            block_tables=self._arrays.take(self._device_tables[:, :width], slots),
+            query_starts=self._upload(query_starts.astype(np.int32)),
+            lengths=self._upload(lengths.astype(np.int32)),
+            logits_rows=self._upload(logits_rows),
+            num_decode=num_decode,
+        )
+
+    def _upload(self, array: HostArray) -> Array:
+        return self._arrays.beside(self.last_tokens, array)
+
+    def wait(self) -> None:
+        """Returns when the device has done all that was asked of it."""
+        self._arrays.wait(self.last_tokens)
+
+
+def _ranges(starts: Longs, counts: Longs) -> Longs:
+    """[sum of counts] `counts[i]` numbers from `starts[i]` on, one range behind the other."""
+    ends = np.cumsum(counts)
+    numbers: Longs = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
+    return numbers
+
+
+def _offsets(grant: StepGrant) -> Indices:
+    """[R] where each row's first token is in the step, in which rows with one token come first."""
+    counts = grant.num_tokens.astype(np.intp)
+    order = np.argsort(counts != 1, kind="stable")
+    offsets = np.empty_like(order)
+    offsets[order] = np.cumsum(counts[order]) - counts[order]
+    return offsets

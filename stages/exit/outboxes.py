@@ -1,0 +1,268 @@
+"""The exit of the engine's pipeline: sorts text into the outboxes from which clients read.
+
+Everything about the end of a request meets here: the exit writes the one terminal event, tells schedule which sequences
+need not go on (the control lane), and intake that there is room again. Knows text and counts; refuses to know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Never
+
+from ...runtime.channel import ControlLane
+from ...runtime.exit import Exit
+from ...runtime.stage import Context, Crash, Outlet
+from ...runtime.stage_runner import StageCrashed
+from ...runtime.trace.tracer import EventKind
+from ...runtime.wakeups import BellTower
+from ..errors import Overloaded, TimedOut
+from ..messages import Finish, FinishReason, Pooled, Request, StepText
+from ..outputs import Progress
+from .answer_buffer import Choice
+from .request_outbox import RequestOutbox
+from .slow_readers import Parking
+
+MAX_UNREAD_TOKENS = 256  # of a choice, before it is parked
+STALL_S = 30.0  # that a client may leave a parked choice
+
+
+class Outboxes(Exit[RequestOutbox]):
+    """Sorts text into outboxes, and ends requests.
+
+    A choice that has `max_unread_tokens` tokens nobody reads is parked: schedule does not serve it until its client
+    reads again, and the request ends if that takes longer than `stall_s`.
+
+    The control lane is written here and nowhere else, for here all ends are known: a cancel, a deadline or an error
+    posts its cause for each sequence that has not finished, a stop string posts "finish". EOS, stop ids and lengths are
+    not posted, as schedule learns of them from the device. Schedule may be told of sequences that it never met.
+    """
+
+    inputs: ClassVar = {"in": StepText}
+    on_crash: ClassVar = Crash.RECOVER
+
+    def __init__(
+        self,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+        stall_s: float = STALL_S,
+        max_queue_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.max_queue_s = max_queue_s  # that a request may wait to be served; None: for ever
+        self.locate: Callable[[RequestOutbox], tuple[str, bool]] = _nowhere  # the stage it is at, whether it was served
+        self.max_unread_tokens = max_unread_tokens
+        self.lane = ControlLane("nobody reads")  # the pipeline's own takes its place before the start
+        self.on_open: list[Callable[[RequestOutbox], None]] = []  # called with each request that comes in
+        self.on_start: list[Callable[[str], None]] = []  # called with the id of a request at its first token
+        self.on_end.append(self._let_go)
+        self._parking = Parking(stall_s, self._post, self.end)
+        self._queue_timers: dict[str, asyncio.TimerHandle] = {}  # by request id, until it has ended
+        self._bells = BellTower()  # of the outboxes
+        self._choices: dict[int, Choice] = {}  # by sequence id: those that have not finished
+        self._next_sequence_id = 0
+        self._batch: Sequence[Any] = ()  # in hand, or last
+        self._num_delivered = 0  # items of it
+        self._context: Context | None = None
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+
+    # -- requests
+
+    def make_outbox(self, request: Request) -> RequestOutbox:
+        first, self._next_sequence_id = self._next_sequence_id, self._next_sequence_id + request.num_sequences
+        is_new = self._context is not None and request.parent_id is None  # a step of a search came when that did
+        arrival_s = self._context.env.now() if self._context is not None and is_new else request.arrival_s
+        return RequestOutbox(replace(request, first_sequence_id=first, arrival_s=arrival_s), self._bells.bell())
+
+    def open(self, request: Request, deadline_s: float | None = None) -> RequestOutbox:
+        outbox = super().open(request, deadline_s)
+        self._trace_accepted(outbox.request)
+        self._choices.update((choice.sequence_id, choice) for choice in outbox.choices)
+        for callback in self.on_open:
+            callback(outbox)
+        if self.max_queue_s is not None and request.parent_id is None:
+            loop = asyncio.get_running_loop()
+            self._queue_timers[outbox.request_id] = loop.call_later(self.max_queue_s, self._end_if_queued, outbox)
+        return outbox
+
+    def end(self, request_id: str, cause: str, error: BaseException | None = None) -> bool:
+        outbox = self.live.get(request_id)
+        if cause == "deadline" and outbox is not None and error is None:
+            error = self._timed_out(outbox)
+        return super().end(request_id, cause, error)
+
+    def _timed_out(self, outbox: RequestOutbox) -> TimedOut:
+        stage, has_begun = self.locate(outbox)
+        what = "its answer was not complete" if has_begun else "it had not begun"
+        message = f"the request ran out of time at {stage}: {what}; allow more time, or ask for less"
+        return TimedOut(message, stage=stage, has_begun=has_begun)
+
+    def _end_if_queued(self, outbox: RequestOutbox) -> None:
+        if self.live.get(outbox.request_id) is outbox and not self.locate(outbox)[1]:
+            self.end(outbox.request_id, "deadline")
+
+    def requests_of(self, item: Any) -> Iterable[str]:
+        """By request id, or by the sequences in the rows of a step."""
+        if hasattr(item, "request_id"):
+            return (item.request_id,)
+        sequence_ids = [*getattr(item, "sequence_ids", ()), *(pooled.sequence_id for pooled in _pooled_in(item))]
+        choices = (self._choices.get(int(sequence_id)) for sequence_id in sequence_ids)
+        return tuple(dict.fromkeys(choice.outbox.request_id for choice in choices if choice is not None))
+
+    def note_service(self, request_id: str, stage: str, service_us: int) -> None:
+        outbox = self.live.get(request_id)
+        if outbox is not None:
+            stages_us = outbox.times.stages_us
+            stages_us[stage] = stages_us.get(stage, 0) + service_us
+
+    def awaits(self, sequence_id: int) -> bool:
+        """Whether somebody waits for more of a sequence."""
+        return sequence_id in self._choices
+
+    def park_again(self) -> None:
+        """Tells schedule once more of each choice that is parked: it is another one, and has not heard."""
+        for choice in self._choices.values():
+            if choice.is_parked:
+                self._post(choice.sequence_id, "park")
+
+    def _post(self, sequence_id: int, cause: str) -> None:
+        self.lane.post(sequence_id, cause)
+
+    def number_of(self, request_id: str) -> int | None:
+        outbox = self.live.get(request_id)
+        return None if outbox is None else outbox.request.first_sequence_id
+
+    def _trace_accepted(self, request: Request) -> None:
+        if self._context is not None and self._context.tracer.enabled:
+            tracer, source, first = self._context.tracer, self._context.source, request.first_sequence_id
+            tracer.emit_request_name(source, first, request.request_id)
+            tracer.emit(EventKind.REQUEST_ACCEPTED, source, 0, first, request.num_sequences, max(0, request.priority))
+
+    def _trace_finished(self, outbox: RequestOutbox, cause: str) -> None:
+        if self._context is not None and self._context.tracer.enabled:
+            tracer, first = self._context.tracer, outbox.request.first_sequence_id
+            counts = (outbox.num_prompt_tokens, outbox.num_generated_tokens)
+            tracer.emit(EventKind.REQUEST_FINISHED, self._context.source, 0, first, tracer.source(cause), *counts)
+
+    def _let_go(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        self._trace_finished(outbox, cause)
+        self._parking.forget(outbox)
+        if (timer := self._queue_timers.pop(outbox.request_id, None)) is not None:
+            timer.cancel()
+        for choice in outbox.choices:
+            if self._choices.pop(choice.sequence_id, None) is not None and not isinstance(error, Overloaded):
+                self._post(choice.sequence_id, cause)
+
+    # -- text
+
+    async def handle(self, batch: Sequence[Any], out: Outlet[Never]) -> None:
+        self._batch, self._num_delivered = batch, 0
+        for item in batch:
+            self.deliver(item)
+            self._num_delivered += 1
+
+    async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[Never]) -> None:
+        """Delivers what was not delivered. The step in whose middle it broke ends its requests: some of its text is
+        with their clients, and none may be sent twice."""
+        if self._batch is batch and self._num_delivered < len(batch):
+            self.fail(batch[self._num_delivered], StageCrashed(self.name, self.error_code, error))
+            self._num_delivered += 1
+        rest = batch[self._num_delivered :] if self._batch is batch else batch
+        await self.handle(rest, out)
+
+    def deliver(self, item: StepText) -> None:
+        choices, rung = self._choices, []
+        for sequence_id, text, token_id in zip(item.sequence_ids, item.texts, item.token_ids, strict=True):
+            choice = choices.get(sequence_id)
+            if choice is None:
+                continue
+            choice.texts.append(text)
+            choice.token_ids.append(token_id)
+            outbox = choice.outbox
+            if not outbox.has_news:
+                outbox.has_news = True
+                rung.append(outbox.bell)
+                if not outbox.has_started:
+                    self._start(outbox)
+            elif len(choice.token_ids) >= self.max_unread_tokens and not choice.is_parked:
+                self._parking.park(choice)
+        self._bells.ring(rung)
+        for sequence_id, begun in item.begun.items():
+            if (choice := choices.get(sequence_id)) is not None:
+                choice.begun = begun
+                times = choice.outbox.times
+                times.began_s = begun.began_s if times.began_s is None else min(times.began_s, begun.began_s)
+        for told in item.progress:
+            if (choice := choices.get(told.sequence_id)) is not None:
+                self._tell_progress(choice, told.num_processed)
+        for scored in item.prompt_logprobs:
+            if (choice := choices.get(scored.sequence_id)) is not None:
+                choice.add_prompt_logprobs(scored)
+        for row, logprobs in item.logprobs.items():
+            if (choice := choices.get(item.sequence_ids[row])) is not None:
+                choice.logprobs.append(logprobs)
+        for row, finish in item.finishes.items():
+            self._finish(item.sequence_ids[row], finish)
+        for pooled in item.pooled:
+            self._deliver_pooled(pooled)
+
+    def _deliver_pooled(self, pooled: Pooled) -> None:
+        choice = self._choices.get(pooled.sequence_id)
+        if choice is None:
+            return
+        choice.vector = pooled.vector
+        choice.begun = pooled.begun
+        outbox = choice.outbox
+        if not outbox.has_started:
+            self._start(outbox)
+        outbox.tell()
+        self._finish(pooled.sequence_id, Finish(FinishReason.ERROR if pooled.vector is None else FinishReason.STOP))
+
+    def _tell_progress(self, choice: Choice, num_processed: int) -> None:
+        began_s = choice.begun.began_s
+        passed_s = max(0.0, self._now_s() - began_s)
+        choice.progress = Progress(len(choice.begun.token_ids), choice.begun.num_cached, num_processed, passed_s)
+        choice.outbox.tell()
+
+    def _now_s(self) -> float:
+        return 0.0 if self._context is None else self._context.env.now()
+
+    def _start(self, outbox: RequestOutbox) -> None:
+        outbox.has_started = True
+        outbox.times.first_token_s = now_s = self._now_s()
+        if self._context is not None and self._context.tracer.enabled:
+            tracer, first = self._context.tracer, outbox.request.first_sequence_id
+            waited_us = int((now_s - outbox.times.arrival_s) * 1e6)
+            tracer.emit(EventKind.FIRST_TOKEN, self._context.source, 0, first, waited_us)
+        for callback in self.on_start:
+            callback(outbox.request.parent_id or outbox.request_id)
+
+    def _finish(self, sequence_id: int, finish: Finish) -> None:
+        choice = self._choices.pop(sequence_id, None)
+        if choice is None:
+            return
+        choice.finish = finish
+        if choice.outbox.request.params.max_tokens == 0:
+            choice.token_ids.clear()  # a token that came with the end of the prompt, and nobody asked for
+        if isinstance(finish.stop_reason, str):
+            self._post(sequence_id, "finish")
+        outbox = choice.outbox
+        outbox.times.last_token_s = self._now_s()
+        outbox.num_unfinished -= 1
+        if not outbox.num_unfinished:
+            self.end(outbox.request_id, "finish")
+
+
+def _pooled_in(item: Any) -> Iterable[Pooled]:
+    """Of a message of any stage."""
+    pooled = getattr(item, "pooled", ())
+    return pooled.values() if isinstance(pooled, Mapping) else pooled
+
+
+def _nowhere(outbox: RequestOutbox) -> tuple[str, bool]:
+    return "pipeline", outbox.has_started
+
+
+__all__ = ["Choice", "Outboxes", "RequestOutbox"]

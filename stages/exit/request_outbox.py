@@ -1,0 +1,141 @@
+"""Where a client reads the answer to its request. Knows text, counts and the one end; refuses to know HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Never
+
+from ...runtime.env.log import get_logger
+from ...runtime.pipeline import NotServing
+from ...runtime.stage_runner import StageCrashed
+from ...runtime.wakeups import SharedBell
+from ..errors import Failed, RequestError, Unavailable
+from ..messages import NO_INTS, Finish, FinishReason, Ints, PromptLogprobs, Request
+from ..outputs import Delta
+from .answer_buffer import Choice
+from .request_times import RequestTimes, metrics
+
+log = get_logger("millrace.stages")
+
+
+class RequestOutbox:
+    """Where a client reads the answer to its request: an async iterator over lists of `Delta`, at most one a choice.
+
+    Text that arrives between two reads is joined, so the writer never waits; and a reader that stalls holds little more
+    than `max_unread_tokens` of each choice in memory, as those are parked. The iteration ends after each choice had its
+    finish reason, or raises the `RequestError` that ended the request. One reader.
+    """
+
+    def __init__(self, request: Request, bell: SharedBell) -> None:
+        self.request = request  # as it enters the pipeline
+        self.request_id = request.request_id
+        self.choices = [Choice(self, index) for index in range(request.num_sequences)]
+        self.num_unfinished = len(self.choices)
+        self.has_news = False
+        self.has_started = False
+        self.cause: str | None = None  # why it ended: finish, error, cancel, disconnect, deadline, ...
+        self.error: RequestError | None = None
+        self.bell = bell  # rung when there is something to read; who does not iterate waits for it otherwise
+        self.times = RequestTimes(request.arrival_s)
+        self.on_read: Callable[[RequestOutbox], None] | None = None  # to be told of the next read
+        self._is_over = False  # the reader has seen the end
+
+    # -- counts, for the usage that a client is told
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once however many choices it has; 0 for those not started."""
+        return sum(len(choice.begun.token_ids) for choice in self.choices[:: self.request.params.n])
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all choices so far, EOS included."""
+        return sum(choice.num_generated for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found, not computed; of each prompt those of its first choice."""
+        return sum(choice.begun.num_cached for choice in self.choices[:: self.request.params.n])
+
+    def metrics(self) -> dict[str, Any]:
+        """How long it took, once it is over; see `timing.metrics`."""
+        counts = [choice.num_generated for choice in self.choices]
+        num_preempted = sum(choice.finish.num_preempted for choice in self.choices if choice.finish is not None)
+        return metrics(self.times, sum(counts), max(counts), num_preempted)
+
+    # -- prompts
+
+    def prompt_token_ids(self, prompt: int) -> Ints:
+        """[P] of that prompt, as it was computed; empty until a first token of answer to it."""
+        first = prompt * self.request.params.n
+        begun = (choice.begun.token_ids for choice in self.choices[first : first + self.request.params.n])
+        return next((token_ids for token_ids in begun if len(token_ids)), NO_INTS)
+
+    def prompt_logprobs(self, prompt: int) -> PromptLogprobs | None:
+        """Of all tokens but the first of that prompt, once it has a token of answer; None if it has just one, or if
+        nobody asked."""
+        scored = self.choices[prompt * self.request.params.n].prompt_logprobs
+        return PromptLogprobs.join(scored) if scored else None
+
+    # -- reading
+
+    def __aiter__(self) -> RequestOutbox:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while not self.has_news or not (deltas := self._take()):
+            if self.cause is not None:
+                return self._end()
+            await self.bell
+        return deltas
+
+    def _end(self) -> Never:
+        """No more is to come."""
+        if self._is_over or self.error is None:
+            raise StopAsyncIteration
+        self._is_over = True
+        raise self.error
+
+    def poll(self) -> list[Delta]:
+        """What has arrived, without waiting for more; nothing of how it ends."""
+        return self._take() if self.has_news else []
+
+    def _take(self) -> list[Delta]:
+        self.has_news = False
+        if self.on_read is not None:
+            self.on_read(self)
+        if len(self.choices) == 1:
+            delta = self.choices[0].take()
+            return [] if delta is None else [delta]
+        return [delta for choice in self.choices if (delta := choice.take()) is not None]
+
+    # -- writing
+
+    def tell(self) -> None:
+        """There is something to read."""
+        self.has_news = True
+        self.bell.ring()
+
+    def end(self, cause: str, error: BaseException | None) -> None:
+        """Called once, by the exit."""
+        self.cause = cause
+        self.error = _as_request_error(self.request_id, cause, error)
+        if self.error is None:
+            for choice in self.choices:
+                if choice.finish is None:
+                    choice.finish = Finish(FinishReason.ABORT)
+        self.tell()
+
+
+def _as_request_error(request_id: str, cause: str, error: BaseException | None) -> RequestError | None:
+    """What the client is told: nothing of our insides."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, StageCrashed):
+        return Failed(f"stage {error.stage} failed on this request; the log has more", code=error.code)
+    if isinstance(error, NotServing):
+        return Unavailable(str(error), code="dead" if error.health.state == "dead" else "draining")
+    if error is not None:
+        log.error("request.failed", request_id=request_id, error=type(error).__name__, exc_info=error)
+        return Failed("internal error; the log has more")
+    return None

@@ -1,0 +1,139 @@
+"""Where grammars are looked at before their requests may wait: tried in a helper process, then compiled and kept.
+
+Knows what to tell a client of a grammar that will not do. Refuses to know what grammars mean: `model/text/grammar.py`
+does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
+from ...runtime.exit import Outbox
+from ...runtime.processes.helper_pool import HelperGone, Helpers
+from ..errors import Failed, Overloaded, Refused
+from ..structured_outputs import StructuredOutputs
+from .compiled import Grammars, source_of
+
+HELPER = "millrace.stages.grammar.trial_process"
+
+log = get_logger("millrace.stages")
+
+
+class GrammarGate:
+    """Lets requests with a grammar pass when it is compiled and there is room for it, and turns away what is invalid or
+    costs too much. Requests with the same grammar wait for one trial.
+
+    Whoever has passed holds its grammar until `request_ended`, a call that the exit makes in passing.
+    """
+
+    def __init__(self, grammars: Grammars, max_waiting: int = 512) -> None:
+        self.grammars = grammars
+        self.max_waiting = max_waiting
+        self.num_waiting = 0
+        self._held: dict[str, StructuredOutputs] = {}  # by request id
+        self._trials: dict[StructuredOutputs, asyncio.Task[int]] = {}
+        self._helpers: Helpers | None = None
+        self._released = asyncio.Event()
+
+    @property
+    def helper_pids(self) -> list[int]:
+        """Of the processes in which grammars are tried."""
+        return [] if self._helpers is None else self._helpers.pids
+
+    async def admit(self, env: Env, request_id: str, structured: StructuredOutputs) -> None:
+        """Waits until the request may go on. Raises `Refused` for the client's grammar, `Overloaded` when too many wait
+        already, `Failed` when the helper did not live to answer."""
+        if request_id in self._held:
+            raise _in_use(request_id)
+        if not self.grammars.use(structured):
+            if self.num_waiting >= self.max_waiting:
+                message = f"{self.num_waiting} requests wait for their grammars: try again in 2 s"
+                raise Overloaded(message, queue_depth=self.num_waiting, estimated_wait_s=2.0)
+            self.num_waiting += 1
+            try:
+                await self._bring_in(env, structured)
+            finally:
+                self.num_waiting -= 1
+        if request_id in self._held:  # another one that waited, too, has passed
+            self._release(structured)
+            raise _in_use(request_id)
+        self._held[request_id] = structured
+
+    def leave(self, request_id: str) -> None:
+        """The request does not need its grammar any more, if it had one."""
+        structured = self._held.pop(request_id, None)
+        if structured is not None:
+            self._release(structured)
+
+    def request_ended(self, outbox: Outbox[object], cause: str, error: BaseException | None) -> None:
+        """A request is over, for whatever reason."""
+        self.leave(outbox.request_id)
+
+    async def aclose(self) -> None:
+        """Ends trials and helpers."""
+        for trial in self._trials.values():
+            trial.cancel()
+        await asyncio.gather(*self._trials.values(), return_exceptions=True)
+        if self._helpers is not None:
+            await self._helpers.aclose()
+
+    def _release(self, structured: StructuredOutputs) -> None:
+        self.grammars.release(structured)
+        self._released.set()
+
+    async def _bring_in(self, env: Env, structured: StructuredOutputs) -> None:
+        num_bytes = await self._try(env, structured)
+        while not self.grammars.use(structured):
+            template = await env.run_in_thread(self.grammars.compile, structured)
+            if self.grammars.use(structured):  # whoever compiled it, too, was faster
+                return
+            if not self.grammars.add(structured, template, num_bytes):
+                self._released.clear()
+                await self._released.wait()
+
+    async def _try(self, env: Env, structured: StructuredOutputs) -> int:
+        """Bytes that the grammar takes."""
+        trial = self._trials.get(structured)
+        if trial is None:
+            trial = self._trials[structured] = asyncio.ensure_future(self._run_trial(env, structured))
+            trial.add_done_callback(lambda _: self._trials.pop(structured, None))
+        return await asyncio.shield(trial)
+
+    async def _run_trial(self, env: Env, structured: StructuredOutputs) -> int:
+        if self._helpers is None:
+            opening = await env.run_in_thread(lambda: self.grammars.vocabulary.to_bytes())
+            self._helpers = self._helpers or Helpers(HELPER, opening)
+        question = {"kind": structured.kind, "source": source_of(structured)}
+        asked = json.dumps(question | {"is_compact": structured.disable_any_whitespace}).encode()
+        began_s = env.now()
+        try:
+            told = json.loads(await self._helpers.ask(asked))
+        except HelperGone as gone:
+            raise _told(structured, gone) from None
+        if "error" in told:
+            raise _refused(structured, told["error"])
+        seconds = round(env.now() - began_s, 4)
+        log.info("grammar.tried", kind=structured.kind, seconds=seconds, bytes=told["num_bytes"], cpu_ms=told["cpu_ms"])
+        if told["num_bytes"] > self.grammars.max_bytes:
+            raise _refused(structured, f"takes {told['num_bytes']} bytes: at most {self.grammars.max_bytes}")
+        return int(told["num_bytes"])
+
+
+def _in_use(request_id: str) -> Refused:
+    return Refused(f"request id {request_id!r} is in use", param="request_id")
+
+
+def _told(structured: StructuredOutputs, gone: HelperGone) -> Refused | Failed:
+    log.warning("grammar.helper_gone", kind=structured.kind, signal=gone.signal)
+    if gone.is_over_cpu:
+        return _refused(structured, "takes more than 2 s to compile: simplify it", "grammar_limit")
+    if gone.is_crash:
+        return _refused(structured, "takes too much memory to compile: simplify it", "grammar_limit")
+    return Failed("the process that looks at grammars ended; the same request may be served now", code="grammar_error")
+
+
+def _refused(structured: StructuredOutputs, problem: str, code: str = "invalid_value") -> Refused:
+    return Refused(f"structured_outputs.{structured.kind}: {problem}", code=code, param="structured_outputs")

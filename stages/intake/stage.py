@@ -1,0 +1,77 @@
+"""The intake stage: looks at each request once, before it has cost anything, and lets it in or turns it away.
+
+The checks are in `stages/request_limits.py`, the counts in `admission.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ...runtime.exit import Outbox
+from ...runtime.stage import Context, Crash, Outlet, Stage
+from ...runtime.trace.tracer import EventKind
+from ..errors import Overloaded, Refused
+from ..messages import Request
+from ..request_limits import RequestLimits, estimated_tokens
+from .admission import Admission
+
+
+class Intake(Stage[Request, Request]):
+    """Refuses what the model can not do (`Refused`) and what it has no room for now (`Overloaded`); counts the rest in.
+
+    A beam search is counted in with its first step, under its own id, and its later steps are always let in.
+
+    Whoever is counted in is counted out by `request_ended`, and moves from waiting to running with `request_started`:
+    both are calls that the exit makes in passing, on the same loop (`exit.on_end`, `exit.on_start`).
+    """
+
+    on_crash: ClassVar = Crash.ISOLATE
+
+    def __init__(
+        self, limits: RequestLimits, max_admitted_requests: int = 1024, max_waiting_requests: int = 512
+    ) -> None:
+        self.limits = limits
+        self.admission = Admission(max_admitted_requests, max_waiting_requests)
+        self._context: Context | None = None
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+
+    async def handle(self, batch: Sequence[Request], out: Outlet[Request]) -> None:
+        for request in batch:
+            if request.parent_id is not None and not self._is_live(request.parent_id):
+                continue  # a step of a search that is over
+            try:
+                self.limits.check(request)
+                num_tokens = estimated_tokens(request, self.limits.max_model_len)
+                self.admission.admit(request.parent_id or request.request_id, num_tokens, self._now_s())
+            except Refused as error:
+                out.fail(request, error)
+            except Overloaded as error:
+                self._trace_shed(error)
+                out.fail(request, error)
+            else:
+                out.send(request)
+
+    def request_started(self, request_id: str) -> None:
+        """The first text of a request has arrived."""
+        self.admission.start(request_id)
+
+    def request_ended(self, outbox: Outbox[Any], cause: str, error: BaseException | None) -> None:
+        """A request is over, for whatever reason."""
+        self.admission.release(outbox.request_id, self._now_s(), is_served=cause == "finish")
+
+    def _trace_shed(self, error: Overloaded) -> None:
+        assert self._context is not None
+        tracer, source = self._context.tracer, self._context.source
+        counts = (int(error.estimated_wait_s * 1000), error.queue_depth, tracer.source("waiting"))
+        tracer.emit(EventKind.REQUEST_SHED, source, 0, *counts)
+
+    def _is_live(self, request_id: str) -> bool:
+        assert self._context is not None
+        return self._context.is_live(request_id)
+
+    def _now_s(self) -> float:
+        assert self._context is not None
+        return self._context.env.now()

@@ -1,0 +1,278 @@
+"""The first part of loading a model: its files, its sizes, what computes it, and, for the native library, its weights.
+
+To pack weights takes longest of a start, and no Python: so this comes before all else is imported, imports little, and
+runs on a thread of its own. What computes is chosen here: the native library on a CPU, unless something asks for more
+than it does; else torch, which `model.py` imports only then.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple, cast
+
+from ...kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
+from ...kernels.native.machine import instruction_sets
+from ...kernels.native.model import GROUP_SIZE, NativeModel
+from ...kernels.native.shape import CacheDType, DType
+from ...kernels.native.thread_throttle import Neighbours
+from ...model.checkpoint import hub
+from ...model.checkpoint.model_kind import is_bidirectional
+from ...model.checkpoint.tensor_shapes import Source, expected_shapes, open_source, without_missing_head
+from ...model.config import ModelConfig
+from ...model.decoder.native_decoder import native_shape
+from ...model.decoder.rope import rope_tables
+from ...model.errors import CheckpointError
+from ...runtime.env.cpus import ComputeThreads, Cpus, idle_ns
+from ...runtime.env.log import get_logger
+from ...runtime.phases import Phases
+from ...runtime.workers.side_thread import LiveSideThread, Pending
+from ..backends.cache_size import check_room_for_weights, free_host_bytes
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..schedule.step_budget import settle_step_size
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+log = get_logger("millrace.stages")
+
+# bytes of a number, in int4 with its share of a scale
+ITEM_SIZES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP_SIZE}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opened:
+    """A model whose files are there."""
+
+    root: Path
+    threads: ComputeThreads
+    shape: ModelConfig | None  # None: it reads texts at once
+    max_model_len: int = 0  # as it was asked for; for "auto" the most it may become, whatever the memory
+    native_model: Pending[NativeModel | str] | None = None  # see `_load_native_model`
+    why_not_native: str = ""  # what is asked for that the library does not do, where there is none
+
+
+class Opening:
+    """Opens a model from when this is made, on a thread that `close` ends."""
+
+    def __init__(self, config: EngineConfig, phases: Phases) -> None:
+        self.config, self.phases = config, phases
+        self._is_packing = threading.Event()  # or will not be
+        self._thread = LiveSideThread("opening")
+        self._opened = self._submit(self._open)
+
+    def result(self) -> Opened:
+        """Waits for the files, which may have to be fetched. Raises `ConfigError` for settings, and `ModelError` for a
+        model, that do not fit together."""
+        return self._opened.result()
+
+    def wait_until_packing(self, timeout_s: float) -> None:
+        """Waits, so long at most, until the library packs weights, or is known not to. Who imports much goes on then:
+        before, the two take turns at the GIL, 5 ms each, at every file that is read. Once files are there it is a
+        matter of 50 ms."""
+        self._is_packing.wait(timeout_s)
+
+    def close(self) -> None:
+        """Waits until nothing is under way. May be called again."""
+        self._thread.close()
+
+    def _submit(self, job: Callable[[*Ts], T], *args: *Ts) -> Pending[T]:
+        """In the caller's contextvars, as they are what log lines are marked with."""
+        context = contextvars.copy_context()
+        return self._thread.submit(lambda: context.run(job, *args))
+
+    def _open(self) -> Opened:
+        opened = None
+        try:
+            opened = self._open_files(self.config)
+        finally:
+            if opened is None or opened.native_model is None:
+                self._is_packing.set()
+        return opened
+
+    def _open_files(self, config: EngineConfig) -> Opened:
+        with self.phases("resolve"):
+            root = resolve(config)
+        threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
+        if is_bidirectional(root):
+            return Opened(root, threads, None)
+        shape = ModelConfig.read(root)
+        if config.load_format != "dummy":
+            shape = without_missing_head(root, shape)
+        max_model_len = _max_model_len(config, shape)
+        reason = _why_not_native(config, shape)
+        if reason is not None:
+            return Opened(root, threads, shape, max_model_len, why_not_native=reason)
+        log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
+        native_model = self._submit(self._load_native_model, root, shape, max_model_len, threads)
+        return Opened(root, threads, shape, max_model_len, native_model)
+
+    def _load_native_model(
+        self, root: Path, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
+    ) -> NativeModel | str:
+        """The library with the weights, or why it does not run here: it can not be had, or does not compute such a
+        model. Raises `ConfigError` where weights have no room, and `CheckpointError`."""
+        try:
+            with self.phases("library"):
+                model = _make_native_model(self.config, shape, max_model_len, threads)
+            log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
+            with self.phases("weights"):
+                _check_room(model, shape)
+                source = open_source(root, shape, self.config.load_format)
+                self._is_packing.set()
+                _fill(model, source, expected_shapes(shape))
+                _code(model)
+            return model
+        except (NativeUnavailableError, UnsupportedModelError) as error:
+            return str(error)
+        finally:
+            self._is_packing.set()
+
+
+def resolve(config: EngineConfig) -> Path:
+    """The folder of the model's files, which are fetched first where they have to be."""
+    return hub.resolve(
+        config.model,
+        revision=config.revision,
+        download_dir=Path(config.download_dir) if config.download_dir else None,
+        offline=config.offline,
+    )
+
+
+# -- what computes
+
+
+def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
+    """What is asked for that the native library does not do; None: nothing."""
+    if config.attention_backend not in ("auto", "native"):
+        return f"attention_backend = {config.attention_backend}"
+    if config.device == "cuda" or (config.device == "auto" and has_cuda_driver()):
+        return f"device = {config.device}: it computes on CPUs, and this is for a GPU"
+    if config.kv_cache_dtype == "fp8":
+        return "kv_cache_dtype = fp8: it keeps keys and values in int8, or as dtype"
+    if config.deterministic:
+        return "deterministic: it cuts sums by the batch, and this is for a GPU"
+    if config.dtype_of(shape.dtype) == "float16":
+        return "dtype = float16: it computes in bfloat16 and float32"
+    return None
+
+
+def require_torch(config: EngineConfig, reason: str) -> None:
+    """Raises `ConfigError` where torch does not do what is asked for either. `reason`: why the library does not run."""
+    asked = _native_only(config)
+    if asked is not None:
+        raise ConfigError(f"{asked}: only the native step does that, and here it does not run: {reason}")
+    if config.attention_backend == "native":
+        raise ConfigError(f"attention_backend = native: {reason}; use auto, which then takes torch")
+
+
+def _native_only(config: EngineConfig) -> str | None:
+    """What is asked for that only the native library does, and what to do without it; None: nothing."""
+    if config.quantization is not None:
+        return f"quantization = {config.quantization} (leave it out, or use device = cpu with attention_backend = auto)"
+    if config.kv_cache_dtype == "int8":
+        return "kv_cache_dtype = int8 (use auto or fp8, or device = cpu with attention_backend = auto)"
+    return None
+
+
+def has_cuda_driver() -> bool:
+    """Whether this machine may have a GPU, so that torch is to be asked: which takes a second that others need not."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+# -- the native library
+
+
+def _make_native_model(
+    config: EngineConfig, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
+) -> NativeModel:
+    """Without its weights. Raises `NativeUnavailableError` and `UnsupportedModelError`."""
+    return NativeModel(
+        native_shape(shape),
+        cast(DType, config.dtype_of(shape.dtype)),
+        *rope_tables(shape.rope, max_model_len),
+        quantization=config.quantization,
+        cache_dtype=_native_cache_dtype(config, shape),
+        num_threads=threads.count,
+        cpus=threads.pinned,
+        neighbours=Neighbours(
+            threads.count,
+            partial(_log_threads, threads.count),
+            idle_ns=partial(idle_ns, threads.pinned) if threads.pinned else lambda: None,
+        ),
+    )
+
+
+def _native_cache_dtype(config: EngineConfig, shape: ModelConfig) -> CacheDType:
+    """Of keys and values."""
+    assert config.kv_cache_dtype != "fp8", "whoever chose the native step saw that"
+    return cast(DType, config.dtype_of(shape.dtype)) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def _log_threads(num_threads: int, limit: int, num_lost: float) -> None:
+    log.info("threads.changed", threads=limit, of=num_threads, cores_others_had=round(num_lost, 2))
+
+
+def _check_room(model: NativeModel, shape: ModelConfig) -> None:
+    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle."""
+
+    def item_size(name: str) -> float:
+        return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
+
+    check_room_for_weights(shape, model.quantization or model.dtype, item_size, "cpu", free_host_bytes())
+
+
+def _fill(model: NativeModel, source: Source, names: Iterable[str]) -> None:
+    """Packs each tensor: at no time are there two copies of the model."""
+    mapped = {name: source.array(name) for name in names if source.is_mapped(name)}
+    try:
+        model.set_mapped_tensors(mapped)
+        for name in names:
+            if name not in mapped:  # a copy, or drawn: one at a time
+                model.set_tensor(name, source.array(name))
+    except NonFiniteError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _code(model: NativeModel) -> None:
+    """Makes the weights smaller, where that loses nothing; what there is no memory for stays as it is."""
+    before = model.weights_bytes
+    try:
+        model.code_weights()
+    except MemoryError as error:
+        log.warning("weights.not_coded", reason=str(error))
+    if model.weights_bytes < before:
+        log.info("weights.coded", weights_mib=round(model.weights_bytes / 2**20, 1), of_mib=round(before / 2**20, 1))
+
+
+# -- what the configuration left open
+
+
+def _max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
+    """As it was asked for; for "auto" the most it may become, whatever the memory."""
+    longest = shape.max_position_embeddings
+    most = settle_step_size(config, is_native=False).num_step_tokens  # of prompts that run whole, whatever computes
+    if config.max_model_len == "auto":
+        return longest if config.enable_chunked_prefill else min(longest, most)
+    chosen = longest if config.max_model_len is None else config.max_model_len
+    if chosen > longest:
+        raise ConfigError(f"max_model_len = {chosen}: the model was made for {longest} tokens; set at most that")
+    if chosen < 2:
+        raise ConfigError(f"max_model_len = {chosen}: needs at least 2, a token of prompt and one of answer")
+    if not config.enable_chunked_prefill and most < chosen:
+        raise ConfigError(
+            f"enable_chunked_prefill = False: a prompt of max_model_len = {chosen} tokens does not fit a step of "
+            f"max_num_batched_tokens = {most}; raise the one or lower the other"
+        )
+    return chosen

@@ -1,0 +1,90 @@
+"""From a folder to a loaded encoder: what `model.py` does for a model that generates. Imports torch, and in the end
+transformers, which takes its time: so only when such a model is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...model.pooling import PoolingKind, read_pooling
+from ...model.text.tokenizer import Tokenizer
+from ...runtime.env.cpus import ComputeThreads
+from ...runtime.phases import Phases
+from ..backends.torch.loading import choose_device, torch_dtype
+from ..config import EngineConfig
+from ..encode.encoder_runner import EncoderRunner
+from ..errors import ConfigError
+from ..outputs import ModelInfo
+from ..params import SamplingParams
+from ..schedule.step_budget import settle_step_size
+from ..tasks import Task
+from ..tokenize.prompt_encoder import ModelEncoder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedEncoder:
+    """All that an engine needs of an encoder model."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    encoder: ModelEncoder
+    runner: EncoderRunner
+
+
+def load_encoder(
+    config: EngineConfig,
+    root: Path,
+    model_id: str,
+    pooling: PoolingKind | None,
+    phases: Phases,
+    threads: ComputeThreads,
+) -> LoadedEncoder:
+    """Blocks for as long as it takes. Raises as `load_model` does."""
+    if config.load_format == "dummy":
+        raise ConfigError("load_format = dummy: random weights are made for models that generate; this one only reads")
+    if config.quantization is not None or config.kv_cache_dtype != "auto":
+        asked = "kv_cache_dtype" if config.quantization is None else "quantization"
+        raise ConfigError(
+            f"{asked} = {getattr(config, asked)}: is for models that generate, and this one only reads, in its own "
+            "dtype and without a cache; leave it out, or set dtype = bfloat16"
+        )
+    device = choose_device(config, threads)
+    dtype = None if config.dtype == "auto" else torch_dtype(config, "")
+    with phases("tokenizer"):
+        tokenizer = Tokenizer.read(root)
+    with phases("weights"):
+        from ...model.encoder.bidirectional import Bidirectional
+
+        model = Bidirectional.load(root, device, dtype)
+    max_model_len = _max_model_len(config, model.max_tokens)
+    tasks: frozenset[Task] = frozenset({"score"} if model.is_cross_encoder else {"embed"})
+    info = ModelInfo(
+        model_id=model_id,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(device),
+        attention_backend="transformers",
+        eos_token_ids=(),
+        num_blocks=0,
+        block_size=config.block_size,
+        has_chat_template=False,
+        default_params=SamplingParams(),
+        max_num_batched_tokens=settle_step_size(config, is_native=False).num_step_tokens,
+        startup_s=phases.seconds,
+        tasks=tasks,
+        pooling=None if model.is_cross_encoder else read_pooling(root, model.hidden_size, "mean", pooling),
+    )
+    return LoadedEncoder(info, tokenizer, ModelEncoder(tokenizer, None, model_id), EncoderRunner(model, device))
+
+
+def _max_model_len(config: EngineConfig, longest: int) -> int:
+    if config.max_model_len in (None, "auto"):
+        return longest
+    assert isinstance(config.max_model_len, int)
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len = {config.max_model_len}: the model reads at most {longest} tokens; set at most that"
+        )
+    return config.max_model_len

@@ -1,0 +1,267 @@
+"""From a model's name to what an engine needs of it: files, tokenizer, what computes its steps, and the sampler.
+
+Runs in a thread, once, before the pipeline starts. Files and the native library's weights are `early.py`'s, which may
+have begun before this is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...model.checkpoint import hub
+from ...model.checkpoint.generation_defaults import GenerationDefaults
+from ...model.checkpoint.model_kind import is_bidirectional
+from ...model.config import ModelConfig
+from ...model.pooling import PoolingConfig, PoolingKind, read_pooling
+from ...model.text.chat_template import ChatTemplate
+from ...model.text.detokenizer import IncrementalDecoder, TextTable
+from ...model.text.tokenizer import Tokenizer
+from ...model.text.vocabulary import Vocabulary
+from ...runtime.device_streams.interface import Streams
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
+from ...runtime.phases import Phases
+from ..backends.backend import Computing
+from ..backends.cuda.cuda_graphs import CaptureReport
+from ..backends.cuda.step_update import Ends
+from ..config import EngineConfig
+from ..device.device import Device
+from ..errors import ConfigError, Refused
+from ..execute.model_runner import ModelRunner
+from ..grammar.compiled import Grammars
+from ..grammar.masks import GrammarMasks
+from ..outputs import ModelInfo
+from ..params import SamplingParams
+from ..sample.sampler import Sampler
+from ..schedule.step_budget import settle_step_size
+from ..tokenize.prompt_encoder import ModelEncoder
+from .early import Opened, Opening, require_torch, resolve
+
+if TYPE_CHECKING:
+    from ..backends.cuda.async_model import LateModel  # which imports torch
+    from .encoder import LoadedEncoder
+
+log = get_logger("millrace.stages")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """All that an engine needs of a model."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    encoder: ModelEncoder
+    text_table: TextTable
+    runner: ModelRunner | LateModel
+    sampler: Sampler | LateModel
+    grammars: Grammars
+    make_device: Callable[[], Device]  # whose thread is theirs
+    own_cpu: int | None = None  # as in `Computing`
+
+    def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
+        """For an answer, which goes on after its prompt: a space it begins with belongs to it."""
+        return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelText:
+    """What a process needs of a model that has the stages of text, and computes nothing."""
+
+    own_cpu: ClassVar[int | None] = None  # it computes nothing
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    encoder: ModelEncoder
+    text_table: TextTable
+
+    def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
+        """As `LoadedModel` does."""
+        return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
+
+
+def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], ModelText]:
+    """The parts of a model that know text, once one says what was loaded elsewhere. Blocks for as long as it takes, and
+    raises as `load_model` does; `ConfigError` for a model that generates nothing."""
+    root = resolve(config)
+    if is_bidirectional(root):
+        raise ConfigError("mode = split: this model reads texts at once and generates nothing; use mode = inline")
+    shape = ModelConfig.read(root)
+    text = _read_text(config, root, shape, config.model or hub.BUNDLED, phases)
+    return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
+
+
+def load_model(
+    config: EngineConfig, phases: Phases, env: Env, opening: Opening | None = None
+) -> LoadedModel | LoadedEncoder:
+    """Blocks for as long as it takes. Raises `ConfigError` for settings, and `ModelError` for a model, that do not
+    fit together; each says what would. `opening`: one that has begun, with the same phases; it stays the caller's.
+    """
+    if opening is not None:
+        return _load(config, opening.result(), phases, env)
+    opening = Opening(config, phases)
+    try:
+        return _load(config, opening.result(), phases, env)
+    finally:
+        opening.close()
+
+
+def _load(config: EngineConfig, opened: Opened, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
+    model_id = config.model or hub.BUNDLED
+    if opened.shape is None:
+        with phases("import"):
+            from .encoder import load_encoder
+
+        return load_encoder(config, opened.root, model_id, asked_pooling(config), phases, opened.threads)
+    text = env.side_thread("load").submit(_read_text, config, opened.root, opened.shape, model_id, phases)
+    if opened.native_model is not None:
+        text.result()  # weights are packed meanwhile; what comes then is measured, and nothing is to run beside it
+    computing = _load_computing(config, opened, opened.shape, phases, env.streams)
+    return _put_together(config, opened.shape, model_id, computing, text.result(), phases, env)
+
+
+def _put_together(
+    config: EngineConfig,
+    shape: ModelConfig,
+    model_id: str,
+    computing: Computing,
+    text: _Text,
+    phases: Phases,
+    env: Env,
+) -> LoadedModel:
+    tokenizer, text_table, memory, runner = text.tokenizer, text.table, computing.memory, computing.runner
+    log.info("memory.plan", **memory.to_event(), table=memory.to_text())
+    eos_token_ids = text.defaults.eos_token_ids or tuple(i for i in (tokenizer.eos_token_id,) if i is not None)
+    info = ModelInfo(
+        model_id=model_id,
+        max_model_len=computing.max_model_len,
+        vocab_size=shape.vocab_size,
+        dtype=computing.dtype,
+        device=computing.device,
+        attention_backend=computing.backend,
+        eos_token_ids=eos_token_ids,
+        num_blocks=memory.num_blocks,
+        block_size=config.block_size,
+        has_chat_template=text.encoder.template is not None,
+        default_params=_default_params(config, text.defaults),
+        num_host_blocks=computing.num_host_blocks,
+        max_num_batched_tokens=computing.max_num_batched_tokens,
+        itl_target_ms=computing.itl_target_ms,
+        rates=computing.rates,
+        startup_s=phases.seconds,
+        memory=memory,
+        tasks=frozenset({"generate", "embed"} if shape.has_head else {"embed"}),
+        pooling=text.pooling,
+        quantization=computing.quantization,
+        kv_cache_dtype=computing.kv_cache_dtype,
+    )
+    grammars = Grammars(lambda: make_vocabulary(tokenizer, text_table, info))
+    sampler = Sampler(
+        runner.last_tokens,
+        shape.vocab_size,
+        computing.max_model_len,
+        eos_token_ids,
+        GrammarMasks(grammars, config.max_num_seqs, env),
+        runner.pooler,
+        logprobs_mode=config.logprobs_mode,
+        choosing=computing.choosing,
+    )
+    text_parts = (tokenizer, text.encoder, text_table)
+    if computing.assemble is None:
+        make_device = partial(Device, computing.enter, computing.call_before_computing)
+        return LoadedModel(info, *text_parts, runner, sampler, grammars, make_device, computing.own_cpu)
+    with phases("graphs"):
+        late = computing.assemble(sampler, Ends(eos_token_ids, info.max_model_len))
+    if late.captured is not None:
+        info = _with_graphs(info, late.captured)
+    return LoadedModel(info, *text_parts, late.model, late.model, grammars, late.make_device)
+
+
+def _with_graphs(info: ModelInfo, captured: CaptureReport) -> ModelInfo:
+    """With what capturing took, in the place of what it was guessed to take."""
+    log.info("graphs.captured", **captured.to_event())
+    assert info.memory is not None
+    what = f"{len(captured.batches)} sizes of CUDA graphs, measured"
+    return replace(info, captured=captured, memory=info.memory.with_row("graphs", captured.num_bytes, what))
+
+
+def make_vocabulary(tokenizer: Tokenizer, text_table: TextTable, info: ModelInfo) -> Vocabulary:
+    """What grammars know of the model's tokens."""
+    return Vocabulary(text_table.bytes, tokenizer.special_ids, info.eos_token_ids, info.vocab_size, tokenizer.to_json())
+
+
+# -- what computes
+
+
+def _load_computing(
+    config: EngineConfig, opened: Opened, shape: ModelConfig, phases: Phases, streams: Streams | None
+) -> Computing:
+    """The steps by the native library where that does all that is asked for, else by torch."""
+    reason, max_model_len, threads = opened.why_not_native, opened.max_model_len, opened.threads
+    if opened.native_model is not None:
+        from ..backends.native.loading import load_natively
+
+        model = opened.native_model.result()
+        if not isinstance(model, str):
+            return load_natively(settle_step_size(config, is_native=True), model, shape, max_model_len, phases, threads)
+        reason = model
+    require_torch(config, reason)
+    if opened.native_model is not None:
+        costs = "torch instead: a second and 200 MiB more at the start, and longer steps"
+        log.warning("native.unavailable", reason=reason, costs=costs)
+    with phases("import"):
+        from ..backends.torch.loading import load_on_torch
+    settled = settle_step_size(config, is_native=False)
+    return load_on_torch(settled, opened.root, shape, max_model_len, phases, threads, streams)
+
+
+# -- text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Text:
+    """The parts of a model that know text, and what the checkpoint says besides."""
+
+    tokenizer: Tokenizer
+    encoder: ModelEncoder
+    table: TextTable
+    defaults: GenerationDefaults
+    pooling: PoolingConfig
+
+
+def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, phases: Phases) -> _Text:
+    """Beside the loading of weights, on a thread of its own."""
+    with phases("tokenizer"):
+        tokenizer = Tokenizer.read(root)
+        template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None
+        encoder = ModelEncoder(tokenizer, template or ChatTemplate.read(root, tokenizer), model_id)
+        defaults = GenerationDefaults.read(root, shape)
+        pooling = read_pooling(root, shape.hidden_size, "last", asked_pooling(config))
+        if len(tokenizer) > shape.vocab_size:
+            log.warning("tokenizer.larger_than_model", num_tokens=len(tokenizer), vocab_size=shape.vocab_size)
+        return _Text(tokenizer, encoder, TextTable(tokenizer), defaults, pooling)
+
+
+# -- what the configuration left open
+
+
+def asked_pooling(config: EngineConfig) -> PoolingKind | None:
+    """The pooling that is asked for whatever the checkpoint says."""
+    return None if config.pooling == "auto" else config.pooling
+
+
+def _default_params(config: EngineConfig, defaults: GenerationDefaults) -> SamplingParams:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    said = {name: value for name in names if (value := getattr(defaults, name)) is not None}
+    if config.generation_config == "off":
+        said = {}
+    if said:
+        log.info("generation_config.applied", **said)
+    chosen: dict[str, Any] = said
+    try:
+        return SamplingParams(**chosen)
+    except Refused as error:
+        raise ConfigError(f"generation_config.json: {error.message}; start with generation_config = off") from None

@@ -1,0 +1,144 @@
+"""Where an engine's memory goes: a table with a row for each use, in bytes, whose sum is the total it states.
+
+Knows how to show it, as JSON, as a log line and on a terminal. How large things get to be is decided in
+`stages/backends/cache_size.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The memory there is, in bytes, with the weights loaded and no cache yet."""
+
+    device: str  # "cpu", "cuda:0"
+    total_bytes: int  # that the device has
+    limit_bytes: int  # that the table's device rows may reach at all
+    budget_bytes: int  # that they may reach where the size of the cache is ours to choose
+    cache_cap_bytes: int | None = None  # for the cache alone, where it is ours to choose; None: the budget says it
+    host_free_bytes: int | None = None  # of the host beside a GPU; None: the device is the host
+    is_limited: bool = False  # what a CPU has free is what a container's limit leaves
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self.host_free_bytes is None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One use of memory."""
+
+    name: str
+    num_bytes: int
+    what: str  # for whoever reads the table: how many of what
+    place: Literal["device", "host"] = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTable:
+    """All uses, and what the KV cache holds. What Python, torch and its libraries take of a CPU's memory themselves is
+    in no row: it was gone before there was a plan."""
+
+    machine: Machine
+    rows: tuple[MemoryRow, ...]
+    max_model_len: int  # tokens
+    num_blocks: int  # of the KV cache
+    block_size: int  # tokens
+    bytes_per_block: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the device; on a CPU of the machine."""
+        return sum(row.num_bytes for row in self.rows if row.place == "device")
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host, beside a GPU; 0 on a CPU, where everything is in `total_bytes`."""
+        return sum(row.num_bytes for row in self.rows if row.place == "host")
+
+    @property
+    def num_tokens(self) -> int:
+        """That the cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_longest(self) -> int:
+        """Sequences of `max_model_len` tokens that the cache holds at once."""
+        return self.num_blocks // -(-self.max_model_len // self.block_size)
+
+    def row(self, name: str) -> MemoryRow:
+        """The row of that name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def with_row(self, name: str, num_bytes: int, what: str) -> MemoryTable:
+        """The same with another size of that row, which is known now."""
+        rows = (replace(row, num_bytes=num_bytes, what=what) if row.name == name else row for row in self.rows)
+        return replace(self, rows=tuple(rows))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            **self._totals(),
+            "rows": [
+                {"name": row.name, "bytes": row.num_bytes, "place": row.place, "what": row.what} for row in self.rows
+            ],
+            "kv_cache": {
+                "block_size": self.block_size,
+                "bytes_per_block": self.bytes_per_block,
+                **self._sizes(),
+            },
+        }
+
+    def to_event(self) -> dict[str, int | str]:
+        """The fields of its log line."""
+        return {
+            **self._totals(),
+            **{f"{row.name}_bytes": row.num_bytes for row in self.rows},
+            **self._sizes(),
+        }
+
+    def _totals(self) -> dict[str, int | str]:
+        return {
+            "device": self.machine.device,
+            "device_bytes": self.machine.total_bytes,
+            "budget_bytes": self.machine.budget_bytes,
+            "total_bytes": self.total_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "num_blocks": self.num_blocks,
+            "num_tokens": self.num_tokens,
+            "num_longest_sequences": self.num_longest,
+        }
+
+    def to_text(self) -> list[str]:
+        """Lines for a terminal."""
+        machine = self.machine
+        budget = f"of {human(machine.budget_bytes)} for this engine; {machine.device} has {human(machine.total_bytes)}"
+        budget += ", the container's limit" if machine.is_limited else ""
+        lines = [_line(row.name, row.num_bytes, row.what) for row in self.rows if row.place == "device"]
+        lines.append(_line("total", self.total_bytes, budget))
+        if machine.host_free_bytes is not None:
+            lines += [_line(row.name, row.num_bytes, row.what) for row in self.rows if row.place == "host"]
+            lines.append(_line("host total", self.host_bytes, f"of {human(machine.host_free_bytes)} free"))
+        return lines
+
+
+def _line(name: str, num_bytes: int, what: str) -> str:
+    return f"{name:<12}{human(num_bytes):>10}  {what}"
+
+
+def human(num_bytes: int) -> str:
+    """A size for a person: three digits and a unit."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

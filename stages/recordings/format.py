@@ -1,0 +1,453 @@
+"""What a recording is: JSON lines that say what schedule and allocate were told, in order, and what they decided.
+
+    {"millrace_recording": 3, "began_wall_s": ..., "began_s": ..., "tokens": "hidden", "engine": {...},
+     "repeats": {"least": 2, "most": 6}}
+    {"t": 1.25, "schedule": {"in": [{"add": {...}}, {"done": {...}}, {"report": 7}, {"guess": {...}}],
+                             "lane": [[3, "cancel"]], "plans": [{...}], "failed": [], "is_early": true,
+                             "repeats": [{"sequence_id": 3, "counts": [...], "found": [...], "right": [...]}]}}
+    {"t": 1.25, "allocate": {"rates": [[copy_s, compute_s]], "answers": [{"report": {...}, "grant": {...}}]}}
+    {"t": 1.25, "reset_prefix_cache": 12}
+    {"t": 9.00, "end": "closed"}
+
+One line is one call of a stage's `handle`; `t` is in seconds since the recording began, and `arrival_s` of a request is
+on the engine's clock, on which that was `began_s`. A message is an object with the fields of `stages/messages.py`; one
+that is as in the message of its kind before is left out (`Unchanged`). Positions and places are written less the step's
+number, so that rows which go on decoding do not change. Prompts and answers are there as numbers that show what is
+alike and not what it says (`token_masking.py`), unless ids were asked for. Of guesses and drafts only is told how many
+tokens they are: nothing that is decided depends on more. That a plan waits depends on clocks; `is_early` says so, or is
+left out. Where the engine may draft, each sequence that ends is told with how it repeats what was said
+(`repetition.py`; not at all: it does nowhere), found by so many last tokens as the first line says: nothing was decided
+by it, and a simulation drafts by it.
+
+This file knows the format, both ways, and no file: `writer.py` writes one, `reader.py` reads one. Nothing read here
+is trusted.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..config import MAX_SPECULATIVE_TOKENS, EngineConfig
+from ..messages import (
+    Guess,
+    Indices,
+    Ints,
+    PlanReport,
+    Rates,
+    StepDone,
+    StepGrant,
+    StepPlan,
+    StepVoid,
+    TokenRequest,
+)
+from ..outputs import ModelInfo
+from ..params import SamplingParams
+from ..pooling_params import PoolingParams
+from ..schedule.speculation import num_speculative_tokens
+
+VERSION = 3  # 1: before steps told their time, which nothing was decided by; 2: before any plan waited
+READABLE = (1, 2, VERSION)
+Fields = dict[str, Any]  # of a message: plain values, and arrays where it has them
+
+
+class CallLog(Protocol):
+    """Hears of the calls of schedule and allocate, in order. Called on the loop, so it is quick; it changes nothing of
+    what it is given, and keeps only messages, which nobody else changes either."""
+
+    def schedule(
+        self,
+        batch: Sequence[Any],
+        causes: Mapping[int, str],
+        plans: Sequence[StepPlan],
+        failed: Sequence[int],
+        is_early: bool,
+    ) -> None:
+        """Schedule took this batch, and these causes from the control lane; planned so, or not at all as it was too
+        early, and gave these sequences up."""
+
+    def allocate(
+        self, batch: Sequence[StepPlan | Rates], answers: Sequence[tuple[StepGrant | None, PlanReport]]
+    ) -> None:
+        """Allocate took this batch and answered its plans so."""
+
+    def reset_prefix_cache(self, num_freed: int) -> None:
+        """Somebody reset the prefix cache, which freed so many blocks."""
+
+    def crash(self, stage: str) -> None:
+        """A stage crashed in the middle of a call: from here on nothing can be repeated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedEngine:
+    """All that decisions depend on besides what happens."""
+
+    num_blocks: int
+    num_host_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    steps_in_flight: int
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    max_waiting: int  # prompts inside schedule
+    scheduler: str
+    priority_ageing_s: float | None
+    itl_target_ms: float = 0.0  # 0: none
+    most_drafts: int = 0  # in a step; 0: nobody drafts
+
+    @classmethod
+    def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
+        """That of an engine with this configuration and these sizes."""
+        settled = {
+            "most_drafts": num_speculative_tokens(config, info),
+            "num_blocks": info.num_blocks,
+            "num_host_blocks": info.num_host_blocks,
+            "block_size": info.block_size,
+            "max_model_len": info.max_model_len,
+            "max_waiting": max_waiting,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "itl_target_ms": info.itl_target_ms,
+        }
+        values: Fields = {name: getattr(config, name, None) for name in cls.__slots__}
+        return cls(**{**values, **settled})
+
+    def to_fields(self) -> Fields:
+        """As plain values."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self)}
+
+
+class Unchanged:
+    """Leaves out what is as in the message of the same kind before, and puts it back."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Fields] = {}
+
+    def leave_out(self, kind: str, told: Fields) -> Fields:
+        """What is new in `told`."""
+        last, self._last[kind] = self._last.get(kind, {}), told
+        return {name: value for name, value in told.items() if name not in last or not _is_same(last[name], value)}
+
+    def put_back(self, kind: str, new: Mapping[str, Any]) -> Fields:
+        """The whole again."""
+        told = self._last[kind] = {**self._last.get(kind, {}), **new}
+        return told
+
+    def copy(self) -> Unchanged:
+        """Another one that has seen the same messages."""
+        other = Unchanged()
+        other._last = dict(self._last)
+        return other
+
+
+def plain(told: Fields) -> Fields:
+    """Fields with lists in place of arrays, as they are read back."""
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in told.items()}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Mostly they are the very same array: what goes on decoding is told with the arrays of the step before."""
+    if one is other:
+        return True
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.array_equal(one, other)
+    return bool(one == other)
+
+
+# -- decisions
+
+
+def plan_fields(plan: StepPlan) -> Fields:
+    """A plan."""
+    return {
+        "step": plan.step,
+        "generation": plan.generation,
+        "completed_step": plan.completed_step,
+        "slots": plan.slots,
+        "num_wanted": plan.num_wanted,
+        "reaches_end": bool(plan.reaches_end.all()),
+        "token_budget": plan.token_budget,
+        "victims": plan.victims,
+        "num_victims": plan.num_victims,
+        "num_reserved": None if plan.num_reserved is None else plan.num_reserved,
+        "is_decode": plan.is_decode,
+        "allows_partial": plan.allows_partial,
+        "num_drafts": None if plan.drafts is None else plan.drafts.counts,
+        "accepted": [list(each) for each in plan.accepted],
+        "started": [[each.slot, each.sequence_id, len(each.token_ids)] for each in plan.started],
+        "ended": list(plan.ended),
+        "preempted": list(plan.preempted),
+        "dropped": list(plan.dropped),
+        "discarded": list(plan.discarded),
+        "settled": [done.step for done in plan.settled],
+        "voided": list(plan.voided),
+    }
+
+
+def report_fields(report: PlanReport) -> Fields:
+    """A report."""
+    return {
+        "step": report.step,
+        "num_granted": report.num_granted,
+        "num_cached": report.num_cached,
+        "preempted": list(report.preempted),
+        "num_free": report.num_free,
+        "num_quarantined": report.num_quarantined,
+        "num_host_free": report.num_host_free,
+        "num_host_quarantined": report.num_host_quarantined,
+        "swapped": [[slot, num_tokens] for slot, num_tokens in report.swapped.items()],
+        "is_void": report.is_void,
+        "is_reset": report.is_reset,
+    }
+
+
+def grant_fields(grant: StepGrant) -> Fields:
+    """A grant."""
+    return {
+        "step": grant.step,
+        "generation": grant.generation,
+        "slots": grant.slots,
+        "starts_less_step": (grant.starts - grant.step),
+        "num_tokens": grant.num_tokens,
+        "is_sampled": grant.is_sampled,
+        "table_slots": grant.table_slots,
+        "table_places": grant.table_places,
+        "table_blocks": grant.table_blocks,
+        "is_decode": grant.is_decode,
+        "num_drafts": None if grant.drafts is None else grant.drafts.counts,
+        "started": [[each.slot, each.sequence_id, each.num_cached, each.num_shared] for each in grant.started],
+        "copies": [[int(copy.direction), copy.sources.tolist(), copy.destinations.tolist()] for copy in grant.copies],
+    }
+
+
+# -- what schedule is told
+
+
+def done_fields(done: StepDone, token_ids: Ints | None) -> Fields:
+    """A step's outcome, with these in place of its token ids; None where no cache looks at them."""
+    return {
+        "step": done.step,
+        "slots": done.slots,
+        "sequence_ids": done.sequence_ids,
+        "places_less_step": (done.places - done.step),
+        "finished": np.flatnonzero(done.is_finished),
+        "most_tokens": done.most_tokens,
+        "token_ids": None if token_ids is None else to_base64(token_ids),
+        "took_us": done.took_us,
+    }
+
+
+def guess_fields(guess: Guess) -> Fields:
+    """A guess; its tokens are nothing that schedule looks at."""
+    return {
+        "slot": guess.slot,
+        "sequence_id": guess.sequence_id,
+        "num_known": guess.num_known,
+        "num_tokens": len(guess.token_ids),
+        "is_sure": guess.is_sure,
+    }
+
+
+def void_fields(void: StepVoid) -> Fields:
+    """A void; what went wrong is nothing that schedule looks at."""
+    return {"step": void.step, "generation": void.generation}
+
+
+def add_fields(request: TokenRequest, token_ids: Ints | None, salt: str) -> Fields:
+    """A prompt, with these in place of its token ids and its salt."""
+    params = request.params
+    return {
+        "request_id": request.request_id,
+        "prompt_index": request.prompt_index,
+        "first_sequence_id": request.first_sequence_id,
+        "num_prompt": len(request.token_ids),
+        "token_ids": None if token_ids is None else to_base64(token_ids),
+        "n": params.n,
+        "max_tokens": params.max_tokens,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "priority": request.priority,
+        "arrival_s": request.arrival_s,
+        "cache_salt": salt,
+        "num_expected_cached": request.num_expected_cached,
+        "pooling": None if request.pooling is None else str(request.pooling.kind),
+    }
+
+
+def to_base64(token_ids: Ints) -> str:
+    """int32, little-endian."""
+    return base64.b64encode(token_ids.astype("<i4").tobytes()).decode()
+
+
+class Wrong(ValueError):
+    """A value that no engine writes; says which, and what it must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The fields of a message from a file: each is looked at before it is used."""
+
+    kind: str
+    values: Mapping[str, Any]
+
+    def whole(self, name: str, least: int = 0, most: int = 2**31 - 1) -> int:
+        """A whole number."""
+        value = self.values.get(name)
+        if type(value) is not int or not least <= value <= most:
+            raise Wrong(f"{self.kind}.{name} = {shown(value)}: must be a whole number from {least} to {most}")
+        return value
+
+    def number(self, name: str, least: float = 0.0) -> float:
+        """A finite number."""
+        value: Any = self.values.get(name)
+        if type(value) not in (int, float) or not least <= value < float("inf"):
+            raise Wrong(f"{self.kind}.{name} = {shown(value)}: must be a finite number of at least {least:g}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self.values.get(name)
+        if type(value) is not bool:
+            raise Wrong(f"{self.kind}.{name} = {shown(value)}: must be true or false")
+        return value
+
+    def text(self, name: str, most: int = 512) -> str:
+        """A short text."""
+        value = self.values.get(name)
+        if type(value) is not str or len(value) > most:
+            raise Wrong(f"{self.kind}.{name} = {shown(value)}: must be a text of at most {most} characters")
+        return value
+
+    def wholes(self, name: str, most: int, least: int = 0) -> list[int]:
+        """Whole numbers."""
+        values = self.values.get(name)
+        if type(values) is not list or any(type(v) is not int or not least <= v <= most for v in values):
+            raise Wrong(f"{self.kind}.{name} = {shown(values)}: must be whole numbers from {least} to {most}")
+        return values
+
+    def tokens(self, name: str, count: int) -> Ints:
+        """`count` token ids; zeros where none were written."""
+        value = self.values.get(name)
+        if value is None:
+            return np.zeros(count, np.int32)
+        try:
+            data = base64.b64decode(value, validate=True)
+        except (TypeError, ValueError):
+            raise Wrong(f"{self.kind}.{name}: must be base64") from None
+        if len(data) != 4 * count:
+            raise Wrong(f"{self.kind}.{name} holds {len(data)} bytes: must be 4 for each of {count} tokens")
+        token_ids = np.frombuffer(data, "<i4").astype(np.int32)
+        if count and int(token_ids.min()) < 0:
+            raise Wrong(f"{self.kind}.{name} holds {int(token_ids.min())}: a token id is at least 0")
+        return token_ids
+
+
+def read_engine(values: Any) -> RecordedEngine:
+    """The engine of a header. Sizes are bounded, as tables are made of them. One of format 1 had no target."""
+    given = Given("engine", {"itl_target_ms": 0.0, **values} if isinstance(values, dict) else {})
+    ageing = given.values.get("priority_ageing_s")
+    engine = RecordedEngine(
+        num_blocks=given.whole("num_blocks", 1, 2**24),
+        num_host_blocks=given.whole("num_host_blocks", 0, 2**24),
+        block_size=given.whole("block_size", 1, 2**12),
+        max_model_len=given.whole("max_model_len", 2, 2**24),
+        max_num_seqs=given.whole("max_num_seqs", 1, 2**16),
+        max_num_batched_tokens=given.whole("max_num_batched_tokens", 1),
+        steps_in_flight=given.whole("steps_in_flight", 1, 4),
+        enable_chunked_prefill=given.flag("enable_chunked_prefill"),
+        enable_prefix_caching=given.flag("enable_prefix_caching"),
+        max_waiting=given.whole("max_waiting", 1),
+        scheduler=given.text("scheduler"),
+        priority_ageing_s=None if ageing is None else given.number("priority_ageing_s"),
+        itl_target_ms=given.number("itl_target_ms"),
+        most_drafts=Given("engine", {"most_drafts": 0, **given.values}).whole("most_drafts", 0, MAX_SPECULATIVE_TOKENS),
+    )
+    if engine.max_num_seqs * engine.max_model_len > 2**28:
+        sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
+        raise Wrong(f"engine: {sizes}: their product must be at most {2**28}, as tables are made of it")
+    if engine.num_blocks * engine.block_size < engine.max_model_len:
+        sizes = f"num_blocks = {engine.num_blocks} of {engine.block_size} tokens"
+        raise Wrong(f"engine: {sizes} hold no sequence of max_model_len = {engine.max_model_len}")
+    return engine
+
+
+def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
+    """A step's outcome."""
+    given = Given("done", {"took_us": 0, **values})
+    step = given.whole("step")
+    slots = given.wholes("slots", engine.max_num_seqs - 1)
+    count = len(slots)
+    sequence_ids = given.wholes("sequence_ids", 2**53)
+    places = _indices(given.wholes("places_less_step", engine.max_model_len, -(2**31))) + step
+    most_tokens = Given("done", {"most_tokens": 1, **values}).whole("most_tokens", 1, engine.block_size)
+    most_rows = max(Counter(slots).values(), default=0)
+    if len(sequence_ids) != count or len(places) != count or most_rows > most_tokens:
+        raise Wrong(
+            "done: must have a slot, a sequence and a place for each row, and no slot more than most_tokens times"
+        )
+    if count and (int(places.min()) < 0 or int(places.max()) >= engine.max_model_len):
+        raise Wrong(f"done: places must be from 0 to {engine.max_model_len - 1}")
+    is_finished = np.zeros(count, np.bool_)
+    is_finished[given.wholes("finished", count - 1)] = True
+    token_ids = given.tokens("token_ids", count).astype(np.intp)
+    columns = (_indices(slots), np.array(sequence_ids, np.int64), places, token_ids, is_finished)
+    return StepDone(step, *columns, most_tokens, given.whole("took_us", 0, 2**53))
+
+
+def read_guess(values: Mapping[str, Any], engine: RecordedEngine) -> Guess:
+    """A guess, of which tokens 0 stand for what they were."""
+    given = Given("guess", values)
+    return Guess(
+        given.whole("slot", 0, engine.max_num_seqs - 1),
+        given.whole("sequence_id", 0, 2**53),
+        given.whole("num_known", 1, engine.max_model_len),
+        np.zeros(given.whole("num_tokens", 0, engine.most_drafts), np.intp),
+        given.flag("is_sure"),
+    )
+
+
+def read_void(values: Mapping[str, Any]) -> StepVoid:
+    """A void."""
+    given = Given("void", values)
+    return StepVoid(given.whole("step"), given.whole("generation"), None)
+
+
+def read_add(values: Mapping[str, Any], engine: RecordedEngine) -> TokenRequest:
+    """A prompt."""
+    given = Given("add", values)
+    pooling = given.values.get("pooling")
+    if pooling not in (None, "None", "last", "mean", "cls", "score"):
+        raise Wrong(f"add.pooling = {shown(pooling)}: must be null, last, mean, cls or score")
+    longest = engine.max_model_len - (pooling is None)
+    params = SamplingParams(
+        n=given.whole("n", 1, 128),
+        max_tokens=None if given.values.get("max_tokens") is None else given.whole("max_tokens"),
+        prompt_logprobs=0 if given.flag("prompt_logprobs") else None,
+    )
+    return TokenRequest(
+        given.text("request_id"),
+        given.whole("prompt_index"),
+        given.tokens("token_ids", given.whole("num_prompt", 1, longest)),
+        params,
+        given.whole("first_sequence_id", 0, 2**53),
+        given.whole("priority", -(2**63), 2**63),
+        given.number("arrival_s", -1e12),
+        given.text("cache_salt"),
+        given.whole("num_expected_cached", -(2**31)),
+        None if pooling is None else PoolingParams(kind=None if pooling == "None" else pooling),
+    )
+
+
+def shown(value: Any) -> str:
+    """A value for an error, cut short."""
+    text = repr(value)
+    return text if len(text) <= 48 else text[:45] + "..."
+
+
+def _indices(values: Sequence[int]) -> Indices:
+    return np.array(values, np.intp)

@@ -1,0 +1,159 @@
+"""A device that takes as long for each step as a cost model says, and answers as long as was asked; and a drafter that
+guesses as right as it would have in the run that was recorded.
+
+Part of the simulation. No token means anything. What the device makes of a step is known as soon as the step is
+granted, and told when it is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import MAX_SPECULATIVE_TOKENS
+from ..messages import Bools, Guess, Indices, Ints, StepDone, StepGrant
+from ..schedule.slot_table import SlotTable
+from ..schedule.step_time_model import StepContents
+from .cost_model import CostModel
+from .repetition import Found, Repeats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A step on the device."""
+
+    end_s: float
+    done: StepDone
+    is_steady: bool  # the same rows as in the step before, of which none began or ended
+
+
+@dataclass(slots=True, eq=False)
+class _Steady:
+    """Rows that go on decoding, step after step: what changes from one to the next are a few numbers."""
+
+    slots: Indices  # [R]
+    sequence_ids: NDArray[np.int64]
+    places: Indices  # of the next tokens
+    token_ids: Indices
+    is_finished: Bools  # all false
+    num_context: int
+    num_left: int  # steps before any row ends
+
+
+class ModelledDrafter:
+    """Finds something to guess where an engine's own drafter would, by what is told of how answers repeat what was
+    said: `repeats`, by sequence."""
+
+    def __init__(self, repeats: Mapping[int, Repeats], num_tokens: int) -> None:
+        self._repeats, self._num_tokens = repeats, num_tokens
+
+    def guess(self, table: SlotTable, slot: int) -> Guess:
+        """Of the sequence in `slot`: zeros, as many as could be drafted."""
+        sequence = table.sequences[slot]
+        assert sequence is not None, f"nobody runs in slot {slot}"
+        place, repeats = len(table.answer(slot)), self._repeats.get(sequence.sequence_id)
+        found = Found.NOTHING if repeats is None else repeats.at(place)[0]
+        token_ids = np.zeros(self._num_tokens if found else 0, np.intp)
+        return Guess(slot, sequence.sequence_id, sequence.num_prompt + place, token_ids, found == Found.SURE)
+
+
+class ModelledDevice:
+    """Runs granted steps one behind the other. Of drafts as many are right as `repeats` says of their sequence."""
+
+    def __init__(self, model: CostModel, num_slots: int, repeats: Mapping[int, Repeats]) -> None:
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self.flights: deque[Flight] = deque()  # not done yet, in order
+        self._model = model
+        self._free_at_s = 0.0
+        self._steady: _Steady | None = None
+        self._repeats = repeats
+        self._zeros = np.zeros(num_slots + MAX_SPECULATIVE_TOKENS, np.intp)  # the ids of all tokens
+        self._sequence_id = np.full(num_slots, -1, np.int64)  # [S] all, by slot
+        self._num_generated = np.zeros(num_slots, np.intp)
+        self._num_wanted = np.zeros(num_slots, np.intp)  # tokens of the answer
+        self._is_over = np.ones(num_slots, np.bool_)
+
+    def launch(self, grant: StepGrant, now_s: float) -> None:
+        """Queues a step."""
+        steady = self._steady
+        if steady is not None and grant.slots is steady.slots and grant.is_decode and not grant.copies:
+            contents = StepContents(num_decode=len(grant.slots), num_context=steady.num_context)
+            took_s = self._model.seconds(contents)
+            done, is_steady = self._go_on(grant.step, steady, took_s), True
+        else:
+            self._settle()
+            num_copied = sum(len(copy.sources) for copy in grant.copies)
+            num_drafts = 0 if grant.drafts is None else int(grant.drafts.counts.sum())
+            contents = StepContents.of(grant.starts, grant.num_certain, num_copied, len(grant.started), num_drafts)
+            took_s = self._model.seconds(contents)
+            done, is_steady = self._sample(grant, took_s), False
+            if grant.is_decode and len(done.slots) == len(grant.slots) and not done.is_finished.any():
+                self._steady = self._steady_of(grant, done, contents)
+        self._free_at_s = max(now_s, self._free_at_s) + took_s
+        self.flights.append(Flight(self._free_at_s, done, is_steady))
+        self.num_steps += 1
+        self.busy_s += took_s
+
+    def _sample(self, grant: StepGrant, took_s: float) -> StepDone:
+        """One token for each sampled row whose answer goes on, and one more for each draft that is right."""
+        for started in grant.started:
+            slot, num_wanted = started.slot, started.params.max_tokens
+            assert num_wanted is not None
+            self._sequence_id[slot], self._num_wanted[slot] = started.sequence_id, num_wanted
+            self._num_generated[slot] = len(started.token_ids) - started.num_prompt
+            self._is_over[slot] = False
+        rows = grant.slots[grant.is_sampled]
+        is_alive = ~self._is_over[rows]
+        rows, most_tokens = rows[is_alive], 1
+        places = self._num_generated[rows]
+        if grant.drafts is not None:
+            most_tokens = 1 + int(grant.drafts.counts.max())
+            num_right = self._num_right(rows, places, grant.drafts.counts[grant.is_sampled][is_alive])
+            rows, places = _with_right(rows, places, num_right)
+        self._num_generated[rows] = places + 1  # of several the last
+        is_finished = places + 1 >= self._num_wanted[rows]
+        self._is_over[rows] = is_finished
+        columns = (rows, self._sequence_id[rows], places, self._zeros[: len(rows)], is_finished)
+        return StepDone(grant.step, *columns, most_tokens, int(took_s * 1e6))
+
+    def _num_right(self, rows: Indices, places: Indices, counts: Ints) -> Indices:
+        """Of so many drafts of each row, [R]."""
+        told = [self._repeats.get(sequence_id) for sequence_id in self._sequence_id[rows].tolist()]
+        right = [0 if each is None else each.at(place)[1] for each, place in zip(told, places.tolist(), strict=True)]
+        return np.minimum(np.array(right, np.intp), counts)
+
+    def _steady_of(self, grant: StepGrant, done: StepDone, contents: StepContents) -> _Steady | None:
+        num_left = int((self._num_wanted[done.slots] - self._num_generated[done.slots]).min()) - 1
+        if num_left < 1:
+            return None
+        context = contents.num_context + len(done.slots)
+        columns = (grant.slots, done.sequence_ids, done.places + 1, done.token_ids, done.is_finished)
+        return _Steady(*columns, context, num_left)
+
+    def _go_on(self, step: int, steady: _Steady, took_s: float) -> StepDone:
+        columns = (steady.slots, steady.sequence_ids, steady.places, steady.token_ids, steady.is_finished)
+        steady.places = steady.places + 1
+        steady.num_context += len(steady.slots)
+        steady.num_left -= 1
+        if not steady.num_left:
+            self._settle()
+        return StepDone(step, *columns, took_us=int(took_s * 1e6))
+
+    def _settle(self) -> None:
+        """Rows come or go: writes down how far they have come."""
+        if self._steady is not None:
+            self._num_generated[self._steady.slots] = self._steady.places
+            self._steady = None
+
+
+def _with_right(rows: Indices, places: Indices, num_right: Indices) -> tuple[Indices, Indices]:
+    """Rows and places, [R] each, with those of the drafts that are right behind each: one entry a token."""
+    sizes = 1 + num_right
+    ends = np.cumsum(sizes)
+    offsets = np.arange(int(sizes.sum())) - np.repeat(ends - sizes, sizes)
+    return np.repeat(rows, sizes), np.repeat(places, sizes) + offsets

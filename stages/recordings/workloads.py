@@ -1,0 +1,182 @@
+"""Requests to simulate: when they came, how long prompt and answer were, and what prompts had in common.
+
+From a recording of ours, or from published traces: a CSV like Azure's (TIMESTAMP, ContextTokens, GeneratedTokens) or
+JSON lines like Mooncake's (timestamp in ms, input_length, output_length, hash_ids). None of them holds any text.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from ..messages import Ints, StepDone, TokenRequest
+from .format import Given, Wrong, shown
+from .reader import Recording, RecordingError, ScheduleCall
+from .repetition import Repeats
+
+MAX_TOKENS = 2**24  # of a prompt or an answer in a trace
+HASH_BLOCK = 512  # tokens that a hash id of Mooncake's stands for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceRequest:
+    """One prompt and how much is answered to it."""
+
+    arrival_s: float  # since the trace began
+    num_prompt: int
+    num_answer: int  # at least 1
+    hash_ids: Sequence[int] = ()  # of its blocks of `hash_block` tokens; the same ids begin alike
+    hash_block: int = HASH_BLOCK
+    token_ids: Ints | None = None  # [P] where they are known
+    leaves_s: float | None = None  # after its arrival, its client is gone
+    priority: int = 0
+    cache_salt: str = ""
+    repeats: Repeats | None = None  # how the answer repeats what was said; None: nowhere, or it is not known
+
+    def tokens(self, number: int) -> Ints:
+        """[P] ids that are the same as another's as far as the trace says so; `number` is the request's own."""
+        if self.token_ids is not None:
+            return self.token_ids
+        if not self.hash_ids:
+            return np.zeros(self.num_prompt, np.int32)
+        blocks = np.array(self.hash_ids, np.int64)[:, None] * self.hash_block + np.arange(self.hash_block)
+        alike = blocks.reshape(-1)[: self.num_prompt] & 0x3FFFFFFF
+        own = (np.arange(self.num_prompt - len(alike)) + number * 1_000_003) & 0x3FFFFFFF | 0x40000000
+        return np.concatenate([alike, own]).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Requests in the order of their arrival."""
+
+    requests: Sequence[TraceRequest]
+    tells_prefixes: bool  # whether it is known what prompts have in common
+    tells_repeats: bool = False  # whether it is known how answers repeat what was said
+
+    def scaled(self, *, times: float = 1.0, lengths: float = 1.0, most: int | None = None) -> Trace:
+        """The first `most` of it, with arrivals `times` as far apart and prompts and answers `lengths` as long."""
+        return replace(self, requests=[_scaled(request, times, lengths) for request in self.requests[:most]])
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace of any of these forms. Raises `RecordingError`, with the line, for a file of none."""
+    try:
+        with path.open("rb") as file:
+            first = file.readline(65_536)
+    except OSError as error:
+        raise RecordingError(f"{path}: {error.strerror}: must name a recording or a trace") from None
+    if b"millrace_recording" in first:
+        return from_recording(Recording(path))
+    read = _read_csv if b"ContextTokens" in first else _read_json_lines
+    requests = sorted(read(path), key=lambda request: request.arrival_s)
+    if not requests:
+        raise RecordingError(f"{path}: there is no request in it")
+    began_s = requests[0].arrival_s
+    tells = any(request.hash_ids for request in requests)
+    return Trace([replace(request, arrival_s=request.arrival_s - began_s) for request in requests], tells)
+
+
+def from_recording(recording: Recording) -> Trace:
+    """What an engine was asked, each choice a request of its own; answers are as long as they were. Who was cancelled
+    leaves when it did then."""
+    asked: dict[int, TokenRequest] = {}
+    num_answered: dict[int, int] = {}
+    over: set[int] = set()
+    left_s: dict[int, float] = {}
+    repeats: dict[int, Repeats] = {}
+    for call in recording:
+        if not isinstance(call, ScheduleCall):
+            continue
+        for message in call.taken:
+            if isinstance(message, TokenRequest):
+                asked |= {message.first_sequence_id + choice: message for choice in range(message.params.n)}
+            elif isinstance(message, StepDone):
+                num_answered.update(zip(message.sequence_ids.tolist(), (message.places + 1).tolist(), strict=True))
+                over.update(message.sequence_ids[message.is_finished].tolist())
+        repeats.update(call.repeats)
+        for sequence_id, cause in call.lane:
+            if cause == "finish":
+                over.add(sequence_id)
+            elif cause not in ("park", "unpark"):
+                left_s.setdefault(sequence_id, call.time_s)
+    requests = []
+    began_s = min((request.arrival_s for request in asked.values()), default=0.0)
+    for sequence_id, request in sorted(asked.items()):
+        is_cut = sequence_id not in over
+        answered = num_answered.get(sequence_id, 0)
+        leaves_s = left_s.get(sequence_id) if is_cut else None
+        requests.append(
+            TraceRequest(
+                arrival_s=request.arrival_s - began_s,
+                num_prompt=len(request.token_ids),
+                num_answer=max(1, (request.params.max_tokens or answered) if is_cut else answered),
+                token_ids=request.token_ids,
+                leaves_s=None if leaves_s is None else leaves_s + recording.began_s - request.arrival_s,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                repeats=repeats.get(sequence_id),
+            )
+        )
+    if not requests:
+        raise RecordingError(f"{recording.path}: nobody asked anything in it")
+    requests.sort(key=lambda request: request.arrival_s)
+    return Trace(requests, recording.engine.enable_prefix_caching, recording.tells_repeats)
+
+
+def _read_csv(path: Path) -> Iterator[TraceRequest]:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        rows = csv.DictReader(file)
+        for row in rows:
+            try:
+                arrival_s = _seconds(row.get("TIMESTAMP") or "")
+                counts = {name: _whole(row.get(name)) for name in ("ContextTokens", "GeneratedTokens")}
+                given = Given("row", counts)
+                num_prompt = given.whole("ContextTokens", 1, MAX_TOKENS)
+                yield TraceRequest(arrival_s, num_prompt, max(1, given.whole("GeneratedTokens", 0, MAX_TOKENS)))
+            except (ValueError, Wrong) as error:
+                raise RecordingError(f"{path}:{rows.line_num}: {error}") from None
+
+
+def _seconds(text: str) -> float:
+    """Of a date and time, since some day; its words for now and today are none."""
+    if not text[:4].isdigit():
+        raise Wrong(f"row.TIMESTAMP = {shown(text)}: must be a date and a time")
+    return float(np.datetime64(text, "ns").astype(np.int64)) / 1e9
+
+
+def _whole(text: str | None) -> Any:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 20 else text
+
+
+def _read_json_lines(path: Path) -> Iterator[TraceRequest]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = orjson.loads(line)
+                given = Given("row", row if isinstance(row, dict) else {})
+                yield TraceRequest(
+                    given.number("timestamp") / 1e3,
+                    given.whole("input_length", 1, MAX_TOKENS),
+                    max(1, given.whole("output_length", 0, MAX_TOKENS)),
+                    given.wholes("hash_ids", 2**53) if "hash_ids" in given.values else (),
+                )
+            except (orjson.JSONDecodeError, Wrong) as error:
+                raise RecordingError(f"{path}:{number}: {error}") from None
+
+
+def _scaled(request: TraceRequest, times: float, lengths: float) -> TraceRequest:
+    if lengths != 1.0 and request.token_ids is not None:
+        raise RecordingError("the prompts of a recording are what they are: their lengths can not be scaled")
+    return replace(
+        request,
+        arrival_s=request.arrival_s * times,
+        num_prompt=max(1, round(request.num_prompt * lengths)),
+        num_answer=max(1, round(request.num_answer * lengths)),
+        hash_block=max(1, round(request.hash_block * lengths)),
+    )

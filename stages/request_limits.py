@@ -1,0 +1,197 @@
+"""What a request may be, given a model and the memory for it. Plain checks, shared by intake, tokenize and start-up.
+
+Knows vocabulary and context. Refuses to know load: that is `stages/intake/admission.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..model.pooling import PoolingConfig
+from .errors import Refused
+from .messages import ChatPrompt, Ints, Prompt, Request
+from .params import SamplingParams
+from .pooling_params import MAX_INPUTS, PoolingParams
+from .tasks import Task, check_task, task_of
+
+MAX_PROMPTS = 256
+MAX_SEQUENCES = 512  # prompts x n
+MAX_LOGPROB_BYTES = 8 * 2**20  # of the prompts of a request, 8 for each token and each of its k likeliest
+MAX_CHARS_PER_TOKEN = 16  # of context: longer text is refused before it costs anything
+
+
+def longest_sequence(num_blocks: int, block_size: int) -> int:
+    """Tokens of the longest sequence that a pool can hold with nothing else in it."""
+    return num_blocks * block_size
+
+
+def as_token_ids(values: Sequence[int] | Ints, param: str = "prompt") -> Ints:
+    """A prompt given as numbers, [P]. Raises `Refused` for anything that is no whole number from 0 to 2**31 - 1."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32:
+        return values
+    for at, value in enumerate(values):
+        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not is_whole or not 0 <= value < 2**31:
+            raise Refused(f"{param}[{at}] = {_short(value)}: a token id must be a whole number from 0", param=param)
+    return np.asarray(values, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a model of `vocab_size` tokens can be asked with a context of `max_model_len`."""
+
+    vocab_size: int  # rows of the output layer
+    max_model_len: int  # tokens of prompt and answer together; at most the pool's `longest_sequence`
+    tasks: frozenset[Task] = frozenset({"generate", "embed"})
+    pooling: PoolingConfig | None = None  # of a model that embeds
+
+    def check(self, request: Request) -> None:
+        """Raises `Refused` for what can be seen without rendering or tokenizing anything."""
+        params = request.params
+        check_task(task_of(request), self.tasks)
+        if not request.prompts:
+            raise Refused("prompt is an empty list: send at least one prompt", code="empty_prompt", param="prompt")
+        most = MAX_PROMPTS if request.pooling is None else MAX_INPUTS
+        if len(request.prompts) > most:
+            raise Refused(f"{len(request.prompts)} prompts in one request: at most {most}", param="prompt")
+        if request.pooling is not None:
+            self._check_pooling(request)
+        elif request.num_sequences > MAX_SEQUENCES:
+            raise Refused(
+                f"{len(request.prompts)} prompts x n = {params.n}: at most {MAX_SEQUENCES} choices a request", param="n"
+            )
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if params.thinking_budget is not None:
+            self._check_ids("thinking_budget", params.thinking_budget.start_ids + params.thinking_budget.end_ids)
+        for prompt in request.prompts:
+            self._check_prompt(prompt, request)
+
+    def settle_pooling(self, pooling: PoolingParams | None) -> PoolingParams | None:
+        """`pooling` with its kind said."""
+        if pooling is None or pooling.kind is not None or self.pooling is None:
+            return pooling
+        return replace(pooling, kind=self.pooling.kind)
+
+    def settle(self, params: SamplingParams, num_prompt: int, pooling: PoolingParams | None = None) -> SamplingParams:
+        """`params` with max_tokens as a number, for a prompt of `num_prompt` tokens.
+
+        Raises `Refused` when prompt and answer do not fit the context together. A pooled prompt may fill it.
+        """
+        limit = self.max_model_len
+        if pooling is not None:
+            if num_prompt > limit:
+                raise self._too_long(f"and the prompt has {num_prompt}: shorten it")
+            return params
+        if num_prompt >= limit:
+            raise self._too_long(f"answer included, and the prompt has {num_prompt}: shorten it")
+        if params.max_tokens is None:
+            return replace(params, max_tokens=limit - num_prompt)
+        if num_prompt + params.max_tokens > limit:
+            raise self._too_long(
+                f"but the prompt has {num_prompt} and max_tokens = {params.max_tokens} asks for as many more: "
+                f"shorten the prompt, or ask for at most {limit - num_prompt}"
+            )
+        return params
+
+    def check_prompts(self, params: SamplingParams, num_tokens: int) -> None:
+        """Raises `Refused` if prompts of so many tokens in all are too much to tell the log-probabilities of."""
+        if params.prompt_logprobs is None:
+            return
+        num_bytes = num_tokens * (params.prompt_logprobs + 1) * 8
+        if num_bytes > MAX_LOGPROB_BYTES:
+            k, most = params.prompt_logprobs, MAX_LOGPROB_BYTES // 8
+            message = f"prompt_logprobs = {k} of {num_tokens} prompt tokens: tokens x (k + 1) must be at most {most}"
+            raise Refused(f"{message}; ask for fewer, or send a shorter prompt", param="prompt_logprobs")
+
+    def _check_ids(self, param: str, token_ids: Any) -> None:
+        for token_id in token_ids:
+            if token_id >= self.vocab_size:
+                raise Refused(f"{param} names token {token_id}: the vocabulary has {self.vocab_size}", param=param)
+
+    def _check_pooling(self, request: Request) -> None:
+        assert request.pooling is not None
+        if request.params.n != 1:
+            raise Refused(f"n = {request.params.n}: a text has one embedding", param="n")
+        if self.pooling is not None:
+            request.pooling.check(self.pooling)
+
+    def _check_prompt(self, prompt: Prompt, request: Request) -> None:
+        if prompt.token_ids is not None:
+            self._check_token_ids(prompt.token_ids, request)
+            return
+        num_chars = _prompt_chars(prompt)
+        if prompt.text == "":
+            raise Refused("prompt is empty: send at least one character", code="empty_prompt", param="prompt")
+        if prompt.chat is not None and not prompt.chat.messages:
+            raise Refused("messages is empty: send at least one message", code="empty_prompt", param="messages")
+        if num_chars > MAX_CHARS_PER_TOKEN * self.max_model_len:
+            raise self._too_long(
+                f"and the prompt has {num_chars} characters, more than {MAX_CHARS_PER_TOKEN} for each: shorten it"
+            )
+
+    def _too_long(self, problem: str) -> Refused:
+        """Begins with OpenAI's words: programs look for them, and then shorten what they ask."""
+        message = f"this model's maximum context length is {self.max_model_len} tokens, {problem}"
+        return Refused(message, code="context_length_exceeded", param="prompt")
+
+    def _check_token_ids(self, token_ids: Ints, request: Request) -> None:
+        if not len(token_ids):
+            raise Refused("prompt has no token ids: send at least one", code="empty_prompt", param="prompt")
+        least, most = int(token_ids.min()), int(token_ids.max())
+        if least < 0 or most >= self.vocab_size:
+            wrong = least if least < 0 else most
+            raise Refused(f"prompt holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}", param="prompt")
+        self.settle(request.params, len(self.truncate(request.params, token_ids)), request.pooling)
+
+    def truncate(self, params: SamplingParams, token_ids: Ints) -> Ints:
+        """What `params` leave of a prompt, [P]."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most == -1:
+            most = max(1, self.max_model_len - max(1, params.max_tokens or 1))
+        return token_ids[-most:] if params.truncation_side == "left" else token_ids[:most]
+
+
+def estimated_tokens(request: Request, max_model_len: int) -> int:
+    """Tokens of prompts and answers that `request` may come to, without tokenizing: four characters a token."""
+    total = 0
+    for prompt in request.prompts:
+        num_prompt = _prompt_chars(prompt) // 4 if prompt.token_ids is None else len(prompt.token_ids)
+        room = max(1, max_model_len - num_prompt)
+        asked = request.params.max_tokens
+        total += num_prompt + request.params.n * (room if asked is None else min(asked, room))
+    return total
+
+
+def _prompt_chars(prompt: Prompt) -> int:
+    if prompt.pair is not None:
+        return sum(map(len, prompt.pair))
+    return len(prompt.text) if prompt.text is not None else chat_chars(prompt.chat)
+
+
+def chat_chars(chat: ChatPrompt | None) -> int:
+    """Characters of all texts in the messages and documents of a chat, and of its tools with their keys."""
+    if chat is None:
+        return 0
+    return _chars(chat.messages) + _chars(chat.documents) + (len(json.dumps(chat.tools)) if chat.tools else 0)
+
+
+def _chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_chars(part) for part in value.values())
+    return sum(_chars(part) for part in value) if isinstance(value, (list, tuple)) else 0
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 64 else shown[:61] + "..."

@@ -1,0 +1,240 @@
+"""Chooses each step's tokens: greedy or drawn, with penalties, bias and truncation. Lives on the device thread.
+
+Knows which rows need what, so that a row pays for nothing it did not ask for. Refuses to know text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..array_checks import num_true
+from ..config import LogprobsMode
+from ..device.arrays import Array, arrays_of
+from ..device.pooler import Pooler
+from ..device.prompt_logits import LogitsWithPrompts, prompt_logprobs
+from ..grammar.masks import GrammarMasks
+from ..messages import (
+    Bools,
+    FinishReason,
+    Indices,
+    Ints,
+    Pooled,
+    PromptLogprobs,
+    Started,
+    StepGrant,
+    StepTokens,
+    TopLogprobs,
+)
+from . import sampling_math as maths
+from .draft_acceptance import Runs, last_of_each
+from .logits_processor import LogitsProcessor
+from .sampling_math import Longs
+from .slot_params import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, THINKING, SamplingTable
+from .token_chooser import NO_ROWS, Choice, Choosing, MakeChoosing, Rows, any_of
+
+
+class Sampler:
+    """Columnar sampling state of the running sequences, slot by slot, and the choice of their next tokens.
+
+    In this order: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below min_tokens,
+    allowed tokens and bad words, a user's processor, the grammar's mask, temperature, top_k, top_p, min_p. An answer
+    that can only end here ends, whatever else was asked for; one with `ignore_eos` ends only there. Greedy takes the
+    likeliest, the lowest id among equals. What is drawn depends on the row's logits, its seed and the token's absolute
+    position only. A thinking budget that is used up overrules the choice.
+
+    `last_tokens` [num_slots] i64 on the device is shared with the runner: each slot's newest token is written there.
+
+    A sequence that has ended is still in the steps that were in flight then (a deferred stop). Such rows appear in
+    neither slots nor tokens of those steps, until `Started` gives their slot to somebody.
+
+    Where a row has drafts, the token behind each is chosen in the same way, and those count that would have come one by
+    one. Such rows ask for nothing that hangs on the tokens before but the logits themselves: no edits and no masks.
+
+    Of pooled sequences there are no logits: the `pooler`, which the runner shares, has a vector when they have ended.
+    """
+
+    def __init__(
+        self,
+        last_tokens: Array,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int] = (),
+        masks: GrammarMasks | None = None,
+        pooler: Pooler | None = None,
+        *,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        choosing: MakeChoosing = Choosing,
+    ) -> None:
+        self.last_tokens = last_tokens
+        self.pooler = pooler
+        self._arrays = arrays_of(last_tokens)
+        self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
+        self.choosing = choosing(self.table, last_tokens, logprobs_mode)
+        self.masks = masks  # None: nobody brings a grammar
+
+    def prepare(self, started: Sequence[Started]) -> None:
+        """Hears of sequences on the loop, before their first step has run."""
+        if self.masks is not None:
+            for one in started:
+                self.masks.prepare(one)
+
+    def use(self, processor: LogitsProcessor) -> None:
+        """Has a processor change logits from now on. Before the first step."""
+        self.choosing.use(processor)
+
+    def start(self, started: Started) -> None:
+        """A sequence takes a slot: before its first step is sampled."""
+        self.table.start(started)
+        self.choosing.start(started)
+
+    def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts | Choice) -> StepTokens:
+        """One token for each sampled row of the grant whose sequence goes on, more where drafts turned out right, and
+        what was made of those that are pooled. `logits` [L, V], of the others, may be changed; or the choice was made.
+
+        A row without a finite maximum (a NaN, an infinity, or nothing that is allowed) ends with `FinishReason.ERROR`
+        and token 0, which means nothing. Every id is in [0, V).
+        """
+        for started in grant.started:
+            self.start(started)
+        if isinstance(logits, Choice):  # made with the forward pass, for each sampled row
+            return self._settle_chosen(grant, logits.token_ids, logits.is_broken)[0]
+        return self.choose(grant, logits)
+
+    def choose(self, grant: StepGrant, logits: Array | LogitsWithPrompts) -> StepTokens:
+        """As `sample`, where all that begin have been started."""
+        of_prompts: tuple[PromptLogprobs, ...] = ()
+        if isinstance(logits, LogitsWithPrompts):
+            with self._arrays.inference():
+                of_prompts = prompt_logprobs(logits)
+            logits = logits.sampled
+        slots, runs = grant.logits_slots, Runs.of(grant)
+        needs = self.table.needs[slots]
+        any_needs = any_of(needs)
+        pooled: dict[int, Pooled] = {}
+        if any_needs & (ENDED | POOLED):
+            is_pooled = needs & POOLED != 0
+            pooled = self._pool(slots[is_pooled])
+            runs = None if runs is None else runs.take(np.flatnonzero(needs & (ENDED | POOLED) == 0))
+            slots, needs = slots[~is_pooled], needs[~is_pooled]
+            alive = np.flatnonzero(needs & ENDED == 0)
+            slots, needs, logits = slots[alive], needs[alive], maths.rows_of(logits, alive)
+            any_needs = any_of(needs)
+        places = self.table.num_generated[slots]
+        if runs is not None:
+            places = places + runs.offsets
+        with self._arrays.inference():
+            tokens = self._sample(grant, Rows(slots, places, needs, any_needs), runs, logits, of_prompts)
+        return replace(tokens, pooled=pooled) if pooled else tokens
+
+    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+        """Tokens of a step without drafts whose device has chosen by itself, and wrote them down: `told` [2, L], token
+        ids or -1 for a row that was over, and `FinishReason`s, of which only an error is looked at. `scores` [L, W] are
+        for who makes log-probabilities of them."""
+        tokens, goes_on = self._settle_chosen(grant, told[0].astype(np.intp), told[1] == FinishReason.ERROR)
+        if scores is None:
+            return tokens
+        slots, finishes = tokens.slots, tokens.finishes
+        asked = ((self.table.needs[slots] & LOGPROBS != 0) & (finishes != FinishReason.ERROR)).nonzero()[0]
+        found = self.choosing.read_scores(slots[asked], scores[goes_on][asked])
+        return replace(tokens, logprobs=dict(zip(asked.tolist(), found, strict=True)))
+
+    def _settle_chosen(self, grant: StepGrant, token_ids: Indices, is_broken: Bools) -> tuple[StepTokens, Bools]:
+        """Tokens of a step without drafts, [L] that were chosen for its sampled rows, below 0 for one that was over;
+        and which of these rows went on until now."""
+        table, slots = self.table, grant.slots
+        if num_true(grant.is_sampled) < len(slots):
+            slots = slots[grant.is_sampled]
+        goes_on = (table.needs[slots] & ENDED == 0) & (token_ids >= 0)
+        if num_true(goes_on) < len(slots):
+            slots, token_ids, is_broken = slots[goes_on], token_ids[goes_on], is_broken[goes_on]
+        places, ids = table.num_generated[slots], table.sequence_ids[slots]
+        finishes = table.settle(slots, places, token_ids, is_broken)
+        return StepTokens(grant.step, slots, ids, places, token_ids, finishes, started=grant.started), goes_on
+
+    def _sample(
+        self,
+        grant: StepGrant,
+        rows: Rows,
+        runs: Runs | None,
+        logits: Array,
+        of_prompts: tuple[PromptLogprobs, ...],
+    ) -> StepTokens:
+        table, slots, places = self.table, rows.slots, rows.places
+        guided = rows.that_need(GRAMMAR)
+        allowed, over = None, NO_ROWS
+        if len(guided):
+            assert self.masks is not None, "a sequence has a grammar, and this sampler was made without masks"
+            allowed = self.masks.read(guided, slots)
+        choice = self.choosing.choose(rows, logits, allowed)
+        token_ids, is_broken = choice.token_ids, choice.is_broken
+        if self.masks is not None and allowed is not None:
+            over = self.masks.over(allowed, token_ids, is_broken)
+        if rows.any_needs & THINKING:
+            table.steer(slots, rows.that_need(THINKING), token_ids)
+        if len(over):
+            token_ids[over], is_broken[over] = table.eos_token_id, False
+        if rows.any_needs & EDITS:
+            self.choosing.note(slots, token_ids)
+        kept: Indices | None = None
+        if runs is None:
+            newest, newest_ids = slots, token_ids
+            finishes = table.settle(slots, places, token_ids, is_broken, over)
+        else:
+            finishes, kept = self._settle_runs(runs, slots, places, token_ids, is_broken, over)
+            last = kept[last_of_each(slots[kept])]
+            newest, newest_ids = slots[last], token_ids[last]
+        self._arrays.put(self.last_tokens, newest, self._arrays.beside(self.last_tokens, newest_ids))
+        if self.masks is not None and len(guided):
+            goes_on = finishes[guided] == FinishReason.NONE
+            self.masks.advance(slots[guided[goes_on]], token_ids[guided[goes_on]])
+            self.masks.drop(slots[guided[~goes_on]])
+        tokens = StepTokens(
+            step=grant.step,
+            slots=slots,
+            sequence_ids=table.sequence_ids[slots],
+            places=places,
+            token_ids=token_ids,
+            finishes=finishes,
+            started=grant.started,
+            logprobs=self._logprobs(choice, rows, token_ids, finishes),
+            prompt_logprobs=of_prompts,
+            grammar_us=0 if self.masks is None or allowed is None else self.masks.waited_us,
+        )
+        return tokens if kept is None or len(kept) == len(slots) else _rows_of_tokens(tokens, kept)
+
+    def _settle_runs(
+        self, runs: Runs, slots: Indices, places: Indices, token_ids: Longs, is_broken: Bools, over: Longs
+    ) -> tuple[NDArray[np.int8], Indices]:
+        """As the table's `settle`, of rows that may be several of one sequence: (finishes [L], which count)."""
+        counting = runs.that_count(token_ids)
+        over = np.isin(counting, over).nonzero()[0]
+        at, place, chosen = slots[counting], places[counting], token_ids[counting]
+        finishes = np.zeros(len(slots), np.int8)
+        finishes[counting] = self.table.settle(at, place, chosen, is_broken[counting], over)
+        return finishes, counting[runs.up_to_the_end(counting, finishes[counting])]
+
+    def _logprobs(
+        self, choice: Choice, rows: Rows, token_ids: Longs, finishes: NDArray[np.int8]
+    ) -> dict[int, TopLogprobs]:
+        if not rows.any_needs & LOGPROBS:
+            return {}
+        return self.choosing.tell(choice, rows, token_ids, finishes != FinishReason.ERROR)
+
+    def _pool(self, slots: Indices) -> dict[int, Pooled]:
+        if not len(slots):
+            return {}
+        assert self.pooler is not None, "a pooled sequence, and no pooler"
+        return self.pooler.take(slots)
+
+
+def _rows_of_tokens(tokens: StepTokens, rows: Indices) -> StepTokens:
+    """Of a step's tokens those of some rows."""
+    logprobs = {new: tokens.logprobs[old] for new, old in enumerate(rows.tolist()) if old in tokens.logprobs}
+    columns = {
+        name: getattr(tokens, name)[rows] for name in ("slots", "sequence_ids", "places", "token_ids", "finishes")
+    }
+    return replace(tokens, logprobs=logprobs, **columns)

@@ -1,0 +1,420 @@
+"""The mathematics of choosing tokens: plain functions of logits and numbers, with no state.
+
+What happens to a row depends on nothing but that row: sums run over one row in one order, however many rows there are
+and whatever they ask for. So a sequence gets the same tokens alone and in a batch, as long as its logits are the same.
+
+N rows, V tokens in the vocabulary. Rows of V numbers are numpy arrays or tensors on any device, whatever the model
+gives (`stages/device/arrays.py`); everything small is numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..device.arrays import Array, HostArray, arrays_of
+from ..messages import Ints, TopLogprobs
+
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+BLOCK = 128  # tokens; small enough to look at twice, large enough to reduce whole vectors
+LOWEST = float(np.finfo(np.float32).min)  # below every number that is a candidate; a masked token is -inf
+NUM_LIKELY = 256  # blocks, or a quarter of them; the guess for top_p is the least of so many largest maxima
+WHOLE_SIZE = 2**20  # entries that are sorted at a time where rows are sorted whole; 40 MB
+SLACK = 1e-3  # subtracted from a bound that only saves work, so that rounding never takes a token away
+
+
+# -- randomness
+
+
+def uniform(seeds: NDArray[np.uint64], positions: Longs) -> Doubles:
+    """One number in [0, 1) for each (seed, absolute position of the token to be chosen), and a function of both only.
+
+    SplitMix64: its stream for the mixed seed, at index `position`. 53 random bits.
+    """
+    state = _mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+# -- edits, in place, of single entries of float32 logits [N, V]. `rows` and `ids` broadcast; ids may repeat in a row
+
+
+def penalise_repetition(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
+    """Divides positive logits by `penalty` and multiplies others, once for each distinct id. All [n, W] or [n, 1]."""
+    seen = logits[rows, ids]
+    logits[rows, ids] = arrays_of(logits).where(seen < 0, seen * penalty, seen / penalty)
+
+
+def penalise_frequency(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
+    """Takes `penalty` off each id as often as it is listed. `penalty` [n, W]: 0 where the listing is padding."""
+    arrays_of(logits).add(logits, (rows, ids), -penalty)
+
+
+def penalise_presence(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
+    """Takes `penalty` off, once for each distinct id. All [n, W] or [n, 1]."""
+    logits[rows, ids] = logits[rows, ids] - penalty
+
+
+def add_bias(logits: Array, rows: Array, ids: Array, bias: Array) -> None:
+    """Adds `bias[i]` to token `ids[i]` of row `rows[i]`. All [n]."""
+    arrays_of(logits).add(logits, (rows, ids), bias)
+
+
+def forbid(logits: Array, rows: Array, ids: Array) -> None:
+    """Token `ids[i]` of row `rows[i]` cannot be chosen. Both [n]."""
+    logits[rows, ids] = -np.inf
+
+
+def allow_only(logits: Array, rows: Longs, masks: Ints) -> None:
+    """In each of `rows` [n], in rising order, the tokens whose bits are 0 in `masks` [n, W] cannot be chosen. The bits
+    are on the host, the lowest of each word first."""
+    from ...model.text.grammar import unpack  # there by now, if there are masks
+
+    arrays = arrays_of(logits)
+    is_forbidden = arrays.beside(logits, ~unpack(masks, logits.shape[1]))
+    if len(rows) == len(logits):
+        arrays.hide(logits, is_forbidden)
+    else:
+        arrays.put(logits, rows, arrays.hide(arrays.take(logits, rows), is_forbidden))
+
+
+# -- rows in blocks
+
+
+class Blocks:
+    """Rows of V numbers as blocks of 128, the last one shorter.
+
+    Reducing blocks reads a row once at memory speed; what is then looked at closely is a few blocks. On a CPU the index
+    of a maximum found in this way takes 0.4 ns an entry, `torch.argmax` 6.
+    """
+
+    def __init__(self, x: Array) -> None:
+        num_whole = x.shape[1] // BLOCK
+        self._arrays = arrays_of(x)
+        self._rows = x
+        self._head = x[:, : num_whole * BLOCK].reshape(len(x), num_whole, BLOCK)
+        self._tail = x[:, None, num_whole * BLOCK :]
+
+    @cached_property
+    def maxima(self) -> Floats:
+        """The largest number of each block, [N, ceil(V / 128)]. NaN where a block holds one."""
+        return self._arrays.on_host(self._arrays.floats(self._reduced(self._arrays.maxima)))
+
+    def sums(self) -> Doubles:
+        """The sum of each block, [N, ceil(V / 128)]; each sum is of one block in one order."""
+        sums: Doubles = self._arrays.on_host(self._reduced(self._arrays.sums)).astype(np.float64)
+        return sums
+
+    def _reduced(self, reduce: Callable[[Array], Array]) -> Array:
+        if not self._tail.shape[2]:
+            return reduce(self._head)
+        tail = reduce(self._tail)
+        return self._arrays.join(reduce(self._head), tail) if self._head.shape[1] else tail
+
+    def take(self, rows: Longs, blocks: Longs) -> Floats:
+        """Block `blocks[i]` of row `rows[i]`, [n, 128]; -inf past the end of the vocabulary."""
+        is_whole = blocks < self._head.shape[1]
+        if is_whole.all():
+            return self._arrays.pick(self._head, rows, blocks)
+        found = np.full((len(rows), BLOCK), -np.inf, np.float32)
+        found[is_whole] = self.take(rows[is_whole], blocks[is_whole])
+        tail = self._arrays.pick(self._tail, rows[~is_whole], np.zeros(np.count_nonzero(~is_whole), np.int64))
+        found[~is_whole, : tail.shape[1]] = tail
+        return found
+
+    def likeliest(self) -> tuple[Longs, Floats]:
+        """The likeliest token of each row, the lowest id among equals, and its number: NaN where a row holds one."""
+        rows = np.arange(len(self._rows))
+        if isinstance(self._rows, np.ndarray):  # there, unlike in torch, the plain way is the fast one
+            ids: Longs = self._rows.argmax(1)
+            return ids, self._rows[rows, ids]
+        blocks = self.maxima.argmax(1)
+        token_ids: Longs = blocks * BLOCK + self.take(rows, blocks).argmax(1)
+        return token_ids, self.maxima[rows, blocks]
+
+    def clear(self, rows: Bools) -> None:
+        """Makes these rows zeros."""
+        self._rows[self._arrays.beside(self._rows, rows)] = 0.0
+        if "maxima" in self.__dict__:
+            self.maxima[rows] = 0.0
+
+
+# -- choosing
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How the tokens of n rows are drawn. Each array is [n]."""
+
+    temperature: Doubles  # above 0
+    top_k: Longs  # 0 is off
+    top_p: Doubles  # 1 is off
+    min_p: Doubles  # 0 is off
+    u: Doubles  # the randomness, in [0, 1)
+
+    @property
+    def is_truncated(self) -> Bools:
+        is_cut: Bools = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        return is_cut
+
+    def __getitem__(self, rows: NDArray[np.intp] | slice) -> Drawing:
+        return Drawing(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.u[rows])
+
+
+def choose(logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Longs, Bools]:
+    """(token ids, rows that hold no number), [n] each: of `logits` [n, V] a token that is drawn where `is_random`, and
+    elsewhere the likeliest, the lowest id among equals. Without a `drawing` no row is random. A row is broken if it has
+    no finite maximum; its token is 0 and its logits are changed."""
+    blocks = Blocks(logits)
+    token_ids, best = blocks.likeliest()
+    is_broken = ~np.isfinite(best)
+    has_broken = np.count_nonzero(is_broken) > 0
+    if has_broken:
+        blocks.clear(is_broken)  # numbers to go on with; the choice is not used
+        best[is_broken] = 0.0
+    if drawing is not None:
+        is_cut = drawing.is_truncated
+        whole, cut = np.flatnonzero(is_random & ~is_cut), np.flatnonzero(is_random & is_cut)
+        if len(whole):
+            token_ids[whole] = draw(rows_of(logits, whole), best[whole].astype(np.float64), drawing[whole])
+        if len(cut):
+            token_ids[cut] = draw_truncated(rows_of(logits, cut), blocks.maxima[cut], drawing[cut])
+    if has_broken:
+        token_ids[is_broken] = 0
+    return token_ids, is_broken
+
+
+def draw(logits: Array, best: Doubles, drawing: Drawing) -> Longs:
+    """Tokens by inverse CDF in the order of the vocabulary: the first whose cumulative probability is above `u`.
+
+    logits [n, V] with finite maxima `best` [n]. Truncation is not looked at.
+    """
+    blocks = Blocks(_weights(logits, best, drawing.temperature))
+    rows = np.arange(len(best))
+    sums = blocks.sums().cumsum(1)
+    target = drawing.u * sums[:, -1]
+    block = _first_above(sums, target)
+    before = np.where(block > 0, sums[rows, block - 1], 0.0)
+    inside = np.maximum(blocks.take(rows, block), 0.0).cumsum(1, dtype=np.float64)  # nothing past the end
+    return block * BLOCK + _first_above(inside, target - before)
+
+
+def draw_truncated(logits: Array, maxima: Floats, drawing: Drawing) -> Longs:
+    """As `draw`, from what top_k, top_p and min_p leave, in that order. `maxima` [n, B] are those of `Blocks(logits)`.
+
+    Each of the three keeps every token that is at least as likely as some threshold, so tokens that tie with the last
+    one kept are kept too. Exact at a fraction of a sort's cost: block maxima give a bound, and only tokens above it,
+    the candidates, are looked at. For top_p alone that is a guess, which holds if the candidates have the share of the
+    probability that is asked for. Rows where it does not, or with most blocks above the bound, are sorted whole.
+    """
+    best = maxima.max(1).astype(np.float64)
+    mass = np.ones(len(best))  # of the whole row; the likeliest token has 1
+    is_guess = (drawing.top_p < 1) & (drawing.top_k == 0)
+    rows = np.flatnonzero(is_guess)
+    if len(rows):
+        weights = _weights(rows_of(logits, rows), best[rows], drawing.temperature[rows])
+        mass[rows] = Blocks(weights).sums().cumsum(1)[:, -1]
+    bound = _bound(maxima, best, drawing)
+    is_near = maxima >= bound[:, None]
+    is_whole = is_near.sum(1) * 2 > maxima.shape[1]
+    chosen = np.zeros(len(best), np.int64)
+    few = np.flatnonzero(~is_whole)
+    if len(few):
+        found = _candidates(Blocks(logits), is_near & ~is_whole[:, None], bound, best, drawing.temperature)
+        chosen[few] = _draw_candidates(found, few, drawing, mass)
+        covered = np.bincount(found.row, weights=np.exp(found.value), minlength=len(best))
+        is_short = covered < drawing.top_p * mass * (1 + SLACK)
+        is_whole |= is_guess & is_short & (bound > best + drawing.temperature * _log(drawing.min_p))
+    whole = np.flatnonzero(is_whole)
+    if len(whole):
+        chosen[whole] = _draw_whole(rows_of(logits, whole), best[whole], drawing[whole], mass[whole])
+    return chosen
+
+
+def _bound(maxima: Floats, best: Doubles, drawing: Drawing) -> Doubles:
+    """[n], for each row a logit that no token to keep is below; for top_p alone most likely so.
+
+    top_k: k blocks have a maximum at or above the k-th largest maximum, so k tokens are. min_p is itself a threshold;
+    but where top_p takes its share of what top_k kept, all of that is needed and top_k's bound stands alone.
+    """
+    num_blocks = maxima.shape[1]
+    likely = max(num_blocks // 4, 1)
+    num_wanted = np.where(drawing.top_k > 0, drawing.top_k, np.where(drawing.top_p < 1, min(NUM_LIKELY, likely), 0))
+    bound = np.full(len(best), LOWEST)
+    for k in np.unique(num_wanted).tolist():
+        if 0 < k <= num_blocks:
+            rows = np.flatnonzero(num_wanted == k)
+            bound[rows] = np.partition(maxima[rows], num_blocks - k, axis=1)[:, num_blocks - k]
+    by_min_p = best + drawing.temperature * (_log(drawing.min_p) - SLACK)
+    by_min_p[(drawing.top_k > 0) & (drawing.top_p < 1)] = LOWEST
+    highest: Doubles = np.maximum(np.maximum(bound, by_min_p), LOWEST)
+    return highest
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Tokens of several rows in a line, sorted by (row, id)."""
+
+    row: Longs
+    token_id: Longs
+    value: Doubles  # log-weight, 0 for the likeliest of the row
+
+
+def _candidates(blocks: Blocks, is_near: Bools, bound: Doubles, best: Doubles, temperature: Doubles) -> _Candidates:
+    """The tokens at or above `bound` in the blocks that are near."""
+    rows, near = np.nonzero(is_near)
+    found = blocks.take(rows, near)
+    at_block, at = np.nonzero(found >= bound[rows][:, None])
+    row = rows[at_block]
+    return _Candidates(row, near[at_block] * BLOCK + at, (found[at_block, at] - best[row]) / temperature[row])
+
+
+def _draw_candidates(found: _Candidates, rows: Longs, drawing: Drawing, mass: Doubles) -> Longs:
+    """One token for each of `rows`. Rows of about the same number of candidates are drawn from together, side by side:
+    so padding costs at most 8 times what is there."""
+    counts = np.bincount(found.row, minlength=len(mass))
+    column = np.arange(len(found.row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    size = np.ceil(np.log2(np.maximum(counts, 8)) / 3)
+    chosen = np.zeros(len(mass), np.int64)
+    for each in np.unique(size[rows]):
+        some = rows[size[rows] == each]
+        mine = np.flatnonzero(size[found.row] == each)
+        place = np.repeat(np.arange(len(some)), counts[some]), column[mine]
+        values = np.full((len(some), int(counts[some].max())), -np.inf)
+        values[place] = found.value[mine]
+        ids = np.zeros(values.shape, np.int64)
+        ids[place] = found.token_id[mine]
+        chosen[some] = ids[np.arange(len(some)), _draw_from(values, drawing[some], mass[some])]
+    return chosen[rows]
+
+
+def _draw_whole(logits: Array, best: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
+    """One token for each row, some rows at a time: an entry takes about 40 bytes here."""
+    parts, num_rows = [], max(WHOLE_SIZE // logits.shape[1], 1)
+    for start in range(0, len(best), num_rows):
+        some = slice(start, start + num_rows)
+        values = arrays_of(logits).on_host(arrays_of(logits).floats(logits[some])).astype(np.float64)
+        values -= best[some, None]
+        values /= drawing.temperature[some, None]
+        parts.append(_draw_from(values, drawing[some], mass[some]))
+    return np.concatenate(parts)
+
+
+def _draw_from(values: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
+    """[n] places in log-weights [n, W], which are in the order of the vocabulary; -inf is padding."""
+    is_kept = values >= thresholds(values, drawing, mass)[:, None]
+    sums = np.where(is_kept, np.exp(values), 0.0).cumsum(1)
+    return _first_above(sums, drawing.u * sums[:, -1])
+
+
+def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
+    """[n], the least log-weight that top_k, then top_p, then min_p keep. The likeliest token is always kept.
+
+    values [n, W] log-weights relative to the row's largest, which is 0; -inf is padding. mass [n] the sum of all
+    weights of the row, candidates or not; not read where top_k is on.
+    """
+    width = values.shape[1]
+    rows = np.arange(len(values))
+    falling = -np.sort(-values, axis=1)
+    has_top_k = drawing.top_k > 0
+    least = np.where(has_top_k, falling[rows, np.clip(drawing.top_k, 1, width) - 1], -np.inf)
+    weights = np.where(falling >= least[:, None], np.exp(falling), 0.0)
+    sums = weights.cumsum(1)
+    mass = np.where(has_top_k, sums[:, -1], mass)
+    num_kept = ((sums - weights) < (drawing.top_p * mass)[:, None]).sum(1)
+    by_top_p = np.where(drawing.top_p < 1, falling[rows, num_kept - 1], -np.inf)
+    highest: Doubles = np.maximum(np.maximum(least, by_top_p), _log(drawing.min_p))
+    return highest
+
+
+def truncated(logits: Array, drawing: Drawing) -> Array:
+    """Logits [n, V] that are over their temperature already, -inf where top_k, top_p and min_p leave nothing: in
+    place."""
+    arrays = arrays_of(logits)
+    values = arrays.on_host(logits).astype(np.float64)
+    values -= values.max(1, keepdims=True)
+    least = thresholds(values, drawing, np.exp(values).sum(1))
+    return arrays.hide(logits, arrays.beside(logits, values < least[:, None]))
+
+
+def _weights(logits: Array, best: Doubles, temperature: Doubles) -> Array:
+    """exp((logits - best) / temperature), [n, V] f32, new: probabilities up to a factor; the largest is 1."""
+    return arrays_of(logits).weights(logits, best, temperature if (temperature != 1).any() else None)
+
+
+def _log(x: Doubles) -> Doubles:
+    with np.errstate(divide="ignore"):
+        logarithms: Doubles = np.log(x)
+    return logarithms
+
+
+def _first_above(sums: Doubles, target: Doubles) -> Longs:
+    """[n], in each row the first place at which the running sum is above `target`. It is a place where the sum grows,
+    also when rounding has brought `target` up to the whole sum."""
+    target = np.minimum(target, np.nextafter(sums[:, -1], 0.0))
+    places: Longs = (sums <= target[:, None]).sum(1)
+    return places
+
+
+# -- log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of n tokens, and of the k likeliest in the place of each."""
+
+    logprobs: Floats  # [n] natural logarithms
+    ranks: Longs  # [n] 1 is the likeliest
+    top_ids: Longs  # [n, k] in falling order
+    top_logprobs: Floats  # [n, k]
+
+
+def score(logits: Array, token_ids: Longs, num_top: int) -> Scores:
+    """How likely `logits` [n, V] f32, with finite maxima, make `token_ids` [n]; and the `num_top` likeliest."""
+    arrays = arrays_of(logits)
+    best = Blocks(logits).likeliest()[1].astype(np.float64)
+    total = np.log(Blocks(arrays.weights(logits, best, None)).sums().cumsum(1)[:, -1])
+    chosen = logits[arrays.beside(logits, np.arange(len(token_ids))), arrays.beside(logits, token_ids)]
+    ranks = arrays.on_host((logits > chosen[:, None]).sum(1)) + 1
+    top_ids, top = arrays.likeliest(logits, num_top)
+
+    def logprob(values: HostArray) -> Floats:
+        relative: Floats = ((values.T - best) - total).T.astype(np.float32)
+        return relative
+
+    return Scores(logprob(arrays.on_host(chosen)), ranks, top_ids, logprob(top))
+
+
+def top_logprobs(logits: Array, token_ids: Longs, num_top: Longs) -> list[TopLogprobs]:
+    """Natural logarithms of the probabilities that `logits` [n, V] give, in float32: the chosen `token_ids` [n], its
+    rank, and the `num_top` [n] likeliest tokens."""
+    scores = score(arrays_of(logits).floats(logits), token_ids, min(int(num_top.max()), logits.shape[1]))
+    return told(scores, num_top)
+
+
+def told(scores: Scores, num_top: Longs) -> list[TopLogprobs]:
+    """Of each token, with the `num_top` [n] likeliest beside it."""
+    ids, values = scores.top_ids.tolist(), scores.top_logprobs.tolist()
+    chosen = zip(scores.logprobs.tolist(), scores.ranks.tolist(), num_top.tolist(), strict=True)
+    return [
+        TopLogprobs(logprob, rank, tuple(ids[i][:k]), tuple(values[i][:k]))
+        for i, (logprob, rank, k) in enumerate(chosen)
+    ]
+
+
+def rows_of(x: Array, rows: Longs) -> Array:
+    """These rows of `x`, in rising order; `x` itself when that is all of them."""
+    return x if len(rows) == len(x) else arrays_of(x).take(x, rows)

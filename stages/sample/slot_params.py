@@ -1,0 +1,187 @@
+"""What each running sequence asked of the sampler, and how far it has come: columns indexed by slot.
+
+Plain numpy: a step of 256 rows is a few operations and no loop. Knows when a sequence ends. Refuses to know logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..array_checks import num_true
+from ..grammar.thinking_budget import ThinkingTable
+from ..messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
+from ..params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from .token_constraints import TokenLimits
+
+MIN_TEMPERATURE = 1e-20  # so that a difference of logits over it is still a float32; draws the likeliest token
+NO_TOKEN = -1
+
+# what a row needs beyond the likeliest token; bits, so that one look at a step's rows tells what none of them needs
+ENDED, EDITS, RANDOM, LOGPROBS, GRAMMAR, THINKING, POOLED = 1, 2, 4, 8, 16, 32, 64
+
+
+class SamplingTable:
+    """One row a slot, filled when a sequence starts there. S slots, E end-of-sequence tokens.
+
+    Ids outside the vocabulary are forgotten: no token can match them.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int]) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos = self._known(eos_token_ids)  # [E]
+        self.eos_token_id = int(self.eos[0]) if len(self.eos) else 0  # of an end that no token chose
+        self.sequence_ids = np.full(num_slots, -1, np.int64)
+        self.num_prompt = np.zeros(num_slots, np.int32)
+        self.num_generated = np.zeros(num_slots, np.intp)
+        self.needs = np.zeros(num_slots, np.uint8)  # bits, as above
+        # how to choose
+        self.is_random = np.zeros(num_slots, np.bool_)
+        self.is_truncated = np.zeros(num_slots, np.bool_)
+        self.temperature = np.ones(num_slots)
+        self.top_k = np.zeros(num_slots, np.int64)  # 0 = off
+        self.top_p = np.ones(num_slots)
+        self.min_p = np.zeros(num_slots)
+        self.seeds = np.zeros(num_slots, np.uint64)
+        self.num_logprobs = np.zeros(num_slots, np.int64)  # besides the chosen token's
+        # what to change in the logits
+        self.is_penalised = np.zeros(num_slots, np.bool_)
+        self.presence_penalty = np.zeros(num_slots, np.float32)
+        self.frequency_penalty = np.zeros(num_slots, np.float32)
+        self.repetition_penalty = np.ones(num_slots, np.float32)
+        self.num_biased = np.zeros(num_slots, np.int32)
+        # NOTE: empty, not zeros: memory that no row with a penalty or a bias has touched is never there
+        self.tokens = np.empty((num_slots, max_model_len), np.int32)  # [S, P + G], of rows with penalties only
+        self.biased_ids = np.empty((num_slots, MAX_LOGIT_BIAS), np.int32)
+        self.bias = np.empty((num_slots, MAX_LOGIT_BIAS), np.float32)
+        self.thinking = ThinkingTable(num_slots)
+        self.limits = TokenLimits(num_slots, vocab_size)
+        # when to end
+        self.limit = np.zeros(num_slots, np.int32)  # generated tokens
+        self.min_tokens = np.zeros(num_slots, np.int32)
+        self.ignores_eos = np.zeros(num_slots, np.bool_)
+        self._end_ids = np.full((num_slots, len(self.eos) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)  # EOS first
+        self._end_ids[:, : len(self.eos)] = self.eos
+        self._num_end_ids = len(self.eos)  # columns in use by any row
+        self._may_end = np.zeros(vocab_size, np.bool_)  # [V] ids that end some row, now or once; most steps have none
+        self._may_end[self.eos] = True
+
+    def start(self, started: Started) -> None:
+        """A sequence takes a slot, new or back from a preemption; what was there is forgotten."""
+        slot, params = started.slot, started.params
+        self.sequence_ids[slot] = started.sequence_id
+        self.num_prompt[slot] = started.num_prompt
+        self.num_generated[slot] = len(started.token_ids) - started.num_prompt
+        self.temperature[slot] = max(params.temperature, MIN_TEMPERATURE)
+        self.top_k[slot] = max(params.top_k, 0)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.is_random[slot] = not params.is_greedy
+        self.is_truncated[slot] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self.seeds[slot] = started.seed & (2**64 - 1)
+        self.num_logprobs[slot] = params.logprobs or 0
+        self._start_edits(started)
+        self._start_ends(started)
+        is_edited = (
+            self.limits.start(started) or self.is_penalised[slot] or self.num_biased[slot] > 0 or params.min_tokens > 0
+        )
+        self.needs[slot] = (
+            EDITS * is_edited
+            + RANDOM * (not params.is_greedy)
+            + LOGPROBS * (params.logprobs is not None)
+            + GRAMMAR * (params.structured_outputs is not None)
+            + THINKING * self._start_thinking(started)
+        )
+        if started.pooling is not None:
+            self.needs[slot] = POOLED
+
+    def _start_thinking(self, started: Started) -> bool:
+        budget = started.params.thinking_budget
+        if budget is None:
+            return False
+        return self.thinking.start(started.slot, budget, started.token_ids[started.num_prompt :])
+
+    def _start_edits(self, started: Started) -> None:
+        slot, params = started.slot, started.params
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.is_penalised[slot] = (
+            params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        )
+        if self.is_penalised[slot]:
+            self.tokens[slot, : len(started.token_ids)] = started.token_ids
+        ids = self._known(params.logit_bias)
+        self.num_biased[slot] = len(ids)
+        self.biased_ids[slot, : len(ids)] = ids
+        self.bias[slot, : len(ids)] = [params.logit_bias[token_id] for token_id in ids.tolist()]
+
+    def _start_ends(self, started: Started) -> None:
+        slot, params = started.slot, started.params
+        room = self.max_model_len - started.num_prompt
+        self.limit[slot] = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.min_tokens[slot] = min(params.min_tokens, self.max_model_len)
+        self.ignores_eos[slot] = params.ignore_eos
+        num_eos, stop_ids = len(self.eos), self._known(params.stop_token_ids)
+        self._end_ids[slot, num_eos:] = NO_TOKEN
+        self._end_ids[slot, num_eos : num_eos + len(stop_ids)] = stop_ids
+        self._num_end_ids = max(self._num_end_ids, num_eos + len(stop_ids))
+        self._may_end[stop_ids] = True
+
+    def _known(self, token_ids: Collection[int]) -> Ints:
+        return np.array([token_id for token_id in token_ids if 0 <= token_id < self.vocab_size], np.int32)
+
+    def end_ids(self, slot: int) -> Ints:
+        """EOS and stop token ids of a slot, which it may not choose before `min_tokens`."""
+        ids = self._end_ids[slot]
+        known: Ints = ids[ids != NO_TOKEN]
+        return known
+
+    def forbidden(self, slots: Indices) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """EOS and stop token ids of the rows that have not reached `min_tokens`: (index into `slots`, id)."""
+        early = np.flatnonzero(self.num_generated[slots] < self.min_tokens[slots])
+        ids = self._end_ids[slots[early], : self._num_end_ids].astype(np.int64)
+        at, column = np.nonzero(ids != NO_TOKEN)
+        return early[at], ids[at, column]
+
+    def steer(self, slots: Indices, rows: NDArray[np.intp], token_ids: NDArray[np.int64]) -> None:
+        """Puts into `token_ids` what the thinking budgets of `rows` of it force. A row whose thoughts are over needs
+        this no more."""
+        token_ids[rows], is_over = self.thinking.steer(slots[rows], token_ids[rows])
+        self.needs[slots[rows[is_over]]] &= ~np.uint8(THINKING)
+
+    def settle(
+        self, slots: Indices, place: Indices, token_ids: Indices, is_broken: Bools, over: Indices = NO_INDICES
+    ) -> NDArray[np.int8]:
+        """Notes one new token for each of `slots`, none of which is finished; `place` is their `num_generated` until
+        now, and one more for each time that a slot was named before. Returns their `FinishReason`.
+
+        A row whose logits held no number ends with ERROR. The rows `over` end with STOP, whatever their token. EOS or a
+        stop token id ends a row with STOP, also where it reaches its limit at the same token; else the limit ends it
+        with LENGTH.
+        """
+        num_generated = place + 1
+        self.num_generated[slots] = num_generated
+        is_penalised = self.is_penalised[slots]
+        if num_true(is_penalised):
+            at = slots[is_penalised]
+            self.tokens[at, self.num_prompt[at] + place[is_penalised]] = token_ids[is_penalised]
+        finishes = np.zeros(len(slots), np.int8)
+        is_at_limit = num_generated >= self.limit[slots]
+        may_end = self._may_end[token_ids]
+        if len(over) or num_true(is_at_limit) or num_true(may_end) or num_true(is_broken):
+            finishes[is_at_limit] = FinishReason.LENGTH
+            finishes[self._ends(slots, token_ids)] = FinishReason.STOP
+            finishes[over] = FinishReason.STOP
+            finishes[is_broken] = FinishReason.ERROR
+            self.needs[slots[finishes != FinishReason.NONE]] |= ENDED
+        return finishes
+
+    def _ends(self, slots: Indices, token_ids: Indices) -> Bools:
+        matches = self._end_ids[:, : self._num_end_ids][slots] == token_ids[:, None]
+        matches[:, : len(self.eos)] &= ~self.ignores_eos[slots, None]
+        is_end: Bools = matches.any(1)
+        return is_end

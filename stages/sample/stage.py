@@ -1,0 +1,209 @@
+"""The sample stage: has each step's tokens chosen on the device, tells schedule the outcome and detokenize the tokens.
+
+Knows which steps are void. Refuses to know how tokens are chosen: that is the sampler's, on the device thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...runtime.stage import Context, Crash, Outlet, Stage
+from ...runtime.trace.tracer import EventKind
+from ..array_checks import num_true
+from ..device.device import MOST_IN_FLIGHT, SAMPLE, Choose, Device, fail
+from ..messages import FinishReason, StepDone, StepGrant, StepLogits, StepTokens, StepVoid
+from .prefill_progress import PromptWatch
+from .step_pace import StepPace
+
+STEP_DONE = int(EventKind.STEP_DONE)
+
+
+class Sample(Stage[StepLogits, StepTokens]):
+    """Every `StepLogits` becomes exactly one `StepDone` or `StepVoid` on `feedback`, in order, whatever fails: the step
+    loop's credits depend on it. It is sent when the device is done with the step, or does nothing of a later one before
+    it is, so blocks may be reused then.
+
+    On a late device a step is submitted when it arrives, whatever is in flight, so that the device need not hear from
+    here between two steps; each waits for its end in a task of its own, and for its turn to be answered. A device that
+    computes by its own thread gains nothing by that, and steps come in batches, one at a time: that takes less time.
+
+    A step that is done also becomes a `StepTokens` on `out`, unless that would say nothing. After a void, steps of the
+    same or an older generation are void too.
+    """
+
+    outputs: ClassVar = {"out": StepTokens, "feedback": StepDone | StepVoid}
+    on_crash: ClassVar[Crash] = Crash.RECOVER
+
+    def __init__(self, sampler: Choose, device: Device) -> None:
+        self.sampler = sampler
+        self.device = device
+        self._watch = PromptWatch()
+        self._pace = StepPace()
+        self._in_hand: dict[int, StepLogits] = {}  # by step: arrived and not answered
+        self._batch: Sequence[StepLogits] = ()  # the last that came, whose time is expected as a whole
+        self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not answered
+        self._turns: dict[int, asyncio.Future[None]] = {}  # by step: waits until those before it are answered
+        self._next: int | None = None  # step to be answered; None: none has arrived
+        self._last_told = -1  # step
+        self._void_generation = -1
+        self._context: Context | None = None
+        self._began_s = 0.0  # when the device could begin with the step that is answered next
+
+    @property
+    def concurrency(self) -> int | None:
+        """As many steps as may ever be in flight, on a late device."""
+        return MOST_IN_FLIGHT if self.device.is_late else None
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+        self.device.join(context, SAMPLE)
+
+    async def handle(self, batch: Sequence[StepLogits], out: Outlet[StepTokens]) -> None:
+        self._batch = batch
+        for item in batch:
+            self._take(item)
+            self.sampler.prepare(item.grant.started)
+            self._submit(item.grant, self.sampler.sample)
+        for item in batch:
+            await self._answer(item.grant, out)
+
+    async def recover(self, batch: Sequence[StepLogits], error: BaseException, out: Outlet[StepTokens]) -> None:
+        """The steps that were not answered are void; the device thread must not wait for them."""
+        for item in batch:
+            step = item.grant.step
+            if step > self._last_told:
+                self._take(item)
+                if step not in self._results:
+                    self._submit(item.grant, partial(fail, error))
+                await self._answer(item.grant, out, crash=error)
+            elif step == self._next:
+                await out.flush()
+                self._pass_turn(step)
+
+    @property
+    def expected_s(self) -> float:
+        items = {item.grant.step: item for item in self._batch} | self._in_hand
+        return sum(self._pace.expect_s(item.grant.num_computed) for item in items.values())
+
+    @property
+    def waits_for(self) -> str | None:
+        """Execute, while the forward pass is what takes the time."""
+        return "execute" if self._in_hand and self.device.is_forwarding(min(self._in_hand)) else None
+
+    def _take(self, item: StepLogits) -> None:
+        assert self._context is not None
+        if self._next is None:
+            self._next = self.device.first_step
+        if not self._in_hand:
+            self._began_s = max(self._began_s, self._context.env.now())
+        self._in_hand[item.grant.step] = item
+
+    def _submit(self, grant: StepGrant, sample: Callable[[StepGrant, Any], StepTokens]) -> None:
+        self._results[grant.step] = self.device.sample(grant, sample)
+
+    async def _answer(self, grant: StepGrant, out: Outlet[StepTokens], crash: BaseException | None = None) -> None:
+        """Waits for the device and for the step's turn, and tells what became of it; with a `crash` it is void in any
+        case."""
+        if grant.step != self._next:
+            await self._turn(grant.step)
+        tokens, error = None, crash
+        try:
+            tokens = await self._results[grant.step]
+        except Exception as failure:  # whatever the device raised: it belongs to this step, not to this stage
+            error = crash or failure
+        self._watch.take_note(grant)
+        if tokens is None or error is not None or grant.generation <= self._void_generation:
+            self._tell_void(grant, error, out)
+        else:
+            self._tell_done(grant, tokens, out)
+        await out.flush()
+        self._pass_turn(grant.step)
+
+    async def _turn(self, step: int) -> None:
+        """Returns when all steps before this one are answered."""
+        self._turns[step] = asyncio.get_running_loop().create_future()
+        await self._turns[step]
+
+    def _pass_turn(self, step: int) -> None:
+        del self._in_hand[step], self._results[step]
+        self._next = step + 1
+        turn = self._turns.pop(step + 1, None)
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+
+    def _tell_void(self, grant: StepGrant, error: BaseException | None, out: Outlet[StepTokens]) -> None:
+        has_fallen = grant.generation <= self._void_generation
+        self._void_generation = max(self._void_generation, grant.generation)
+        out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
+        self._last_told = grant.step
+        self._step_s()  # its time is no other step's
+        self._trace_void(grant, error)
+
+    def _tell_done(self, grant: StepGrant, tokens: StepTokens, out: Outlet[StepTokens]) -> None:
+        began_s, step_s = self._began_s, self._step_s()
+        done = _done(grant, tokens, int(step_s * 1e6))
+        out.send(done, port="feedback")  # first: the next step waits for it
+        self._last_told = grant.step
+        progress = self._watch.done(grant)
+        if tokens.started or progress:
+            tokens = replace(tokens, began_s=began_s, progress=progress)
+        self._note_done(grant, done, step_s)
+        if len(tokens.slots) or tokens.started or tokens.prompt_logprobs or tokens.pooled or progress:
+            out.send(tokens)
+
+    def _step_s(self) -> float:
+        """How long the step took that is done now."""
+        assert self._context is not None
+        began_s, self._began_s = self._began_s, self._context.env.now()
+        return self._began_s - began_s
+
+    def _note_done(self, grant: StepGrant, done: StepDone, step_s: float) -> None:
+        """Tells the trace, and the pace of steps, how long this one took."""
+        assert self._context is not None
+        tracer = self._context.tracer
+        self._pace.note(grant.num_computed, step_s)
+        if tracer.enabled:
+            num_finished = num_true(done.is_finished)
+            tracer.bind()(STEP_DONE, self._context.source, done.step, len(done.slots), num_finished, done.took_us)
+
+    def _trace_void(self, grant: StepGrant, error: BaseException | None) -> None:
+        assert self._context is not None
+        tracer, source = self._context.tracer, self._context.source
+        reason = tracer.source(type(error).__name__)
+        tracer.emit(EventKind.STEP_VOID, source, grant.step, len(grant.slots), reason)
+
+
+def _done(grant: StepGrant, tokens: StepTokens, took_us: int) -> StepDone:
+    if tokens.pooled:
+        tokens = _with_rows_of_pooled(tokens)
+    return StepDone(
+        step=tokens.step,
+        slots=tokens.slots,
+        sequence_ids=tokens.sequence_ids,
+        places=tokens.places,
+        token_ids=tokens.token_ids,
+        is_finished=tokens.finishes.astype(np.bool_),
+        most_tokens=1 if grant.drafts is None else 1 + int(grant.drafts.counts.max()),
+        took_us=took_us,
+    )
+
+
+def _with_rows_of_pooled(tokens: StepTokens) -> StepTokens:
+    """For the books, a pooled sequence ends like any other: with a token, whose id means nothing."""
+    slots = np.array([*tokens.pooled], np.intp)
+    nothing = np.zeros(len(slots), np.intp)
+    ids = [pooled.sequence_id for pooled in tokens.pooled.values()]
+    return replace(
+        tokens,
+        slots=np.concatenate([tokens.slots, slots]),
+        sequence_ids=np.concatenate([tokens.sequence_ids, np.array(ids, np.int64)]),
+        places=np.concatenate([tokens.places, nothing]),
+        token_ids=np.concatenate([tokens.token_ids, nothing]),
+        finishes=np.concatenate([tokens.finishes, np.full(len(slots), FinishReason.STOP, np.int8)]),
+    )

@@ -1,0 +1,81 @@
+"""Which tokens a row may choose from at all: `allowed_token_ids` and `bad_words`. Slot by slot, on the device thread.
+
+Only rows that asked are looked at, one by one: few do. Knows ids; refuses to know text (tokenize makes ids of words).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..device.arrays import Array
+from ..messages import Indices, Started
+
+Longs = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Limit:
+    """What one row may not choose."""
+
+    allowed: Longs | None  # nothing but these; None: anything
+    bad_words: Sequence[tuple[int, ...]]  # runs of tokens that may not become whole in the answer
+    newest: list[int]  # the answer's last tokens, as many as the longest of them has, less one
+
+    def forbidden(self) -> list[int]:
+        """The tokens that would make a bad word whole now."""
+        return [word[-1] for word in self.bad_words if self._ends_with(word[:-1])]
+
+    def _ends_with(self, begin: tuple[int, ...]) -> bool:
+        return not begin or tuple(self.newest[-len(begin) :]) == begin
+
+
+class TokenLimits:
+    """The limits of the running sequences. `is_limited` [S] says whose slots have some."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self.is_limited = np.zeros(num_slots, np.bool_)
+        self._vocab_size = vocab_size
+        self._limits: dict[int, _Limit] = {}
+        self._has_bad_words = np.zeros(num_slots, np.bool_)
+
+    def start(self, started: Started) -> bool:
+        """A sequence takes a slot; what was there is forgotten. Whether it has limits."""
+        slot, params = started.slot, started.params
+        self._limits.pop(slot, None)
+        has_bad_words = len(params.bad_words_token_ids) > 0
+        self.is_limited[slot] = params.allowed_token_ids is not None or has_bad_words
+        self._has_bad_words[slot] = has_bad_words
+        if self.is_limited[slot]:
+            self._limits[slot] = self._limit(started)
+        return bool(self.is_limited[slot])
+
+    def _limit(self, started: Started) -> _Limit:
+        params, answer = started.params, started.token_ids[started.num_prompt :]
+        bad_words = [word for word in params.bad_words_token_ids if max(word) < self._vocab_size]
+        longest = max(map(len, bad_words), default=1) - 1
+        newest = answer[-longest:].tolist() if longest else []
+        allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
+        return _Limit(allowed, bad_words, newest)
+
+    def apply(self, slots: Indices, logits: Array) -> None:
+        """Takes what they may not choose from the rows of `slots`, in place. `logits` [n, V] f32."""
+        for row in np.flatnonzero(self.is_limited[slots]).tolist():
+            limit = self._limits[int(slots[row])]
+            if limit.allowed is not None:
+                kept = logits[row, limit.allowed]
+                logits[row] = -math.inf
+                logits[row, limit.allowed] = kept
+            if forbidden := limit.forbidden():
+                logits[row, forbidden] = -math.inf
+
+    def note(self, slots: Indices, token_ids: Indices) -> None:
+        """Each of `slots` got a token."""
+        for row in np.flatnonzero(self._has_bad_words[slots]).tolist():
+            limit = self._limits[int(slots[row])]
+            longest = max(map(len, limit.bad_words), default=1) - 1
+            limit.newest = [*limit.newest, int(token_ids[row])][-longest:] if longest else []

@@ -1,0 +1,287 @@
+"""The lives of sequences: how each comes from one state to the next, and what allocate must be told of it.
+
+Plain code behind the schedule stage. Knows states, slots and the line; refuses to know steps in flight, and who should
+come next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..messages import Ints, PlanReport, Started, TokenRequest
+from .policy import Policy
+from .sequence import Sequence, State, WaitingQueue, choice_seed
+from .service_order import Lineup
+from .slot_table import SlotTable
+
+
+@dataclass(slots=True)
+class News:
+    """What allocate hears with the next plan; as in `StepPlan`."""
+
+    started: list[Started] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)  # slots
+    preempted: list[int] = field(default_factory=list)  # slots
+    dropped: list[int] = field(default_factory=list)  # slots
+    discarded: list[int] = field(default_factory=list)  # sequence ids
+    accepted: list[tuple[int, int]] = field(default_factory=list)  # (slot, drafts)
+
+    @property
+    def frees(self) -> bool:
+        """Whether allocate could free something if it knew."""
+        return bool(self.ended or self.preempted or self.dropped or self.discarded)
+
+    def __bool__(self) -> bool:
+        return self.frees or bool(self.started or self.accepted)
+
+
+NO_NEWS = News()  # one for all plans: nobody changes what a plan says
+
+
+class Lives:
+    """Every sequence from its arrival to its end, each in exactly one place."""
+
+    def __init__(self, num_slots: int, policy: Policy) -> None:
+        self.policy = policy
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting = WaitingQueue()
+        self.slots = SlotTable(num_slots)
+        self.news = News()
+        self.num_returning = 0  # preempted, and not back in line yet
+        self.num_swapped = 0  # in line, with blocks on the host
+        self.num_parked = 0
+        self.preemptions: Counter[tuple[str, str]] = Counter()  # (how: swap or recompute, for what: blocks or slot)
+        self.num_recomputed_tokens = 0  # computed once more
+        self._lineup: Lineup | None = None  # None: membership changed
+
+    @property
+    def lineup(self) -> Lineup:
+        """Who is served, in which order."""
+        if self._lineup is None:
+            self._lineup = Lineup.of(self.slots)
+        return self._lineup
+
+    def take_news(self) -> News:
+        """What allocate has not heard of yet; it hears of it now."""
+        if not self.news:
+            return NO_NEWS
+        news, self.news = self.news, News()
+        return news
+
+    # -- coming and going
+
+    def add(self, request: TokenRequest, max_model_len: int) -> None:
+        """A prompt arrived; its choices wait from now on. Adding it twice changes nothing."""
+        params = request.params
+        num_prompt = len(request.token_ids)
+        room = max_model_len - num_prompt
+        answer = room if params.max_tokens is None else min(max(params.max_tokens, 1), room)
+        answer = answer if request.pooling is None else 1
+        for choice in range(params.n):
+            if choice == 1 and (params.prompt_logprobs is not None or params.return_progress):
+                params = replace(params, prompt_logprobs=None, return_progress=False)  # told of the first for all
+            sequence_id = request.first_sequence_id + choice
+            if sequence_id in self.sequences:
+                continue
+            token_ids = request.token_ids
+            if request.generated is not None:
+                if choice not in request.generated:
+                    continue
+                token_ids = np.concatenate([token_ids, request.generated[choice]])
+            sequence = Sequence(
+                sequence_id,
+                request.request_id,
+                token_ids,
+                num_prompt,
+                num_prompt + answer,
+                params,
+                choice_seed(params.seed or 0, choice),
+                request.priority,
+                request.cache_salt,
+                num_prompt - 1 if choice else request.num_expected_cached,  # the first choice computes it for all
+                request.arrival_s,
+                request.pooling,
+            )
+            self.sequences[sequence_id] = sequence
+            self.policy.on_add(sequence)
+            self.waiting.push(sequence, self.policy.rank(sequence))
+
+    def end(self, sequence_id: int) -> None:
+        """A sequence is over, wherever it is: finished, stopped or cancelled. Unknown ids are over already."""
+        sequence = self.sequences.pop(sequence_id, None)
+        if sequence is None:
+            return
+        before = sequence.state
+        self._discard(sequence)
+        sequence.move(State.OVER)
+        self.num_parked -= sequence.is_parked
+        if before in (State.WAITING, State.SWAPPED):
+            self.waiting.remove(sequence)
+        elif before is State.RUNNING:
+            self._leave(sequence)
+            self.news.ended.append(sequence.slot)
+        elif before is State.PREEMPTED:
+            self.num_returning -= 1
+        self.policy.on_end(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """Gives a sequence that was taken from the line a slot."""
+        self.num_swapped -= sequence.state is State.SWAPPED
+        sequence.move(State.RUNNING)
+        sequence.num_starts += 1
+        self.slots.enter(sequence, self.policy.weight(sequence))
+        self.news.started.append(sequence.started())
+        self._lineup = None
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.slots.leave(sequence.slot)
+        self.news.started = [started for started in self.news.started if started.slot != sequence.slot]
+        self.news.accepted = [(slot, count) for slot, count in self.news.accepted if slot != sequence.slot]
+        self._lineup = None
+
+    # -- losing blocks
+
+    def take_slot(self, slot: int, cause: str) -> None:
+        """A running sequence gives its slot to a better one, or its blocks if that is the cause."""
+        self.news.preempted.append(slot)
+        self.note_preempted(slot, cause)
+
+    def note_preempted(self, slot: int, cause: str) -> None:
+        """The sequence in `slot` lost its blocks, for a better one. To be parked costs it nothing."""
+        sequence = self.slots.sequences[slot]
+        if sequence is None or sequence.state is not State.RUNNING:
+            return  # it ended while allocate was taking its blocks
+        sequence.num_preempted += not sequence.is_parked
+        sequence.lost_for = cause
+        sequence.num_lost += int(self.slots.num_computed[slot])
+        self._return(sequence)
+
+    def note_way(self, slot: int, report: PlanReport, *, has_fallen: bool) -> None:
+        """Whether what the preempted sequence of `slot` had is on the host now, or never will be, as the step that
+        copies it has fallen. The slot is nobody else's before the next plan."""
+        sequence = self.slots.sequences[slot]
+        num_swapped = report.swapped.get(slot, 0)
+        if sequence is None:
+            return
+        is_swapped = num_swapped > 0 and sequence.state is State.PREEMPTED and not has_fallen
+        if is_swapped:
+            sequence.num_swapped, sequence.swapped_step = num_swapped, report.step
+        elif num_swapped:
+            self.news.discarded.append(sequence.sequence_id)
+        if sequence.lost_for:
+            self.preemptions["swap" if is_swapped else "recompute", sequence.lost_for] += 1
+            sequence.lost_for = ""
+
+    def take_back(self, slots: Iterable[int], *, tell: bool) -> None:
+        """Sends running sequences back to the line without counting it as their preemption: what their blocks hold is
+        not to be trusted."""
+        for slot in slots:
+            sequence = self.slots.sequences[slot]
+            assert sequence is not None
+            self._return(sequence)
+            if tell:
+                self.news.dropped.append(slot)
+
+    def _return(self, sequence: Sequence) -> None:
+        sequence.move(State.PREEMPTED)
+        sequence.num_expected_cached = 0  # what it had may be gone
+        self.num_returning += 1
+        self._leave(sequence)
+
+    def settle(self, completed_step: int, last_granted: int) -> None:
+        """Frees the slots that no step in flight knows any more; preempted sequences are back in line."""
+        for sequence in self.slots.settle(completed_step, last_granted):
+            self.num_returning -= 1
+            if sequence.is_parked:
+                sequence.move(State.PARKED)
+            else:
+                self._line_up(sequence)
+
+    def _line_up(self, sequence: Sequence) -> None:
+        sequence.move(State.SWAPPED if sequence.num_swapped else State.WAITING)
+        self.num_swapped += sequence.state is State.SWAPPED
+        self.waiting.push(sequence, self.policy.rank(sequence))
+
+    # -- blocks on the host, and tokens computed again
+
+    def note_begun(self, slot: int, num_cached: int) -> None:
+        """So many tokens of a sequence that begins need not be computed."""
+        sequence = self.slots.sequences[slot]
+        if sequence is not None:
+            sequence.num_swapped = 0
+            sequence.num_lost -= min(num_cached, sequence.num_lost)
+
+    def note_computed(self, slots: Iterable[int], num_tokens: Ints) -> None:
+        """Counts what is computed again."""
+        for slot, count in zip(slots, num_tokens.tolist(), strict=True):
+            sequence = self.slots.sequences[slot]
+            if sequence is not None and sequence.num_lost:
+                num_again = min(count, sequence.num_lost)
+                sequence.num_lost -= num_again
+                self.num_recomputed_tokens += num_again
+
+    def give_up_swapped(self, void_step: int) -> None:
+        """What was to be copied to the host in `void_step` or later is not there."""
+        for sequence in self.sequences.values():
+            if sequence.num_swapped and sequence.swapped_step >= void_step:
+                self._discard(sequence)
+                if sequence.state is State.SWAPPED:
+                    sequence.move(State.WAITING)
+
+    def _discard(self, sequence: Sequence) -> None:
+        """What it has on the host is of no use any more."""
+        if sequence.num_swapped:
+            self.news.discarded.append(sequence.sequence_id)
+            sequence.num_swapped = 0
+            self.num_swapped -= sequence.state is State.SWAPPED
+
+    # -- readers that stall
+
+    def park(self, sequence_id: int) -> None:
+        """Its client does not read: it is not served, and the first to give way. Unknown ids are over already."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None or sequence.is_parked:
+            return
+        sequence.is_parked = True
+        self.num_parked += 1
+        if sequence.state is State.RUNNING:
+            self.slots.is_parked[sequence.slot] = True
+            self._lineup = None
+        elif sequence.state in (State.WAITING, State.SWAPPED):
+            self.waiting.remove(sequence)
+            self.num_swapped -= sequence.state is State.SWAPPED
+            sequence.move(State.PARKED)
+
+    def unpark(self, sequence_id: int) -> None:
+        """Its client reads again."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None or not sequence.is_parked:
+            return
+        sequence.is_parked = False
+        self.num_parked -= 1
+        if sequence.state is State.RUNNING:
+            self.slots.is_parked[sequence.slot] = False
+            self._lineup = None
+        elif sequence.state is State.PARKED:
+            self._line_up(sequence)
+
+    def check(self) -> None:
+        """Raises AssertionError unless every sequence is in exactly one place (I10: and none is left at the end)."""
+        in_slots = [s for s in self.slots.sequences if s is not None and s.state is not State.OVER]
+        running = [s for s in in_slots if s.state is State.RUNNING]
+        waiting = list(self.waiting)
+        aside = [s for s in self.sequences.values() if s.state is State.PARKED]
+        assert len(running) == self.slots.num_running, f"{len(running)} run, the table says {self.slots.num_running}"
+        assert len(in_slots) - len(running) == self.num_returning, "the count of those that return is wrong"
+        assert len(waiting) == len(self.waiting), "the line has another length than those in it"
+        num_swapped = sum(s.state is State.SWAPPED for s in waiting)
+        assert num_swapped == self.num_swapped, f"{num_swapped} sequences are swapped, the counter says otherwise"
+        assert all(s.num_swapped > 0 for s in waiting if s.state is State.SWAPPED), "swapped, with nothing on the host"
+        num_parked = sum(s.is_parked for s in self.sequences.values())
+        assert num_parked == self.num_parked, f"{num_parked} sequences are parked, the counter says otherwise"
+        assert {s.sequence_id for s in in_slots}.isdisjoint(s.sequence_id for s in waiting)
+        assert len(in_slots) + len(waiting) + len(aside) == len(self.sequences), "a sequence is in no place, or in two"

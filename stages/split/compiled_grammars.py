@@ -1,0 +1,62 @@
+"""The grammars of the requests under way, compiled once in the engine process: the front has tried them all before."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
+from ...runtime.exit import Outbox
+from ..grammar.compiled import MAX_BYTES, MAX_GRAMMARS, Grammars
+from ..structured_outputs import StructuredOutputs
+
+NUM_BYTES = MAX_BYTES // MAX_GRAMMARS  # of each, as far as is known here: the front has counted them
+
+log = get_logger("millrace.stages")
+
+
+class KeptGrammars:
+    """Has a grammar compiled when the first request with it comes, and kept while one is under way. An answer that
+    begins before that has it compiled for itself."""
+
+    def __init__(self, grammars: Grammars, env: Env) -> None:
+        self._grammars = grammars
+        self._env = env
+        self._live: dict[str, StructuredOutputs] = {}  # by request id
+        self._held: set[str] = set()  # of them, those whose grammar is there
+        self._compiling: dict[StructuredOutputs, asyncio.Task[None]] = {}
+
+    def request_came(self, request_id: str, structured: StructuredOutputs) -> None:
+        """A prompt of that request has arrived."""
+        if request_id in self._live:
+            return
+        self._live[request_id] = structured
+        if self._grammars.use(structured):
+            self._held.add(request_id)
+        elif structured not in self._compiling:
+            task = self._compiling[structured] = asyncio.ensure_future(self._compile(structured))
+            task.add_done_callback(lambda done: self._compiled(structured, done))
+
+    def request_ended(self, outbox: Outbox[object], cause: str, error: BaseException | None) -> None:
+        """A request is over."""
+        structured = self._live.pop(outbox.request_id, None)
+        if structured is not None and outbox.request_id in self._held:
+            self._held.discard(outbox.request_id)
+            self._grammars.release(structured)
+
+    async def aclose(self) -> None:
+        """Waits for nothing more."""
+        for task in list(self._compiling.values()):
+            task.cancel()
+        await asyncio.gather(*self._compiling.values(), return_exceptions=True)
+
+    def _compiled(self, structured: StructuredOutputs, task: asyncio.Task[None]) -> None:
+        self._compiling.pop(structured, None)
+        if not task.cancelled() and (error := task.exception()) is not None:  # each answer will meet it, and say so
+            log.warning("grammar.not_kept", kind=structured.kind, error=type(error).__name__)
+
+    async def _compile(self, structured: StructuredOutputs) -> None:
+        template = await self._env.run_in_thread(self._grammars.compile, structured)
+        if self._grammars.add(structured, template, NUM_BYTES):
+            waiting = [name for name, wanted in self._live.items() if wanted == structured and name not in self._held]
+            self._held.update(name for name in waiting if self._grammars.use(structured))

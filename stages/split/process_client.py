@@ -1,0 +1,169 @@
+"""One engine process, seen from the front: started, asked, and noticed when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...model.errors import ModelError
+from ...runtime.env.log import get_logger
+from ...runtime.fault_injection import Fault
+from ...runtime.processes.child import Child
+from ...runtime.processes.link import InboundChannel, Link, LinkError, OutboundChannel
+from ...runtime.processes.wire import WireError
+from ..errors import ConfigError
+from ..messages import StepTokens, TokenRequest
+from .protocol import CODEC, Ask, NotStarted, Ready, Setup, Stop, Told
+
+MODULE = "millrace.stages.split.engine_process"
+ANSWER_S = 2.0  # that an engine may take to answer a question, before whoever asks goes on with what is known
+DEATH_S = 1.0  # from the end of the link to that of the process
+
+log = get_logger("millrace.stages")
+
+
+class EngineDied(Exception):
+    """The engine process ended by itself; says how."""
+
+
+class EngineClient:
+    """`start` it once; `died` resolves with how it ended, unless `stop` was called."""
+
+    def __init__(
+        self,
+        requests: OutboundChannel[TokenRequest],
+        tokens: InboundChannel[StepTokens],
+        hear: Callable[[Any], None],
+        module: str = MODULE,
+    ) -> None:
+        self._requests = requests
+        self._tokens = tokens
+        self._hear_word = hear
+        self._module = module
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._child: Child | None = None
+        self._link: Link | None = None
+        self._broken: LinkError | None = None
+        self._is_stopping = False
+        self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None before there is one."""
+        return None if self._child is None else self._child.pid
+
+    async def start(self, setup: Setup, files: Sequence[int]) -> Ready:
+        """Returns when its stages run. Raises what its start raised, or `EngineDied`."""
+        self._child = await Child.start(self._module, files, _environment())
+        self._link = Link(self._child.sock, CODEC, self._hear, self._lost)
+        self._link.add_outbound(self._requests)
+        self._link.add_inbound(self._tokens)
+        self._link.start()
+        self._link.post(setup)
+        return await self._started
+
+    def post(self, word: Any) -> None:
+        """Says something; nothing once the engine has gone."""
+        if self._link is not None:
+            try:
+                self._link.post(word)
+            except WireError as error:
+                log.error("link.refused", word=type(word).__name__, reason=str(error))
+
+    async def ask(self, what: str, faults: Sequence[Fault] = (), timeout_s: float = ANSWER_S) -> Any:
+        """Its answer. `EngineDied` when it has gone, `TimeoutError` when it does not answer in time."""
+        if self._link is None or not self._link.is_open:
+            raise EngineDied("the engine process has gone")
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self.post(Ask(number, what, tuple(faults)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._asked[number]
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        if self._child is not None:
+            self._child.kill()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Has it free everything and end; ends it after `timeout_s`. May be called again, and for one that has died."""
+        self._is_stopping = True
+        if self._child is None:
+            return
+        self.post(Stop())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._child.wait()
+        except TimeoutError:
+            log.warning("engine_process.killed", pid=self._child.pid, reason=f"it did not stop within {timeout_s:g} s")
+            self._child.kill()
+            await self._child.wait()
+        if self._link is not None:
+            self._link.close()
+        if self._ending is not None:
+            await self._ending
+        self._give_up("the engine was stopped")
+
+    def _hear(self, word: Any) -> None:
+        match word:
+            case Told():
+                answer = self._asked.get(word.number)
+                if answer is not None and not answer.done():
+                    if word.error is None:
+                        answer.set_result(word.value)
+                    else:
+                        answer.set_exception(EngineDied(word.error))
+            case Ready() if not self._started.done():
+                self._started.set_result(word)
+            case NotStarted() if not self._started.done():
+                kinds = {"ConfigError": ConfigError, "ModelError": ModelError}
+                self._started.set_exception(kinds.get(word.kind, EngineDied)(word.reason))
+            case _:
+                self._hear_word(word)
+
+    def _lost(self, error: LinkError | None) -> None:
+        if error is not None:
+            log.error("link.broken", end="front", reason=str(error))
+        self._broken = error
+        self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        """The link is gone; the process is, or will be."""
+        assert self._child is not None
+        try:
+            async with asyncio.timeout(DEATH_S):
+                how = await self._child.wait()
+        except TimeoutError:
+            self._child.kill()
+            how = await self._child.wait()
+        if self._broken is not None:
+            how = f"a broken link ({self._broken})"
+        self._give_up(how)
+
+    def _give_up(self, how: str) -> None:
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineDied(f"the engine process ended: {how}"))
+        if not self._started.done():
+            self._started.set_exception(EngineDied(f"the engine process ended before it was ready: {how}"))
+        if not self.died.done() and not self._is_stopping:
+            self.died.set_result(how)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, less what is nobody's business but the server's; modules are found where we find them."""
+    secret = ("MILLRACE_API_KEY", "MILLRACE_ADMIN_KEY", "MILLRACE_SSL")
+    told = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
+    ours = [path or os.getcwd() for path in sys.path]
+    told["PYTHONPATH"] = os.pathsep.join(path for path in ours if not path.startswith((sys.prefix, sys.base_prefix)))
+    return told

@@ -1,0 +1,299 @@
+"""The engine process's books as observers in the front see them: with the names that the real ones have.
+
+Filled a few times a second from `Books`, or when somebody asks. Plain data; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...runtime.channel import ChannelStats
+from ...runtime.fault_injection import Faults
+from ...runtime.histogram import STAGE_BOUNDS_US, Histogram
+from ...runtime.stage import Stage
+from ...runtime.stage_runner import StageTimes
+from ..allocate.stage import STEP_TOKENS
+from ..backends.cuda.idle_time import BOUNDS_US
+from ..config import EngineConfig
+from ..outputs import ModelInfo
+from ..schedule.sequence import State
+from .protocol import BlockBooks, Books, EdgeBooks, PoolBooks, StageBooks
+from .status import STATES
+
+
+class MirrorChannel:
+    """A channel of the engine process. It has no items here."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.num_waiting = 0
+        self.num_promised = 0
+        self.waiting_since = math.inf
+        self.is_closed = False
+        self._stats = ChannelStats(capacity, 0, 0, 0, 0, 0.0, 0.0)
+
+    def update(self, books: EdgeBooks) -> None:
+        self._stats, self.num_waiting, self.waiting_since = books.stats, books.num_waiting, books.waiting_since
+
+    def __len__(self) -> int:
+        return self._stats.depth
+
+    def __bool__(self) -> bool:
+        return True
+
+    def stats(self) -> ChannelStats:
+        return self._stats
+
+    def peek(self, most: int) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        """It is the engine's to close."""
+
+
+class MirrorStage(Stage[Any, Any]):
+    """A stage of the engine process, as far as who looks for stalls asks."""
+
+    def __init__(self, of: type[Stage[Any, Any]]) -> None:
+        self.inputs, self.outputs = of.inputs, of.outputs  # type: ignore[misc]
+        self.books: StageBooks | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.books is not None and self.books.has_work
+
+    @property
+    def expected_s(self) -> float:
+        return 0.0 if self.books is None else self.books.expected_s
+
+    @property
+    def waits_for(self) -> str | None:
+        return None if self.books is None else self.books.waits_for
+
+    def wants(self, port: str) -> bool:
+        return self.books is None or port in self.books.wants
+
+
+class MirrorRunner:
+    """What runs a stage in the engine process."""
+
+    def __init__(self, name: str, stage: MirrorStage, inputs: Mapping[str, Any], now_s: float) -> None:
+        self.name = name
+        self.stage = stage
+        self.inputs = dict(inputs)
+        self.outputs: dict[str, Any] = {}
+        self.times = StageTimes()
+        self.wait_us, self.service_us = Histogram(STAGE_BOUNDS_US), Histogram(STAGE_BOUNDS_US)
+        self.num_restarts = self.num_dropped = 0
+        self.is_busy = False
+        self.last_progress_s = self.busy_since_s = now_s
+        self.blocked_on: Any = None
+        self.blocked_since_s = 0.0
+        self.unwanted_ports: set[str] = set()
+        self.faults: Faults | None = None
+
+    def update(self, books: StageBooks, channels: Mapping[str, Any]) -> None:
+        self.stage.books = books
+        self.times = StageTimes(books.idle, books.busy, books.blocked)
+        _fill(self.wait_us, books.wait_us)
+        _fill(self.service_us, books.service_us)
+        self.num_restarts, self.num_dropped, self.is_busy = books.num_restarts, books.num_dropped, books.is_busy
+        self.last_progress_s, self.busy_since_s = books.last_progress_s, books.busy_since_s
+        self.blocked_on = None if books.blocked_on is None else channels.get(books.blocked_on)
+        self.blocked_since_s = books.blocked_since_s
+        self.unwanted_ports = set(books.unwanted_ports)
+
+    def request_ended(self, request_id: str) -> None:
+        """The engine is told by itself."""
+
+
+def _fill(histogram: Histogram, counts: Sequence[int]) -> None:
+    *histogram.counts, histogram.total = counts
+
+
+@dataclass(slots=True, eq=False)
+class SequenceView:
+    """A sequence as schedule knows it."""
+
+    sequence_id: int
+    request_id: str
+    state: State
+    slot: int
+    num_prompt: int
+    limit: int
+    num_preempted: int
+    is_parked: bool
+
+
+@dataclass(eq=False)
+class SlotsView:
+    """Who runs where."""
+
+    num_generated: Any  # [S]
+    sequences: list[SequenceView | None]
+
+    def running(self) -> Any:
+        return np.array([slot for slot, one in enumerate(self.sequences) if one is not None], np.intp)
+
+
+@dataclass(eq=False)
+class SpeculationView:
+    """What became of drafts."""
+
+    num_tokens: int
+    num_drafting: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_at: Sequence[int] = ()
+
+
+@dataclass(eq=False)
+class LimitsView:
+    max_num_seqs: int
+
+
+class SchedulerView:
+    """The books of schedule."""
+
+    num_running = num_waiting = num_swapped = num_parked = num_recomputed_tokens = num_preemptions = 0
+    admission_blocked_reason = ""
+    last_granted = completed_step = -1
+
+    def __init__(self, config: EngineConfig, request_id: Callable[[int], str | None], num_drafts: int) -> None:
+        self.limits = LimitsView(config.max_num_seqs)
+        self.step_token_budget = config.max_num_batched_tokens or 0
+        self.preemptions: Counter[tuple[str, str]] = Counter()
+        self.speculation = SpeculationView(config.num_speculative_tokens if num_drafts else 0)
+        self.speculation.num_accepted_at = [0] * self.speculation.num_tokens
+        self._request_id = request_id
+        self._columns: Sequence[Any] = ()
+        self._num_generated = np.zeros(config.max_num_seqs, np.intp)
+
+    def update(self, books: Books) -> None:
+        for name, value in books.figures.items():
+            setattr(self, name, value)
+        self.preemptions, self.speculation = Counter(books.preemptions), SpeculationView(**books.drafts)
+        self._columns, self._num_generated = books.sequences, books.num_generated
+        for name in ("sequences", "slots"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def sequences(self) -> dict[int, SequenceView]:
+        """All that are not over, by id. Made when somebody looks."""
+        rows = zip(*(column.tolist() for column in self._columns), strict=True)
+        return {one: SequenceView(one, self._request_id(one) or "", STATES[state], *rest) for one, state, *rest in rows}
+
+    @cached_property
+    def slots(self) -> SlotsView:
+        holders: list[SequenceView | None] = [None] * len(self._num_generated)
+        for one in self.sequences.values():
+            if one.state is State.RUNNING:
+                holders[one.slot] = one
+        return SlotsView(self._num_generated, holders)
+
+
+class PoolView:
+    """The books of one memory's blocks."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = self.num_free = num_blocks
+        self.num_in_use = self.num_shared = self.num_cached = self.num_quarantined = 0
+        self.state = np.zeros(num_blocks, np.int8)  # [N] when they were last asked for, as the next
+        self.num_tables = np.zeros(num_blocks, np.int32)
+
+    def update(self, books: PoolBooks, blocks: BlockBooks | None) -> None:
+        self.num_blocks, self.num_free, self.num_in_use = books.num_blocks, books.num_free, books.num_in_use
+        self.num_shared, self.num_cached = books.num_shared, books.num_cached
+        self.num_quarantined = books.num_quarantined
+        if blocks is not None:
+            self.state, self.num_tables = blocks.state, blocks.num_tables
+
+
+class TablesView:
+    """Where the running sequences' keys and values lie."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_blocks = np.zeros(num_slots, np.int32)  # [S]
+        self.blocks = np.zeros((num_slots, 0), np.int32)  # [S, M] when they were last asked for
+        self.waste = 0.0
+
+    def update(self, books: Books) -> None:
+        self.num_blocks, self.waste = books.num_held, books.waste
+        counts = books.num_held
+        if books.blocks is not None:
+            self.blocks = np.zeros((len(counts), int(counts.max(initial=0))), np.int32)
+            self.blocks[np.arange(self.blocks.shape[1]) < counts[:, None]] = books.blocks.table_blocks
+        elif (widest := int(counts.max(initial=0))) > self.blocks.shape[1]:
+            self.blocks = np.pad(self.blocks, ((0, 0), (0, widest - self.blocks.shape[1])))
+
+
+@dataclass(eq=False)
+class CacheView:
+    """What was looked for in the prefix cache, and found; in tokens."""
+
+    num_queries: int = 0
+    num_hits: int = 0
+    num_host_hits: int = 0
+
+
+@dataclass(eq=False)
+class HostView:
+    """What is on the host."""
+
+    pool: PoolView
+    num_full: int = 0
+    num_dear: int = 0
+
+
+@dataclass(eq=False)
+class Mirror:
+    """All of them. `update` with each `Books`."""
+
+    config: EngineConfig
+    info: ModelInfo
+    runners: Mapping[str, MirrorRunner]
+    channels: Mapping[str, Any]  # of the whole pipeline, by name
+    request_id: Callable[[int], str | None]
+    cache: CacheView | None = field(init=False)
+    host: HostView | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        info = self.info
+        has_drafts = self.config.speculation != "off"
+        self.scheduler = SchedulerView(self.config, self.request_id, has_drafts)
+        self.pool = PoolView(info.num_blocks, info.block_size)
+        self.tables = TablesView(self.config.max_num_seqs)
+        self.host = HostView(PoolView(info.num_host_blocks, info.block_size)) if info.num_host_blocks else None
+        self.cache = CacheView() if self.config.enable_prefix_caching else None
+        self.step_tokens = Histogram(STEP_TOKENS)
+        self.idle_gaps_us: Histogram | None = None  # until the engine says that it knows them
+
+    def update(self, books: Books) -> None:
+        for stage in books.stages:
+            self.runners[stage.name].update(stage, self.channels)
+        for edge in books.edges:
+            channel = self.channels[edge.name]
+            if isinstance(channel, MirrorChannel):
+                channel.update(edge)
+        self.scheduler.update(books)
+        self.tables.update(books)
+        self.pool.update(books.pool, books.blocks)
+        if self.host is not None and books.host_pool is not None:
+            self.host.pool.update(books.host_pool, None)
+            self.host.num_full, self.host.num_dear = books.swaps_refused
+        if self.cache is not None and books.prefixes is not None:
+            self.cache.num_queries, self.cache.num_hits, self.cache.num_host_hits = books.prefixes
+        _fill(self.step_tokens, books.step_tokens)
+        if books.idle_gaps is not None:
+            self.idle_gaps_us = self.idle_gaps_us or Histogram(BOUNDS_US)
+            _fill(self.idle_gaps_us, books.idle_gaps)

@@ -1,0 +1,428 @@
+"""An engine whose step loop is in a process of its own: nothing that this process does delays a step.
+
+To its callers it is an `Engine`. When the engine process dies, another is started and goes on with every request where
+the first had stopped; no token is sent twice. Knows both processes' lives; refuses to know what they compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from ...model.errors import ModelError
+from ...runtime.env import log as logs
+from ...runtime.env.log import get_logger
+from ...runtime.fault_injection import Fault
+from ...runtime.health.stalls import find_stall
+from ...runtime.histogram import Histogram
+from ...runtime.phases import Phases
+from ...runtime.pipeline import Health, NotServing, Pipeline
+from ...runtime.processes.child import shared_file
+from ...runtime.processes.wire import WireError
+from ...runtime.stage import Stage
+from ...runtime.trace.tracer import ring_bytes
+from ...runtime.wakeups import Bell
+from ..allocate.block_pool import BlockPool, BlockTables
+from ..allocate.host_tier import HostTier
+from ..allocate.prefix_cache import PrefixCache
+from ..config import EngineConfig
+from ..engine.engine import Engine
+from ..engine.wiring import LoadedText, TextParts
+from ..errors import ConfigError, Failed
+from ..exit.outboxes import RequestOutbox
+from ..grammar.compiled import Grammars
+from ..messages import TokenRequest
+from ..outputs import ModelInfo
+from ..schedule.scheduler import Scheduler
+from .front import CORE, FrontParts, TriedGrammars, make_ends, show_the_loop
+from .inflight_requests import LiveTable
+from .process_client import ANSWER_S, MODULE, EngineClient, EngineDied
+from .protocol import (
+    Admitted,
+    Ask,
+    Books,
+    Broken,
+    Causes,
+    Crashed,
+    Gone,
+    Ready,
+    RequestFailed,
+    Served,
+    Setup,
+    engine_side_error,
+)
+from .remote_views import Mirror
+
+NUM_RINGS = 6  # of the trace, for threads of the engine process: loop, device, grammars and the pool's first
+MAX_DEATHS = 5  # of engine processes within DEATHS_S; with one more there is something that restarts do not mend
+DEATHS_S = 120.0
+STEPS_APART = 16  # from the last step that is known of an engine to the first of the next one: more than are in flight
+STOP_S = 10.0  # that an engine may take to free everything
+HANG_S = 30  # without a word of the engine process, though there is work and it is asked each second: it is replaced
+STALL_S = 300.0  # the same where it speaks and nothing moves: it may compute something large on a slow machine
+SUSPECT_S = 2.0  # the same: it is asked where its tasks wait
+REFRESH_S = 0.5  # that whoever looks at books waits for new ones
+OPEN_TO_INSERT = ("intake", "detokenize")  # behind these a stage of a user's is in this process with both neighbours
+
+log = get_logger("millrace.stages")
+
+
+class SplitEngine(Engine):
+    """As `Engine`; its books are read from what the engine process tells a few times a second (`refresh` asks now)."""
+
+    mode = "split"
+    module = MODULE  # that the process runs
+
+    def __init__(self, *args: Any, **overrides: Any) -> None:
+        super().__init__(*args, **overrides)
+        if self._logits_processor is not None:
+            raise ConfigError("mode = split: a logits processor is in the caller's process; use mode = inline")
+        if self._opening is not None:
+            raise ConfigError("mode = split: the engine process opens the model itself; give no opening")
+        self._table = LiveTable()
+        self._requests, self._tokens = make_ends(self._table, self._refused)
+        self._client: EngineClient | None = None
+        self._mirror: Mirror | None = None
+        self._files: list[int] = []
+        self._faults_there: list[Fault] = []
+        self._gone: list[str] = []  # requests that are over, to be told with the next turn
+        self._num_deaths = 0
+        self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._keeper: asyncio.Task[None] | None = None
+        self._away: Health | None = None  # while there is no engine process
+        self._next_look_s = 0.0
+        self._looking: asyncio.Task[None] | None = None
+        self._num_unheard = 0  # looks since the engine process said anything
+
+    # -- stages of your own
+
+    def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None) -> None:
+        """As an engine's, where both neighbours are in this process."""
+        if after.partition(".")[0] not in OPEN_TO_INSERT:
+            behind = " or ".join(OPEN_TO_INSERT)
+            raise ConfigError(
+                f"mode = split: a stage behind {after} would have a neighbour in another process: put it "
+                f"behind {behind}, or use mode = inline"
+            )
+        super().insert(stage, after, name=name)
+
+    def replace(self, name: str, stage: Stage[Any, Any]) -> None:
+        """As an engine's, of the stages in this process."""
+        if name in CORE:
+            raise ConfigError(f"mode = split: {name} is in the engine process; use mode = inline")
+        super().replace(name, stage)
+
+    # -- life
+
+    async def _load(self) -> tuple[Any, Phases]:
+        """The part of the model that knows text here, the rest over there, at once."""
+        phases = Phases(self._env.now)
+        reading = asyncio.ensure_future(self._read_text(phases))
+        starting = asyncio.ensure_future(self._start_process(self.config, 0))
+        try:
+            with_info, ready = await asyncio.gather(reading, starting)
+        except BaseException:
+            for task in (reading, starting):
+                task.cancel()
+            await asyncio.wait([reading, starting])
+            raise
+        phases.seconds.update({f"engine_{name}": seconds for name, seconds in ready.seconds.items()})
+        return with_info(replace(ready.info, startup_s=phases.seconds)), phases
+
+    async def _read_text(self, phases: Phases) -> Callable[[ModelInfo], LoadedText]:
+        from ..loading.model import load_text
+
+        return await self._env.run_in_thread(load_text, self.config, phases)
+
+    async def _start_process(self, config: EngineConfig, first_step: int) -> Ready:
+        if not self._files:
+            self._files = [shared_file(ring_bytes()) for _ in range(NUM_RINGS)]
+        client = self._client = EngineClient(self._requests, self._tokens, self._hear, self.module)
+        ready = await client.start(Setup(config, logs.settings(), first_step), self._files)
+        log.info("engine_process.ready", pid=client.pid)
+        return ready
+
+    def _make_parts(self, loaded: Any) -> TextParts:
+        parts = FrontParts(self.config, loaded, self._grammars(loaded), self._table, self._requests, self._tokens)
+        parts.exit.on_end.append(self._request_ended)
+        return parts
+
+    def _grammars(self, loaded: Any) -> Grammars:
+        from ..loading.model import make_vocabulary
+
+        return TriedGrammars(lambda: make_vocabulary(loaded.tokenizer, loaded.text_table, loaded.info))
+
+    def _record(self, path: Path) -> None:
+        """The engine process does."""
+
+    def _stage_names(self, pipeline: Pipeline) -> list[str]:
+        return [*pipeline.stages, *CORE]
+
+    async def _inject(self, pipeline: Pipeline, faults: Sequence[Fault]) -> None:
+        await super()._inject(pipeline, faults)
+        self._faults_there = [fault for fault in faults if fault.stage in CORE]
+        await self._ask_there("inject", self._faults_there)
+
+    async def _warm_up(self) -> None:
+        parts = self._front()
+        for file in self._files:
+            parts.pipeline.tracer.adopt(mmap.mmap(file, 0))
+        self._mirror = show_the_loop(parts, self.config, self._env.now())
+        parts.pipeline.lane.listen(_OncePerTurn(self._tell_causes))
+        assert parts.pipeline.watch is not None
+        parts.pipeline.watch.on_tick.append(self._look)
+        self._keeper = asyncio.ensure_future(self._keep())
+        await super()._warm_up()
+        await self.refresh()
+
+    async def stop(self, cause: str = "server_shutdown") -> None:
+        """As an engine's, and the engine process ends."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait([keeper])
+        has_started = self._mirror is not None
+        await super().stop(cause)
+        if self._client is not None:
+            if not has_started:
+                self._client.kill()  # it loads, which nobody waits for any more
+            await self._client.stop(STOP_S)
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
+
+    @property
+    def health(self) -> Health:
+        """Also whether there is an engine process."""
+        return self._away if self._away is not None and self._health.is_ready else super().health
+
+    @property
+    def num_deaths(self) -> int:
+        return self._num_deaths
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The engine process, or the last one; None before there was one."""
+        return None if self._client is None else self._client.pid
+
+    # -- when the engine process dies
+
+    async def _keep(self) -> None:
+        """Replaces each engine process that dies, until too many do."""
+        assert self._client is not None
+        while await self._replace_process(await self._client.died):
+            pass
+
+    async def _replace_process(self, how: str) -> bool:
+        """Starts another process, which goes on with what is under way. False if that is given up."""
+        assert self._client is not None
+        self._num_deaths += 1
+        exit = self._front().exit
+        log.error("engine_process.died", pid=self._client.pid, how=how, num_live=len(exit.live))
+        self._away = Health("loading", stage="engine", reason=f"the engine process ended ({how}), another is starting")
+        self._tell_crash("engine", engine_side_error("EngineDied", ()), list(exit.live))
+        began_s = self._env.now()
+        while not await self._start_again():
+            if self._is_worn_out():
+                self._away = Health(
+                    "dead", stage="engine", reason=f"engine processes keep ending, the last one by {how}"
+                )
+                log.error("engine_process.given_up", num_deaths=MAX_DEATHS, within_s=DEATHS_S)
+                for request_id in list(exit.live):
+                    exit.end(request_id, "error", NotServing(self._away))
+                return False
+        resumed, given_up = self._table.after_death(exit.awaits)
+        for request_id in given_up:
+            text = (
+                "the engine process ended twice while it ran this request, which is not tried again; the log has more"
+            )
+            exit.fail(request_id, Failed(text, code="engine_died"))
+        took_s = round(self._env.now() - began_s, 3)
+        log.info("engine_process.replaced", took_s=took_s, num_resumed=len(resumed), num_given_up=len(given_up))
+        self._away = None
+        for request in resumed:
+            if exit.is_live(request.request_id):
+                await self._requests.send(request)
+        exit.park_again()
+        return True
+
+    async def _start_again(self) -> bool:
+        """Whether there is a process now. Steps go on from where the last one can have been, for the trace."""
+        if self._is_worn_out():
+            return False
+        self._deaths_s.append(self._env.now())
+        first_step = max(self._table.last_step, self._seen().scheduler.last_granted) + STEPS_APART
+        try:
+            await self._start_process(replace(self.config, record=None), first_step)  # a recording is of one engine
+            if self._faults_there:
+                await self._ask_there("inject", self._faults_there)
+        except (EngineDied, ConfigError, ModelError, NotServing) as error:
+            log.error("engine_process.not_started", error=type(error).__name__, reason=str(error))
+            if self._client is not None:
+                await self._client.stop(0.0)
+            return False
+        return True
+
+    def _is_worn_out(self) -> bool:
+        return len(self._deaths_s) == MAX_DEATHS and self._env.now() - self._deaths_s[0] < DEATHS_S
+
+    def _look(self, late_s: float) -> None:
+        """A few times a second: whether the engine process lives as it should while there is work for it."""
+        if self._away is not None or self._client is None or not self._front().exit.live:
+            self._num_unheard = 0
+            return
+        now_s = self._env.now()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + 1.0
+        self._num_unheard += 1
+        self._client.post(Ask(-1, "books"))  # whatever it says next will do
+        pipeline = self._front().pipeline
+        if find_stall(pipeline, SUSPECT_S) is None:
+            pipeline.stacks_elsewhere = []
+        elif self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self.refresh(with_stacks=True))  # for who records what led to it
+        stall = find_stall(pipeline, STALL_S)
+        is_stalled = stall is not None and stall.name.partition(".")[0] in CORE
+        if self._num_unheard > HANG_S or is_stalled:
+            reason = f"no word for {HANG_S} s" if stall is None else stall.reason
+            log.error("engine_process.killed", pid=self._client.pid, reason=reason)
+            self._num_unheard = 0
+            self._client.kill()
+
+    # -- to and from the engine process
+
+    def _hear(self, word: Any) -> None:
+        """A word of the engine process."""
+        self._num_unheard = 0
+        parts = self._parts
+        if not isinstance(parts, FrontParts):
+            return  # nobody is there yet, or any more
+        match word:
+            case Books():
+                if self._mirror is not None:
+                    self._mirror.update(word)
+            case Served():
+                for request_id, service_us in word.times_us.items():
+                    parts.exit.note_service(request_id, word.stage, service_us)
+            case Admitted():
+                self._table.admit(word.sequence_ids)
+            case RequestFailed():
+                parts.exit.fail(word.request_id, word.error())
+            case Crashed():
+                self._tell_crash(word.stage, engine_side_error(word.error, word.stack), word.request_ids)
+            case Broken():
+                log.error("engine_process.broken", stage=word.stage, reason=word.error)
+            case _:
+                log.error("link.refused", word=type(word).__name__, reason="none of the engine's words")
+
+    def _tell_crash(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
+        for tell in self._front().pipeline.on_crash:
+            tell(stage, error, request_ids)
+
+    def _tell_causes(self) -> None:
+        """What the control lane says, and who has gone."""
+        if isinstance(self._parts, FrontParts) and self._client is not None:
+            if causes := self._parts.pipeline.lane.take():
+                self._client.post(Causes(causes))
+            gone, self._gone = self._gone, []
+            if gone:
+                self._client.post(Gone(gone))
+
+    def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        if self._table.forget(outbox.request_id):
+            if not self._gone:
+                asyncio.get_running_loop().call_soon(self._tell_causes)
+            self._gone.append(outbox.request_id)
+
+    def _refused(self, request: TokenRequest, error: WireError) -> None:
+        """A request that can not cross."""
+        failed = Failed(f"this request can not be handed to the engine process: {error}")
+        self._front().exit.fail(request.request_id, failed)
+
+    async def _ask_there(self, what: str, faults: Sequence[Fault] = (), timeout_s: float = ANSWER_S) -> Any:
+        if self._client is None:
+            raise NotServing(self.health)
+        try:
+            return await self._client.ask(what, faults, timeout_s)
+        except (EngineDied, TimeoutError):
+            raise NotServing(self.health) from None
+
+    # -- books
+
+    async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
+        with suppress(NotServing):  # then what was told last is what there is
+            await self._ask_there("blocks" if with_blocks else "books", timeout_s=REFRESH_S)
+            if with_stacks:
+                self._front().pipeline.stacks_elsewhere = await self._ask_there("stacks", timeout_s=REFRESH_S)
+
+    async def forget_prefixes(self) -> int:
+        return int(await self._ask_there("forget_prefixes"))
+
+    def reset_prefix_cache(self) -> int:
+        """Not here: the blocks are in another process."""
+        raise RuntimeError("mode = split: await forget_prefixes() instead, as the engine is another process")
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return cast(Scheduler, self._seen().scheduler)
+
+    @property
+    def pool(self) -> BlockPool:
+        return cast(BlockPool, self._seen().pool)
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        return cast("HostTier | None", self._seen().host)
+
+    @property
+    def block_tables(self) -> BlockTables:
+        return cast(BlockTables, self._seen().tables)
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        return cast("PrefixCache | None", self._seen().cache)
+
+    @property
+    def idle_gaps_us(self) -> Histogram | None:
+        return self._seen().idle_gaps_us
+
+    @property
+    def step_tokens(self) -> Histogram:
+        return self._seen().step_tokens
+
+    def _seen(self) -> Mirror:
+        if self._mirror is None or self._parts is None:
+            raise NotServing(self.health)
+        return self._mirror
+
+    def _front(self) -> FrontParts:
+        assert isinstance(self._parts, FrontParts)
+        return self._parts
+
+
+class _OncePerTurn(Bell):
+    """Has `react` called once for all that rings in one turn of the loop."""
+
+    __slots__ = ("_is_due", "_react")
+
+    def __init__(self, react: Callable[[], None]) -> None:
+        super().__init__()
+        self._react = react
+        self._is_due = False
+
+    def ring(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_due = False
+        self._react()

@@ -1,0 +1,456 @@
+"""What every stage promises, checked on a stage of your own: order, cancel, drain, bounded memory, error isolation.
+
+    def test_my_stage_keeps_its_promises():
+        conformance(MyStage, lambda request_id, i: TokenRequest(request_id, ...))
+
+Runs the stage in small pipelines, in virtual time, under many seeded orders of events; needs neither model nor torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Never
+
+from ...runtime.env.log import captured_logs
+from ...runtime.exit import Exit
+from ...runtime.graph import Port
+from ...runtime.pipeline import Pipeline
+from ...runtime.simulation.run import POLICIES, Deadlock, Livelock, SimEnv, SimError, run
+from ...runtime.stage import Context, Outlet, Stage
+
+NUM_ITEMS = 12
+QUIET_S = 3_600.0  # virtual: after this nothing more is coming
+
+MakeItem = Callable[[str, int], Any]
+Scenario = Callable[["_Bench"], Coroutine[Any, Any, None]]
+
+
+class BrokenPromise(AssertionError):
+    """The stage does not do what every stage must; says which promise, and what happened."""
+
+    def __init__(self, promise: str, what: str) -> None:
+        super().__init__(f"{promise}: {what}")
+        self.promise = promise
+
+
+def conformance(
+    make_stage: Callable[[], Stage[Any, Any]],
+    make_item: MakeItem,
+    *,
+    make_poison: Callable[[str, int], Any] | None = None,
+    is_ordered: bool | None = None,
+    capacity: int = 4,
+    seeds: int = 12,
+) -> None:
+    """Raises `BrokenPromise` for the first promise that a stage breaks.
+
+    make_stage    makes a new stage with ports `in` and `out`
+    make_item     (request id, i) to an item it takes, with that `request_id`; items of different i differ. An item with
+                  a `first_sequence_id` has i there, times its number of sequences
+    make_poison   the same, for an item on which the stage fails. By default one that fails whoever looks into it
+    is_ordered    whether items leave in the order in which they came; by default unless `concurrency` is above 1
+    capacity      of the channels around the stage: it may hold so many items at once
+    seeds         runs a promise; each has its own order of events
+
+    The promises. **once**: each item comes out as often as it does alone. **order**. **cancel**: who is cancelled
+    stops, and nobody else does; `CancelledError` passes through. **drain**: with nothing more to come, everything comes
+    out. **bounded memory**: while nothing can leave, the stage takes no more than the channels around it hold. **error
+    isolation**: an item that fails ends its own request, and no other. **clean stop**: no task outlives the stage.
+    """
+    kit = _Kit(make_stage, make_item, make_poison or _Poison, is_ordered, capacity)
+    for i in range(NUM_ITEMS):
+        kit.expected[i] = kit.count_alone(i)
+    for name, scenario in _SCENARIOS.items():
+        for seed in range(seeds):
+            kit.run(name, scenario, seed)
+
+
+# -- what every promise is tested with
+
+
+class _Kit:
+    """What the caller gave, and what is known of the stage."""
+
+    def __init__(
+        self,
+        make_stage: Callable[[], Stage[Any, Any]],
+        make_item: MakeItem,
+        make_poison: MakeItem,
+        is_ordered: bool | None,
+        capacity: int,
+    ) -> None:
+        self.make_stage = make_stage
+        self.make_item = make_item
+        self.make_poison = make_poison
+        self.capacity = capacity
+        self.expected: dict[int, int] = {}  # item -> how often it comes out, replies included
+        at_once = make_stage().concurrency
+        self.is_ordered = (at_once or 1) == 1 if is_ordered is None else is_ordered
+
+    def count_alone(self, i: int) -> int:
+        """How often item i comes out of a new stage that gets nothing else."""
+        counts: list[int] = []
+
+        async def alone(bench: _Bench) -> None:
+            await bench.submit(i)
+            await bench.env.sleep(QUIET_S)
+            bench.require_nothing_failed()
+            counts.append(bench.exit.num_out[i])
+            if not counts[0]:
+                raise BrokenPromise(
+                    "drain", f"item {i}, alone, never came out: fail() or reply() to what you keep, or its client waits"
+                )
+
+        self.run("once", alone, seed=0)
+        return counts[0]
+
+    def run(self, promise: str, scenario: Scenario, seed: int) -> None:
+        """One scenario under one seed."""
+        policy = POLICIES[seed % len(POLICIES)]
+
+        async def main(env: SimEnv) -> None:
+            bench = _Bench(self, env, promise)
+            await bench.pipeline.start()
+            try:
+                await scenario(bench)
+            finally:
+                await bench.stop()
+                await env.sleep(1.0)  # for tasks that were cancelled and not awaited
+
+        try:
+            with captured_logs():
+                result = run(main, seed=seed, policy=policy, thread_delay_s=(0.0, 0.01), max_callbacks=500_000)
+        except BrokenPromise as error:
+            error.add_note(f"seed {seed}, policy {policy}")
+            raise
+        except (Deadlock, Livelock) as error:
+            raise BrokenPromise(promise, f"{error}") from error
+        except SimError as error:
+            raise BrokenPromise("clean stop", f"{error}") from error
+        if result.leaked_tasks:
+            raise BrokenPromise("clean stop", f"tasks outlived the stage: {'; '.join(result.leaked_tasks)}")
+
+
+class _Bench:
+    """One pipeline: a door, the stage under watch, and an exit that counts."""
+
+    def __init__(self, kit: _Kit, env: SimEnv, promise: str) -> None:
+        self.kit = kit
+        self.env = env
+        self.promise = promise
+        self.dice = env.random("conformance")
+        self.exit = _CountingExit(kit.expected)
+        self.watched = _Watched(kit.make_stage(), self.exit)
+        self.pipeline = Pipeline()
+        self.pipeline.use(env)
+        for name, stage in (("door", _Door()), ("stage", self.watched), ("exit", self.exit)):
+            self.pipeline.add(stage, name)
+        self.pipeline.entry = Port("door", "in")
+        self.pipeline.connect("door", "stage", capacity=kit.capacity, reason="as the caller says")
+        self.pipeline.connect("stage", "exit", capacity=kit.capacity, reason="as the caller says")
+
+    async def submit(self, i: int, make: MakeItem | None = None) -> None:
+        """Sends item i in, as the request `request-i`."""
+        item = (make or self.kit.make_item)(f"request-{i}", i)
+        self.exit.note_item(i, item)
+        await self.pipeline.submit(item)
+
+    async def submit_all(self) -> None:
+        for i in range(NUM_ITEMS):
+            await self.submit(i)
+
+    async def stop(self) -> None:
+        """Stops the pipeline; a stage that can not be stopped breaks the promise of cancel."""
+        try:
+            async with asyncio.timeout(QUIET_S):
+                await self.pipeline.stop()
+        except TimeoutError:
+            raise BrokenPromise("cancel", "the stage goes on after it was cancelled") from None
+        if self.watched.has_swallowed:
+            raise BrokenPromise("cancel", "handle swallowed CancelledError, and returned: let it fly")
+
+    async def moment(self) -> None:
+        """Some time, long or short, in which the stage goes on."""
+        if self.dice.random() < 0.5:
+            for _ in range(self.dice.randrange(30)):
+                await asyncio.sleep(0)
+        else:
+            await self.env.sleep(self.dice.choice([0.001, 0.1, 1.0, 10.0]) * self.dice.random())
+
+    # -- what must be true
+
+    def broken(self, what: str) -> BrokenPromise:
+        return BrokenPromise(self.promise, what)
+
+    def require_all_out(self, but: Iterable[int] = ()) -> None:
+        """Every item came out as often as it does alone, and no request failed."""
+        left_out = set(but)
+        self.require_nothing_failed(left_out)
+        for i, expected in self.kit.expected.items():
+            found = self.exit.num_out[i]
+            if i not in left_out and found != expected:
+                raise self.broken(f"item {i} came out {found} times in company, and {expected} times alone")
+
+    def require_nothing_failed(self, but: Iterable[int] = ()) -> None:
+        failed = {i: error for i, error in self.exit.errors.items() if i not in set(but)}
+        if failed:
+            i, error = next(iter(failed.items()))
+            raise self.broken(f"request {i} ended with {error!r}, though its item is sound") from error
+        if self.pipeline.health.state == "dead":
+            raise self.broken(f"the pipeline is dead: {self.pipeline.health.reason}")
+
+    def require_order(self) -> None:
+        order = [i for i in self.exit.first_out if i in self.kit.expected]
+        if self.kit.is_ordered and order != sorted(order):
+            raise self.broken(f"items 0, 1, 2, ... came out as {', '.join(map(str, order))}")
+
+    def require_bound(self) -> None:
+        limit = max(self.kit.capacity, self.watched.concurrency or 1)
+        if self.watched.most_held > limit:
+            raise self.broken(
+                f"the stage held {self.watched.most_held} items at once, and the channel before it holds "
+                f"{self.kit.capacity}: it goes on taking while nothing leaves; send what you took before handle returns"
+            )
+
+
+# -- the promises
+
+
+async def _once(bench: _Bench) -> None:
+    await bench.submit_all()
+    await bench.env.sleep(QUIET_S)
+    bench.require_all_out()
+
+
+async def _order(bench: _Bench) -> None:
+    for i in range(NUM_ITEMS):
+        await bench.submit(i)
+        if bench.dice.random() < 0.3:
+            await bench.moment()
+    await bench.env.sleep(QUIET_S)
+    bench.require_order()
+
+
+async def _cancel(bench: _Bench) -> None:
+    cancelled = bench.dice.sample(range(NUM_ITEMS), 3)
+    feeding = asyncio.create_task(bench.submit_all())
+    for i in cancelled:
+        await bench.moment()
+        bench.pipeline.cancel(f"request-{i}")
+    await feeding
+    await bench.env.sleep(QUIET_S)
+    bench.require_all_out(but=cancelled)
+    for i in cancelled:
+        if bench.exit.num_late[i] and bench.watched.concurrency is not None:
+            raise bench.broken(f"item {i} came out after its request was cancelled: its work was not stopped")
+
+
+async def _stop(bench: _Bench) -> None:
+    feeding = asyncio.create_task(bench.submit_all())
+    await bench.moment()
+    feeding.cancel()
+    await asyncio.wait([feeding])
+    await bench.stop()
+
+
+async def _drain(bench: _Bench) -> None:
+    await bench.submit_all()
+    is_empty = await bench.pipeline.drain(QUIET_S)
+    if not is_empty:
+        left = sorted(request_id for request_id in bench.exit.live)
+        raise bench.broken(f"nothing more comes in, and these never came out: {', '.join(left)}")
+    bench.require_all_out()
+
+
+async def _bounded_memory(bench: _Bench) -> None:
+    bench.exit.gate.clear()
+    feeding = asyncio.create_task(bench.submit_all())
+    await bench.env.sleep(QUIET_S)
+    bench.exit.gate.set()
+    await feeding
+    await bench.env.sleep(QUIET_S)
+    bench.require_bound()
+    bench.require_all_out()
+
+
+async def _error_isolation(bench: _Bench) -> None:
+    poisoned = bench.dice.randrange(NUM_ITEMS)
+    for i in range(NUM_ITEMS):
+        await bench.submit(i, bench.kit.make_poison if i == poisoned else None)
+    await bench.env.sleep(QUIET_S)
+    bench.require_all_out(but=[poisoned])
+    if bench.exit.is_live(f"request-{poisoned}"):
+        raise bench.broken(f"item {poisoned} failed, and its request never ended: its client waits for ever")
+
+
+_SCENARIOS: Mapping[str, Scenario] = {
+    "once": _once,
+    "order": _order,
+    "cancel": _cancel,
+    "clean stop": _stop,
+    "drain": _drain,
+    "bounded memory": _bounded_memory,
+    "error isolation": _error_isolation,
+}
+
+
+# -- parts
+
+
+class _Poison:
+    """An item that fails whoever looks into it."""
+
+    def __init__(self, request_id: str, i: int) -> None:
+        self.request_id = request_id
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"poison: {name} was looked at")
+
+
+class _Door(Stage[Any, Any]):
+    """Lets items in, so that the channel before the stage under test is as small as the caller says."""
+
+    async def handle(self, batch: Sequence[Any], out: Outlet[Any]) -> None:
+        for item in batch:
+            out.send(item)
+
+
+class _Watched(Stage[Any, Any]):
+    """The stage under test, seen from outside."""
+
+    def __init__(self, stage: Stage[Any, Any], exit: _CountingExit) -> None:
+        if set(stage.inputs) != {"in"} or not set(stage.outputs) <= {"out"}:
+            ports = ", ".join([*stage.inputs, *stage.outputs])
+            raise ValueError(f"stage {stage.name} has the ports {ports}: the kit knows stages with in and out")
+        self.stage = stage
+        self.exit = exit
+        self.inputs = {"in": Any}  # type: ignore[misc]
+        self.on_crash = stage.on_crash  # type: ignore[misc]
+        self.has_swallowed = False
+        self.most_held = 0
+        self._held: set[str] = set()  # requests whose item the stage has, and has not let go
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    @property
+    def concurrency(self) -> int | None:
+        return self.stage.concurrency
+
+    async def setup(self, context: Context) -> None:
+        await self.stage.setup(context)
+
+    async def handle(self, batch: Sequence[Any], out: Outlet[Any]) -> None:
+        await self._watch(batch, out, self.stage.handle)
+
+    async def recover(self, batch: Sequence[Any], error: BaseException, out: Outlet[Any]) -> None:
+        await self.stage.recover(batch, error, _WatchedOutlet(out, self))
+
+    async def teardown(self) -> None:
+        await self.stage.teardown()
+
+    async def _watch(self, batch: Sequence[Any], out: Outlet[Any], handle: Callable[..., Any]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
+        self._held = {name for name in self._held if self.exit.is_live(name)} | {item.request_id for item in batch}
+        self.most_held = max(self.most_held, len(self._held))
+        await handle(batch, _WatchedOutlet(out, self))
+        self.has_swallowed |= task.cancelling() > before
+
+    def let_go(self, item: Any) -> None:
+        """`item` has left the stage."""
+        self._held.difference_update((item,) if isinstance(item, str) else self.exit.requests_of(item))
+
+
+class _WatchedOutlet:
+    """The outlet, seen from outside."""
+
+    def __init__(self, out: Outlet[Any], watched: _Watched) -> None:
+        self._out = out
+        self._watched = watched
+
+    def send(self, item: Any, port: str = "out") -> None:
+        self._watched.let_go(item)
+        self._out.send(item, port)
+
+    async def flush(self) -> None:
+        await self._out.flush()
+
+    def fail(self, item: Any, error: BaseException) -> None:
+        self._watched.let_go(item)
+        self._out.fail(item, error)
+
+    def reply(self, item: Any) -> None:
+        self._watched.let_go(item)
+        self._out.reply(item)
+
+
+class _Box:
+    """Nobody reads it."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.error: BaseException | None = None
+
+    def end(self, cause: str, error: BaseException | None) -> None:
+        self.error = error
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        raise NotImplementedError
+
+
+class _CountingExit(Exit[_Box]):
+    """Counts what comes out, and ends a request once it is complete."""
+
+    def __init__(self, expected: Mapping[int, int]) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()  # closed: nothing leaves the stage
+        self.gate.set()
+        self.num_out: Counter[int] = Counter()  # item -> outputs and replies
+        self.num_late: Counter[int] = Counter()  # those after the end of its request
+        self.first_out: list[int] = []  # items, in the order of their first output
+        self.errors: dict[int, BaseException] = {}
+        self.on_end.append(self._note_end)
+        self._expected = expected
+        self._items: dict[str, int] = {}  # request id -> item
+        self._owners: dict[int, str] = {}  # sequence id -> request id
+
+    def make_outbox(self, request: Any) -> _Box:
+        return _Box(request.request_id)
+
+    def note_item(self, i: int, item: Any) -> None:
+        """Item i is about to enter."""
+        self._items[item.request_id] = i
+        first = None if isinstance(item, _Poison) else getattr(item, "first_sequence_id", None)
+        if first is not None:
+            num_choices = getattr(getattr(item, "params", None), "n", 1)
+            count = int(getattr(item, "num_sequences", num_choices))
+            self._owners.update((first + k, item.request_id) for k in range(count))
+
+    def requests_of(self, item: Any) -> Iterable[str]:
+        if hasattr(item, "request_id"):
+            return (item.request_id,)
+        owners = (self._owners.get(int(sequence_id)) for sequence_id in getattr(item, "sequence_ids", ()))
+        return tuple(dict.fromkeys(owner for owner in owners if owner is not None))
+
+    async def handle(self, batch: Sequence[Any], out: Outlet[Never]) -> None:
+        await self.gate.wait()
+        await super().handle(batch, out)
+
+    def deliver(self, item: Any) -> None:
+        for request_id in self.requests_of(item):
+            i = self._items[request_id]
+            self.num_out[i] += 1
+            self.num_late[i] += not self.is_live(request_id)
+            if self.num_out[i] == 1:
+                self.first_out.append(i)
+            if self.num_out[i] >= self._expected.get(i, 1 << 30) or isinstance(item, _Poison):
+                self.end(request_id, "finished")
+
+    def _note_end(self, box: _Box, cause: str, error: BaseException | None) -> None:
+        if error is not None:
+            self.errors[self._items[box.request_id]] = error

@@ -1,0 +1,277 @@
+"""A scripted device that runs late: the script of `device.py`, on streams, through the real step line.
+
+Where `ScriptedModel` computes a step when it is called, this one is launched, copied to and waited for as a GPU is, on
+streams that run as late and in as odd an order as events allow. It keeps token ids where a GPU keeps keys and values,
+reads each history back by the inputs that the step line made of what it was sent, and chooses by what it read. So a
+wait that is missing, or a block that comes back too early, changes an answer, or is seen here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....kernels.layout import step_state
+from ....kernels.layout.step_state import StepBuffers
+from ....runtime.device_streams.simulated import SimStreams
+from ....runtime.env.env import Env
+from ...backends.cuda.async_device import LateDevice
+from ...backends.cuda.cuda_graphs import Batch, Graphs
+from ...backends.cuda.pinned_ring import Pinned
+from ...backends.cuda.step_submission import SPARE_STEPS, Memory, Step, StepLine
+from ...backends.cuda.step_update import Ends, diff_size
+from ...messages import Ints, StepGrant, StepTokens
+from .byte_tokenizer import EOS
+from .device import ScriptedModel
+from .outcomes import Outcomes
+from .script import Hashes, Script, hash_rows
+
+NUM_DIFFS = (1, 2, 3)  # pinned buffers to send diffs from, drawn
+OTHER_KINDS = (0.0, 0.0, 0.2)  # of steps, drawn: sampled in a way that no graph has
+ATTENDED = (0.0, 0.0, 0.0, 0.2)  # of steps, drawn: the host computes them, see `submission.py`
+DIFF_ROOM = (0, 8, 100)  # known tokens and new blocks in one of them, drawn; more of either go in several parts
+
+
+class LateScript(ScriptedModel):
+    """A scripted runner and sampler that submit. `line` is what they submit to.
+
+    For scripts without written answers or periods, and requests without drafts, pooling or scores of their prompts. At
+    most `num_steps` are in flight, of `max_step_tokens` at most. What is late, and whether there are graphs, is drawn
+    from the env's stream "streams"; which steps the host computes from "attended", and which are sampled without a
+    graph from "kinds".
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_model_len: int,
+        script: Script,
+        env: Env,
+        num_host_blocks: int = 0,
+        *,
+        num_steps: int,
+        max_step_tokens: int,
+    ) -> None:
+        super().__init__(num_blocks, block_size, num_slots, max_model_len, script, env, 0.0, num_host_blocks)
+        assert script.answer is None and script.period is None, "the launched script can neither"
+        dice = env.random("streams")
+        self._dice = env.random("attended")
+        self._attended_share = self._dice.choice(ATTENDED)
+        self._kind_dice = env.random("kinds")
+        self._other_share = self._kind_dice.choice(OTHER_KINDS)
+        is_eager = dice.random() < 0.3
+        self.streams = SimStreams(dice, laziness=dice.choice((0.0, 0.5, 0.9)))
+        graphs = Graphs(num_slots, max_step_tokens, is_eager=is_eager)
+        size = max(max_step_tokens, *(batch.num_tokens for batch in graphs.batches), 0)
+        room = dice.choice(DIFF_ROOM)
+        capacity = diff_size(num_slots, num_entries=2 + room, num_tokens=room)
+        memory = Memory(
+            np.zeros(capacity, np.int32),
+            np.zeros((2, num_slots), np.int32),
+            [_pinned(capacity) for _ in range(dice.choice(NUM_DIFFS))],
+            [_pinned(2, num_slots) for _ in range(num_steps + SPARE_STEPS)],
+        )
+        ends = Ends((EOS,), max_model_len)
+        self.work = ScriptWork(self, memory, self._cache, self._host, max_model_len, num_slots, size)
+        self.line = StepLine(
+            self.streams, memory, self.work, graphs, ends, ScriptedOutcomes(num_slots, ends, self.is_fault)
+        )
+        if not is_eager:
+            self.line.capture(env.now)
+
+    def forward(self, grant: StepGrant) -> Any:
+        """Submits the first half. The step is on its way when a fault strikes: what fails must not be told before."""
+        self._check_stream(grant)
+        is_attended = len(grant.slots) > 0 and self._dice.random() < self._attended_share
+        kind = int(self._kind_dice.random() < self._other_share)
+        step = self._attend(grant) if is_attended else self.line.forward(grant, kind)
+        for copy in grant.copies:
+            if self.is_fault("device.copy"):
+                raise MemoryError(f"the scripted device stopped behind copies {copy.direction.name}")
+        if self.is_fault("device.out_of_memory"):
+            raise MemoryError("the scripted device is out of memory")
+        self.num_steps += 1
+        self.max_batched_tokens = max(self.max_batched_tokens, grant.num_computed)
+        return step
+
+    def sample(self, grant: StepGrant, logits: Any) -> Any:
+        """Submits the second half."""
+        self._check_stream(grant)
+        if logits.logits is None:
+            return self.line.sample(grant, logits)
+        self.work.sample(logits.logits, 0)
+        told = self.work.told[:, : grant.num_sampled].copy()
+        return self.line.attended(logits, self.line.outcomes.settle(grant, told))
+
+    def _check_stream(self, grant: StepGrant) -> None:
+        """A real model fills tables and computes attended steps past the streams: by the one that its thread uses."""
+        if self.streams.used != "compute":
+            self.violations.append(f"step {grant.step} comes from a thread that uses stream {self.streams.used}")
+
+    def _attend(self, grant: StepGrant) -> Step:
+        """Computes the first half, at once: whatever is still under way then shows."""
+        step = self.line.attend(grant)
+        batch = Batch(len(grant.slots), grant.num_computed, bool((grant.num_tokens == 1).all()))
+        self.work.make_inputs(batch)
+        self.work.forward(batch)
+        step.logits = batch
+        return step
+
+    def tell(self, grant: StepGrant, tokens: StepTokens) -> StepTokens:
+        """What the step line tells, with log-probabilities for those who asked: made up."""
+        for started in grant.started:
+            self._params[started.slot] = started.params
+            self._has_extras[started.slot] = started.params.logprobs is not None
+        return replace(tokens, logprobs=self._logprobs(tokens.slots, tokens.token_ids))
+
+
+class ScriptedOutcomes(Outcomes):
+    """Books of a host that may fail to take note of a step: the fault point `device.settle`."""
+
+    def __init__(self, num_slots: int, ends: Ends, is_fault: Callable[[str], bool]) -> None:
+        super().__init__(num_slots, ends)
+        self._is_fault = is_fault
+
+    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+        if self._is_fault("device.settle"):
+            raise ArithmeticError(f"the host could not make out what step {grant.step} came to")
+        return super().settle(grant, told, scores)
+
+
+class ScriptWork:
+    """What a step line launches: the device's side. `model` has the script, and is told of violations."""
+
+    def __init__(
+        self,
+        model: LateScript,
+        memory: Memory,
+        cache: Ints,
+        host: Ints,
+        max_model_len: int,
+        num_slots: int,
+        max_step_tokens: int,
+    ) -> None:
+        self._model, self._memory, self._cache, self._host = model, memory, cache, host  # [N, B], [H, B] token ids
+        self._block_size = cache.shape[1]
+        self.slots = step_state.make_slots(np.zeros, num_slots, max_model_len, self._block_size)
+        self._inputs = step_state.make_buffers(np.zeros, num_slots, max_step_tokens, self.slots.tables.shape[1])
+        self._read: Hashes = np.zeros(num_slots, np.uint64)  # by each sampled row: the logits, so to say
+        self._wanted: Hashes = np.zeros(num_slots, np.uint64)  # what it should have been
+        self._factors = model._factors
+
+    @property
+    def told(self) -> Ints:
+        """[2, P] what the last step came to, on the device."""
+        result: Ints = self._memory.result
+        return result
+
+    def take_news(self) -> None:
+        step_state.take_news(self._memory.diff, self.slots)
+
+    def make_inputs(self, batch: Batch) -> None:
+        step_state.make_inputs(self._memory.diff, self.slots, self._part(batch), self._block_size)
+
+    def forward(self, batch: Batch) -> None:
+        """Writes the tokens where the inputs say, and reads the histories of the rows that are sampled."""
+        inputs = self._part(batch)
+        written = (inputs.slot_mapping >= 0).nonzero()[0]
+        places = inputs.slot_mapping[written]
+        if len(np.unique(places)) != len(places):
+            self._complain(f"writes two tokens to one place: {sorted(places.tolist())}")
+        self._check_goes_on(np.searchsorted(inputs.query_starts, written, side="right") - 1)
+        self._cache[places // self._block_size, places % self._block_size] = inputs.input_ids[written]
+        sampled = (inputs.sampled_slots >= 0).nonzero()[0]
+        self._read[sampled] = self._histories(inputs, sampled)
+        slots = inputs.sampled_slots[sampled]
+        self._wanted[sampled] = hash_rows(
+            self.slots.tokens[slots], self.slots.state[slots, step_state.TOKENS], self._factors
+        )
+
+    def sample(self, batch: Batch, kind: int) -> None:
+        """Chooses by what was read, and sees that it still stands there."""
+        inputs = self._part(batch)
+        rows = (inputs.sampled_slots >= 0).nonzero()[0]
+        slots = inputs.sampled_slots[rows]
+        for found, when in ((self._read[rows], "read"), (self._histories(inputs, rows), "left")):
+            wrong = slots[found != self._wanted[rows]]
+            if len(wrong):
+                self._complain(f"{when} another history of slots {wrong.tolist()} than their tokens are")
+        chosen = np.full(batch.num_rows, EOS, np.int64)  # of rows that nobody wants: anything
+        chosen[rows] = self._choose(self.slots.state[slots], self._read[rows])
+        if len(rows) and self._model.is_fault("device.nan_row"):
+            chosen[rows[0]] = -1
+        step_state.settle(self._memory.result[:, : batch.num_rows], chosen, inputs.sampled_slots, self.slots)
+
+    def fork(self, sources: Ints, destinations: Ints) -> None:
+        self._cache[destinations] = self._cache[sources]
+        self._model.num_forked += len(sources)
+
+    def block(self, block: int) -> Any:
+        return self._cache[block]
+
+    def host_block(self, block: int) -> Any:
+        self._model.num_copied += 1
+        return self._host[block]
+
+    def _part(self, batch: Batch) -> StepBuffers:
+        return self._inputs.of(batch.num_rows, batch.num_tokens)
+
+    def _choose(self, state: Ints, contexts: Hashes) -> NDArray[np.intp]:
+        seeds = np.ascontiguousarray(state[:, [step_state.SEED_LOW, step_state.SEED_HIGH]]).view(np.uint64)[:, 0]
+        seeds = np.where(state[:, step_state.TEMPERATURE] == 0, np.uint64(0), seeds)
+        count = state[:, step_state.TOKENS]
+        may_end = (state[:, step_state.STOPS :] == EOS).any(1) & (count >= state[:, step_state.LEAST])
+        places = (count - state[:, step_state.PROMPT]).astype(np.intp)
+        return self._model.script.next_tokens(contexts, seeds, places, may_end).astype(np.intp)
+
+    def _histories(self, inputs: StepBuffers, sampled: NDArray[np.intp]) -> Hashes:
+        """[n] hashes of what the cache holds for the rows of these logits."""
+        if not len(sampled):
+            return np.zeros(0, np.uint64)
+        rows = np.searchsorted(inputs.query_starts, inputs.logits_rows[sampled], side="right") - 1
+        lengths = inputs.lengths[rows]
+        width = -(-int(lengths.max()) // self._block_size)
+        history = self._cache[inputs.block_tables[rows, :width]].reshape(len(rows), -1)
+        return hash_rows(history, lengths, self._factors)
+
+    def _check_goes_on(self, rows: NDArray[np.intp]) -> None:
+        """None of these rows, which write keys and values, has finished."""
+        diff = self._memory.diff
+        at = diff[step_state.ROWS_AT]
+        slots = diff[at : at + diff[step_state.NUM_ROWS]][np.unique(rows)]
+        over = slots[self.slots.state[slots, step_state.FINISHED] != step_state.GOES_ON]
+        if len(over):
+            self._complain(f"writes keys and values of slots {over.tolist()}, which have finished")
+
+    def _complain(self, what: str) -> None:
+        self._model.violations.append(f"a launched step {what}")
+
+
+class LateScriptDevice(LateDevice):
+    """A late device that hears of each grant when it is issued and when it is over, as `ScriptedDevice` does."""
+
+    def __init__(self, model: LateScript) -> None:
+        super().__init__(model.line)
+        self.model = model
+
+    def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
+        self.model.announce(grant)
+        return super().forward(grant, forward)
+
+    def _finish(self, grant: StepGrant, submitted: asyncio.Future[Step]) -> StepTokens:
+        try:
+            return self.model.tell(grant, super()._finish(grant, submitted))
+        finally:
+            self.model.complete(grant)
+
+
+def _pinned(*shape: int) -> Pinned:
+    memory = np.zeros(shape, np.int32)
+    return Pinned(memory, memory)

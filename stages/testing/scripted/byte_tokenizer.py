@@ -1,0 +1,104 @@
+"""Text without a vocabulary: a token is a byte, and a few more have names."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...messages import ChatPrompt
+from ...params import SamplingParams
+
+EOS = 256
+SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")  # ids from 256
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+
+class ByteTokenizer:
+    """A token a byte, and four special ones. Text to ids and back without a file."""
+
+    eos_token = SPECIAL_TOKENS[0]
+    eos_token_id = EOS
+    bos_token_id = None
+    special_ids = frozenset(range(256, VOCAB_SIZE))
+
+    def __init__(self) -> None:
+        self.bytes = [bytes([i]) for i in range(256)] + [name.encode() for name in SPECIAL_TOKENS]
+        self.texts = [chr(i) if i < 128 else "" for i in range(VOCAB_SIZE)]
+        self.is_plain = np.arange(VOCAB_SIZE) < 128
+
+    def __len__(self) -> int:
+        return VOCAB_SIZE
+
+    def encode_text(self, text: str) -> list[int]:
+        """UTF-8. Special tokens can not be spelled."""
+        return list(text.encode(errors="replace"))
+
+    def encode_chat(self, chat: ChatPrompt) -> list[int]:
+        """Each message between its role's token and <|end|>; then the assistant's turn."""
+        ids: list[int] = []
+        for message in chat.messages:
+            token = f"<|{message.get('role', 'user')}|>"
+            role = SPECIAL_TOKENS.index(token) if token in SPECIAL_TOKENS[1:] else 2
+            ids += [256 + role, *self.encode_text(_content(message.get("content"))), EOS]
+        if chat.add_generation_prompt:
+            ids.append(256 + 3)
+        elif chat.continue_final_message and ids:
+            ids.pop()
+        return ids
+
+    def encode_words(self, text: str) -> list[int]:
+        """As `encode_text`."""
+        return self.encode_text(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As `encode_text`: there is nothing to add."""
+        return self.encode_text(text)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Two texts with <|end|> between them."""
+        begin, rest = [*self.encode_text(first), EOS], self.encode_text(second)
+        return begin + rest, [0] * len(begin) + [1] * len(rest)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of whole answers."""
+        decoder = _ByteDecoder(skip_special_tokens)
+        return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
+
+    def decoder(self, params: SamplingParams) -> _ByteDecoder:
+        """A decoder for one answer."""
+        return _ByteDecoder(params.skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The byte, or the name of a special token."""
+        return self.bytes[token_id]
+
+
+class _ByteDecoder:
+    """UTF-8, a byte at a time; what is no UTF-8 becomes U+FFFD."""
+
+    def __init__(self, skip_special_tokens: bool) -> None:
+        self._skips = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id < 256:
+            return self._decoder.decode(bytes([token_id]))
+        return self.flush() + ("" if self._skips else SPECIAL_TOKENS[token_id - 256])
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._decoder.getstate()[0]
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content or () if isinstance(part, dict))

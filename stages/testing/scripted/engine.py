@@ -1,0 +1,274 @@
+"""The engine without a model, for tests of stages and of servers. Import it from `millrace.stages.testing`.
+
+The engine is the real one, all seven stages, with a scripted device (see `device.py`) in place of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ....model.pooling import PoolingConfig
+from ....model.text.vocabulary import Vocabulary
+from ....runtime.env.env import Env
+from ....runtime.phases import Phases
+from ...config import EngineConfig
+from ...device.device import Device
+from ...engine.engine import Engine
+from ...engine.wiring import EngineParts
+from ...grammar.compiled import Grammars
+from ...outputs import ModelInfo
+from ...params import SamplingParams
+from ...request_limits import longest_sequence
+from ...schedule.step_budget import settle_step_size
+from .async_device import LateScript, LateScriptDevice
+from .byte_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
+from .device import ScriptedDevice, ScriptedModel
+from .script import EMBEDDING_SIZE, Script
+
+if TYPE_CHECKING:
+    from ...loading.model import LoadedModel
+
+CONTEXT, NUM_BLOCKS = 512, 256  # of the scripted model; blocks of 16 tokens
+SMALL = EngineConfig(
+    max_model_len=CONTEXT, max_num_seqs=16, max_num_batched_tokens=256, num_gpu_blocks=NUM_BLOCKS, block_size=16
+)
+
+Answer = str | Callable[[str], str]
+
+
+class ScriptedEngine(Engine):
+    """An `Engine` whose device is scripted: same interface, no weights, no torch, ready in milliseconds.
+
+    `model` is the scripted device; leaving the context raises AssertionError for what it saw amiss.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig = SMALL,
+        script: Script | None = None,
+        *,
+        step_s: float = 0.0,
+        env: Env | None = None,
+        is_late: bool = False,
+        **overrides: Any,
+    ) -> None:
+        super().__init__(_settled(config, overrides), env=env)
+        if is_late:
+            assert not step_s, "a late device takes as long as its streams do"
+            self.model: ScriptedModel = _late_model(self.config, script, self._env)
+        else:
+            self.model = _model(self.config, script, self._env, step_s)
+
+    @property
+    def parts(self) -> EngineParts:
+        """The stages, to look at."""
+        return self._core()
+
+    async def check_quiet(self, timeout_s: float = 5.0) -> None:
+        """Waits until nothing is left of any request; raises AssertionError for what still is after `timeout_s`."""
+        deadline = self._env.now() + timeout_s
+        while self._env.now() < deadline:
+            with suppress(AssertionError):
+                return check_quiet(self.parts, self.model)
+            await self._env.sleep(0.002)
+        check_quiet(self.parts, self.model)
+
+    async def _load(self) -> tuple[LoadedModel, Phases]:
+        phases = Phases(self._env.now)
+        return _loaded(self.config, self.model, phases), phases
+
+    def _make_device(self, loaded: LoadedModel) -> Device:
+        return _device(self.model)
+
+    async def _warm_up(self) -> None:
+        """There is nothing to make at first use."""
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await super().__aexit__(*exc_info)
+        _check_violations(self.model)
+
+
+def scripted_engine(
+    config: EngineConfig = SMALL,
+    *,
+    answer: Answer | None = None,
+    script: Script | None = None,
+    step_s: float = 0.0,
+    env: Env | None = None,
+    is_late: bool = False,
+    **overrides: Any,
+) -> ScriptedEngine:
+    """An engine without a model, to be used as an `Engine`: `async with scripted_engine() as engine`.
+
+    `answer` is the answer to every prompt, or a function from the prompt's text to it (a chat prompt reads
+    `<|user|>Hi<|end|><|assistant|>`); without it, and without a `script`, answers are letters drawn from a hash of the
+    prompt. Each step takes `step_s`. With `is_late` the device runs on streams, behind the host, as a GPU does; it
+    speaks no `answer`. `overrides` are fields of `EngineConfig`.
+    """
+    if answer is not None:
+        script = replace(script or Script(), answer=_as_tokens(answer))
+    return ScriptedEngine(config, script, step_s=step_s, env=env, is_late=is_late, **overrides)
+
+
+def _as_tokens(answer: Answer) -> Callable[[Sequence[int], int], Sequence[int]]:
+    tokenizer = ByteTokenizer()
+
+    def tokens(prompt: Sequence[int], seed: int) -> list[int]:
+        text = answer if isinstance(answer, str) else answer(tokenizer.decode(prompt, skip_special_tokens=False))
+        return tokenizer.encode_text(text)
+
+    return tokens
+
+
+# -- the pipeline alone
+
+
+class ScriptedPipeline(EngineParts):
+    """A pipeline with a scripted device, not started, and its parts, for tests that look inside."""
+
+    def __init__(self, config: EngineConfig, model: ScriptedModel) -> None:
+        super().__init__(config, _loaded(config, model), _device(model))
+        self.config = config
+        self.model = model
+
+    def check(self) -> None:
+        """Raises AssertionError for what should hold between any two steps; see `check_parts`."""
+        check_parts(self, self.model)
+
+    def check_quiet(self) -> None:
+        """Raises AssertionError unless nothing is left of any request; see `check_quiet`."""
+        check_quiet(self, self.model)
+
+
+def scripted_pipeline(
+    config: EngineConfig = SMALL, script: Script | None = None, env: Env | None = None, *, is_late: bool = False
+) -> ScriptedPipeline:
+    """The engine's own pipeline with a scripted device and a tokenizer of bytes.
+
+    `config` gives the sizes (a length or pool that it leaves open is that of `SMALL`); `env` another world to run in.
+    With `is_late`, which needs one, the device runs on streams, behind the host, as a GPU does.
+    """
+    config = _settled(config, {})
+    made = ScriptedPipeline(config, _late_model(config, script, env) if is_late else _model(config, script, env))
+    if env is not None:
+        made.pipeline.use(env)
+    return made
+
+
+def check_parts(parts: EngineParts, model: ScriptedModel) -> None:
+    """Raises AssertionError for what should hold between any two steps: blocks counted and owned (I3, I4), sequences in
+    one place each, and nothing that the device saw amiss (I2, I13)."""
+    _check_violations(model)
+    parts.allocate.allocator.check()
+    parts.schedule.scheduler.check()
+
+
+def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
+    """Raises AssertionError unless nothing is left of any request: blocks free (I3), channels empty (I6), no entry in
+    any map (I10)."""
+    check_parts(parts, model)
+    pool, scheduler, admission = parts.allocate.allocator.pool, parts.schedule.scheduler, parts.intake.admission
+    host = parts.allocate.allocator.host
+    if host is not None:
+        assert not len(host), f"{len(host)} sequences are on the host and nobody runs"
+        assert host.pool.num_in_use == 0, f"{host.pool.num_in_use} host blocks are in use and nobody runs"
+        assert host.pool.num_quarantined == 0, f"{host.pool.num_quarantined} host blocks wait, and for no step"
+    if parts.allocate.allocator.cache is not None:
+        parts.allocate.allocator.cache.check()
+    assert pool.num_in_use == 0, f"{pool.num_in_use} blocks are in use and nobody runs"
+    assert pool.num_quarantined == 0, f"{pool.num_quarantined} blocks are quarantined and no step is in flight"
+    assert not scheduler.sequences, f"schedule still knows sequences {sorted(scheduler.sequences)}"
+    assert not parts.exit.live, f"the exit still knows {sorted(parts.exit.live)}"
+    assert not parts.detokenize.num_sequences, f"detokenize still knows {parts.detokenize.num_sequences} sequences"
+    assert not admission.num_admitted, f"intake still counts {admission.num_admitted} requests"
+    assert not admission.num_waiting, f"intake still counts {admission.num_waiting} that wait"
+    for name, channel in parts.pipeline.channels.items():
+        stats = channel.stats()
+        assert stats.depth == 0 and channel.num_waiting == 0, f"channel {name} still holds {stats.depth}"
+        assert channel.num_promised == 0, f"channel {name} keeps room for {channel.num_promised} senders that are gone"
+        assert stats.high_water <= stats.capacity, f"channel {name} held {stats.high_water} of {stats.capacity}"
+        assert stats.num_sent == stats.num_received, f"channel {name} lost items"
+
+
+def _check_violations(model: ScriptedModel) -> None:
+    assert not model.violations, "the scripted device saw: " + "; ".join(model.violations[:5])
+
+
+# -- what stands in for a model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scripted:
+    """What `LoadedModel` is for a real model."""
+
+    info: ModelInfo
+    tokenizer: ByteTokenizer
+    encoder: ByteTokenizer
+    text_table: ByteTokenizer
+    runner: ScriptedModel
+    sampler: ScriptedModel
+    grammars: Grammars
+
+    def make_decoder(self, params: SamplingParams) -> Any:
+        return self.tokenizer.decoder(params)
+
+
+def _settled(config: EngineConfig, overrides: dict[str, Any]) -> EngineConfig:
+    config = settle_step_size(replace(config, **overrides), is_native=False)
+    num_gpu_blocks = config.num_gpu_blocks or NUM_BLOCKS
+    max_model_len = config.max_model_len or CONTEXT
+    if max_model_len == "auto":
+        max_model_len = min(CONTEXT, longest_sequence(num_gpu_blocks, config.block_size))
+    return replace(config, max_model_len=max_model_len, num_gpu_blocks=num_gpu_blocks)
+
+
+def _model(config: EngineConfig, script: Script | None, env: Env | None, step_s: float = 0.0) -> ScriptedModel:
+    num_blocks, max_model_len = config.num_gpu_blocks, config.max_model_len
+    assert num_blocks is not None and isinstance(max_model_len, int)
+    sizes = (num_blocks, config.block_size, config.max_num_seqs, max_model_len)
+    return ScriptedModel(*sizes, script, env, step_s, config.num_cpu_blocks or 0)
+
+
+def _device(model: ScriptedModel) -> Device:
+    return LateScriptDevice(model) if isinstance(model, LateScript) else ScriptedDevice(model)
+
+
+def _late_model(config: EngineConfig, script: Script | None, env: Env | None) -> LateScript:
+    assert config.num_gpu_blocks is not None and isinstance(config.max_model_len, int) and env is not None
+    sizes = (config.num_gpu_blocks, config.block_size, config.max_num_seqs, config.max_model_len)
+    return LateScript(
+        *sizes,
+        script or Script(),
+        env,
+        config.num_cpu_blocks or 0,
+        num_steps=config.steps_in_flight,
+        max_step_tokens=config.num_step_tokens,
+    )
+
+
+def _loaded(config: EngineConfig, model: ScriptedModel, phases: Phases | None = None) -> Any:
+    assert isinstance(config.max_model_len, int) and config.num_gpu_blocks is not None
+    tokenizer = ByteTokenizer()
+    info = ModelInfo(
+        model_id=config.model or "scripted",
+        max_model_len=config.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        dtype="float32",
+        device="cpu",
+        attention_backend="torch",
+        eos_token_ids=(EOS,),
+        num_blocks=config.num_gpu_blocks,
+        block_size=config.block_size,
+        has_chat_template=True,
+        default_params=SamplingParams(),
+        num_host_blocks=config.num_cpu_blocks or 0,
+        max_num_batched_tokens=config.num_step_tokens,
+        itl_target_ms=config.itl_target_ms or 0.0,
+        pooling=PoolingConfig(kind="last" if config.pooling == "auto" else config.pooling, size=EMBEDDING_SIZE),
+        startup_s={} if phases is None else phases.seconds,
+    )
+    vocabulary = Vocabulary(tokenizer.bytes, tokenizer.special_ids, (EOS,), VOCAB_SIZE)
+    return _Scripted(info, tokenizer, tokenizer, tokenizer, model, model, Grammars(lambda: vocabulary))

@@ -1,0 +1,72 @@
+"""What a step came to, as the host learns it: from the device's result to tokens for the stages behind.
+
+One row a slot, filled when a sequence starts there. Knows what the host must do by itself: more stop ids than fit the
+device's table. Refuses to know how the result got here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ....kernels.layout.step_state import MAX_STOPS
+from ...backends.cuda.step_update import Ends
+from ...messages import FinishReason, Ints, Started, StepGrant, StepTokens
+
+
+class Outcomes:
+    """Where each slot's sequence is, as far as the device has told. Steps are settled in order."""
+
+    def __init__(self, num_slots: int, ends: Ends) -> None:
+        self.ends = ends
+        self.sequence_ids = np.full(num_slots, -1, np.int64)
+        self.num_generated = np.zeros(num_slots, np.intp)
+        self.is_over = np.ones(num_slots, np.bool_)  # nothing more that the device tells of it counts
+        self._min_tokens = np.zeros(num_slots, np.intp)
+        self._more_stops: dict[int, frozenset[int]] = {}  # slot -> ids that the device does not look for
+
+    @property
+    def has_somebody(self) -> bool:
+        """Whether a sequence is known that goes on."""
+        return not self.is_over.all()
+
+    def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
+        """Tokens of the rows whose sequences went on until this step. `told` [2, L] is one of the device's results, cut
+        to the sampled rows: token ids, -1 where a sequence had ended before; and how each ends, see
+        `step_state.FINISHED`."""
+        for started in grant.started:
+            self._start(started)
+        slots = grant.slots[grant.is_sampled]
+        counts = ((told[0] >= 0) & ~self.is_over[slots]).nonzero()[0]
+        slots, token_ids = slots[counts], told[0, counts].astype(np.intp)
+        finishes = told[1, counts].astype(np.int8)
+        places = self.num_generated[slots]
+        if self._more_stops:
+            self._find_stops(slots, places, token_ids, finishes)
+        self.num_generated[slots] += 1
+        self.is_over[slots] = finishes != FinishReason.NONE
+        return StepTokens(
+            step=grant.step,
+            slots=slots,
+            sequence_ids=self.sequence_ids[slots],
+            places=places,
+            token_ids=token_ids,
+            finishes=finishes,
+            started=grant.started,
+        )
+
+    def _start(self, started: Started) -> None:
+        slot = started.slot
+        self.sequence_ids[slot] = started.sequence_id
+        self.num_generated[slot] = len(started.token_ids) - started.num_prompt
+        self.is_over[slot] = False
+        self._min_tokens[slot] = started.params.min_tokens
+        self._more_stops.pop(slot, None)
+        more = self.ends.ids_of(started)[MAX_STOPS:]
+        if more:
+            self._more_stops[slot] = frozenset(more)
+
+    def _find_stops(self, slots: Ints, places: Ints, token_ids: Ints, finishes: Ints) -> None:
+        for row, slot in enumerate(slots.tolist()):
+            is_stop = int(token_ids[row]) in self._more_stops.get(slot, ())
+            if is_stop and finishes[row] != FinishReason.ERROR and places[row] >= self._min_tokens[slot]:
+                finishes[row] = FinishReason.STOP

@@ -1,0 +1,226 @@
+"""The tokenize stage: prompts become token ids, in threads, so that a long one never holds the event loop.
+
+Knows order, lengths and who pays for an error. Refuses to know how tokens are made: that is `model/text/tokenizer.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from ...runtime.env.log import get_logger
+from ...runtime.stage import Context, Crash, Outlet, Stage
+from ...runtime.trace.tracer import EventKind
+from ...runtime.workers.worker import Worker
+from ..errors import Failed, Refused, RequestError
+from ..messages import ChatPrompt, Ints, Prompt, Request, TokenRequest
+from ..params import SamplingParams
+from ..request_limits import RequestLimits
+
+IDS_AT_ONCE = 16_384  # making an array of a list holds the interpreter: a quarter of a million ids at once, 15 ms
+SHORT_TEXT_CHARS = 200  # tokenized in place: a hop to a thread and back costs more than such a text does
+MAX_QUICK_PROMPTS = 256  # of them in place; as many texts as an embedding request may have take tens of milliseconds
+
+log = get_logger("millrace.stages")
+
+
+class PromptEncoder(Protocol):
+    """Turns prompts into token ids. Called from several threads at once; `Refused` is the client's fault."""
+
+    def encode_text(self, text: str) -> Sequence[int]:
+        """Token ids of a plain prompt, with the special tokens that the model wants before it."""
+
+    def encode_chat(self, chat: ChatPrompt) -> Sequence[int]:
+        """Token ids of the rendered chat template."""
+
+    def encode_words(self, text: str) -> Sequence[int]:
+        """Token ids of a text from the middle of another: with nothing before it."""
+
+    def encode_pair(self, first: str, second: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Token ids of two texts that are read together, and for each token 0 or 1: the text it is of."""
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as tokens."""
+
+    token_ids: Ints  # [P]
+    type_ids: Ints | None = None  # [P] of a pair
+
+
+class Tokenize(Stage[Request, TokenRequest]):
+    """Sends one `TokenRequest` a prompt, all of a request together, with max_tokens and seed made numbers.
+
+    Up to `num_workers` requests are worked on at once, each in a thread; so requests may overtake each other, and
+    schedule puts them in order again. Whatever the tokenizer throws, a panic of its Rust code included, ends that
+    request alone. A request that ends meanwhile is dropped; what its thread makes of it is thrown away.
+    """
+
+    on_crash: ClassVar = Crash.ISOLATE
+    error_code: ClassVar = "tokenizer_error"
+
+    def __init__(self, encoder: PromptEncoder, limits: RequestLimits, num_workers: int = 2) -> None:
+        self.encoder = encoder
+        self.limits = limits
+        self.num_workers = num_workers
+        self._context: Context | None = None
+        self._worker: Worker | None = None
+        self._at_work: set[asyncio.Task[None]] = set()
+
+    @property
+    def concurrency(self) -> int:
+        return self.num_workers
+
+    async def setup(self, context: Context) -> None:
+        self._context = context
+
+    async def teardown(self) -> None:
+        # NOTE: after a crash of one item this runs while others are still at work in the threads; the worker stays.
+        if all(task.cancelling() for task in self._at_work) and self._worker is not None:
+            worker, self._worker = self._worker, None
+            await worker.aclose()
+
+    async def handle(self, batch: Sequence[Request], out: Outlet[TokenRequest]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._at_work.add(task)
+        try:
+            for request in batch:
+                await self._carry(request, out)
+        finally:
+            self._at_work.discard(task)
+
+    async def _carry(self, request: Request, out: Outlet[TokenRequest]) -> None:
+        assert self._context is not None
+        began_s = self._context.env.now()
+        try:
+            prompts, params = await self.encode(request)
+            self.limits.check_prompts(params, sum(len(encoded.token_ids) for encoded in prompts))
+            made = [self._token_request(request, params, p, encoded) for p, encoded in enumerate(prompts)]
+        except Refused as error:
+            out.fail(request, error)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a Rust panic is no Exception
+            log.error("tokenizer.failed", request_id=request.request_id, error=type(error).__name__, exc_info=error)
+            failed = error if isinstance(error, RequestError) else _failed()
+            out.fail(request, failed)
+        else:
+            service_us = int((self._context.env.now() - began_s) * 1e6)
+            for token_request in made:
+                out.send(token_request)
+                self._trace(token_request, service_us)
+
+    def _trace(self, made: TokenRequest, service_us: int) -> None:
+        """`service_us` is of the whole request."""
+        assert self._context is not None
+        tracer, source = self._context.tracer, self._context.source
+        counts = (made.first_sequence_id, len(made.token_ids), service_us)
+        tracer.emit(EventKind.REQUEST_TOKENIZED, source, 0, *counts)
+
+    async def encode(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
+        """The prompts as tokens, and the request's params with all that takes a tokenizer done."""
+        assert self._context is not None
+        if self._context.env.fault("tokenizer.panic"):
+            raise TokenizerPanic
+        if _is_quick(request):
+            return self._encode_all(request)
+        if self._worker is None:
+            self._worker = self._context.env.worker("tokenize", self.num_workers)
+        return await self._worker.submit(self._encode_all, request)
+
+    def _encode_all(self, request: Request) -> tuple[list[EncodedPrompt], SamplingParams]:
+        params = with_bad_words(self.encoder, request.params)
+        prompts = [encode(self.encoder, self.limits, prompt) for prompt in request.prompts]
+        return [e._replace(token_ids=self.limits.truncate(params, e.token_ids)) for e in prompts], params
+
+    def _token_request(
+        self, request: Request, params: SamplingParams, prompt_index: int, encoded: EncodedPrompt
+    ) -> TokenRequest:
+        assert self._context is not None
+        params = self.limits.settle(params, len(encoded.token_ids), request.pooling)
+        if params.seed is None:
+            params = replace(params, seed=self._context.env.random("tokenize.seed").getrandbits(63))
+        return TokenRequest(
+            request_id=request.request_id,
+            prompt_index=prompt_index,
+            token_ids=encoded.token_ids,
+            params=params,
+            first_sequence_id=request.first_sequence_id + prompt_index * params.n,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            arrival_s=request.arrival_s,
+            num_expected_cached=request.num_expected_cached,
+            pooling=self.limits.settle_pooling(request.pooling),
+            type_ids=encoded.type_ids,
+        )
+
+
+def encode(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> EncodedPrompt:
+    """A prompt in any form as tokens. `Refused` is the client's fault, anything else the tokenizer's."""
+    if prompt.pair is None:
+        return EncodedPrompt(encode_prompt(encoder, limits, prompt))
+    token_ids, type_ids = encoder.encode_pair(*prompt.pair)
+    return EncodedPrompt(_checked(token_ids, limits, "prompt"), _as_array(type_ids))
+
+
+def encode_prompt(encoder: PromptEncoder, limits: RequestLimits, prompt: Prompt) -> Ints:
+    """The token ids of a prompt that is no pair, [P]. Errors as those of `encode`."""
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if prompt.chat is not None:
+        token_ids, param = encoder.encode_chat(prompt.chat), "messages"
+    else:
+        token_ids, param = encoder.encode_text(prompt.text or ""), "prompt"
+    return _checked(token_ids, limits, param)
+
+
+def _checked(token_ids: Sequence[int], limits: RequestLimits, param: str) -> Ints:
+    if not len(token_ids):
+        raise Refused(f"{param}: nothing is left of it as tokens", code="empty_prompt", param=param)
+    made = _as_array(token_ids)
+    if int(made.max()) >= limits.vocab_size:
+        raise ValueError(f"the tokenizer made token {made.max()}, the model knows {limits.vocab_size}")
+    return made
+
+
+def with_bad_words(encoder: PromptEncoder, params: SamplingParams) -> SamplingParams:
+    """`params` with its bad words as runs of tokens: each as it is, and, where that spells the same number of tokens in
+    another way, behind a space."""
+    if not params.bad_words:
+        return params
+    runs = list(params.bad_words_token_ids)
+    for word in params.bad_words:
+        plain, spaced = (tuple(map(int, encoder.encode_words(space + word.lstrip()))) for space in ("", " "))
+        if plain:
+            runs.append(plain)
+        if spaced and len(spaced) == len(plain) and spaced[0] != plain[0]:
+            runs.append(spaced)
+    return replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(runs)))
+
+
+class TokenizerPanic(BaseException):
+    """A fault point struck: the tokenizer fails as its Rust code would, past every `except Exception`."""
+
+
+def _as_array(token_ids: Sequence[int]) -> Ints:
+    pieces = [token_ids[begin : begin + IDS_AT_ONCE] for begin in range(0, len(token_ids), IDS_AT_ONCE)]
+    return np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
+
+
+def _is_quick(request: Request) -> bool:
+    """Whether making tokens of all its prompts takes less than a hop to a thread."""
+    is_short = len(request.prompts) <= MAX_QUICK_PROMPTS and not request.params.bad_words
+    return is_short and all(is_quick(prompt) for prompt in request.prompts)
+
+
+def is_quick(prompt: Prompt) -> bool:
+    """Whether making tokens of it takes less than a hop to a thread: ids, and short text. A chat has a template."""
+    return prompt.token_ids is not None or (prompt.text is not None and len(prompt.text) <= SHORT_TEXT_CHARS)
+
+
+def _failed() -> Failed:
+    return Failed("the tokenizer failed on this prompt; the log has more", code="tokenizer_error")

@@ -1,0 +1,374 @@
+"""Bugs to plant in the allocator: each is a context manager. Random plans against the naive memory must find them.
+
+Those of `tests/simulation/memory_bugs.py` are here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from pytest import MonkeyPatch
+
+from millrace.stages.allocate import allocator
+from millrace.stages.allocate.block_pool import BlockPool, BlockTables
+from millrace.stages.allocate.host_tier import HostTier
+from millrace.stages.allocate.partial_blocks import Followers
+from millrace.stages.allocate.preemption import Pressure
+from millrace.stages.allocate.prefix_cache import Chain, PrefixCache
+from millrace.stages.allocate.prefix_publisher import Sharing
+from millrace.stages.allocate.slot_blocks import Beginning, Holdings
+from millrace.stages.messages import Direction, Indices, Ints, Started, StepPlan
+from tests.simulation.memory_bugs import MEMORY_BUGS
+from tests.simulation.planting import Bug, changed
+
+# -- counting blocks and tokens
+
+
+def one_block_too_few() -> AbstractContextManager[None]:
+    """What does not fill a whole block gets none."""
+
+    def change(num_blocks_for: Any) -> Any:
+        def short(self: BlockTables, num_tokens: Ints) -> Ints:
+            return np.maximum(num_tokens // self.block_size, 1)
+
+        return short
+
+    return changed(BlockTables, "num_blocks_for", change)
+
+
+def budget_exceeded_by_one() -> AbstractContextManager[None]:
+    """A step holds one token more than it may."""
+
+    def change(cut_to_budget: Any) -> Any:
+        def generous(plan: StepPlan) -> Any:
+            return cut_to_budget(replace(plan, token_budget=plan.token_budget + 1))
+
+        return generous
+
+    return changed(allocator, "_cut_to_budget", change)
+
+
+def whole_wishes_cut() -> AbstractContextManager[None]:
+    """Where free blocks do not hold a wish, a part of it is granted even if that is not allowed."""
+
+    def change(what_fits: Any) -> Any:
+        def cutting(self: Pressure, row: int, wanted: int) -> Any:
+            self._plan, plan = replace(self._plan, allows_partial=True), self._plan
+            fits = what_fits(self, row, wanted)
+            self._plan = plan
+            return fits
+
+        return cutting
+
+    return changed(Pressure, "_what_fits", change)
+
+
+# -- preemption
+
+
+def victim_that_may_not_be_taken() -> AbstractContextManager[None]:
+    """A row takes from one victim more than it may."""
+
+    def change(next_victim: Any) -> Any:
+        def greedy(self: Pressure, row: int, need: int) -> Any:
+            more = replace(self._plan, num_victims=self._plan.num_victims + 1)
+            self._plan, plan = more, self._plan
+            victim = next_victim(self, row, need)
+            self._plan = plan
+            return victim
+
+        return greedy
+
+    return changed(Pressure, "_next_victim", change)
+
+
+def victim_served_all_the_same() -> AbstractContextManager[None]:
+    """A victim loses its blocks and keeps what this plan has granted it before."""
+
+    def change(preempt: Any) -> Any:
+        def forgetful(self: Pressure, slot: int) -> None:
+            row, self._row_of = self._row_of, {}
+            preempt(self, slot)
+            self._row_of = row
+
+        return forgetful
+
+    return changed(Pressure, "_preempt", change)
+
+
+def detached_in_name_only() -> AbstractContextManager[None]:
+    """A row that can not begin after all does not give back the blocks that it found."""
+
+    def change(detach: Any) -> Any:
+        def lossy(self: Holdings, plan: StepPlan, row: int, num_wanted: int) -> None:
+            with MonkeyPatch.context() as patch:
+                patch.setattr(self.pool, "give_back", lambda *args: None)
+                detach(self, plan, row, num_wanted)
+
+        return lossy
+
+    return changed(Holdings, "detach", change)
+
+
+# -- blocks that are used again
+
+
+def settled_one_step_early() -> AbstractContextManager[None]:
+    """Blocks leave their quarantine one step before the last that may touch them is done."""
+
+    def change(settle: Any) -> Any:
+        def hasty(self: BlockPool, completed_step: int) -> None:
+            settle(self, completed_step + 1)
+
+        return hasty
+
+    return changed(BlockPool, "settle", change)
+
+
+def evicted_while_in_use() -> AbstractContextManager[None]:
+    """A cached block that is shared stays in the order of eviction."""
+
+    def change(share: Any) -> Any:
+        def forgetful(self: BlockPool, blocks: Ints) -> None:
+            cached = [block for block in blocks.tolist() if block in self._cached]
+            share(self, blocks)
+            self._cached.update(dict.fromkeys(cached))
+
+        return forgetful
+
+    return changed(BlockPool, "share", change)
+
+
+def eviction_untold() -> AbstractContextManager[None]:
+    """The cache does not hear which blocks are taken from it."""
+
+    def change(tell: Any) -> Any:
+        def silent(self: BlockPool) -> None:
+            self.on_evicted, told = (lambda block: None), self.on_evicted
+            tell(self)
+            self.on_evicted = told
+
+        return silent
+
+    return changed(BlockPool, "_tell_evicted", change)
+
+
+# -- the host
+
+
+def one_block_too_few_is_swapped() -> AbstractContextManager[None]:
+    """The last block of several is not copied to the host."""
+
+    def change(preempt: Any) -> Any:
+        def short(self: Holdings, slot: int, step: int) -> None:
+            num_copies = len(self.copies)
+            preempt(self, slot, step)
+            if len(self.copies) > num_copies and len(self.copies[-1].sources) > 1:
+                copy = self.copies.pop()
+                self.copies.append(replace(copy, sources=copy.sources[:-1], destinations=copy.destinations[:-1]))
+
+        return short
+
+    return changed(Holdings, "preempt", change)
+
+
+def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
+    """What comes back from the host is put behind the shared blocks from its own beginning."""
+
+    def change(copy_in: Any) -> Any:
+        def shifted(self: Holdings, step: int) -> None:
+            copy_in(self, step)
+            for place, copy in enumerate(self.copies):
+                if copy.direction is Direction.IN:
+                    self.copies[place] = replace(copy, destinations=np.roll(copy.destinations, 1))
+
+        return shifted
+
+    return changed(Holdings, "copy_in", change)
+
+
+def reset_keeps_the_host() -> AbstractContextManager[None]:
+    """After a crash sequences still have what they had on the host."""
+
+    def change(forget_all: Any) -> Any:
+        def sentimental(self: HostTier, last_step: int) -> None:
+            swapped = dict(self._swapped)
+            forget_all(self, last_step)
+            self._swapped.update(swapped)
+
+        return sentimental
+
+    return changed(HostTier, "forget_all", change)
+
+
+# -- the prefix cache
+
+
+def one_block_found_too_many() -> AbstractContextManager[None]:
+    """The device is told of one cached block more than there is."""
+
+    def change(with_beginning: Any) -> Any:
+        def boasting(self: Holdings, started: Started) -> Started:
+            told: Started = with_beginning(self, started)
+            return replace(told, num_cached=told.num_cached + self.pool.block_size) if told.num_cached else told
+
+        return boasting
+
+    return changed(Holdings, "_with_beginning", change)
+
+
+def salt_ignored() -> AbstractContextManager[None]:
+    """Everybody finds everybody's blocks."""
+
+    def change(chain: Any) -> Any:
+        def unsalted(self: PrefixCache, sequence_id: int, token_ids: Ints, salt: str = "") -> Chain:
+            made: Chain = chain(self, sequence_id, token_ids, "")
+            return made
+
+        return unsalted
+
+    return changed(PrefixCache, "chain", change)
+
+
+def partial_block_published() -> AbstractContextManager[None]:
+    """The last, partly filled block of a prompt counts as filled."""
+
+    def change(put_known: Any) -> Any:
+        def rounding_up(self: Sharing, slot: int, chain: Chain, num_full: int) -> None:
+            put_known(self, slot, chain, min(num_full + 1, chain.num_known))
+
+        return rounding_up
+
+    return changed(Sharing, "_put_known", change)
+
+
+def answer_published_early() -> AbstractContextManager[None]:
+    """A block of an answer can be found when its last token is chosen, before that is computed."""
+
+    def change(put_filled: Any) -> Any:
+        def hasty(self: Sharing, slots: Indices, places: Indices) -> None:
+            put_filled(self, slots, places)
+            size = self._tables.block_size
+            for slot in np.flatnonzero(self._sequence_ids >= 0).tolist():
+                chain = self._chain(slot)
+                end = int(self._tables.num_tokens[slot])
+                if end % size == 0 and chain.num_blocks == end // size - 1 >= chain.num_known:
+                    half = self._newest.reshape(len(self._newest), 2, size)[slot, chain.num_blocks % 2]
+                    block = self._tables.blocks[slot, chain.num_blocks]
+                    if self.cache.put(chain, int(block), half.tobytes()):
+                        self._pool.keep(np.array([block], np.int32))
+
+        return hasty
+
+    return changed(Sharing, "_put_filled", change)
+
+
+def kept_unwritten() -> AbstractContextManager[None]:
+    """Blocks are put into the cache as soon as they are granted."""
+
+    def change(note_grant: Any) -> Any:
+        def hasty(self: Sharing, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> None:
+            note_grant(self, step, slots, starts, ends, found)
+            for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+                chain = self._chain(slot)
+                self._put_known(slot, chain, min(end // self._tables.block_size, chain.num_known))
+
+        return hasty
+
+    return changed(Sharing, "note_grant", change)
+
+
+def reset_cache_still_fills() -> AbstractContextManager[None]:
+    """Sequences that run over a reset of the prefix cache go on putting their blocks in."""
+
+    def change(forget: Any) -> Any:
+        def lenient(self: Sharing) -> None:
+            self.cache.clear()
+
+        return lenient
+
+    return changed(Sharing, "forget", change)
+
+
+def forked_on_the_first_token() -> AbstractContextManager[None]:
+    """Blocks that begin with the same token count as alike to their end."""
+
+    def change(find: Any) -> Any:
+        def trusting(self: Followers, before: int | str, tokens: bytes, least: int) -> tuple[int, int] | None:
+            found = find(self, before, tokens, least)
+            return None if found is None else (found[0], len(tokens) // 4)
+
+        return trusting
+
+    return changed(Followers, "find", change)
+
+
+def tail_outlives_its_block() -> AbstractContextManager[None]:
+    """A tail can be found after its block is taken for something else."""
+
+    def change(forget: Any) -> Any:
+        def sentimental(self: PrefixCache, block: int) -> None:
+            if not self.is_tail(block):
+                forget(self, block)
+
+        return sentimental
+
+    return changed(PrefixCache, "forget", change)
+
+
+def copied_into_the_wrong_block() -> AbstractContextManager[None]:
+    """What is copied goes behind the blocks that are shared, even where some come from the host in between."""
+
+    def change(fork: Any) -> Any:
+        def shifted(self: Holdings, step: int) -> None:
+            with MonkeyPatch.context() as patch:
+                patch.setattr(Beginning, "num_whole", property(lambda beginning: len(beginning.shared)))
+                fork(self, step)
+
+        return shifted
+
+    return changed(Holdings, "fork", change)
+
+
+def whole_block_stays_a_tail() -> AbstractContextManager[None]:
+    """A tail that somebody else's block stands for once it is whole is kept as if it were known."""
+
+    def change(put: Any) -> Any:
+        def lazy(self: Sharing, chain: Chain, block: int, tokens: bytes | None = None) -> bool:
+            self.cache.drop_tail(block)
+            return self.cache.put(chain, block, tokens)
+
+        return lazy
+
+    return changed(Sharing, "_put", change)
+
+
+OURS: tuple[Bug, ...] = (
+    one_block_too_few,
+    budget_exceeded_by_one,
+    whole_wishes_cut,
+    victim_that_may_not_be_taken,
+    victim_served_all_the_same,
+    detached_in_name_only,
+    settled_one_step_early,
+    evicted_while_in_use,
+    eviction_untold,
+    one_block_too_few_is_swapped,
+    copied_back_in_the_wrong_place,
+    reset_keeps_the_host,
+    one_block_found_too_many,
+    salt_ignored,
+    partial_block_published,
+    answer_published_early,
+    kept_unwritten,
+    reset_cache_still_fills,
+    forked_on_the_first_token,
+    tail_outlives_its_block,
+    copied_into_the_wrong_block,
+    whole_block_stays_a_tail,
+)
+BUGS: Mapping[str, Bug] = {bug.__name__: bug for bug in OURS} | MEMORY_BUGS

@@ -1,0 +1,73 @@
+"""What the prefix cache evicts is copied to the host while enough of it is found there again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from millrace.stages.allocate.host_tier import HostTier
+from millrace.stages.allocate.offload_policy import FREE_MOVES, MOST_CREDIT, SAMPLED, Offloading, is_sampled
+from millrace.stages.allocate.prefix_cache import PrefixCache
+from millrace.stages.allocate.slot_blocks import Holdings
+from millrace.stages.messages import Rates
+
+BLOCK = 16
+TEN_TO_ONE = Rates(copy_s=16e-6, compute_s=11e-6)  # a block found saves as much as ten copies cost, and took one
+
+
+def test_without_rates_it_always_pays():
+    offloading = Offloading(BLOCK)
+    offloading.charge(10**6)
+    assert offloading.pays(0, None)
+
+
+def test_what_is_never_found_stops_paying_after_the_free_moves():
+    offloading = Offloading(BLOCK)
+    offloading.charge(FREE_MOVES - 1)
+    assert offloading.pays(0, TEN_TO_ONE)
+    offloading.charge(1)
+    assert not offloading.pays(0, TEN_TO_ONE)
+
+
+def test_each_block_found_pays_for_as_many_moves_as_it_saves_in_time():
+    offloading = Offloading(BLOCK)
+    offloading.charge(FREE_MOVES)
+    assert offloading.pays(2 * BLOCK, TEN_TO_ONE)
+    offloading.charge(19)
+    assert offloading.pays(2 * BLOCK, TEN_TO_ONE)
+    offloading.charge(1)
+    assert not offloading.pays(2 * BLOCK, TEN_TO_ONE), "the same hits count once"
+
+
+def test_where_copying_is_dearer_than_computing_hits_earn_nothing():
+    offloading = Offloading(BLOCK)
+    offloading.charge(FREE_MOVES)
+    assert not offloading.pays(100 * BLOCK, Rates(copy_s=1.0, compute_s=1e-6))
+
+
+def test_a_long_good_time_does_not_pay_for_ever():
+    offloading = Offloading(BLOCK)
+    offloading.pays(10**6 * BLOCK, TEN_TO_ONE)
+    offloading.charge(MOST_CREDIT)
+    assert not offloading.pays(10**6 * BLOCK, TEN_TO_ONE)
+
+
+def test_with_an_empty_account_all_blocks_of_a_sampled_sequence_are_moved_and_none_of_another():
+    host = HostTier(64, BLOCK, TEN_TO_ONE)
+    cache = PrefixCache(BLOCK)
+    holdings = Holdings(16, BLOCK, 4, 16, cache, host)
+    host.offloading.charge(FREE_MOVES)
+    moved = {}
+    for sequence_id in (SAMPLED, SAMPLED + 1):
+        blocks = holdings.pool.take(3)
+        tokens = np.arange(3 * BLOCK, dtype=np.int32) + 1000 * sequence_id
+        chain = cache.chain(sequence_id, tokens)
+        assert all(cache.put(chain, block) for block in blocks.tolist())
+        holdings.pool.keep(blocks)
+        holdings.pool.give_back(blocks, -1, -1)
+        before = host.pool.num_cached + host.pool.num_quarantined
+        everything = holdings.pool.take(holdings.pool.num_available)  # evicts them
+        holdings.pool.give_back(everything, -1, -1)
+        moved[sequence_id] = host.pool.num_cached + host.pool.num_quarantined - before
+        holdings.copies.clear()
+    assert is_sampled(SAMPLED) and not is_sampled(SAMPLED + 1)
+    assert moved == {SAMPLED: 3, SAMPLED + 1: 0}

@@ -1,0 +1,90 @@
+"""A real decoder on a device that is late: the same tokens as the runner that waits for each step."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.kernels import kernel_set as backend
+from millrace.model.config import ModelConfig
+from millrace.model.decoder.decoder import Decoder
+from millrace.model.decoder.kv_cache import KVCache
+from millrace.model.decoder.weights import load_weights
+from millrace.runtime.device_streams.simulated import SimStreams
+from millrace.stages.backends.cuda.cuda_graphs import Graphs
+from millrace.stages.backends.cuda.device_work import TorchWork, greedy, step_memory
+from millrace.stages.backends.cuda.step_submission import Step, StepLine
+from millrace.stages.backends.cuda.step_update import Ends
+from millrace.stages.execute.model_runner import ModelRunner
+from millrace.stages.messages import StepGrant, StepTokens
+from millrace.stages.testing.scripted.outcomes import Outcomes
+from tests.model.checkpoints import make_checkpoint
+from tests.stages.step_walk import EOS, Walk
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 600
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3", folder, has_tokenizer=False)
+    return folder
+
+
+class Subject:
+    """One model twice: behind a runner, and behind a step line."""
+
+    def __init__(self, folder: Path, walk: Walk, seed: int, num_steps: int, *, is_eager: bool) -> None:
+        shape = ModelConfig.read(folder)
+        weights = load_weights(folder, shape, CPU, torch.float32)
+        decoder = Decoder(shape, weights, backend.load("torch"), max_positions=walk.max_model_len)
+        caches = [KVCache(shape, NUM_BLOCKS, walk.block_size, torch.float32, CPU) for _ in range(2)]
+        self.last_tokens = torch.zeros(walk.num_slots, dtype=torch.int64)
+        width = -(-walk.max_model_len // walk.block_size)
+        self.runner = ModelRunner(decoder, caches[0], self.last_tokens, width)
+        most = walk.num_slots * walk.max_model_len
+        graphs, ends = Graphs(walk.num_slots, most, is_eager=is_eager), Ends((EOS,), walk.max_model_len)
+        memory = step_memory(CPU, walk.num_slots, num_steps)
+        sizes = {"num_slots": walk.num_slots, "max_model_len": walk.max_model_len, "max_step_tokens": max(most, 64)}
+        work = TorchWork(decoder, caches[1], memory, greedy, **sizes)
+        self.line = StepLine(SimStreams(Random(seed)), memory, work, graphs, ends, Outcomes(walk.num_slots, ends))
+        if not is_eager:
+            self.line.capture(lambda: 0.0)
+
+    def right(self, grant: StepGrant) -> list[int]:
+        """What the runner's logits choose."""
+        logits: Any = self.runner.forward(grant)
+        ids: list[int] = logits.argmax(1).tolist() if grant.num_sampled else []
+        self.last_tokens[torch.from_numpy(grant.slots[grant.is_sampled])] = torch.tensor(ids, dtype=torch.int64)
+        return ids
+
+
+@pytest.mark.parametrize(("num_steps", "is_eager"), [(1, True), (2, False), (4, False)])
+def test_a_decoder_says_the_same_on_a_late_device(checkpoint: Path, num_steps: int, is_eager: bool) -> None:
+    walk = Walk(Random(num_steps), has_stops=False)
+    subject = Subject(checkpoint, walk, num_steps, num_steps, is_eager=is_eager)
+    line, under_way = subject.line, deque[tuple[Step, list[int]]]()
+    num_tokens = 0
+
+    def tell() -> int:
+        step, right = under_way.popleft()
+        tokens: StepTokens = step.wait()
+        assert tokens.token_ids.tolist() == right
+        return len(right)
+
+    for grant in walk.steps(40):
+        right = subject.right(grant)
+        under_way.append((line.sample(grant, line.forward(grant)), right))
+        walk.chose(grant, right)
+        if len(under_way) == num_steps:
+            num_tokens += tell()
+    while under_way:
+        num_tokens += tell()
+    assert num_tokens > 60 and walk.num_blocks < NUM_BLOCKS
+    assert (line.graphs.num_replayed == 0) == is_eager

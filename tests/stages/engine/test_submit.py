@@ -1,0 +1,63 @@
+"""The way into an engine: who is turned away there hears why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from millrace.stages import SamplingParams, StructuredOutputs
+from millrace.stages.errors import Overloaded, Refused
+from millrace.stages.messages import Prompt, Request
+from millrace.stages.request_limits import as_token_ids
+from tests.stages.grammar.test_grammars import TEMPLATE, ask, gated, regex
+
+pytestmark = pytest.mark.slow
+
+FORM = regex("[ab]{3}")
+
+
+def request(name: str, form: StructuredOutputs | None = None) -> Request:
+    params = SamplingParams(max_tokens=4, structured_outputs=form)
+    return Request(name, (Prompt(token_ids=as_token_ids([70, 71])),), params)
+
+
+async def fill(engine: Any) -> list[Any]:
+    """Sends in as many requests as may wait to be looked at; nobody does in the meantime."""
+    outboxes: list[Any] = []
+    with pytest.raises(Overloaded, match=r"requests wait to be looked at: try again in 1 s") as full:
+        while len(outboxes) < 10_000:
+            outboxes.append(await engine.submit(request(f"f{len(outboxes)}"), wait=False))
+    assert full.value.estimated_wait_s == 1.0
+    return outboxes
+
+
+async def read(outboxes: list[Any]) -> None:
+    for outbox in outboxes:
+        assert [delta async for deltas in outbox for delta in deltas][-1].finish_reason is not None
+
+
+@pytest.mark.parametrize("reason", ["full", "id in use"])
+def test_a_request_that_is_turned_away_lets_go_of_its_grammar(reason: str) -> None:
+    async def test(engine: Any, gate: Any) -> None:
+        await ask(engine, FORM)  # from now on it is known, and nobody who brings it has to wait
+        others = await fill(engine) if reason == "full" else [await engine.submit(request("same"))]
+        with pytest.raises(Overloaded if reason == "full" else Refused):
+            await engine.submit(request("same", FORM), wait=False)
+        gate.grammars.max_grammars = 1
+        assert gate.grammars.add(regex("c"), TEMPLATE, 1), "somebody still uses it"
+        await read(others)
+        await engine.check_quiet()
+
+    gated(test)
+
+
+def test_an_entrance_that_was_full_lets_in_who_comes_later() -> None:
+    async def test(engine: Any, gate: Any) -> None:
+        waiting = asyncio.ensure_future(read(await fill(engine)))
+        assert await ask(engine, FORM)
+        await waiting
+        await engine.check_quiet()
+
+    gated(test)

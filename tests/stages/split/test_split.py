@@ -1,0 +1,303 @@
+"""The parts of split mode that need no second process: what the front keeps, and what crosses."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.pipeline import NotServing
+from millrace.runtime.stage_runner import StageCrashed
+from millrace.stages.beam_search.algorithm import CandidateParams
+from millrace.stages.config import EngineConfig
+from millrace.stages.errors import ConfigError, Failed, Refused
+from millrace.stages.grammar.thinking_budget import ThinkingBudget
+from millrace.stages.messages import NO_INDICES, FinishReason, StepTokens, TokenRequest
+from millrace.stages.params import SamplingParams
+from millrace.stages.sample.logits_processor import LogitsProcessor
+from millrace.stages.schedule.scheduler import Limits, Scheduler
+from millrace.stages.split.core_exit import CoreExit
+from millrace.stages.split.front import CORE
+from millrace.stages.split.inflight_requests import STEPS_AT_ONCE, LiveTable
+from millrace.stages.split.protocol import CODEC, RequestFailed, Served
+from millrace.stages.split.remote_views import Mirror, MirrorChannel, MirrorRunner, MirrorStage
+from millrace.stages.split.split_engine import SplitEngine
+from millrace.stages.split.status import FIGURES, read_books
+from millrace.stages.structured_outputs import StructuredOutputs
+from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine, scripted_engine
+
+
+def token_request(name: str, first: int, n: int = 1, index: int = 0, **more: Any) -> TokenRequest:
+    params = SamplingParams(n=n, seed=3, max_tokens=50)
+    return TokenRequest(name, index, np.array([1, 2, 3], np.int32), params, first, **more)
+
+
+def tokens(step: int, rows: list[tuple[int, int, int]], over: tuple[int, ...] = ()) -> StepTokens:
+    """Rows are (sequence id, place, token id)."""
+    ids, places, token_ids = (np.array(column) for column in zip(*rows, strict=True))
+    finishes = np.where(np.isin(ids, over), FinishReason.LENGTH, FinishReason.NONE).astype(np.int8)
+    return StepTokens(step, ids.astype(np.intp), ids.astype(np.int64), places, token_ids, finishes)
+
+
+def crossed(message: Any) -> Any:
+    header, body = CODEC.encode(message)
+    return CODEC.decode(header, b"".join(body))
+
+
+# -- the live table
+
+
+def test_another_engine_is_given_each_prompt_with_what_was_told_of_its_answer() -> None:
+    table = LiveTable()
+    table.sent(token_request("a", 0, n=3))
+    table.sent(token_request("b", 3))
+    table.sent(token_request("c", 4))
+    table.note(tokens(0, [(0, 0, 10), (1, 0, 20), (3, 0, 30)]))
+    table.note(tokens(1, [(0, 1, 11), (0, 2, 12), (1, 1, 21)], over=(1,)))  # two at once: drafts
+    table.forget("c")
+    resumed, given_up = table.after_death(lambda sequence_id: sequence_id != 3)
+    assert given_up == [] and [request.request_id for request in resumed] == ["a"]
+    generated = resumed[0].generated
+    assert generated is not None and {choice: ids.tolist() for choice, ids in generated.items()} == {
+        0: [10, 11, 12],
+        2: [],
+    }
+    assert table.last_step == 1 and "c" not in table and "a" in table
+
+
+def test_what_is_noted_of_sequences_that_are_over_is_thrown_away() -> None:
+    table = LiveTable()
+    for number in (0, 1):
+        table.sent(token_request(str(number), number))
+    for step in range(STEPS_AT_ONCE - 1):
+        table.note(tokens(step, [(0, step, step), (1, step, step)]))
+    table.forget("1")
+    table.note(tokens(STEPS_AT_ONCE - 1, [(0, STEPS_AT_ONCE - 1, 7)]))
+    (ids, _, token_ids) = table._columns()
+    assert len(table._steps) == 1 and len(ids) == STEPS_AT_ONCE and token_ids[-1] == 7
+
+
+def test_a_request_that_ran_in_two_engines_that_died_is_given_up_and_one_that_waited_is_not() -> None:
+    table = LiveTable()
+    table.sent(token_request("runs", 0))
+    table.sent(token_request("waits", 1))
+    for due in ([], ["runs"]):
+        table.admit([0])
+        resumed, given_up = table.after_death(lambda sequence_id: True)
+        assert given_up == due and "waits" in {request.request_id for request in resumed}
+        for request in resumed:
+            table.sent(request)
+
+
+def test_tokens_that_came_twice_are_counted_once() -> None:
+    table = LiveTable()
+    table.sent(token_request("a", 0))
+    for step, rows in enumerate([[(0, 0, 5)], [(0, 1, 6)], [(0, 1, 6)], [(0, 2, 7)]]):
+        table.note(tokens(step, rows))
+    ((resumed,), _) = table.after_death(lambda sequence_id: True)
+    assert resumed.generated is not None and resumed.generated[0].tolist() == [5, 6, 7]
+
+
+# -- going on
+
+
+def test_the_scheduler_goes_on_with_an_answer_where_another_engine_has_stopped() -> None:
+    scheduler = Scheduler(Limits(8, 64, 128, 16), first_step=90)
+    generated = {0: np.array([7, 8], np.int32), 2: np.array([], np.int32)}
+    scheduler.add(token_request("a", 4, n=3, generated=generated))
+    assert sorted(scheduler.sequences) == [4, 6], "choice 1 is over"
+    plan = scheduler.plan()
+    assert plan is not None and plan.step == 90
+    first, second = plan.started
+    assert first.token_ids.tolist() == [1, 2, 3, 7, 8] and first.num_prompt == 3
+    assert second.token_ids.tolist() == [1, 2, 3] and first.seed != second.seed
+    assert scheduler.sequences[4].limit == 53, "as many tokens as were asked for, those that there are included"
+
+
+# -- what crosses
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logit_bias={5: -100.0}, stop=("a", "é"), stop_token_ids=(1,), allowed_token_ids=(1, 2), seed=-1),
+        SamplingParams(structured_outputs=StructuredOutputs(json={"type": "object"}), bad_words_token_ids=((1, 2),)),
+        SamplingParams(thinking_budget=ThinkingBudget(num_tokens=3, start_ids=(1,), end_ids=(2, 3))),
+        CandidateParams(logprobs=500, extra_args={"a": [1, {"b": None}]}),
+    ],
+)
+def test_a_prompt_crosses_as_it_is(params: SamplingParams) -> None:
+    request = dataclasses.replace(token_request("ä", 3), params=params, arrival_s=1.25)
+    back = crossed(request)
+    assert back.params == params and type(back.params) is type(params)
+    assert (back.token_ids == request.token_ids).all() and back.token_ids.dtype == np.int32
+    assert (back.request_id, back.arrival_s, back.first_sequence_id) == ("ä", 1.25, 3)
+    if params.structured_outputs is not None:
+        assert {back.params.structured_outputs: 1} == {params.structured_outputs: 1}
+
+
+def test_a_step_of_256_rows_crosses_in_few_bytes_a_token() -> None:
+    count = np.arange(256)
+    step = StepTokens(9, count, count.astype(np.int64), count, count, np.zeros(256, np.int8))
+    header, body = CODEC.encode(step)
+    assert len(header) + sum(map(len, body)) < 256 * 40
+    back = CODEC.decode(header, b"".join(body))
+    assert (back.token_ids == count).all() and back.slots.dtype == NO_INDICES.dtype and back.started == ()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Failed("the model failed on this request"),
+        Refused("x = 3: must be 4", code="invalid_value", param="x"),
+        StageCrashed("sample", "internal_error", KeyError("secret")),
+        RuntimeError("secret"),
+    ],
+)
+def test_a_failure_crosses_with_what_its_client_is_told_and_no_more(error: Exception) -> None:
+    told = RequestFailed.of("a", error)
+    back = crossed(told).error()
+    assert "secret" not in repr(told) and getattr(back, "code", None) == getattr(error, "code", "internal_error")
+    if isinstance(error, (Failed, Refused, StageCrashed)):
+        assert type(back) is type(error) and str(back) == str(error)
+
+
+# -- the engine's side
+
+
+def test_the_engine_process_knows_whose_sequences_are_and_tells_failures_once() -> None:
+    said: list[Any] = []
+
+    async def main() -> None:
+        exit = CoreExit(said.append)
+        exit.take(token_request("a", 2, n=2))
+        exit.take(token_request("a", 4, n=2, index=1))
+        exit.take(token_request("b", 6))
+        assert exit.number_of("a") == 2 and exit.is_live("b")
+        assert exit.requests_of(tokens(0, [(5, 0, 1), (6, 0, 1), (99, 0, 1)])) == ("a", "b")
+        exit.fail("a", Failed("no"))
+        exit.fail("a", Failed("no"))
+        exit.forget(["b", "never seen"])
+        assert not exit.live and not exit._request_ids
+        exit.note_service("c", "schedule", 5)
+        exit.note_service("c", "schedule", 6)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    failed, served = said
+    assert isinstance(failed, RequestFailed) and (failed.request_id, failed.reason) == ("a", "no")
+    assert isinstance(served, Served) and served.times_us == {"c": 11}
+
+
+def test_the_mirror_shows_what_the_books_say_under_the_same_names() -> None:
+    async def main() -> None:
+        async with ScriptedEngine(dataclasses.replace(SMALL, num_cpu_blocks=4), step_s=0.002) as engine:
+            stream = engine.generate("abc", SamplingParams(max_tokens=400, ignore_eos=True), request_id="one")
+            await anext(stream)
+            core, pipeline = engine.parts.core, engine.pipeline
+            told = read_books(core, pipeline, list(pipeline.channels), with_blocks=True)
+            channels = {name: MirrorChannel(name, channel.capacity) for name, channel in pipeline.channels.items()}
+            runners = {
+                name: MirrorRunner(
+                    name,
+                    MirrorStage(kind),
+                    {port: channels[pipeline.runners[name].inputs[port].name] for port in kind.inputs},
+                    0.0,
+                )
+                for name, kind in CORE.items()
+            }
+            stages = [stage for stage in told.stages if stage.name in CORE]
+            mirror = Mirror(engine.config, engine.info, runners, channels, lambda number: "one")
+            mirror.update(crossed(dataclasses.replace(told, stages=stages)))
+
+            for name in FIGURES:
+                assert getattr(mirror.scheduler, name) == getattr(engine.scheduler, name), name
+            (number,) = engine.scheduler.sequences
+            ours, theirs = mirror.scheduler.sequences[number], engine.scheduler.sequences[number]
+            for name in ("state", "slot", "num_prompt", "limit", "num_preempted", "is_parked", "request_id"):
+                assert getattr(ours, name) == getattr(theirs, name), name
+            assert mirror.scheduler.slots.running().tolist() == engine.scheduler.slots.running().tolist()
+            for name in (
+                "num_blocks",
+                "num_free",
+                "num_in_use",
+                "num_shared",
+                "num_cached",
+                "num_quarantined",
+                "block_size",
+            ):
+                assert getattr(mirror.pool, name) == getattr(engine.pool, name), name
+            assert (mirror.pool.state == engine.pool.state).all()
+            held = engine.block_tables.num_blocks
+            assert (mirror.tables.num_blocks == held).all() and mirror.tables.waste == engine.block_tables.waste
+            slot = int(held.argmax())
+            assert (mirror.tables.blocks[slot, : held[slot]] == engine.block_tables.blocks[slot, : held[slot]]).all()
+            assert mirror.host is not None and mirror.host.pool.num_blocks == 4
+            assert mirror.step_tokens.counts == engine.step_tokens.counts
+            for name, runner in runners.items():
+                real = pipeline.runners[name]
+                assert (runner.times, runner.num_restarts) == (real.times, real.num_restarts)
+                assert runner.service_us.counts == real.service_us.counts
+            name = "sample.out->detokenize.in"
+            assert channels[name].stats().num_sent == pipeline.channels[name].stats().num_sent
+            await stream.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_how_long_the_device_idled_crosses_where_it_is_known(is_late: bool) -> None:
+    async def main() -> None:
+        async with scripted_engine(is_late=is_late) as engine:
+            params = SamplingParams(max_tokens=20, ignore_eos=True)
+            assert [output async for output in engine.generate("abc", params, output_kind="final")]
+            await engine.check_quiet()
+            told = dataclasses.replace(read_books(engine.parts.core, engine.pipeline, []), stages=[])
+            mirror = Mirror(engine.config, engine.info, {}, {}, lambda number: None)
+            assert mirror.idle_gaps_us is None
+            mirror.update(crossed(told))
+            here, there = mirror.idle_gaps_us, engine.idle_gaps_us
+            if not is_late:
+                assert here is None and there is None
+                return
+            assert here is not None and there is not None and there.num_observed > 10
+            assert (here.bounds, here.counts, here.total) == (there.bounds, there.counts, there.total)
+
+    asyncio.run(main())
+
+
+# -- the front's side
+
+
+class Nothing(LogitsProcessor):
+    def process(self, *args: Any) -> None:
+        raise AssertionError
+
+
+def test_what_would_have_to_be_in_the_engine_process_is_refused_in_a_sentence() -> None:
+    engine = SplitEngine(EngineConfig())
+    with pytest.raises(ConfigError, match="a stage behind schedule would have a neighbour in another process"):
+        engine.insert(MirrorStage(CORE["schedule"]), after="schedule")
+    with pytest.raises(ConfigError, match="sample is in the engine process"):
+        engine.replace("sample", MirrorStage(CORE["sample"]))
+    with pytest.raises(RuntimeError, match="await forget_prefixes"):
+        engine.reset_prefix_cache()
+    with pytest.raises(NotServing):
+        _ = engine.scheduler
+    with pytest.raises(ConfigError, match="a logits processor is in the caller's process"):
+        SplitEngine(EngineConfig(), logits_processor=Nothing())
+
+
+def test_a_front_whose_engine_can_not_be_started_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        engine = SplitEngine(EngineConfig(model="/nowhere/at/all"), env=(env := LiveEnv()))
+        with pytest.raises(Exception, match="/nowhere/at/all"):
+            await engine.start()
+        await env.aclose()
+        assert engine._files == []
+
+    asyncio.run(main())

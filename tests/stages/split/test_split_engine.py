@@ -1,0 +1,221 @@
+"""A split engine from Python, with the bundled model: what it survives, and what it says when it can not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.runtime.health.flight_recorder import stack_of
+from millrace.runtime.health.stalls import find_stall
+from millrace.runtime.pipeline import NotServing
+from millrace.stages.config import EngineConfig
+from millrace.stages.engine.engine import Engine
+from millrace.stages.errors import ConfigError, RequestError
+from millrace.stages.params import SamplingParams
+from millrace.stages.split import split_engine
+from millrace.stages.split.split_engine import SplitEngine
+
+pytestmark = pytest.mark.slow
+CONFIG = EngineConfig(max_num_seqs=4, threads=1, inject=("stage=execute,delay=1ms",))
+GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+
+
+def run(test: Callable[[SplitEngine], Awaitable[None]], **overrides: Any) -> None:
+    async def main() -> None:
+        async with SplitEngine(CONFIG, **overrides) as engine:
+            await test(engine)
+            pid = engine.engine_pid
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))
+
+
+async def answer(engine: Engine, prompt: str = "Once upon a time", after: Callable[[], None] = lambda: None) -> str:
+    """The whole text; `after` is called when a few tokens have come."""
+    text, count = "", 0
+    async for output in engine.generate(prompt, GREEDY):
+        text += output.outputs[0].text
+        count += 1
+        if count == 5:
+            after()
+    return text
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110 - of another process
+        await asyncio.sleep(0.01)
+
+
+def strike(engine: SplitEngine, number: int) -> None:
+    assert engine.engine_pid is not None
+    os.kill(engine.engine_pid, number)
+
+
+def test_an_engine_process_that_hangs_is_replaced_and_answers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_engine, "HANG_S", 1)
+
+    async def test(engine: SplitEngine) -> None:
+        due, pid = await answer(engine), engine.engine_pid
+        assert await answer(engine, after=lambda: strike(engine, signal.SIGSTOP)) == due
+        assert engine.engine_pid != pid and engine.health.is_ready
+
+    run(test)
+
+
+def test_a_foreign_frame_costs_the_engine_process_and_no_answer() -> None:
+    async def test(engine: SplitEngine) -> None:
+        due, pid = await answer(engine), engine.engine_pid
+
+        def disturb() -> None:
+            assert engine._client is not None and engine._client._child is not None
+            engine._client._child.sock.send(b"\x80\x04\x95 this is no frame of ours")
+
+        assert await answer(engine, after=disturb) == due
+        assert engine.engine_pid != pid
+
+    run(test)
+
+
+def test_many_answers_at_once_survive_several_deaths_and_none_has_a_token_twice() -> None:
+    async def test(engine: SplitEngine) -> None:
+        prompts = [f"{word} and" for word in ("Zoe", "Tom", "A cat", "The sea", "One", "Two", "Three")]
+        due = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        under_way = [asyncio.ensure_future(answer(engine, prompt)) for prompt in prompts]
+        await asyncio.sleep(0.03)
+        strike(engine, signal.SIGKILL)
+        assert await asyncio.gather(*under_way) == due
+        await engine.refresh()
+        assert engine.pool.num_in_use == 0 and not engine.scheduler.sequences and not engine.exit.live
+
+    run(test)
+
+
+def test_when_engine_processes_keep_dying_every_request_is_told_and_health_says_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(split_engine, "MAX_DEATHS", 1)
+
+    async def test(engine: SplitEngine) -> None:
+        engine._deaths_s = type(engine._deaths_s)(maxlen=1)
+        strike(engine, signal.SIGKILL)
+        await until(lambda: not engine.health.is_ready)
+        assert engine.health.stage == "engine" and "signal 9" in str(engine.health.reason)
+        with pytest.raises(NotServing, match="another is starting"):
+            await answer(engine)
+        await until(lambda: engine.health.is_ready)
+        with pytest.raises(RequestError, match="engine processes keep ending") as told:
+            await answer(engine, after=lambda: strike(engine, signal.SIGKILL))
+        assert (told.value.status, told.value.code) == (503, "dead")
+        assert engine.health.state == "dead"
+
+    run(test)
+
+
+def test_a_request_that_can_not_cross_is_told_so_alone() -> None:
+    async def test(engine: SplitEngine) -> None:
+        params: Any = SamplingParams(max_tokens=3, extra_args={"it": object()})
+        with pytest.raises(RequestError, match="can not be handed to the engine process: a object can not cross"):
+            async for _ in engine.generate("a", params):
+                pass
+        assert await answer(engine)
+
+    run(test)
+
+
+def test_cancels_and_deadlines_free_what_the_engine_process_held() -> None:
+    async def test(engine: SplitEngine) -> None:
+        long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
+        stream = engine.generate("a", long)
+        await anext(stream)
+        await stream.aclose()
+        with pytest.raises(RequestError, match="the request ran out of time at execute: its answer was not complete"):
+            async for _ in engine.generate("b", long, timeout_s=0.2):
+                pass
+
+        async def is_free() -> bool:
+            await engine.refresh()
+            return engine.pool.num_in_use == 0 and not engine.scheduler.sequences
+
+        while not await is_free():  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_sequences_are_swapped_and_come_back_as_in_one_process() -> None:
+    prompts = [f"{word} went" for word in ("Zoe", "Tom", "A cat", "The sea")]
+    small: dict[str, Any] = {"num_gpu_blocks": 9, "max_model_len": 128, "num_cpu_blocks": 16, "inject": ()}
+    due: list[str] = []
+
+    async def inline() -> None:
+        async with Engine(CONFIG, **small) as engine:
+            due.extend(await asyncio.gather(*(answer(engine, prompt) for prompt in prompts)))
+            assert engine.scheduler.num_preemptions > 0
+
+    async def test(engine: SplitEngine) -> None:
+        assert await asyncio.gather(*(answer(engine, prompt) for prompt in prompts)) == due
+        await engine.refresh(with_blocks=True)
+        assert engine.scheduler.num_preemptions == engine.scheduler.preemptions.total() > 0
+        assert engine.host_tier is not None and engine.host_tier.pool.num_blocks == 16
+        assert not engine.scheduler.sequences and (engine.pool.num_tables == 0).all()
+
+    asyncio.run(inline())
+    run(test, **small)
+
+
+def test_a_stage_that_fails_over_there_is_told_of_here_and_the_guilty_request_ends() -> None:
+    async def test(engine: SplitEngine) -> None:
+        told: list[tuple[str, str, bool]] = []
+        engine.pipeline.on_crash.append(lambda stage, e, ids: told.append((stage, type(e).__name__, bool(stack_of(e)))))
+        with pytest.raises(RequestError, match="the model failed on this request"):
+            await answer(engine)
+        await engine.refresh()
+        assert set(told) == {("execute", "InjectedError", True)}
+        assert engine.pipeline.runners["execute"].num_restarts == len(told) >= 2 and engine.health.is_ready
+
+    run(test, inject=("stage=execute,error",))
+
+
+def test_a_stage_that_stands_still_over_there_is_found_from_here_with_where_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(split_engine, "SUSPECT_S", 0.2)
+
+    async def test(engine: SplitEngine) -> None:
+        asking = asyncio.ensure_future(answer(engine))
+        await until(lambda: bool(engine.pipeline.stacks_elsewhere))
+        stall = find_stall(engine.pipeline, 0.2)
+        assert stall is not None and stall.name == "execute"
+        stacks = {told.get("task"): told["stack"] for told in engine.pipeline.stacks_elsewhere}
+        assert "strike" in " ".join(stacks["execute"])
+        asking.cancel()
+
+    run(test, inject=("stage=execute,freeze",))
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ('{"model_type": "bert", "architectures": ["BertModel"]}', "mode = split: this model reads texts at once"),
+        (None, "max_model_len = 1: needs at least 2"),
+    ],
+)
+def test_what_can_not_be_served_is_said_as_in_one_process(tmp_path: Path, config: str | None, complaint: str) -> None:
+    options: dict[str, Any] = {"max_model_len": 1}
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+        options = {"model": str(tmp_path)}
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=complaint):
+            await SplitEngine(EngineConfig(**options)).start()
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))

@@ -117,10 +117,10 @@ SERVER_HELP: dict[str, dict[str, str]] = {
         "strict_fields": "refuse unknown fields instead of ignoring them",
         "response_store_bytes": "of memory for what /v1/responses may be asked for later; 0: nothing is kept",
         "tool_call_parser": "hermes, llama3_json, mistral, pythonic, none, or package.module:Class, a "
-        "millrace.deploy.parsers.ToolParser of your own; auto: by the chat template",
+        "millrace.deploy.api.parsers.ToolParser of your own; auto: by the chat template",
         "enable_auto_tool_choice": "let the model choose whether to call a tool",
         "reasoning_parser": "deepseek_r1, qwen3, none, or package.module:Class, a "
-        "millrace.deploy.parsers.ReasoningParser of your own; auto: by the chat template",
+        "millrace.deploy.api.parsers.ReasoningParser of your own; auto: by the chat template",
         "disable_docs": "serve neither /openapi.json nor /docs",
         "max_body_bytes": "of a request",
     },

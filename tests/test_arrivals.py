@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from millrace.deploy.bench.load import Ask
-from millrace.deploy.bench.measures import Record
+from millrace.deploy.cli.bench.load import Ask
+from millrace.deploy.cli.bench.measures import Record
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.stages.recordings.workloads import Trace, TraceRequest, read_trace

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from ..api.service import Service
 from ..errors import not_serving
-from ..keys import Keys
-from ..metrics import Metrics
-from ..service import Service
-from ..sockets.peer import GOING_AWAY
+from ..http.api_keys import Keys
+from ..metrics.metrics import Metrics
+from ..websocket.peer import GOING_AWAY
 from . import snapshots
 from .derived import NowAndThen
 from .live import LiveViewer

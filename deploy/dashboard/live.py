@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import NotServing
-from ..bodies import Body
+from ..api.openai.bodies import Body
 from ..errors import ApiError
-from ..sockets.peer import Peer
+from ..websocket.peer import Peer
 from . import snapshots
 from .block_map import BlockMap
 from .derived import NowAndThen, explain, find_bottleneck

@@ -10,10 +10,10 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-from ..bodies import Body
+from ..api.openai.bodies import Body
 from ..config import ServerConfig
 from ..errors import ApiError
-from ..sockets.peer import Peer
+from ..websocket.peer import Peer
 from .block_map import BlockMap
 from .derived import explain, find_bottleneck
 from .messages import OF_RECORDING, Play, Seek, Topics, Window

@@ -17,7 +17,7 @@ from ...runtime.histogram import Histogram
 from ...runtime.trace.tracer import EventKind, Records, as_dicts
 from ...stages.detokenize.token_gaps import BOUNDS_US as TOKEN_GAP_US
 from ...stages.recordings.film import Film, Life, block_changes
-from ..latencies import FIRST_TOKEN_US, REQUEST_US
+from ..metrics.latencies import FIRST_TOKEN_US, REQUEST_US
 from .derived import WINDOW_S, TraceReader
 from .trace_log import INCIDENTS, MAX_INCIDENTS, MAX_OLDER, MAX_STEPS, OLDER, PAUSES, StepFold
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...runtime.health.flight_recorder import task_stacks
-from ..information import HIDDEN
+from ..inspect.server_info import HIDDEN
 from ..settings import ENGINE_HELP, SECRET, SERVER_HELP
 from .block_map import Books
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ...stages.exit.outboxes import RequestOutbox
     from ...stages.schedule.scheduler import Scheduler
     from ...stages.schedule.sequence import Sequence
-    from ..latencies import Latencies
-    from ..oversight import Oversight
-    from ..service import Service
+    from ..api.service import Service
+    from ..metrics.latencies import Latencies
+    from ..metrics.watchdog import Oversight
 
 MAX_ROWS = 200  # of the list of requests, in one update
 

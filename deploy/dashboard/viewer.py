@@ -13,12 +13,12 @@ from typing import Any
 import orjson
 
 from ...runtime.env.log import get_logger
-from ..bodies import Body
+from ..api.openai.bodies import Body
 from ..config import ServerConfig
 from ..errors import ApiError
-from ..sockets.envelopes import error_members, parse
-from ..sockets.frames import POLICY_VIOLATION
-from ..sockets.peer import INTERNAL_ERROR, INVALID_PAYLOAD, Peer
+from ..http.websocket_frames import POLICY_VIOLATION
+from ..websocket.envelopes import error_members, parse
+from ..websocket.peer import INTERNAL_ERROR, INVALID_PAYLOAD, Peer
 from .messages import KINDS, Hello, Subscribe, Topics, read_message
 from .patch import merge_patch
 

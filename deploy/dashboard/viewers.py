@@ -10,8 +10,8 @@ from aiohttp import web
 from ...runtime.env.log import get_logger
 from ..config import ServerConfig
 from ..errors import ApiError, unforeseen
-from ..middleware import REQUEST_ID
-from ..sockets.peer import INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
+from ..server.middleware import REQUEST_ID
+from ..websocket.peer import INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
 from .viewer import Viewer
 
 log = get_logger("millrace.deploy")

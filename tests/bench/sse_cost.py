@@ -28,8 +28,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from millrace.deploy.cli.serve import serve
 from millrace.deploy.config import ServerConfig
-from millrace.deploy.serve import serve
 from millrace.runtime.env.log import configure
 from millrace.runtime.stage import Outlet, Stage
 from millrace.stages.config import EngineConfig

@@ -27,7 +27,7 @@ import numpy as np
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard.viewer import INTERVAL_S
-from millrace.deploy.server import Server
+from millrace.deploy.server.server import Server
 from millrace.stages.testing.scripted.engine import ScriptedEngine
 from tests.bench.pipeline_cost import MAX_MODEL_LEN, FreeDevice, decode, end, engine_with
 

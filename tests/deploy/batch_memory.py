@@ -17,8 +17,8 @@ from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from millrace.deploy.cli.run_batch import answer_lines, in_process
 from millrace.deploy.config import ServerConfig
-from millrace.deploy.run_batch import answer_lines, in_process
 from millrace.runtime.env.log import configure
 from millrace.stages.config import EngineConfig
 from millrace.stages.testing.scripted.engine import scripted_engine

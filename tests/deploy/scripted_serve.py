@@ -27,8 +27,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from millrace.deploy.cli.serve import serve
 from millrace.deploy.config import ServerConfig
-from millrace.deploy.serve import serve
 from millrace.runtime.env.log import configure
 from millrace.stages.config import EngineConfig
 from millrace.stages.grammar import gate as grammar_gate

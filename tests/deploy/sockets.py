@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from millrace.deploy.config import ServerConfig
-from millrace.deploy.server import Server
+from millrace.deploy.server.server import Server
 from millrace.stages.config import EngineConfig
 from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine
 from millrace.stages.testing.scripted.script import Script

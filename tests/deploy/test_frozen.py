@@ -16,7 +16,7 @@ import pytest
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.pipeline import Pipeline
 from tests.counts import FULL
-from tests.deploy.test_health import Client, eventually, served
+from tests.deploy.server.test_health import Client, eventually, served
 from tests.runtime.health.test_stalls import EDGES, STAGES, freeze_edge, freeze_stage
 
 pytestmark = pytest.mark.slow

@@ -34,7 +34,7 @@ TELLING = """
 import atexit, sys
 names = sys.argv.pop(1).split(",")
 atexit.register(lambda: print([name for name in names if name in sys.modules], file=sys.stderr))
-from millrace.deploy.cli import main
+from millrace.deploy.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

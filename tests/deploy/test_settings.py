@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import yaml
 
-from millrace.deploy.cli import main
+from millrace.deploy.cli.main import main
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.settings import ENGINE_HELP, SERVER_HELP, add_flags, build, resolve, show
 from millrace.stages.config import EngineConfig

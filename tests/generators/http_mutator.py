@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from tests.deploy.running import Answer, RunningServer, head_bytes, post_bytes, send
 from tests.security.oracle import CHAT, TEXT, check_no_leak
-from tests.security.test_t40_smuggling import REFUSED, request
+from tests.security.test_smuggling import REFUSED, request
 
 GOOD = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
 CHUNKED = head_bytes("POST", TEXT, {"Content-Type": "application/json", "Transfer-Encoding": "chunked"})

@@ -36,9 +36,9 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from millrace.deploy.bench.load import Ask
-from millrace.deploy.bench.measures import Record
-from millrace.deploy.bench.serve import Client
+from millrace.deploy.cli.bench.load import Ask
+from millrace.deploy.cli.bench.measures import Record
+from millrace.deploy.cli.bench.serve import Client
 from millrace.stages.errors import ConfigError
 from millrace.stages.recordings.reader import RecordingError
 from millrace.stages.recordings.workloads import Trace, read_trace

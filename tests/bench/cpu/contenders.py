@@ -16,9 +16,9 @@ from typing import Any
 
 import aiohttp
 
-from millrace.deploy.bench.load import Ask
-from millrace.deploy.bench.measures import statistics
-from millrace.deploy.bench.serve import Client, measure
+from millrace.deploy.cli.bench.load import Ask
+from millrace.deploy.cli.bench.measures import statistics
+from millrace.deploy.cli.bench.serve import Client, measure
 from tests.bench.workloads import IN_FLIGHT, Asked
 
 Figures = dict[str, float]

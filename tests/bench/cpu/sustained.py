@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.deploy.bench.load import Ask
-from millrace.deploy.bench.measures import Record, is_good, statistics
+from millrace.deploy.cli.bench.load import Ask
+from millrace.deploy.cli.bench.measures import Record, is_good, statistics
 from millrace.stages.recordings.workloads import Trace
 
 TOKEN_IDS = (300, 15_000)  # of which prompts are drawn: every shape of `shapes.py` has them

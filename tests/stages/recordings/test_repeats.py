@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 import pytest
 
-from millrace.deploy.cli import main
+from millrace.deploy.cli.main import main
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages import Engine, SamplingParams
 from millrace.stages.config import EngineConfig

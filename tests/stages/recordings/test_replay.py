@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 import pytest
 
-from millrace.deploy.cli import main
+from millrace.deploy.cli.main import main
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.errors import ConfigError

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
-from millrace.deploy.cli import main
+from millrace.deploy.cli.main import main
 from millrace.stages.recordings.cost_model import CostModel, Fitted, StepContents, fit, fit_steps
 from millrace.stages.recordings.reader import Recording, RecordingError
 from millrace.stages.recordings.simulation import Door, Result, Simulation

@@ -1,0 +1,323 @@
+"""The bodies of `POST /v1/messages` and its `count_tokens`, in Anthropic's shape, and the body of chat they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from ....stages.params import MAX_STOPS
+from ...errors import ApiError, shorten
+from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
+from ..openai.bodies import ModelName
+from ..schema import fields as documented_forms
+from ..schema.hints import STOP_STRING, array, needs, nullable
+from ..schema.unsupported import NOTHING, Harmless
+
+EFFORTS = {"max": "xhigh"}  # as chat calls them, where it has another word
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "structured_outputs": "output_config.format",
+    "structured_outputs.json": "output_config.format",
+    "chat_template_kwargs": "thinking",
+    "thinking_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    "user": "metadata.user_id",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+
+
+class Metadata(BaseModel):
+    """About the request."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    user_id: str | None = None
+
+
+class Thinking(BaseModel):
+    """Whether to think before speaking, and for how long."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=needs("type", "enabled", "budget_tokens"))
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
+class ToolChoice(BaseModel):
+    """Which tools to use."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=needs("type", "tool", "name"))
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class OutputFormat(BaseModel):
+    """The form that the text must have."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """What is asked of the text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class CountTokensBody(AdaptedBody):
+    """`POST /v1/messages/count_tokens`."""
+
+    PASSED: ClassVar[tuple[str, ...]] = ()  # how an answer is made has no meaning here
+    UNSUPPORTED: ClassVar[Harmless] = dict.fromkeys(("container", "mcp_servers", "context_management"), NOTHING)
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
+        "service_tier",
+        "cache_control",
+        "inference_geo",
+        "speed",
+        "diagnostics",
+    )
+
+    model: ModelName = None
+    messages: Annotated[Any, WithJsonSchema(documented_forms.ANTHROPIC_MESSAGES)]
+    system: Annotated[Any, WithJsonSchema(documented_forms.ANTHROPIC_SYSTEM)] = None
+    tools: Annotated[list[dict[str, Any]] | None, WithJsonSchema(documented_forms.ANTHROPIC_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def check(self) -> None:
+        if self.thinking is not None and self.thinking.type == "enabled" and self.thinking.budget_tokens is None:
+            message = "thinking.budget_tokens: needed with type = enabled"
+            raise ApiError("missing_required_parameter", message, param="thinking.budget_tokens")
+        if self.tool_choice is not None and self.tool_choice.type == "tool" and self.tool_choice.name is None:
+            message = "tool_choice.name: needed with type = tool"
+            raise ApiError("missing_required_parameter", message, param="tool_choice.name")
+
+    def chat(self) -> tuple[Chat, list[str]]:
+        """The body of chat of this request, and for each of its messages the field that it was made from."""
+        turns = _Turns()
+        if self.system is not None:
+            turns.add({"role": "system", "content": _text_content(self.system, "system")}, "system")
+        _read_messages(self.messages, turns)
+        choice = self.tool_choice
+        chat: Chat = {
+            "messages": turns.messages,
+            "tools": [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())] or None,
+            "tool_choice": None if choice is None else _chat_tool_choice(choice),
+            "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+            "response_format": self._response_format(),
+            **self._thoughts(),
+        }
+        if turns.messages and turns.messages[-1]["role"] == "assistant":  # the beginning of the answer
+            chat |= {"add_generation_prompt": False, "continue_final_message": True}
+        return chat, turns.sources
+
+    def _response_format(self) -> dict[str, Any] | None:
+        wanted = self.output_config.format if self.output_config is not None else None
+        if wanted is None:
+            return None
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema_, "strict": True}}
+
+    def _thoughts(self) -> Chat:
+        effort = self.output_config.effort if self.output_config is not None else None
+        told: Chat = {"reasoning_effort": EFFORTS.get(effort or "", effort)}
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            told["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+            told["thinking_budget"] = self.thinking.budget_tokens
+        return told
+
+
+class MessagesBody(CountTokensBody):
+    """`POST /v1/messages`."""
+
+    PASSED: ClassVar[tuple[str, ...]] = EXTENSIONS
+
+    max_tokens: int
+    stop_sequences: Annotated[
+        list[str] | None, Field(max_length=MAX_STOPS), WithJsonSchema(nullable(array(STOP_STRING, MAX_STOPS)))
+    ] = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+    stream: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens < 1:
+            message = f"max_tokens = {self.max_tokens}: must be at least 1"
+            raise ApiError("invalid_value", message, param="max_tokens")
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        if budget is not None and budget >= self.max_tokens:
+            message = f"thinking.budget_tokens = {budget}: must be less than max_tokens, which is {self.max_tokens}"
+            raise ApiError("invalid_value", message, param="thinking.budget_tokens")
+
+    def chat(self) -> tuple[Chat, list[str]]:
+        chat, sources = super().chat()
+        given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
+        user = self.metadata.user_id if self.metadata is not None else None
+        return chat | given | {"stop": self.stop_sequences, "user": user}, sources
+
+
+def name_of(sources: list[str]) -> Callable[[str], str]:
+    """A function from chat's name of a field to this API's. Message i was made from `sources[i]`."""
+    names = NAMES | {f"messages[{i}]": source for i, source in enumerate(sources)}
+
+    def name(param: str) -> str:
+        return renamed(param.replace(".function.parameters", ".input_schema").replace(".function.", "."), names)
+
+    return name
+
+
+# -- messages
+
+
+@dataclass
+class _Turns:
+    """Messages of chat, and where each is from."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+
+    def add(self, message: dict[str, Any], source: str) -> None:
+        self.messages.append(message)
+        self.sources.append(source)
+
+
+def _read_messages(value: Any, turns: _Turns) -> None:
+    if not isinstance(value, list):
+        raise _wrong_type("messages", "a list")
+    if not value:
+        raise ApiError("empty_prompt", "messages is empty: send at least one", param="messages")
+    for i, message in enumerate(value):
+        path = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise _wrong_type(path, "an object")
+        role = message.get("role")
+        if role not in ("user", "assistant", "system"):
+            shown = shorten(repr(role), 64)
+            text = f"{path}.role = {shown}: must be user, assistant or system"
+            raise ApiError("invalid_value", text, param=f"{path}.role")
+        content = message.get("content")
+        if isinstance(content, str):
+            turns.add({"role": role, "content": content}, path)
+        elif role == "assistant":
+            turns.add(_assistant(_blocks(content, f"{path}.content", ("text", "tool_use", *THOUGHTS))), path)
+        elif role == "user":
+            _add_user(_blocks(content, f"{path}.content", ("text", "tool_result")), f"{path}.content", path, turns)
+        else:
+            turns.add({"role": role, "content": _text_content(content, f"{path}.content")}, path)
+
+
+THOUGHTS = ("thinking", "redacted_thinking")
+
+
+def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One message of what the assistant thought, said and called."""
+    message: dict[str, Any] = {"role": "assistant", "content": _joined(blocks)}
+    if calls := [_tool_call(block) for block in blocks if block["type"] == "tool_use"]:
+        message["tool_calls"] = calls
+    if thoughts := [block["thinking"] for block in blocks if block["type"] == "thinking"]:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message
+
+
+def _add_user(blocks: list[dict[str, Any]], path: str, source: str, turns: _Turns) -> None:
+    """What tools answered, a message each, and what the user said, in their order. Chat has no word for `is_error`: the
+    model reads it off the text."""
+    said: list[dict[str, Any]] = []
+    for i, block in enumerate(blocks):
+        if block["type"] == "text":
+            said.append(block)
+            continue
+        if said:
+            turns.add({"role": "user", "content": _joined(said)}, source)
+            said = []
+        content = block.get("content")
+        text = "" if content is None else _text_content(content, f"{path}[{i}].content")
+        turns.add({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}, source)
+    if said or not blocks:
+        turns.add({"role": "user", "content": _joined(said)}, source)
+
+
+def _joined(blocks: list[dict[str, Any]]) -> str | list[dict[str, str]]:
+    """The text blocks; one as the text it is, as templates differ in how they join several."""
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+
+
+def _text_content(value: Any, path: str) -> str | list[dict[str, str]]:
+    return value if isinstance(value, str) else _joined(_blocks(value, path, ("text",)))
+
+
+# type of a block -> the fields it must have, and their types
+_BLOCKS: dict[str, dict[str, tuple[type, str]]] = {
+    "text": {"text": (str, "a text")},
+    "thinking": {"thinking": (str, "a text")},
+    "redacted_thinking": {},
+    "tool_use": {"id": (str, "a text"), "name": (str, "a text"), "input": (dict, "an object")},
+    "tool_result": {"tool_use_id": (str, "a text")},
+}
+
+
+def _blocks(value: Any, path: str, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise _wrong_type(path, f"a text or a list of blocks of type {', '.join(kinds)}")
+    for i, block in enumerate(value):
+        at = f"{path}[{i}]"
+        if not isinstance(block, dict):
+            raise _wrong_type(at, "an object")
+        kind = block.get("type")
+        if kind not in kinds:
+            message = f"{at}.type = {shorten(repr(kind), 64)}: must be one of {', '.join(kinds)} here"
+            raise ApiError("unsupported_content_type", message, param=f"{at}.type")
+        for name, (needed, called) in _BLOCKS[kind].items():
+            if not isinstance(block.get(name), needed):
+                raise _wrong_type(f"{at}.{name}", called)
+    return value
+
+
+def _tool_call(block: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": block["name"], "arguments": orjson.dumps(block["input"]).decode()}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+def _wrong_type(path: str, right: str) -> ApiError:
+    return ApiError("invalid_type", f"{path}: must be {right}", param=path)
+
+
+# -- tools
+
+
+def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        message = f"{path}.type = {shorten(repr(tool.get('type')), 64)}: only tools with an input_schema are known here"
+        raise ApiError("unsupported_parameter", message, param=f"{path}.type")
+    function: dict[str, Any] = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    if "input_schema" in tool:
+        if tool["input_schema"] is None:  # as parameters it would be none at all
+            raise ApiError("invalid_type", f"{path}.input_schema must be an object", param=f"{path}.input_schema")
+        function["parameters"] = tool["input_schema"]
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]

@@ -1,0 +1,109 @@
+"""The Messages API, Anthropic's, over HTTP: from a body to the engine and back, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from ....stages.errors import RequestError
+from ...errors import describe
+from ...http.body_reader import read
+from ...http.sse import named_event, stream_framed
+from ...server.middleware import OWNER, REQUEST_ID
+from ..adapter.chat_adapter import NameOf, Parts, in_own_words, read_adapted, take_order, under_way
+from ..openai.generation import Generation, Order, ignored_headers, in_terms_of, told
+from .bodies import CountTokensBody, MessagesBody, name_of
+from .events import Event, MessageEvents, error_body
+
+PREFIX = "msg_"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageOrder:
+    """A message that can be made."""
+
+    is_stream: bool
+    order: Order
+    ignored: Sequence[str]  # names of fields that nobody knows
+    name_of: NameOf
+
+
+class MessagesRoutes:
+    """The handlers of `/v1/messages`."""
+
+    def __init__(self, generation: Generation, threads: Executor) -> None:
+        self._service = generation.service
+        self._generation = generation
+        self._threads = threads
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/messages`."""
+        order = await self._take(request, MessagesBody)
+        answer_id = self._service.open(PREFIX, request[REQUEST_ID], request[OWNER])
+        stops = order.order.params.stop
+        built = MessageEvents(answer_id, self._service.model_names[0], stops)
+        headers = {"request-id": request[REQUEST_ID]} | ignored_headers(order.ignored)
+        if not order.is_stream:
+            async with under_way(self._generation, answer_id, order.order, order.name_of) as parts:
+                async for more in parts:
+                    _add(built, more, parts)
+            return web.json_response(body=orjson.dumps(built.message), headers=headers)
+        patience_s = self._service.config.stalled_reader_s
+        return await stream_framed(
+            request,
+            patience_s,
+            self._stream(answer_id, order, built),
+            headers,
+            on_stall=lambda: self._service.close(answer_id, "stalled_reader"),
+        )
+
+    async def _stream(self, answer_id: str, order: MessageOrder, built: MessageEvents) -> AsyncGenerator[bytes, None]:
+        async with under_way(self._generation, answer_id, order.order, order.name_of) as parts:
+            first = await anext(parts)
+            yield _framed(built.begin(parts.usage) + _add(built, first, parts))
+            try:
+                async for more in parts:
+                    yield _framed(_add(built, more, parts))
+            except Exception as error:
+                yield _framed([error_body(told(error, answer_id), answer_id.removeprefix(PREFIX))])
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """`POST /v1/messages/count_tokens`."""
+        order = await self._take(request, CountTokensBody)
+        encoder, chat = self._service.require_engine().encoder, order.order.prompts[0].chat
+        assert chat is not None, "the body of chat is a chat"
+        loop = asyncio.get_running_loop()
+        try:
+            token_ids = await loop.run_in_executor(self._threads, encoder.encode_chat, chat)
+        except RequestError as error:
+            known = describe(in_terms_of(order.order.body, error, request[REQUEST_ID]))
+            raise (error if known is None else in_own_words(known, order.name_of)) from None
+        return web.json_response({"input_tokens": len(token_ids)}, headers=ignored_headers(order.ignored))
+
+    async def _take(self, request: web.Request, kind: type[CountTokensBody]) -> MessageOrder:
+        self._service.require_engine()
+        return await read(request, self._service.config, self._threads, partial(self._read, kind))
+
+    def _read(self, kind: type[CountTokensBody], raw: Mapping[str, Any]) -> MessageOrder:
+        """The order of a body. `ApiError` names the field. May be called in a thread."""
+        body, passed, ignored = read_adapted(kind, raw, self._service.config.strict_fields)
+        chat, sources = body.chat()
+        named = name_of(sources)
+        order = take_order(self._generation, chat | passed | {"model": body.model}, named)
+        return MessageOrder(bool(getattr(body, "stream", None)), order, ignored, named)
+
+
+def _framed(events: Sequence[Event]) -> bytes:
+    return b"".join(map(named_event, events))
+
+
+def _add(built: MessageEvents, more: Sequence[Any], parts: Parts) -> list[Event]:
+    events = [event for part in more for event in built.add(part)]
+    return events if parts.end is None else events + built.end(parts.end, parts.usage)

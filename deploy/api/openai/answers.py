@@ -1,0 +1,394 @@
+"""What clients get back: the shapes of chat and completions, whole and in chunks, with logprobs and usage.
+
+Knows JSON. Refuses to know how a chunk is framed on its way, sockets and the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import orjson
+
+from ..parsers.interface import Reasoning, Text
+from .assistant_turn import Piece, ToolCallArguments, ToolCallBegun, Turn
+
+if TYPE_CHECKING:
+    from ....stages.messages import TokenLogprobs
+    from ....stages.outputs import Delta, Progress
+
+MARK = "\x00text\x00"  # stands for a text in a chunk
+_MARK = orjson.dumps(MARK)
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What is told of one prompt, where that was asked for."""
+
+    text: str = ""  # before the answer's
+    logprobs: dict[str, list[Any]] | None = None  # before the answer's, in completions' shape
+    token_ids: list[int] | None = None
+    prompt_logprobs: Any = None  # null, then for each token: id -> log-probability, rank and text
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer as it grows. `num_chars` counts the text of its tokens, for `text_offset`."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
+    num_chars: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    turn: Turn | None = None  # what the text means, if more may be in it than words
+    pieces: list[Piece] = field(default_factory=list)  # of the turn: all that are kept, or those of the last delta
+    is_opened: bool = False  # its first chunk, which may tell of the prompt, is out
+
+    def add(self, delta: Delta, keep: bool) -> None:
+        """Takes a piece in; its text and logprobs too if `keep`."""
+        self.num_tokens += len(delta.token_ids)
+        if self.turn is not None:
+            pieces = self.turn.read(delta.text, delta.token_ids, delta.finish_reason is not None)
+            if not keep:
+                self.pieces.clear()
+            self.pieces += pieces
+        if keep:
+            self.texts.append(delta.text)
+            self.token_ids.extend(delta.token_ids)
+            self.logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            if self.turn is not None and self.turn.num_calls and delta.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+
+
+def usage(num_prompt: int, num_cached: int, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Tokens of all prompts and all choices of a request."""
+    num_completion = sum(choice.num_tokens for choice in choices)
+    told: dict[str, Any] = {
+        "prompt_tokens": num_prompt,
+        "total_tokens": num_prompt + num_completion,
+        "completion_tokens": num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+    thoughts = [choice.turn.num_reasoning_tokens for choice in choices if choice.turn is not None]
+    if any(count is not None for count in thoughts):
+        told["completion_tokens_details"] = {"reasoning_tokens": sum(count or 0 for count in thoughts)}
+    return told
+
+
+class Answer:
+    """The shape of one request's answer. `head` is what its chunks have in common, encoded once."""
+
+    PREFIX: ClassVar[str]
+    WHOLE: ClassVar[str]
+    CHUNK: ClassVar[str]
+
+    def __init__(
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        has_usage: bool,
+        has_running_usage: bool,
+        *,
+        make_turn: Callable[[], Turn] | None = None,
+        has_token_ids: bool = False,
+        has_logprobs: bool = True,
+        has_tokens_as_ids: bool = False,
+    ) -> None:
+        """`make_turn` for answers in which more than words may be."""
+        self.id = answer_id
+        self._make_turn = make_turn
+        self.has_token_ids = has_token_ids  # of each choice, and of the prompts
+        self.has_logprobs = has_logprobs  # False: they were computed for another purpose
+        self.has_tokens_as_ids = has_tokens_as_ids  # tokens in logprobs are spelled as their ids
+        self.prompts: dict[int, PromptPart] = {}  # told of each prompt, if anything is; known with its first token
+        self.choices_per_prompt = 1
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # choice -> what stands around the text of its plain pieces
+        self.has_usage = has_usage
+        self.has_running_usage = has_running_usage
+        self._common = {"id": answer_id, "created": created, "model": model}
+        shared = {"id": answer_id, "object": self.CHUNK, "created": created, "model": model}
+        self._head = orjson.dumps(shared)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}' if has_usage else b"]}"
+
+    def choices(self, num_choices: int) -> list[Choice]:
+        """So many, with nothing in them yet."""
+        make_turn = self._make_turn
+        return [Choice(index, turn=None if make_turn is None else make_turn()) for index in range(num_choices)]
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        return {
+            "id": self.id,
+            "object": self.WHOLE,
+            "created": self._common["created"],
+            "model": self._common["model"],
+            "choices": [self._whole_choice(choice) for choice in choices],
+            "usage": usage,
+            "system_fingerprint": None,
+        }
+
+    def opening(self, num_choices: int) -> list[bytes]:
+        """The chunks before any text."""
+        return []
+
+    def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
+        """The chunks of one piece of one choice; none if there is nothing to tell yet (half a character)."""
+        if not (delta.finish_reason or delta.logprobs or self.has_token_ids or running_usage is not None):
+            return [self._plain(choice, delta)] if delta.text else []
+        has_news = delta.text or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
+        if not has_news and running_usage is None:
+            return []
+        piece = self._chunk_choice(choice, delta)
+        if self.has_token_ids:
+            piece["token_ids"] = delta.token_ids
+        return [self._encoded(piece, running_usage)]
+
+    def _plain(self, choice: Choice, delta: Delta) -> bytes:
+        """The chunk of a piece that is text and nothing else, as nearly all are: what stands around it is written once
+        a choice."""
+        around = self._around.get(choice.index)
+        if around is None:
+            before, _, after = self._encoded(self._chunk_choice(choice, replace(delta, text=MARK))).partition(_MARK)
+            around = self._around[choice.index] = (before, after)
+        return around[0] + orjson.dumps(delta.text) + around[1]
+
+    def closing(self, usage: dict[str, Any] | None, metrics: Mapping[str, Any] | None) -> bytes | None:
+        """The extra chunk at the end of a stream that was asked for usage, or for metrics."""
+        told = {"usage": usage, "metrics": metrics}
+        fields = {name: value for name, value in told.items() if value is not None}
+        return self._head + b"]," + orjson.dumps(fields)[1:] if fields else None
+
+    def progress_chunk(self, progress: Progress) -> bytes:
+        """How far a prompt has come, with no text."""
+        told = {
+            "total": progress.total,
+            "cached": progress.cached,
+            "cache": progress.cached,  # as llama.cpp's clients read it
+            "processed": progress.processed,
+            "time_ms": round(1e3 * progress.time_s, 3),
+        }
+        return self._head + b'],"prompt_progress":' + orjson.dumps(told) + b"}"
+
+    def _prompt(self, choice: Choice) -> PromptPart | None:
+        return self.prompts.get(choice.index // self.choices_per_prompt)
+
+    def _encoded(self, choice: dict[str, Any], running_usage: dict[str, Any] | None = None) -> bytes:
+        if running_usage is not None:
+            return self._head + orjson.dumps(choice) + b'],"usage":' + orjson.dumps(running_usage) + b"}"
+        return self._head + orjson.dumps(choice) + self._tail
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatAnswer(Answer):
+    """`chat.completion` and `chat.completion.chunk`."""
+
+    PREFIX = "chatcmpl-"
+    WHOLE = "chat.completion"
+    CHUNK = "chat.completion.chunk"
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        body = super().whole(choices, usage)
+        for part in self.prompts.values():  # one
+            if part.prompt_logprobs is not None:
+                body["prompt_logprobs"] = part.prompt_logprobs
+            if part.token_ids is not None:
+                body["prompt_token_ids"] = part.token_ids
+        return body
+
+    def opening(self, num_choices: int) -> list[bytes]:
+        delta = {"role": "assistant", "content": ""}
+        chunks = [self._encoded(_ending(index, {"delta": delta}, None, None, None)) for index in range(num_choices)]
+        if self.prompts and self.prompts[0].token_ids is not None:
+            ids = b'"prompt_token_ids":' + orjson.dumps(self.prompts[0].token_ids) + b","
+            chunks[0] = chunks[0].replace(b'"choices":[', ids + b'"choices":[', 1)
+        return chunks
+
+    def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
+        """One chunk for each thing that the turn tells, as clients join what is of one kind."""
+        if choice.turn is None:
+            return super().chunks(choice, delta, running_usage)
+        told = [_told(piece) for piece in choice.pieces]
+        has_news = told or delta.finish_reason or delta.logprobs or (self.has_token_ids and delta.token_ids)
+        if not has_news and running_usage is None:
+            return []
+        endings = [_ending(choice.index, {"delta": part}, None, None, None) for part in told or [{}]]
+        endings[0]["logprobs"] = self._logprobs(delta.logprobs)
+        if self.has_token_ids:
+            endings[0]["token_ids"] = delta.token_ids
+        if delta.finish_reason is not None:
+            endings[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return [self._encoded(ending, running_usage) for ending in endings]
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        if choice.turn is None:
+            message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.texts)}
+        else:
+            message = _message(choice.pieces)
+        logprobs = self._logprobs(choice.logprobs)
+        whole = _ending(choice.index, {"message": message}, logprobs, choice.finish_reason, choice.stop_reason)
+        return whole | {"token_ids": choice.token_ids} if self.has_token_ids else whole
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return chat_logprobs(_spelled(tokens, self.has_tokens_as_ids)) if tokens else None
+
+    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
+        logprobs = self._logprobs(delta.logprobs)
+        return _ending(choice.index, {"delta": content}, logprobs, delta.finish_reason, delta.stop_reason)
+
+
+class CompletionAnswer(Answer):
+    """`text_completion`, whole and in chunks."""
+
+    PREFIX = "cmpl-"
+    WHOLE = "text_completion"
+    CHUNK = "text_completion"
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        part = self._prompt(choice) or PromptPart()
+        choice.num_chars += len(part.text)
+        logprobs = self._logprobs(choice, choice.logprobs, part)
+        text = {"text": part.text + "".join(choice.texts)}
+        whole = _ending(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
+        if self.has_token_ids:
+            whole |= {"token_ids": choice.token_ids, "prompt_token_ids": part.token_ids}
+        return whole if part.prompt_logprobs is None else whole | {"prompt_logprobs": part.prompt_logprobs}
+
+    def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
+        part = self._prompt(choice)
+        if part is None or choice.is_opened:
+            return super().chunks(choice, delta, running_usage)
+        choice.is_opened = True
+        choice.num_chars += len(part.text)
+        logprobs, text = self._logprobs(choice, delta.logprobs, part), {"text": part.text + delta.text}
+        piece = _ending(choice.index, text, logprobs, delta.finish_reason, delta.stop_reason)
+        if self.has_token_ids:
+            piece |= {"token_ids": delta.token_ids, "prompt_token_ids": part.token_ids}
+        return [self._encoded(piece, running_usage)]
+
+    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        logprobs = self._logprobs(choice, delta.logprobs)
+        return _ending(choice.index, {"text": delta.text}, logprobs, delta.finish_reason, delta.stop_reason)
+
+    def _logprobs(
+        self, choice: Choice, tokens: Sequence[TokenLogprobs], part: PromptPart | None = None
+    ) -> dict[str, Any] | None:
+        of_prompt = None if part is None else part.logprobs
+        if not self.has_logprobs or (not tokens and of_prompt is None):
+            return None
+        shape = completion_logprobs(choice, tokens, as_ids=self.has_tokens_as_ids)
+        return shape if of_prompt is None else {name: of_prompt[name] + values for name, values in shape.items()}
+
+
+def _told(piece: Piece) -> dict[str, Any]:
+    """A piece as the `delta` of a chunk."""
+    if isinstance(piece, Text):
+        return {"content": piece.text}
+    if isinstance(piece, Reasoning):
+        return {"reasoning": piece.text, "reasoning_content": piece.text}
+    if isinstance(piece, ToolCallBegun):
+        return {"tool_calls": [{"index": piece.index, **_call(piece, "")}]}
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """All pieces as one message. Content is null where there is something else and no content."""
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    begun = [piece for piece in pieces if isinstance(piece, ToolCallBegun)]
+    arguments: list[list[str]] = [[] for _ in begun]
+    for piece in pieces:
+        if isinstance(piece, ToolCallArguments):
+            arguments[piece.index].append(piece.text)
+    calls = [_call(call, "".join(texts)) for call, texts in zip(begun, arguments, strict=True)]
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or thoughts else "")}
+    if thoughts:
+        message |= {"reasoning": thoughts, "reasoning_content": thoughts}
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(begun: ToolCallBegun, arguments: str) -> dict[str, Any]:
+    return {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": arguments}}
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Chat's shape: one entry a token."""
+    return {"content": token_logprobs(tokens)}
+
+
+def token_logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """One entry a token, with its bytes, as a token may be half a character."""
+    return [
+        {
+            **_token(token.token, token.token_bytes, token.logprob),
+            "top_logprobs": [_token(text, raw, logprob) for _, text, raw, logprob in token.top],
+        }
+        for token in tokens
+    ]
+
+
+def completion_logprobs(choice: Choice, tokens: Sequence[TokenLogprobs], as_ids: bool = False) -> dict[str, Any]:
+    """Completions' shape: parallel lists. Offsets go on where the choice's last ones ended."""
+    shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token, spelled in zip(tokens, _spelled(tokens, as_ids), strict=True):
+        chosen = {spelled.token: finite(token.logprob)}
+        shape["tokens"].append(spelled.token)
+        shape["token_logprobs"].append(finite(token.logprob))
+        shape["top_logprobs"].append({text: finite(logprob) for _, text, _, logprob in spelled.top} | chosen)
+        shape["text_offset"].append(choice.num_chars)
+        choice.num_chars += len(token.token)
+    return shape
+
+
+def as_id(token_id: int) -> str:
+    """How a token is spelled under `return_tokens_as_token_ids`."""
+    return f"token_id:{token_id}"
+
+
+def _spelled(tokens: Sequence[TokenLogprobs], as_ids: bool) -> Sequence[TokenLogprobs]:
+    if not as_ids:
+        return tokens
+    return [
+        replace(
+            token,
+            token=as_id(token.token_id),
+            top=tuple((token_id, as_id(token_id), raw, logprob) for token_id, _, raw, logprob in token.top),
+        )
+        for token in tokens
+    ]
+
+
+def _ending(
+    index: int, text: dict[str, Any], logprobs: Any, finish_reason: str | None, stop_reason: str | int | None
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        **text,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+    }
+
+
+def _token(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def finite(logprob: float) -> float:
+    """As JSON can say it."""
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,181 @@
+"""The assistant's turn: one choice's text on its way through a reasoning parser and a tool parser, whole or in pieces.
+
+One piece of code for both, so what a stream tells adds up to what the whole tells. Knows what clients are told of
+thoughts, words and calls. Refuses to know the JSON around them: that is `answers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..parsers.interface import CallArguments, Event, Reasoning, ReasoningParser, Text, ToolParser
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallBegun:
+    """Call `index` of the turn begins; its arguments follow."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """More of the arguments of call `index`."""
+
+    index: int
+    text: str
+
+
+Piece: TypeAlias = Text | Reasoning | ToolCallBegun | ToolCallArguments
+
+
+class Turn:
+    """What one choice says. `read` takes its text in and returns what is new.
+
+    White space next to a call is no content: families put it there, and clients would show it. With `allows_parallel`
+    False all calls but the first are dropped.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        new_call_id: Callable[[], str] = ToolParser.new_call_id,
+        allows_parallel: bool = True,
+        shows_reasoning: bool = True,
+        counter: ReasoningCounter | None = None,
+    ) -> None:
+        self.num_calls = 0
+        self._reasoning = reasoning
+        self._tools = tools
+        self._new_call_id = new_call_id
+        self._allows_parallel = allows_parallel
+        self._shows_reasoning = shows_reasoning
+        self._counter = counter
+        self._blanks: list[str] = []  # white space that is content if more of that follows, and no call
+        self._is_dropped = False  # the call in hand
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of thoughts so far; None where nobody thinks, or the family does not mark its thoughts."""
+        return None if self._counter is None else self._counter.num_tokens
+
+    def read(self, text: str, token_ids: Sequence[int], is_end: bool) -> list[Piece]:
+        """The pieces that are certain now that this text and these tokens are there as well."""
+        if self._counter is not None:
+            self._counter.add(token_ids)
+        pieces: list[Piece] = []
+        for event in self._find_calls(self._find_thoughts(text, is_end), is_end):
+            piece = self._take(event)
+            if piece is not None:
+                pieces.append(piece)
+        if is_end and self._blanks and not self.num_calls:
+            pieces.append(Text("".join(self._blanks)))
+        return pieces
+
+    def _find_thoughts(self, text: str, is_end: bool) -> list[Event]:
+        if self._reasoning is None:
+            return [Text(text)] if text else []
+        return self._reasoning.feed(text) + (self._reasoning.finish() if is_end else [])
+
+    def _find_calls(self, events: Iterable[Event], is_end: bool) -> list[Event]:
+        if self._tools is None:
+            return list(events)
+        found: list[Event] = []
+        for event in events:
+            found.extend(self._tools.feed(event.text) if isinstance(event, Text) else [event])
+        return found + (self._tools.finish() if is_end else [])
+
+    def _take(self, event: Event) -> Piece | None:
+        """What the client is told of an event."""
+        if isinstance(event, Text):
+            return event if self._tools is None else self._say(event.text)
+        if isinstance(event, Reasoning):
+            return event if self._shows_reasoning else None
+        if isinstance(event, CallArguments):
+            return None if self._is_dropped else ToolCallArguments(self.num_calls - 1, event.text)
+        self._blanks.clear()
+        self._is_dropped = self.num_calls > 0 and not self._allows_parallel
+        if self._is_dropped:
+            return None
+        self.num_calls += 1
+        return ToolCallBegun(self.num_calls - 1, self._new_call_id(), event.name)
+
+    def _say(self, text: str) -> Text | None:
+        """Words up to their last white space, which waits for what comes."""
+        said = text.rstrip()
+        if not said:
+            self._blanks.append(text)
+            return None
+        piece = Text("".join(self._blanks) + said if self._blanks else said)
+        self._blanks = [text[len(said) :]] if len(said) < len(text) else []
+        return piece
+
+
+class ReasoningCounter:
+    """Counts the tokens of thoughts by their bytes, wherever text was cut. Tokens of the marks alone do not count.
+
+    Follows the rule of `ThinkParser`: thoughts are open from the start, or the first thing said opens them.
+    """
+
+    def __init__(self, markers: tuple[str, str], is_open: bool, token_bytes: Callable[[int], bytes]) -> None:
+        self.num_tokens = 0
+        self._begin, self._end = (marker.encode() for marker in markers)
+        self._token_bytes = token_bytes
+        self._is_open = is_open
+        self._has_begun = False
+        self._is_over = False
+        self._num_bytes = 0
+        self._num_blank = 0  # tokens of white space before anything is said
+        self._seen = b""  # until thoughts have begun all there is, then as much as may belong to the closing mark
+        self._spans: list[tuple[int, int]] = []  # [start, end) of the tokens in it, in bytes from the first one
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """More of the answer."""
+        for token_id in token_ids:
+            if self._is_over:
+                return
+            raw = self._token_bytes(token_id)
+            start, self._num_bytes = self._num_bytes, self._num_bytes + len(raw)
+            self._seen += raw
+            self._spans.append((start, self._num_bytes))
+            if self._has_begun:
+                self.num_tokens += 1
+                self._look_for_end()
+            else:
+                self._look_for_beginning()
+
+    def _look_for_beginning(self) -> None:
+        said = self._seen.lstrip()
+        if not said:
+            self._num_blank += len(self._spans)
+            self._seen = b""
+            self._spans.clear()
+            return
+        is_marked = said.startswith(self._begin)
+        if self._begin.startswith(said) and not is_marked:
+            return  # a part of the mark
+        self._has_begun = is_marked or self._is_open
+        self._is_over = not self._has_begun
+        start = len(self._seen) - len(said) + len(self._begin) if is_marked else 0
+        offset = self._num_bytes - len(self._seen) + start
+        self._seen = self._seen[start:]
+        self._spans = [span for span in self._spans if span[1] > offset]
+        if self._has_begun:
+            self.num_tokens = len(self._spans) + (0 if is_marked else self._num_blank)
+            self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        at = self._seen.find(self._end)
+        if at >= 0:
+            end = self._num_bytes - len(self._seen) + at
+            self.num_tokens -= sum(span[0] >= end for span in self._spans)
+            self._is_over = True
+            return
+        self._seen = self._seen[1 - len(self._end) :]
+        self._spans = [span for span in self._spans if span[1] > self._num_bytes - len(self._seen)]

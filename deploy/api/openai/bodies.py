@@ -1,0 +1,438 @@
+"""The bodies of requests: which fields there are, of which types, and what they mean to the engine.
+
+Names are OpenAI's and vLLM's. Types are strict (no bool is a number, no string is one). Ranges of sampling fields are
+those of `SamplingParams`, which refuses them by name. What depends on the model is checked behind this, at intake.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+)
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from ....stages.beam_search.algorithm import EARLY_STOPPINGS, MAX_LENGTH_PENALTY, BeamParams, refuse_sampling
+from ....stages.errors import Refused
+from ....stages.messages import ChatPrompt, Prompt
+from ....stages.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
+from ....stages.structured_outputs import StructuredOutputs
+from ...errors import ApiError, shorten
+from ..schema import fields as documented_forms
+from ..schema import hints as documented
+from ..schema.relations import (
+    EMPTY_ANSWERS,
+    NO_ECHO_OF_A_SEARCH,
+    ONE_STREAMED_ECHO,
+    STREAMS_ONLY,
+    TOP_LOGPROBS,
+    WITH_SEARCH,
+    WITHOUT_SEARCH,
+)
+from ..schema.unsupported import UNSUPPORTED, Harmless
+from .beams import beam_params, check_beams
+from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
+from .prompt_echo import Asked
+from .prompts import read_prompts
+from .structured_fields import field_of, structured_outputs
+from .tools import NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
+
+MAX_TIMEOUT_S = 86_400.0
+
+Budget = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and key == str(int(key))):
+            shown = repr(shorten(key, 64))
+            raise PydanticCustomError("invalid_value", "the keys must be token ids, and {key} is none", {"key": shown})
+    return {int(key): value for key, value in bias.items()}
+
+
+def _early_stopping(value: Any) -> Any:
+    if value is not None and not isinstance(value, bool) and value != "never":  # 0 == False
+        raise PydanticCustomError("invalid_type", 'must be true, false or "never"')
+    return value
+
+
+ModelName = Annotated[str | None, WithJsonSchema(documented.MODEL)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides its text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    UNSUPPORTED: ClassVar[Harmless] = {}  # fields that change answers elsewhere: 400, and not ignored
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # what `check` asks of fields together, as a schema says it
+    LEAST_MAX_TOKENS: ClassVar[int] = 1
+
+    def check(self) -> None:
+        """What no single field can say. `ApiError` names the field to change."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        documented.add_ranges(schema, cls.LEAST_MAX_TOKENS)
+        schema["properties"] = documented.unsupported(cls.UNSUPPORTED) | schema["properties"]
+        if cls.RELATIONS:
+            schema["allOf"] = list(cls.RELATIONS)
+        return reference
+
+
+class GenerationBody(Body):
+    """What chat and completions have in common."""
+
+    UNSUPPORTED: ClassVar[Harmless] = UNSUPPORTED
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        STREAMS_ONLY,
+        WITH_SEARCH,
+        WITHOUT_SEARCH,
+    )
+
+    # fields that take the checkpoint's own default when the client brings none
+    MODEL_DEFAULTS: ClassVar = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+    model: ModelName = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None  # answers, or beams, of which the n best are returned
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+    early_stopping: Annotated[
+        Any, BeforeValidator(_early_stopping), WithJsonSchema({"enum": [*EARLY_STOPPINGS, None]})
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        Field(max_length=MAX_STOPS),
+        BeforeValidator(_one_or_many),
+        WithJsonSchema(documented.STOP),
+    ] = None
+    stop_token_ids: Annotated[
+        list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS), WithJsonSchema(documented.STOP_TOKEN_IDS)
+    ] = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        Field(max_length=MAX_ALLOWED_TOKEN_IDS),
+        WithJsonSchema(documented_forms.ALLOWED_TOKEN_IDS),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, Field(max_length=MAX_BAD_WORDS), WithJsonSchema(documented_forms.BAD_WORDS)
+    ] = None
+    truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(documented_forms.TRUNCATE_PROMPT_TOKENS)] = None
+    truncation_side: Annotated[str | None, WithJsonSchema(documented_forms.TRUNCATION_SIDE)] = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_metrics: bool | None = None
+    return_progress: bool | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    logit_bias: Annotated[
+        Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_bias_by_id)] | None,
+        WithJsonSchema(documented.LOGIT_BIAS),
+    ] = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
+    request_id: str | None = None
+    user: Annotated[str | None, Field(max_length=512)] = None
+    # these and their shapes: structured.py
+    response_format: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, WithJsonSchema(documented_forms.STRUCTURED_OUTPUTS)] = None
+    guided_json: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_JSON)] = None
+    guided_regex: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_REGEX)] = None
+    guided_choice: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_CHOICE)] = None
+    guided_grammar: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_GRAMMAR)] = None
+
+    def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
+        """The sampler's view. `ApiError` names the field that is out of range, or has no meaning in a beam search."""
+        if self.use_beam_search:
+            model_defaults = SamplingParams(temperature=0.0)
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        given.update({"structured_outputs": structured_outputs(self)} | self._own_params())
+        for name in self.MODEL_DEFAULTS:
+            if given[name] is None:
+                given[name] = getattr(model_defaults, name)
+        chosen = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            if name in chosen:
+                chosen[name] = tuple(chosen[name])
+        try:
+            params = SamplingParams(**chosen)
+            if self.use_beam_search:
+                refuse_sampling(params)
+            return params
+        except Refused as refused:
+            raise self._in_own_words(refused) from None
+
+    def beam_params(self) -> BeamParams | None:
+        """The beam search, if one is asked for. `ApiError` names the field that is out of range."""
+        try:
+            return beam_params(self)
+        except Refused as refused:
+            raise self._in_own_words(refused) from None
+
+    def _in_own_words(self, refused: Refused) -> ApiError:
+        param = self.client_name(refused.param)
+        return ApiError(refused.code, renamed(refused.message, refused.param, param), param=param)
+
+    def _own_params(self) -> dict[str, Any]:
+        """`max_tokens` and `logprobs`, which the two endpoints spell differently."""
+        raise NotImplementedError
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """What to go on with."""
+        raise NotImplementedError
+
+    def client_name(self, param: str | None) -> str | None:
+        """What this endpoint calls a field of `SamplingParams` or `BeamParams`."""
+        if param == "structured_outputs":
+            return field_of(self)
+        return ("n" if self.best_of is None else "best_of") if param == "width" else param
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("invalid_value", "stream_options: only with stream = true", param="stream_options")
+        for name in ("max_tokens", "max_completion_tokens"):
+            value = getattr(self, name, None)
+            if value is not None and value < self.least_max_tokens:
+                raise ApiError(
+                    "invalid_value", f"{name} = {value}: must be at least {self.least_max_tokens}", param=name
+                )
+        if self.return_progress and not self.stream:
+            raise ApiError("invalid_value", "return_progress: only with stream = true", param="return_progress")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError("invalid_value", "prompt_logprobs: not in a stream; leave one out", param="prompt_logprobs")
+        check_beams(self)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether more answers are made than are returned."""
+        return False
+
+    @property
+    def least_max_tokens(self) -> int:
+        return 1
+
+    def asked_of_prompts(self) -> Asked:
+        """What the answer is to tell of its prompts."""
+        return Asked(
+            prompt_logprobs=self.prompt_logprobs is not None,
+            token_ids=bool(self.return_token_ids),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+        )
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        *GenerationBody.RELATIONS,
+        TOP_LOGPROBS,
+        NOT_OVER,
+    )
+
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = None
+    documents: Annotated[list[dict[str, str]], Field(max_length=256)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool | None = None
+    thinking_budget: Budget | None = None
+    thinking_token_budget: Budget | None = None  # the same, by vLLM's name
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that may be called."""
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def is_call_forced(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def max_thinking_tokens(self) -> int | None:
+        """The budget of thoughts, by either name."""
+        return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the template is told; of effort only what the client does not tell it itself."""
+        told: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            told["reasoning_effort"] = self.reasoning_effort
+        has_form = self.is_call_forced or structured_outputs(self) is not None
+        if self.reasoning_effort == "none" or has_form:  # an answer in a given form has no room for thoughts
+            told["enable_thinking"] = told["thinking"] = False
+        return told | (self.chat_template_kwargs or {})
+
+    def _own_params(self) -> dict[str, Any]:
+        longest = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return {"max_tokens": longest, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+
+    def sampling_params(self, model_defaults: SamplingParams) -> SamplingParams:
+        """Of a call that is forced, the form too; it goes before the form of an answer in words."""
+        params = super().sampling_params(model_defaults)
+        schema = forced_schema(self.offered_tools, self.tool_choice, self.parallel_tool_calls is not False)
+        if schema is None:
+            return params
+        if self.use_beam_search:
+            raise ApiError("invalid_value", "tool_choice: a beam search can not be made to call", param="tool_choice")
+        try:
+            return replace(params, structured_outputs=StructuredOutputs(json=schema))
+        except Refused as refused:
+            raise self._in_own_words(refused) from None
+
+    def client_name(self, param: str | None) -> str | None:
+        if param == "structured_outputs" and self.is_call_forced:
+            return "tools"
+        if param == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        if param == "thinking_budget" and self.thinking_token_budget is not None:
+            return "thinking_token_budget"
+        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param or "", super().client_name(param))
+
+    def check(self) -> None:
+        super().check()
+        if not self.messages:
+            raise ApiError("empty_prompt", "messages is empty: send at least one", param="messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("invalid_value", "top_logprobs: only with logprobs = true", param="top_logprobs")
+        check_last_turn(self)
+        check_tools(self.tools, self.tool_choice)
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The chat as the one prompt that it is."""
+        chat = ChatPrompt(
+            messages=tuple(message.for_template() for message in self.messages),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            template_kwargs=self.template_kwargs,
+            documents=tuple(self.documents or ()),
+            tools=tuple(tool.for_template() for tool in self.offered_tools),
+        )
+        return (Prompt(chat=chat),)
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        *GenerationBody.RELATIONS,
+        NO_ECHO_OF_A_SEARCH,
+        EMPTY_ANSWERS,
+        ONE_STREAMED_ECHO,
+    )
+    LEAST_MAX_TOKENS: ClassVar[int] = 0
+
+    prompt: Annotated[Any, WithJsonSchema(documented.PROMPT)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    def _own_params(self) -> dict[str, Any]:
+        asked = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        if self.ranks:
+            asked |= {"n": self.best_of, "logprobs": self.logprobs or 0}
+        if self.echo and self.logprobs is not None:
+            asked["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return asked
+
+    def client_name(self, param: str | None) -> str | None:
+        if param == "prompt_logprobs" and self.prompt_logprobs is None:
+            return "logprobs"
+        if param == "n" and self.ranks:
+            return "best_of"
+        return super().client_name(param)
+
+    @property
+    def ranks(self) -> bool:
+        return not self.use_beam_search and self.best_of is not None and self.best_of > (self.n or 1)
+
+    @property
+    def least_max_tokens(self) -> int:
+        return 0 if self.echo or self.prompt_logprobs is not None else 1
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.stream and self.logprobs is not None and (self.n or 1) > 1:
+            message = "echo: with logprobs in a stream only for n = 1; leave one of them out"
+            raise ApiError("invalid_value", message, param="echo")
+
+    def asked_of_prompts(self) -> Asked:
+        asked = super().asked_of_prompts()
+        has_logprobs = self.logprobs is not None
+        return replace(
+            asked, echo=bool(self.echo), echo_logprobs=bool(self.echo) and has_logprobs, logprobs=has_logprobs
+        )
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """One prompt, or several."""
+        return read_prompts(self.prompt)
+
+
+_SAMPLING_FIELDS = [name for name in GenerationBody.model_fields if name in SamplingParams.__dataclass_fields__]
+
+
+def renamed(message: str, theirs: str | None, own: str | None) -> str:
+    """A message that begins with a field of `SamplingParams`, with what its client calls that field."""
+    if theirs is None or own is None or theirs == own or not message.startswith(theirs):
+        return message
+    rest = message[len(theirs) :]
+    if theirs == "structured_outputs":  # the other fields that ask for a form have no parts of its names
+        rest = ": " + re.sub(r"^\.(json|regex|choice|grammar)\b", "", rest).lstrip(" :")
+    return own + rest

@@ -1,0 +1,161 @@
+"""The bodies of embeddings, scores and reranking. Names are OpenAI's, vLLM's, Jina's and Cohere's.
+
+What depends on the model (lengths, dimensions, whether it embeds at all) is checked behind this, at intake.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+
+from ....stages.engine.pooled_requests import Pairs, pooled_request
+from ....stages.errors import Refused
+from ....stages.messages import Request
+from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS, PoolingParams
+from ....stages.tasks import Task
+from ...errors import ApiError
+from ..schema import fields as documented_forms
+from ..schema.hints import NOT_EMPTY, NOT_NULL, has
+from .bodies import Body, ModelName
+from .prompts import read_prompts
+
+
+def _texts(value: Any) -> Any:
+    """A list of texts, also from one, or from objects with a text."""
+    if not isinstance(value, list):
+        return [value]
+    return [item["text"] if isinstance(item, dict) and set(item) == {"text"} else item for item in value]
+
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[
+    list[Text],
+    Field(min_length=1, max_length=MAX_PAIRS),
+    BeforeValidator(_texts),
+    WithJsonSchema(documented_forms.TEXTS),
+]
+
+
+class PooledBody(Body):
+    """What all of them have in common."""
+
+    refuses_unsupported: ClassVar[bool] = True
+    # what intake and the pairs call a field -> what this endpoint calls it
+    NAMES: ClassVar[dict[str, str]] = {}
+
+    model: ModelName = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    request_id: str | None = None
+    user: Annotated[str | None, Field(max_length=512)] = None
+    truncate_prompt_tokens: Annotated[Any, WithJsonSchema(documented_forms.ONLY_NULL)] = None
+
+    def check(self) -> None:
+        """What this server has, and not here."""
+        if self.truncate_prompt_tokens is not None:
+            message = "truncate_prompt_tokens: not supported here, as what ends a text would be lost; shorten the text"
+            raise ApiError("unsupported_parameter", message, param="truncate_prompt_tokens")
+
+    def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
+        """What to ask a model that can do `tasks`."""
+        raise NotImplementedError
+
+    def in_own_words(self, error: ApiError) -> ApiError:
+        """`error` with the name that this endpoint has for the field that is wrong."""
+        name = self.NAMES.get(error.param or "")
+        if name is not None and error.param is not None:
+            if error.message.startswith(error.param + " "):
+                error.message = name + error.message[len(error.param) :]
+            error.param = name
+        return error
+
+
+class EmbeddingBody(PooledBody):
+    """`POST /v1/embeddings`."""
+
+    NAMES: ClassVar[dict[str, str]] = {"prompt": "input"}
+
+    input: Annotated[Any, WithJsonSchema(documented_forms.INPUT)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    normalize: bool | None = None  # to length 1, which is the default
+    cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
+
+    def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
+        """One vector for each input. `ApiError` says which input is wrong, and why."""
+        prompts = read_prompts(self.input, "input", MAX_INPUTS)
+        pooling = PoolingParams(dimensions=self.dimensions, normalize=self.normalize is not False)
+        salt = self.cache_salt or ""
+        return pooled_request(answer_id, prompts, pooling, priority=self.priority, cache_salt=salt)
+
+
+class PairsBody(PooledBody):
+    """What scores and reranking have in common: texts to compare."""
+
+    def pairs(self) -> Pairs:
+        """Which with which."""
+        raise NotImplementedError
+
+    def request(self, answer_id: str, tasks: frozenset[Task]) -> Request:
+        """A score for each pair."""
+        return self.pairs().request(answer_id, tasks, priority=self.priority)
+
+
+def _pair_of(*names: str) -> JsonSchemaValue:
+    return {"allOf": [has(name, NOT_NULL) for name in names]}
+
+
+class ScoreBody(PairsBody):
+    """`POST /score`: one query for all documents, or one each. The two go by several names."""
+
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        {
+            "anyOf": [
+                _pair_of("queries", "documents")
+                | {"properties": {"text_1": {"type": "null"}, "text_2": {"type": "null"}}},
+                _pair_of("text_1", "text_2")
+                | {"properties": {"queries": {"type": "null"}, "documents": {"type": "null"}}},
+            ]
+        },
+    )
+
+    NAMES: ClassVar[dict[str, str]] = {"prompt": "documents"}
+
+    queries: Texts | None = None
+    documents: Texts | None = None
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+
+    def check(self) -> None:
+        """One pair of names, whole."""
+        super().check()
+        given = [name for name in ("queries", "documents", "text_1", "text_2") if getattr(self, name) is not None]
+        if given not in (["queries", "documents"], ["text_1", "text_2"]):
+            missing = "text_2" if given == ["text_1"] else "text_1" if given == ["text_2"] else "queries"
+            message = f"{', '.join(given) or 'no texts'}: send text_1 and text_2, or queries and documents"
+            raise ApiError("missing_required_parameter", message, param=missing)
+        try:
+            self.pairs()
+        except Refused as refused:
+            param = "queries" if self.text_1 is None else "text_1"
+            raise ApiError(refused.code, refused.message, param=param) from None
+
+    def pairs(self) -> Pairs:
+        """Which with which."""
+        return Pairs(self.queries or self.text_1 or [], self.documents or self.text_2 or [])
+
+
+class RerankBody(PairsBody):
+    """`POST /rerank`: the documents that answer a query best come first."""
+
+    NAMES: ClassVar[dict[str, str]] = {"prompt": "documents"}
+
+    query: Annotated[Text, WithJsonSchema(NOT_EMPTY)]
+    documents: Texts
+    top_n: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None  # 0 or none: all
+    return_documents: bool = True
+
+    def pairs(self) -> Pairs:
+        """The query with each document."""
+        return Pairs([self.query], self.documents)

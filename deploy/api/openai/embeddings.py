@@ -1,0 +1,150 @@
+"""Embeddings, scores and reranking: from a body to the engine and back. None of them streams.
+
+Knows the life of such a request, and that however its handler is left, the request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import orjson
+from aiohttp import web
+
+from ....stages.engine.pooled_requests import read_vectors
+from ....stages.pooling_params import Floats
+from ...errors import describe
+from ...http.body_reader import read
+from ...server.middleware import OWNER, REQUEST_ID, settled_id
+from ..schema.validation import read_body
+from ..service import Service
+from .answers import usage
+from .embedding_bodies import EmbeddingBody, PooledBody, RerankBody, ScoreBody
+from .generation import ignored_headers
+
+if TYPE_CHECKING:
+    from ....stages.exit.outboxes import RequestOutbox
+    from ....stages.messages import Request
+    from ....stages.tasks import Task
+
+INLINE_NUMBERS = 16_384  # of embeddings, written to JSON on the loop: more would hold it for over a millisecond
+
+B = TypeVar("B", bound=PooledBody)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done(Generic[B]):
+    """An answer to be written."""
+
+    body: B
+    outbox: RequestOutbox
+    vectors: Sequence[Floats]
+    head: Mapping[str, Any]  # id and model
+    tasks: frozenset[Task]  # of the model
+
+
+class Embeddings:
+    """The handlers of the endpoints whose answers are numbers."""
+
+    def __init__(self, service: Service, threads: Executor) -> None:
+        self.service = service
+        self._threads = threads
+
+    async def embeddings(self, request: web.Request) -> web.Response:
+        """`POST /v1/embeddings`."""
+        return await self._answer(request, EmbeddingBody, "embd-", _embeddings)
+
+    async def score(self, request: web.Request) -> web.Response:
+        """`POST /score` and `/v1/score`."""
+        return await self._answer(request, ScoreBody, "score-", _scores)
+
+    async def rerank(self, request: web.Request) -> web.Response:
+        """`POST /rerank`, `/v1/rerank` and `/v2/rerank`."""
+        return await self._answer(request, RerankBody, "rerank-", _ranks)
+
+    async def _answer(
+        self, request: web.Request, kind: type[B], prefix: str, write: Callable[[_Done[B]], bytes]
+    ) -> web.Response:
+        tasks = self.service.require_engine().info.tasks
+        strict_fields = self.service.config.strict_fields
+
+        def make(raw: Mapping[str, Any]) -> tuple[B, list[str], Request]:
+            body, ignored = read_body(kind, raw, strict_fields)
+            self.service.require_model(body.model)
+            return body, ignored, body.request("", tasks)
+
+        body, ignored, asked = await read(request, self.service.config, self._threads, make)
+        if body.request_id is not None:
+            request[REQUEST_ID] = settled_id(body.request_id)
+        outbox, vectors = await self._compute(request, body, asked, prefix)
+        head = {"id": outbox.request_id, "model": self.service.model_names[0]}
+        done = _Done(body, outbox, vectors, head, tasks)
+        if sum(map(len, done.vectors)) <= INLINE_NUMBERS:
+            data = write(done)
+        else:
+            data = await asyncio.get_running_loop().run_in_executor(self._threads, write, done)
+        return web.Response(body=data, content_type="application/json", headers=ignored_headers(ignored))
+
+    async def _compute(
+        self, request: web.Request, body: PooledBody, asked: Request, prefix: str
+    ) -> tuple[RequestOutbox, Sequence[Floats]]:
+        answer_id = self.service.open(prefix, request[REQUEST_ID], request[OWNER])
+        cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
+        try:
+            salt = self.service.cache_salt(asked.cache_salt, request[OWNER])
+            asked = replace(asked, request_id=answer_id, cache_salt=salt)
+            outbox = await self.service.require_engine().submit(asked, wait=True)
+            return outbox, await read_vectors(outbox)
+        except Exception as error:
+            cause = "error"
+            known = describe(error)
+            raise (error if known is None else body.in_own_words(known)) from error
+        finally:
+            self.service.close(answer_id, cause)
+
+
+def _embeddings(done: _Done[EmbeddingBody]) -> bytes:
+    """Embedding by embedding: one call for all of them would hold the interpreter."""
+    in_base64 = done.body.encoding_format == "base64"
+    items = []
+    for index, vector in enumerate(done.vectors):
+        embedding = _base64(vector) if in_base64 else vector
+        item = {"object": "embedding", "index": index, "embedding": embedding}
+        items.append(orjson.dumps(item, option=orjson.OPT_SERIALIZE_NUMPY))
+    opening = orjson.dumps(_opening(done.head))[:-1]
+    return b"%b,%b%b],%b%b}" % (opening, b'"data":[', b",".join(items), b'"usage":', orjson.dumps(_usage(done.outbox)))
+
+
+def _scores(done: _Done[ScoreBody]) -> bytes:
+    scores = done.body.pairs().scores(done.vectors, done.tasks)
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+    return orjson.dumps(_opening(done.head) | {"data": data, "usage": _usage(done.outbox)})
+
+
+def _ranks(done: _Done[RerankBody]) -> bytes:
+    body, scores = done.body, done.body.pairs().scores(done.vectors, done.tasks)
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    results = []
+    for index in best:
+        document = {"document": {"text": body.documents[index]}} if body.return_documents else {}
+        results.append({"index": index, "relevance_score": scores[index], **document})
+    return orjson.dumps({**done.head, "results": results, "usage": _usage(done.outbox)})
+
+
+def _base64(vector: Floats) -> str:
+    """Little-endian float32, as OpenAI's."""
+    return base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode()
+
+
+def _opening(head: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": head["id"], "object": "list", "created": int(time.time()), "model": head["model"]}
+
+
+def _usage(outbox: RequestOutbox) -> dict[str, Any]:
+    return usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, ())

@@ -1,0 +1,296 @@
+"""Chat and completions: from a body to the engine and back, whole or as a stream.
+
+Knows the life of one request, and that however its handler is left, the request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from ....runtime.env.log import get_logger
+from ....stages.beam_search.algorithm import BeamParams
+from ....stages.messages import Prompt, Request
+from ....stages.params import SamplingParams
+from ...errors import ApiError, describe, unforeseen
+from ...http.body_reader import read
+from ...http.sse import DONE, EventStream
+from ...server.middleware import OWNER, REQUEST_ID, settled_id
+from ..schema.validation import read_body
+from ..service import Service
+from .answers import Answer, ChatAnswer, CompletionAnswer, usage
+from .assistant_turn import Turn
+from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody, renamed
+from .chunks import Chunks, Tell
+from .prompt_echo import Asked, tell_prompt
+from .ranking import best
+from .sse_pump import send_all
+from .token_ids import GenerateBody, TokensAnswer, flatten, rendered
+
+if TYPE_CHECKING:
+    from ....stages.exit.outboxes import RequestOutbox
+
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+log = get_logger("millrace.deploy")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a client asked for, checked as far as that goes without the model."""
+
+    body: GenerationBody
+    ignored: Sequence[str]  # names of fields that nobody knows
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    beams: BeamParams | None  # if it is a beam search
+    asked: Asked  # of the prompts, to be told in the answer
+    make_turn: Callable[[], Turn] | None = None  # for each choice, if more than words may be in it
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+class Generation:
+    """The handlers of the two endpoints that generate text."""
+
+    def __init__(self, service: Service, threads: Executor) -> None:
+        self.service = service
+        self._threads = threads
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/chat/completions`."""
+        return await self._generate(request, *ENDPOINTS["chat"])
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/completions`."""
+        return await self._generate(request, *ENDPOINTS["completions"])
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """`POST /generate`: see `token_ids.py`."""
+        return await self._generate(request, GenerateBody, TokensAnswer)
+
+    async def render_chat(self, request: web.Request) -> web.Response:
+        """`POST /v1/chat/completions/render`."""
+        return await self._render(request, ChatBody, ChatAnswer)
+
+    async def render_completions(self, request: web.Request) -> web.Response:
+        """`POST /v1/completions/render`."""
+        return await self._render(request, CompletionBody, CompletionAnswer)
+
+    async def _render(self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]) -> web.Response:
+        """What `/generate` takes, made of a body for another route: one for a chat, a list for completions."""
+        order = await self._take_order(request, kind)
+        engine, answer_id = self.service.require_engine(), shape.PREFIX + request[REQUEST_ID]
+        try:
+            prompts, params = await engine.render(Request(answer_id, order.prompts, order.params))
+        except Exception as error:
+            raise in_terms_of(order.body, error, answer_id) from error
+        raw = order.body.model_dump(include={"stream", "priority", "cache_salt"})
+        loop, model = asyncio.get_running_loop(), self.service.model_names[0]
+        texts = [await loop.run_in_executor(self._threads, engine.decode, ids.tolist(), False) for ids in prompts]
+        told = [rendered(answer_id, model, ids, text, params, raw) for ids, text in zip(prompts, texts, strict=True)]
+        body = orjson.dumps(told[0] if kind is ChatBody else told)
+        return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
+
+    async def _generate(
+        self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]
+    ) -> web.StreamResponse:
+        order = await self._take_order(request, kind)
+        if order.body.request_id is not None:
+            request[REQUEST_ID] = settled_id(order.body.request_id)
+        answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
+        cause = "disconnect"  # of an end that nobody here foresees: the handler is cancelled when its client leaves
+        try:
+            outbox = await self.submit(answer_id, order, _time_limit_s(request, order.body))
+            answer = self.answer(shape, answer_id, order)
+            if order.body.stream:
+                return await self._stream(request, order, answer, outbox)
+            return await self._whole(request, order, answer, outbox)
+        except ApiError:
+            raise
+        except Exception as error:
+            cause = "error"
+            raise in_terms_of(order.body, error, request[REQUEST_ID]) from error
+        finally:
+            self.service.close(answer_id, cause)
+
+    async def _take_order(self, request: web.Request, kind: type[GenerationBody]) -> Order:
+        self.service.require_engine()
+        order = await read(request, self.service.config, self._threads, lambda raw: self.order(kind, raw))
+        if order.ignored:
+            log.debug("request.fields_ignored", fields=_listed(order.ignored))
+        return order
+
+    def order(self, kind: type[GenerationBody], raw: Mapping[str, Any]) -> Order:
+        """What a body asks for. `ApiError` says what is wrong with it. May be called in a thread."""
+        defaults = self.service.require_engine().info.default_params
+        raw = flatten(raw) if kind is GenerateBody else raw
+        body, ignored = read_body(kind, raw, self.service.config.strict_fields)
+        self.service.require_model(body.model)
+        params, make_turn = body.sampling_params(defaults), None
+        if isinstance(body, ChatBody):
+            params, make_turn = self.service.require_speech().settle(body, params)
+        return Order(body, ignored, body.prompts(), params, body.beam_params(), body.asked_of_prompts(), make_turn)
+
+    async def submit(self, answer_id: str, order: Order, limit_s: float | None = None) -> RequestOutbox:
+        """Sends an order to the engine, which answers it under an id that `Service.open` gave, within `limit_s` or what
+        the body says."""
+        limit_s = order.body.timeout_s if limit_s is None else limit_s
+        owner = self.service.live[answer_id].owner
+        asked = Request(
+            answer_id,
+            order.prompts,
+            order.params,
+            priority=order.body.priority,
+            cache_salt=self.service.cache_salt(order.body.cache_salt, owner),
+            arrival_s=asyncio.get_running_loop().time(),
+        )
+        if order.beams is not None:
+            return self.service.require_engine().submit_search(asked, order.beams, deadline_s=limit_s)
+        # a burst waits its turn at the door for microseconds; who may stay is for admission to say, behind it
+        return await self.service.require_engine().submit(asked, wait=True, deadline_s=limit_s)
+
+    def answer(self, shape: type[Answer], answer_id: str, order: Order) -> Answer:
+        """The shape of the answer to an order."""
+        options = order.body.stream_options
+        forced = self.service.config.enable_force_include_usage
+        return shape(
+            answer_id,
+            int(time.time()),
+            self.service.model_names[0],
+            has_usage=forced or bool(options and options.include_usage),
+            has_running_usage=bool(options and options.continuous_usage_stats),
+            make_turn=order.make_turn,
+            has_token_ids=bool(order.body.return_token_ids),
+            has_tokens_as_ids=bool(order.body.return_tokens_as_token_ids),
+            has_logprobs=order.asked.logprobs,
+        )
+
+    def chunks(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Chunks:
+        """What is sent of the answer, on whatever it is sent."""
+        tell, metrics = self.teller(order, answer, outbox), lambda: self._metrics(order, outbox)
+        return Chunks(answer, outbox, order.num_choices, tell, metrics, waits_for_tokens=order.asked.echo_logprobs)
+
+    def teller(self, order: Order, answer: Answer, outbox: RequestOutbox) -> Tell | None:
+        """Puts into the answer what it tells of the prompts of choices that have begun. None if it tells nothing."""
+        if not order.asked.anything:
+            return None
+        answer.choices_per_prompt = order.params.n
+        tokenizer, loop = self.service.require_engine().tokenizer, asyncio.get_running_loop()
+
+        async def tell(choices: Iterable[int]) -> None:
+            for index in sorted({choice // order.params.n for choice in choices}.difference(answer.prompts)):
+                answer.prompts[index] = await loop.run_in_executor(
+                    self._threads, tell_prompt, order.asked, outbox, tokenizer, index
+                )
+
+        return tell
+
+    def _metrics(self, order: Order, outbox: RequestOutbox) -> Mapping[str, Any] | None:
+        is_asked = order.body.return_metrics or self.service.config.enable_request_metrics
+        return outbox.metrics() if is_asked else None
+
+    async def _whole(
+        self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
+    ) -> web.StreamResponse:
+        choices = answer.choices(order.num_choices)
+        async for deltas in outbox:
+            for delta in deltas:
+                choices[delta.index].add(delta, keep=True)
+        if tell := self.teller(order, answer, outbox):
+            await tell(range(order.num_choices))
+        spent = usage(outbox.num_prompt_tokens, outbox.num_cached_tokens, choices)
+        if order.body.ranks:
+            n = order.body.n or 1
+            choices, answer.choices_per_prompt = best(choices, order.params.n, n), n
+        whole = answer.whole(choices, spent)
+        if (times := self._metrics(order, outbox)) is not None:
+            whole["metrics"] = times
+        body = orjson.dumps(whole)
+        return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
+
+    async def _stream(
+        self, request: web.Request, order: Order, answer: Answer, outbox: RequestOutbox
+    ) -> web.StreamResponse:
+        """The answer as events. Nothing is sent before the first piece is there, so that what goes wrong before it
+        still has a status of its own; unless that takes so long that a proxy might give up."""
+        chunks, config = self.chunks(order, answer, outbox), self.service.config
+        first = asyncio.ensure_future(anext(chunks))
+        headers = ignored_headers(order.ignored)
+        stream = EventStream(request, config.stalled_reader_s, headers, config.sse_ping_interval_s)
+        try:
+            await asyncio.wait((first,), timeout=config.sse_ping_interval_s or None)
+            if first.done():
+                first.result()
+            async with stream:
+                try:
+                    await stream.send(await first)
+                    await send_all(chunks, stream)
+                except ConnectionError:
+                    raise
+                except Exception as error:
+                    await stream.send([orjson.dumps(told(error, answer.id).body())])
+                await stream.send([DONE])
+                return await stream.finish()
+        except ConnectionError:
+            raise asyncio.CancelledError from None  # gone, as a handler hears it otherwise
+        finally:
+            first.cancel()
+            if stream.has_stalled:
+                self.service.close(answer.id, "stalled_reader")
+
+
+ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[Answer]]] = {
+    "chat": (ChatBody, ChatAnswer),
+    "completions": (CompletionBody, CompletionAnswer),
+}
+
+
+def told(error: Exception, answer_id: str) -> ApiError:
+    """What the client of a stream is told of its end; in the log too, if nobody foresaw it."""
+    known = describe(error)
+    if known is None:
+        log.error("request.failed", error=type(error).__name__, exc_info=error)
+    return known or unforeseen(answer_id)
+
+
+def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:
+    """As the body says, or the header."""
+    given = request.headers.get("X-Request-Timeout")
+    if body.timeout_s is not None or given is None:
+        return body.timeout_s
+    limit_s = float(given) if _SECONDS.fullmatch(given) else 0.0
+    if not 0 < limit_s <= MAX_TIMEOUT_S:
+        message = f"X-Request-Timeout: must be a number of seconds above 0 and at most {MAX_TIMEOUT_S:g}"
+        raise ApiError("invalid_value", message, param="timeout_s")
+    return limit_s
+
+
+def in_terms_of(body: GenerationBody, error: Exception, request_id: str) -> Exception:
+    """The error in the client's words: intake calls a chat's messages the prompt, and max_tokens by its older name."""
+    known = describe(error)
+    if known is None:
+        return error
+    theirs, known.param = known.param, body.client_name(known.param)
+    known.message = renamed(known.message, theirs, known.param)
+    return known
+
+
+def ignored_headers(ignored: Sequence[str]) -> dict[str, str]:
+    """What a response says of fields that nobody knows."""
+    return {"X-Ignored-Fields": _listed(ignored)} if ignored else {}
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Field names as a header may hold them: the first 32, each cut, and without what does not belong there."""
+    return ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:32])

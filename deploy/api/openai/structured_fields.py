@@ -1,0 +1,104 @@
+"""The fields of a body that ask for an answer of a certain form: OpenAI's, vLLM's, and vLLM's older ones.
+
+Knows names and shapes. What a form means is `stages/structured_outputs.py`'s and the grammar's compiler's to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ....stages.errors import Refused
+from ....stages.structured_outputs import KINDS, StructuredOutputs
+from ...errors import ApiError, shorten
+
+if TYPE_CHECKING:
+    from .bodies import GenerationBody
+
+OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+EMPTY: dict[str, tuple[Any, ...]] = {  # of those: what older clients send where they ask for nothing
+    "guided_json": ({}, ""),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+}
+FIELDS = ("response_format", "structured_outputs", *OLDER)
+OPTIONS = (*KINDS, "disable_any_whitespace")
+# of vLLM's own: which library does the work is not a client's to choose, and what it falls back to neither
+WITHOUT_EFFECT = ("_backend", "backend", "disable_fallback", "_backend_was_auto")
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
+    """The form that `body` asks for, if it does. `ApiError` names the field; two at once are refused."""
+    found = {name: form for name in FIELDS if (form := _read(body, name)) is not None}
+    if len(found) > 1:
+        first, second = list(found)[:2]
+        raise ApiError("invalid_value", f"{second}: {first} asks for a form already; leave one out", param=second)
+    return next(iter(found.values()), None)
+
+
+def field_of(body: GenerationBody) -> str:
+    """The field in which a client of `body` has asked for a form."""
+    return next((name for name in FIELDS if getattr(body, name) is not None), "structured_outputs")
+
+
+def _read(body: GenerationBody, name: str) -> StructuredOutputs | None:
+    value = getattr(body, name)
+    if value is None or value in EMPTY.get(name, ()):
+        return None
+    try:
+        if name == "response_format":
+            return _response_format(value)
+        return _from_vllm(value) if name == "structured_outputs" else _form({OLDER[name]: value})
+    except Refused as refused:
+        told = refused.message.removeprefix("structured_outputs").removeprefix(".")
+        raise ApiError(refused.code, f"{name}: {told}", param=name) from None
+
+
+def _response_format(value: Any) -> StructuredOutputs | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    if kind != "json_schema":
+        shown = shorten(repr(kind), 64)
+        _refuse("response_format", f"type {shown} is none of text, json_object and json_schema")
+    return StructuredOutputs(json=_schema(value.get("json_schema")))
+
+
+def _schema(wrapped: Any) -> Mapping[str, Any]:
+    """The schema of `{"name": ..., "schema": ..., "strict": ...}`. It is kept to the letter, `strict` or not."""
+    if not isinstance(wrapped, dict):
+        _refuse("response_format.json_schema", 'must be {"name": ..., "schema": ...}')
+    name, schema = wrapped.get("name"), wrapped.get("schema")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        _refuse("response_format.json_schema.name", "must be 1 to 64 letters, digits, _ or -")
+    if not isinstance(schema, dict):
+        _refuse("response_format.json_schema.schema", "must be a JSON schema, an object")
+    if not isinstance(wrapped.get("strict"), bool | None):
+        _refuse("response_format.json_schema.strict", "must be true or false")
+    return schema
+
+
+def _from_vllm(value: Any) -> StructuredOutputs | None:
+    if not isinstance(value, dict):
+        _refuse("structured_outputs", "must be an object with one of " + ", ".join(KINDS))
+    given = {name: item for name, item in value.items() if item is not None and name not in WITHOUT_EFFECT}
+    for name in given:
+        if name not in OPTIONS:
+            shown, known = shorten(name, 64), ", ".join(OPTIONS)
+            _refuse(f"structured_outputs.{shown}", f"is not served; there are {known}")
+    return _form(given) if given else None
+
+
+def _form(given: dict[str, Any]) -> StructuredOutputs:
+    if isinstance(given.get("choice"), list):
+        given["choice"] = tuple(given["choice"])
+    return StructuredOutputs(**given)
+
+
+def _refuse(field: str, problem: str) -> NoReturn:
+    raise ApiError("invalid_value", f"{field}: {problem}", param=field)

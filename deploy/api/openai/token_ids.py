@@ -1,0 +1,157 @@
+"""`POST /generate`: token ids in, token ids out. And `.../render`: the body of such a request from a chat or a prompt,
+with nothing computed.
+
+    {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "temperature": 0}, "stream": false}
+ -> {"request_id": ..., "choices": [{"index": 0, "token_ids": [...], "logprobs": null, "finish_reason": "length", ...}]}
+
+`token_ids` may be a list of lists. Which ids are drawn, and how many, is said in `sampling_params`, by the fields of
+completions; what becomes of them (`BESIDE`) is said beside it. In the other place a field is one that nobody knows.
+Names are vLLM's; SGLang's `input_ids` is taken too. Streams are server-sent events of the same choices, each with its
+new ids, and end with [DONE].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from ....stages.params import SamplingParams
+from ...errors import ApiError
+from ..schema import hints as documented
+from ..schema.relations import FIELDS_OF_STREAMS, SAMPLING_ALONE
+from ..schema.unsupported import UNSUPPORTED
+from .answers import Answer, Choice, completion_logprobs
+from .bodies import CompletionBody
+
+if TYPE_CHECKING:
+    from ....stages.messages import Ints, Prompt, TokenLogprobs
+    from ....stages.outputs import Delta
+
+PLAIN = SamplingParams()
+BESIDE = (
+    *("model", "stream", "stream_options", "return_progress", "return_metrics", "return_token_ids"),
+    *("return_tokens_as_token_ids", "priority", "cache_salt", "request_id", "user", "timeout_s"),
+)
+NOT_RENDERED = frozenset({"bad_words_token_ids", "extra_args", "truncate_prompt_tokens", "truncation_side"})
+
+
+class GenerateBody(CompletionBody):
+    """`POST /generate`, once `flatten` has brought it into the shape of completions."""
+
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (FIELDS_OF_STREAMS,)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """As it was before: token ids in the place of prompts, and the fields of sampling together."""
+        reference = super().__get_pydantic_json_schema__(core_schema, handler)
+        schema = handler.resolve_ref_schema(reference)
+        fields = schema["properties"]
+        inside = (*sorted(SAMPLING), *(name for name in UNSUPPORTED if name not in cls.model_fields))
+        sampling = {
+            "type": ["object", "null"],
+            "properties": {name: fields[name] for name in inside},
+            "allOf": list(SAMPLING_ALONE),
+        }
+        tokens = {"token_ids": documented.ONLY_TOKENS, "sampling_params": sampling}
+        schema.update({"properties": tokens | {name: fields[name] for name in BESIDE}, "required": ["token_ids"]})
+        return reference
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        try:
+            return super().prompts()
+        except ApiError as error:
+            raise ApiError(error.code, error.message.replace("prompt", "token_ids", 1), param="token_ids") from None
+
+    def client_name(self, param: str | None) -> str | None:
+        return "token_ids" if param == "prompt" else super().client_name(param)
+
+
+SAMPLING = frozenset(GenerateBody.model_fields) - {*BESIDE, "prompt"}
+TAKEN = ("prompt", "token_ids", "input_ids", "sampling_params")
+
+
+def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The body as completions has it. `ApiError` 400 names what is missing or of another kind. A field in the wrong
+    place comes out under a name that nobody knows, and that says so."""
+    token_ids = raw.get("token_ids", raw.get("input_ids"))
+    if token_ids is None:
+        raise ApiError("missing_required_parameter", "token_ids: a list of token ids is required", param="token_ids")
+    first = token_ids[0] if isinstance(token_ids, list) and token_ids else None
+    if not isinstance(token_ids, list) or isinstance(first, str):
+        raise ApiError("invalid_type", "token_ids must be a list of token ids, or of such lists", param="token_ids")
+    sampling = raw.get("sampling_params")
+    if not isinstance(sampling, dict | None):
+        raise ApiError("invalid_type", "sampling_params must be an object", param="sampling_params")
+    beside = {name: value for name, value in raw.items() if name not in TAKEN}
+    inside = _misplaced(sampling or {}, {*BESIDE, "prompt"}, "in")
+    return _misplaced(beside, {*SAMPLING, *UNSUPPORTED} - {*BESIDE}, "outside") | inside | {"prompt": token_ids}
+
+
+def _misplaced(fields: Mapping[str, Any], others: Set[str], where: str) -> dict[str, Any]:
+    """`fields`, of which `others` belong elsewhere."""
+    return {f"{where}_sampling_params.{name}" if name in others else name: value for name, value in fields.items()}
+
+
+def rendered(
+    answer_id: str, model: str, token_ids: Ints, prompt: str, params: SamplingParams, body: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One prompt as a body for `/generate`, with its text beside it, special tokens spelled out."""
+    said: dict[str, Any] = {
+        name: value
+        for name in PLAIN.__dataclass_fields__
+        if name not in NOT_RENDERED and (value := getattr(params, name)) != getattr(PLAIN, name)
+    }
+    if "logit_bias" in said:
+        said["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    return {
+        "request_id": answer_id,
+        "model": model,
+        "token_ids": token_ids.tolist(),
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": params.max_tokens} | said,
+        **{name: body[name] for name in ("stream", "priority", "cache_salt") if body.get(name)},
+    }
+
+
+class TokensAnswer(Answer):
+    """Ids in the place of text."""
+
+    PREFIX = "gen-"
+    WHOLE = CHUNK = "token_ids"
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        return {"request_id": self.id} | super().whole(choices, usage)
+
+    def chunks(self, choice: Choice, delta: Delta, running_usage: dict[str, Any] | None = None) -> list[bytes]:
+        if not (delta.token_ids or delta.finish_reason or running_usage is not None):
+            return []
+        return [self._encoded(self._chunk_choice(choice, delta), running_usage)]
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        part = self._prompt(choice)
+        whole = self._choice(choice, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason)
+        return whole if part is None else whole | {"prompt_logprobs": part.prompt_logprobs}
+
+    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return self._choice(choice, delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
+
+    def _choice(
+        self,
+        choice: Choice,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+    ) -> dict[str, Any]:
+        has_logprobs = self.has_logprobs and len(logprobs) > 0
+        return {
+            "index": choice.index,
+            "token_ids": token_ids,
+            "logprobs": completion_logprobs(choice, logprobs, as_ids=True) if has_logprobs else None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }

@@ -1,0 +1,49 @@
+"""The bodies of `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+
+from ...errors import ApiError
+from ..schema import hints as documented
+from ..schema.hints import has
+from .bodies import Body, ModelName
+from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
+from .tools import Tools, check_tools
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a prompt or a chat."""
+
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        {"oneOf": [has("prompt", {"type": "string"}), has("messages", {"type": "array"})]},
+        NOT_OVER,
+    )
+
+    model: ModelName = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = None
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError("invalid_value", "send either prompt or messages", param="prompt")
+        check_tools(self.tools, None)
+        check_last_turn(self)
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: ModelName = None
+    tokens: Annotated[list[int], WithJsonSchema(documented.TOKEN_IDS)]

@@ -1,0 +1,225 @@
+"""The body of `POST /v1/responses`, and the body of chat that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import PydanticCustomError
+
+from ....stages.params import MAX_LOGPROBS
+from ...errors import ApiError, shorten
+from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
+from ..openai.bodies import ModelName
+from ..schema import fields as documented_forms
+from ..schema.hints import has, needs, nullable
+from ..schema.unsupported import NOTHING, Harmless
+
+LOGPROBS = "message.output_text.logprobs"
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+
+# what clients ask for of tools that only OpenAI hosts comes to nothing, as there are no such tools
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+EFFORTS = {"max": "xhigh"}  # as chat calls them, where it has another word
+NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "logprobs": "top_logprobs",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "structured_outputs": "text.format",
+    "structured_outputs.json": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+def _metadata(pairs: dict[str, str]) -> dict[str, str]:
+    for key, value in pairs.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            raise PydanticCustomError(
+                "invalid_value",
+                f"keys have at most {MAX_METADATA_KEY} characters and values {MAX_METADATA_VALUE}, unlike {{key}}",
+                {"key": repr(shorten(key, MAX_METADATA_KEY))},
+            )
+    return pairs
+
+
+METADATA = nullable(
+    {
+        "type": "object",
+        "maxProperties": MAX_METADATA,
+        "propertyNames": {"maxLength": MAX_METADATA_KEY},
+        "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+    }
+)
+
+
+class TextFormat(BaseModel):
+    """The form that the text must have."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", json_schema_extra=needs("type", "json_schema", "name", "schema")
+    )
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(BaseModel):
+    """What is asked of the text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None  # there is no other way to talk
+
+
+class ReasoningConfig(BaseModel):
+    """What is asked of the reasoning. Nobody sums it up here: it is told as it is."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+
+
+class ResponsesBody(AdaptedBody):
+    """`POST /v1/responses`."""
+
+    PASSED: ClassVar[tuple[str, ...]] = (*EXTENSIONS, "top_k", "stop")
+    UNSUPPORTED: ClassVar[Harmless] = dict.fromkeys(
+        ("prompt", "conversation", "context_management", "moderation", "image"), NOTHING
+    )
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = (
+        "service_tier",
+        "stream_options",
+        "max_tool_calls",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "access_programs",
+    )
+
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        {"if": has("background", {"const": True}), "then": {"properties": {"store": {"enum": [True, None]}}}},
+    )
+
+    input: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_INPUT)]
+    model: ModelName = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: list[Includable] | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[dict[str, Any]] | None, WithJsonSchema(documented_forms.RESPONSE_TOOLS)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[
+        Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_metadata)] | None,
+        WithJsonSchema(METADATA),
+    ] = None
+    user: Annotated[str | None, Field(max_length=512)] = None
+    safety_identifier: Annotated[str | None, Field(max_length=512)] = None
+    prompt_cache_key: Annotated[str | None, Field(max_length=512)] = None
+    previous_response_id: Annotated[str | None, Field(max_length=128)] = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response can be asked for later."""
+        return self.store is not False
+
+    @property
+    def has_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    def check(self) -> None:
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            message = f"max_output_tokens = {self.max_output_tokens}: must be at least 1"
+            raise ApiError("invalid_value", message, param="max_output_tokens")
+        if self.background and not self.is_stored:
+            message = "background: needs store = true, as nobody could ask for the response otherwise"
+            raise ApiError("invalid_value", message, param="background")
+        wanted = self.text.format if self.text is not None else None
+        if wanted is not None and wanted.type == "json_schema" and (wanted.schema_ is None or wanted.name is None):
+            name = "schema" if wanted.schema_ is None else "name"
+            message = f"text.format.{name}: needed with type = json_schema"
+            raise ApiError("missing_required_parameter", message, param=f"text.format.{name}")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Chat:
+        """The body of chat of this request, with these messages after the instructions."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return {
+            "messages": [*system, *messages],
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": True if self.has_logprobs else None,
+            "top_logprobs": self.top_logprobs if self.has_logprobs else None,
+            "response_format": self._response_format(),
+            "tools": [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())] or None,
+            "tool_choice": _chat_tool_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls if self.tools else None,
+            "reasoning_effort": EFFORTS.get(effort or "", effort),
+            "user": self.user,
+        }
+
+    def _response_format(self) -> dict[str, Any] | None:
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "json_object"}
+        schema = wanted.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        return {"type": "json_schema", "json_schema": schema}
+
+
+def name_of(sources: Sequence[str], num_before: int) -> Any:
+    """A function from chat's name of a field to this API's. Message i + `num_before` was made from `sources[i]`, and
+    those before from the instructions."""
+    names = NAMES | {f"messages[{i}]": "instructions" for i in range(num_before)}
+    names |= {f"messages[{i}]": source for i, source in enumerate(sources, num_before)}
+
+    def name(param: str) -> str:
+        return renamed(param.replace(".function.", "."), names)
+
+    return name
+
+
+def _chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        message = f"{path}.type = {shorten(repr(tool.get('type')), 64)}: only functions are called here"
+        raise ApiError("unsupported_parameter", message, param=f"{path}.type")
+    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        message = f"tool_choice.type = {shorten(repr(choice.get('type')), 64)}: must be function"
+        raise ApiError("unsupported_parameter", message, param="tool_choice")
+    return {"type": "function", "function": {"name": choice.get("name")}}

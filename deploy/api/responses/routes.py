@@ -1,0 +1,142 @@
+"""The Responses API over HTTP. See `service.py` for what it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from ...errors import ApiError, shorten
+from ...http.body_reader import read
+from ...http.query_params import flag, whole_number
+from ...http.sse import named_event, stream_framed
+from ...server.middleware import OWNER, REQUEST_ID
+from ..openai.generation import ignored_headers
+from .events import Event
+from .service import Responses
+from .store import StoredResponse
+
+MAX_ITEMS_LISTED = 100
+
+
+class ResponsesRoutes:
+    """The handlers of `/v1/responses`."""
+
+    def __init__(self, responses: Responses, threads: Executor) -> None:
+        self.responses = responses
+        self._service = responses.service
+        self._threads = threads
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/responses`."""
+        self._service.require_engine()
+        asked = await read(request, self._service.config, self._threads, self.responses.read)
+        order = await self.responses.take(asked, request[OWNER], request[REQUEST_ID])
+        headers = ignored_headers(asked.ignored)
+        if order.body.background:
+            stored = self.responses.start(order)
+            if order.body.stream:
+                return await self._stream(request, self._logged(stored, 0), headers)
+            return _json(stored.response, headers)
+        if order.body.stream:
+            events = _framed(self.responses.batches(order))
+            return await self._stream(request, events, headers, lambda: self._service.close(order.id, "stalled_reader"))
+        return _json(orjson.dumps(await self.responses.whole(order)), headers)
+
+    async def retrieve(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/responses/{id}`, and with `stream=true` the events that it was and is made by."""
+        stored = self._stored(request)
+        first = whole_number(request, "starting_after", -1, least=0, most=2**31 - 1) + 1
+        if not flag(request, "stream"):
+            return _json(stored.response)
+        if stored.events is None:
+            message = "stream: only with a response that was made with background and stream, and whose events are kept"
+            raise ApiError("invalid_value", message, param="stream")
+        return await self._stream(request, self._logged(stored, first), {})
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        """`POST /v1/responses/{id}/cancel`."""
+        stored = await self.responses.cancel(request.match_info["id"], request[OWNER])
+        return _json(stored.response)
+
+    async def delete(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/responses/{id}`; one that is being made ends."""
+        stored = self.responses.store.delete(request.match_info["id"], request[OWNER])
+        if not stored.is_over:
+            self._service.abort(stored.id, request[OWNER])
+        return _json(orjson.dumps({"id": stored.id, "object": "response", "deleted": True}))
+
+    async def input_items(self, request: web.Request) -> web.Response:
+        """`GET /v1/responses/{id}/input_items`: what it answered, with all that it went on from."""
+        stored = self._stored(request)
+        chain = self.responses.store.chain(stored.id, request[OWNER], param="response_id")
+        parts = [part for one in chain for part in (one.items, one.output)][:-1]
+        limit = whole_number(request, "limit", 20, least=1, most=MAX_ITEMS_LISTED)
+        order, after = request.query.get("order", "desc"), request.query.get("after")
+        if order not in ("asc", "desc"):
+            message = f"order = {shorten(repr(order), 64)}: must be asc or desc"
+            raise ApiError("invalid_value", message, param="order")
+
+        def listed() -> bytes:
+            items = [item for part in parts for item in orjson.loads(part)]
+            return orjson.dumps(_page(items if order == "asc" else items[::-1], after, limit))
+
+        return _json(await asyncio.get_running_loop().run_in_executor(self._threads, listed))
+
+    def _stored(self, request: web.Request) -> StoredResponse:
+        self._service.require_engine()
+        return self.responses.store.get(request.match_info["id"], request[OWNER])
+
+    # -- streams
+
+    async def _logged(self, stored: StoredResponse, first: int) -> AsyncGenerator[bytes, None]:
+        """The events of a response that is made in the background. Its client may come and go."""
+        num_sent = first
+        async with aclosing(stored.events_from(first)) as batches:
+            async for events in batches:
+                num_sent += len(events)
+                yield b"".join(events)
+        if stored.events is None:
+            message = "the events of this response are not kept any more; GET it without stream"
+            error = {"code": "server_error", "message": message, "param": None}
+            yield named_event({"type": "error", "sequence_number": num_sent, **error})
+
+    async def _stream(
+        self,
+        request: web.Request,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        on_stall: Callable[[], None] = lambda: None,
+    ) -> web.StreamResponse:
+        return await stream_framed(request, self._service.config.stalled_reader_s, events, headers, on_stall)
+
+
+async def _framed(batches: AsyncGenerator[Sequence[Event], None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(batches):
+        async for events in batches:
+            yield b"".join(map(named_event, events))
+
+
+def _page(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        message = f"after = {shorten(repr(after), 128)}: there is no such item"
+        raise ApiError("invalid_value", message, param="after")
+    first = 0 if after is None else ids.index(after) + 1
+    page = items[first : first + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": first + limit < len(items),
+    }
+
+
+def _json(body: bytes, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, content_type="application/json", headers=headers)

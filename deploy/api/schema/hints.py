@@ -1,0 +1,189 @@
+"""How the OpenAPI document shows what types alone do not say: forms of one field, limits that hang on the model, and
+fields that need one another.
+
+What a schema can not know before a model is loaded stands in it as a `Limit` by name; `settle` puts the numbers there.
+Refuses to check anything: that is done where the bodies are read, with the same constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....stages.params import COUNTS, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS, NUMBERS
+from ....stages.request_limits import MAX_CHARS_PER_TOKEN, MAX_PROMPTS
+
+Schema = dict[str, Any]
+
+LIMITS = "x-limits"  # keyword of a schema -> name of what it is in `ModelLimits`
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model, its context and its names allow."""
+
+    vocab_size: int
+    max_model_len: int
+    model_names: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return {
+            "last_token_id": self.vocab_size - 1,
+            "token_id_pattern": number_pattern(self.vocab_size - 1),
+            "longest_prompt": self.max_model_len - 1,
+            "most_prompt_chars": MAX_CHARS_PER_TOKEN * self.max_model_len,
+            "model_names": [*self.model_names, None],
+        }[name]
+
+
+def settle(schema: Any, limits: ModelLimits | None) -> Any:
+    """A copy of the schema (or of a whole document) with the numbers in place of their names; without a model they are
+    left out."""
+    if isinstance(schema, list):
+        return [settle(part, limits) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    settled = {key: settle(value, limits) for key, value in schema.items() if key != LIMITS}
+    if limits is not None:
+        settled.update({key: limits[name] for key, name in schema.get(LIMITS, {}).items()})
+    return settled
+
+
+def number_pattern(most: int) -> str:
+    """A regular expression for the whole numbers from 0 to `most`, without leading zeros."""
+    digits = str(most)
+    forms = ["0"] if len(digits) > 1 else []
+    if len(digits) > 1:
+        forms.append(f"[1-9][0-9]{{0,{len(digits) - 2}}}")
+    for place, digit in enumerate(digits):
+        least = 1 if place == 0 and len(digits) > 1 else 0
+        if int(digit) > least:
+            rest = len(digits) - place - 1
+            forms.append(f"{digits[:place]}[{least}-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
+    return f"^({'|'.join([*forms, digits])})$"
+
+
+def nullable(schema: Schema) -> Schema:
+    """That, or null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def array(items: Schema, most: int, least: int = 0) -> Schema:
+    """Of so many."""
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+# -- forms
+
+NOT_EMPTY: Schema = {"type": "string", "minLength": 1, LIMITS: {"maxLength": "most_prompt_chars"}}
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0, LIMITS: {"maximum": "last_token_id"}}
+TOKEN_IDS: Schema = {"type": "array", "items": TOKEN_ID}
+TOKENS_OF_A_PROMPT: Schema = TOKEN_IDS | {"minItems": 1, LIMITS: {"maxItems": "longest_prompt"}}
+
+
+def prompts(most: int) -> Schema:
+    """One, or at most so many, in any of the four forms."""
+    return {
+        "anyOf": [
+            NOT_EMPTY,
+            array(NOT_EMPTY, most, least=1),
+            TOKENS_OF_A_PROMPT,
+            array(TOKENS_OF_A_PROMPT, most, least=1),
+        ]
+    }
+
+
+PROMPT = prompts(MAX_PROMPTS)
+ONLY_TOKENS: Schema = {"anyOf": [TOKENS_OF_A_PROMPT, array(TOKENS_OF_A_PROMPT, MAX_PROMPTS, least=1)]}
+MODEL: Schema = {"type": ["string", "null"], LIMITS: {"enum": "model_names"}}
+STOP_STRING: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+STOP: Schema = {"anyOf": [STOP_STRING, array(STOP_STRING, MAX_STOPS), {"type": "null"}]}
+STOP_TOKEN_IDS: Schema = nullable(array(TOKEN_ID, MAX_STOP_TOKEN_IDS))
+LOGIT_BIAS: Schema = nullable(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]+$", LIMITS: {"pattern": "token_id_pattern"}},
+        "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        "maxProperties": MAX_LOGIT_BIAS,
+    }
+)
+TEXT_PART: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
+
+
+def scalars(names: frozenset[str], most_chars: int) -> Schema:
+    """An object of numbers, texts and booleans under these names only."""
+    scalar = {"type": ["string", "number", "boolean", "null"], "maxLength": most_chars}
+    return {
+        "type": "object",
+        "properties": {name: scalar for name in sorted(names)},
+        "additionalProperties": False,
+    }
+
+
+def unsupported(fields: Mapping[str, Sequence[Any]]) -> Schema:
+    """Properties that are known and not served: any may have the values that ask for nothing."""
+    return {
+        name: {"enum": list(values), "description": "not supported by this server"} for name, values in fields.items()
+    }
+
+
+# -- ranges
+
+
+def add_ranges(schema: Schema, least_max_tokens: int = 1) -> None:
+    """Puts the sampler's ranges on the fields of a body."""
+    for name, (least, most) in {**COUNTS, **NUMBERS}.items():
+        for form in _forms(schema["properties"].get(name, {})):
+            if form.get("type") in ("integer", "number"):
+                form.update({"minimum": least, "maximum": most})
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        for form in _forms(schema["properties"].get(name, {})):
+            if form.get("type") == "integer":
+                form.update({"minimum": least_max_tokens, LIMITS: {"maximum": "longest_prompt"}})
+    for form in _forms(schema["properties"].get("min_tokens", {})):
+        if form.get("type") == "integer":
+            form[LIMITS] = {"maximum": "longest_prompt"}
+    for form in _forms(schema["properties"].get("top_p", {})):
+        if form.get("type") == "number":
+            form["exclusiveMinimum"] = form.pop("minimum")
+
+
+def _forms(schema: Schema) -> list[Schema]:
+    forms: list[Schema] = schema.get("anyOf", [schema])
+    return forms
+
+
+# -- fields that need one another
+
+
+NOT_NULL: Schema = {"not": {"type": "null"}}
+
+
+def has(name: str, schema: Schema) -> Schema:
+    """Bodies whose field is there and so."""
+    return {"properties": {name: schema}, "required": [name]}
+
+
+def only_with(name: str, schema: Schema, needed: Mapping[str, Any]) -> Schema:
+    """Bodies whose field `name` is so have to have the others of these values."""
+    then = {"properties": {other: {"const": value} for other, value in needed.items()}, "required": [*needed]}
+    return {"if": has(name, schema), "then": then}
+
+
+def needs(name: str, value: Any, *others: str) -> Schema:
+    """Bodies whose field `name` has that value have to have the others, and not as null."""
+    return {"if": has(name, {"const": value}), "then": {"allOf": [has(other, NOT_NULL) for other in others]}}
+
+
+def off_with(name: str, schema: Schema, off: Mapping[str, Any]) -> Schema:
+    """Bodies whose field `name` is so must leave the others out, or at these values."""
+    then = {
+        "properties": {other: {"enum": [None, *([] if value is None else [value])]} for other, value in off.items()}
+    }
+    return {"if": has(name, schema), "then": then}

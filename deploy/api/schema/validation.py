@@ -1,0 +1,71 @@
+"""From plain data to a body of the right types, or to the one sentence that says what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from ...errors import ApiError, shorten
+from ..openai.bodies import Body
+from .unsupported import refuse_unsupported
+
+SILENT = frozenset({"metadata", "service_tier", "store"})  # accepted, without effect and without a word
+
+B = TypeVar("B", bound=Body)
+
+
+def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tuple[B, list[str]]:
+    """The body, and the names of fields that nobody knows and that go no further. `ApiError` 400 names the field."""
+    ignored = [name for name in raw if name not in kind.model_fields and name not in SILENT]
+    ignored = refuse_unsupported(raw, ignored, kind.UNSUPPORTED)
+    if ignored and strict_fields:
+        name = shorten(ignored[0], 64)
+        raise ApiError("unknown_parameter", f"{name}: there is no such field", param=name)
+    try:
+        body = kind.model_validate(raw)
+    except ValidationError as errors:
+        raise _as_api_error(errors) from None
+    body.check()
+    return body, ignored
+
+
+def read_typed(kinds: Mapping[str, type[B]], raw: Mapping[str, Any], strict_fields: bool) -> B:
+    """A message of the kind that its `type` names. `ApiError` 400 names the field that is wrong."""
+    kind = raw.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        shown = "" if kind is None else f" = {shorten(repr(kind), 32)}"
+        raise ApiError("invalid_value", f"type{shown}: must be one of {', '.join(kinds)}", param="type")
+    message, _ = read_body(kinds[kind], raw, strict_fields)
+    return message
+
+
+_CODES = {"missing": "missing_required_parameter", "unsupported_content_type": "unsupported_content_type"}
+
+
+def _as_api_error(errors: ValidationError) -> ApiError:
+    first = errors.errors(include_url=False, include_context=False)[0]
+    param = _param(first["loc"])
+    kind = first["type"]
+    code = _CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
+    wrong = first["msg"].replace("Input should", "must", 1)
+    wrong = wrong[0].lower() + wrong[1:]
+    shown = "" if kind == "missing" or isinstance(first["input"], (dict, list)) else f" = {_show(first['input'])}"
+    return ApiError(code, f"{param}{shown}: {wrong}", param=param)
+
+
+def _param(loc: tuple[int | str, ...]) -> str:
+    path = ""
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not path:
+            path = step
+        elif step.isidentifier() and not path.startswith("logit_bias"):
+            path += f".{step}"
+    return shorten(path, 128)
+
+
+def _show(value: Any) -> str:
+    return shorten(repr(value), 64)

@@ -1,0 +1,156 @@
+"""What the handlers of one server share: the engine once it is there, the requests under way, and whether it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...runtime.env.log import get_logger
+from ...runtime.pipeline import Health
+from ..config import ServerConfig
+from ..errors import ApiError, not_serving, shorten
+from ..metrics.watchdog import Oversight
+from .openai.chat_format import Speech, check_parsers
+
+if TYPE_CHECKING:
+    from ...stages.engine.engine import Engine
+
+MAX_ENDED = 1_000  # requests whose owners are remembered, for whoever asks where their time went
+
+log = get_logger("millrace.deploy")
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A request under way."""
+
+    owner: str  # of its API key
+    client_id: str  # its X-Request-Id
+
+
+class Service:
+    """Admits requests to the engine, and ends them. One a server; used on its loop. Raises `ConfigError` for a parser
+    that there is not."""
+
+    def __init__(self, config: ServerConfig, threads: Executor | None = None) -> None:
+        check_parsers(config)
+        self.config = config
+        self.oversight = Oversight(config, threads)
+        self.engine: Engine | None = None
+        self.speech: Speech | None = None
+        self.model_names: tuple[str, ...] = config.served_model_name
+        self.created = int(time.time())
+        self.is_draining = False
+        self.live: dict[str, Live] = {}
+        self.sources: Mapping[str, str] = {}  # setting -> where its value came from; none where code has made them
+        self.ended: dict[str, Live] = {}  # the last MAX_ENDED, by answer id
+        self._emptied = asyncio.Event()
+
+    def attach(self, engine: Engine) -> None:
+        """From now on there is somebody to answer."""
+        self.engine = engine
+        self.speech = Speech(self.config, engine)
+        self.model_names = self.model_names or (engine.info.model_id,)
+
+    @property
+    def health(self) -> Health:
+        """Ready, or why not."""
+        if self.is_draining:
+            return Health("draining", reason="the server is shutting down")
+        if self.engine is None:
+            return Health("loading", reason="the model is loading")
+        stall = self.oversight.stall
+        if stall is not None and self.engine.health.is_ready:
+            return Health("stalled", stage=stall.name, reason=stall.reason)
+        return self.engine.health
+
+    def require_engine(self) -> Engine:
+        """The engine, or `ApiError` 503."""
+        health = self.health
+        if self.engine is None or not health.is_ready:
+            patience_s = self.config.shutdown_timeout_s if health.state == "draining" else 1.0
+            raise not_serving(health, retry_after_s=patience_s)
+        return self.engine
+
+    def require_some_engine(self) -> Engine:
+        """The engine, be it ready or not, for those who want to know why; or `ApiError` 503 while there is none."""
+        if self.engine is None:
+            raise not_serving(self.health)
+        return self.engine
+
+    def require_speech(self) -> Speech:
+        """How its model writes, or `ApiError` 503."""
+        self.require_engine()
+        assert self.speech is not None
+        return self.speech
+
+    def require_model(self, name: str | None) -> None:
+        """Raises `ApiError` 404 for a model that is not served here. None is the one that is."""
+        if name is not None and name not in self.model_names:
+            message = f"the model {shorten(repr(name), 128)} is not served here; GET /v1/models says what is"
+            raise ApiError("model_not_found", message, param="model")
+
+    def cache_salt(self, wanted: str | None, owner: str) -> str:
+        """The salt of a request's prefixes: the client's own, and with `cache_salt_per_key` its key's before it. No
+        client's salt holds a `/`, so none is another key's."""
+        return f"{owner}/{wanted or ''}" if self.config.cache_salt_per_key else wanted or ""
+
+    def open(self, prefix: str, client_id: str, owner: str, answer_id: str | None = None) -> str:
+        """Counts a request in and returns the id of its answer: `answer_id`, else the client's own with our prefix;
+        made unique if it is in use. Whoever gets it must `close` it."""
+        self.require_engine()
+        answer_id = answer_id or prefix + client_id
+        while answer_id in self.live:
+            answer_id = f"{prefix}{client_id}-{secrets.token_hex(4)}"
+        self.live[answer_id] = Live(owner, client_id)
+        return answer_id
+
+    def close(self, answer_id: str, cause: str) -> None:
+        """Forgets a request, and ends it with `cause` if it had not ended."""
+        assert self.engine is not None
+        if self.engine.abort(answer_id, cause):
+            log.info("request.aborted", request_id=answer_id, cause=cause)
+        live = self.live.pop(answer_id, None)
+        if live is not None:
+            self.ended.pop(answer_id, None)
+            self.ended[answer_id] = live
+            if len(self.ended) > MAX_ENDED:
+                del self.ended[next(iter(self.ended))]
+        if not self.live:
+            self._emptied.set()
+
+    def abort(self, some_id: str, owner: str) -> str | None:
+        """Ends the owner's request of that answer id or X-Request-Id; None if the owner has none under way."""
+        for answer_id, live in self.live.items():
+            if live.owner == owner and some_id in (answer_id, live.client_id):
+                assert self.engine is not None
+                self.engine.abort(answer_id, "cancel")
+                return answer_id
+        return None
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Admits nothing more and waits for those under way; what is left after `timeout_s` is aborted, and its clients
+        are given a second to hear of it. False if some were."""
+        self.is_draining = True
+        if await self._wait_until_empty(timeout_s):
+            return True
+        for request_id in list(self.live):
+            if self.engine is not None:
+                self.engine.abort(request_id, "server_shutdown")
+        await self._wait_until_empty(1.0)
+        return False
+
+    async def _wait_until_empty(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.live:
+                    self._emptied.clear()
+                    await self._emptied.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,8 @@
+"""The command line: each command is a file, imported when it runs.
+
+Owns: nothing.
+In: arguments, environment and configuration file.
+Out: an exit code.
+Imports: all of `deploy`.
+Start with: `main.py`.
+"""

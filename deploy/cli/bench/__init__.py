@@ -1,0 +1,17 @@
+"""`millrace bench latency | throughput | serve`: how fast answers come, under the names of vLLM's bench."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from ....runtime.env.log import configure
+from ....stages.config import EngineConfig
+from ...config import ServerConfig
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command. 1 if a request failed."""
+    configure(server_config.log_format, server_config.log_level)
+    code: int = import_module(f".{options.bench}", __package__).run(options, engine_config, server_config)
+    return code

@@ -1,0 +1,67 @@
+"""What benchmarks of an engine in this process share."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ....stages.config import EngineConfig
+from ....stages.errors import ConfigError, RequestError
+from ....stages.messages import ChatPrompt, Prompt
+from ....stages.params import SamplingParams
+from .load import Ask, Rng, random_asks, read_asks
+from .measures import Record, Stopwatch
+
+if TYPE_CHECKING:
+    from ....stages.engine.engine import Engine
+
+
+def make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
+    """The model in this process."""
+    from ....stages.engine.engine import Engine  # imports torch
+
+    return Engine(config)
+
+
+async def ask(engine: Engine, asked: Ask, ignore_eos: bool = True) -> Record:
+    """Asks greedily, and says how it went."""
+    params = SamplingParams(max_tokens=asked.num_output, temperature=0.0, ignore_eos=ignore_eos)
+    watch = Stopwatch(time.perf_counter())
+    num_prompt = num_output = 0
+    try:
+        async for output in engine.generate(_as_prompt(asked), params):
+            watch.piece(time.perf_counter())
+            num_prompt, num_output = output.num_prompt_tokens, output.num_generated_tokens
+    except RequestError as error:
+        return Record(error=str(error))
+    return watch.record(num_prompt, num_output)
+
+
+def _as_prompt(asked: Ask) -> str | Sequence[int] | Prompt:
+    return Prompt(chat=ChatPrompt(tuple(asked.messages or ()))) if asked.prompt is None else asked.prompt
+
+
+def make_asks(engine: Engine, options: argparse.Namespace, num: int, rng: Rng) -> list[Ask]:
+    """The requests that the options ask for. `ConfigError` if they are longer than the model's context."""
+    path: Path | None = options.dataset_path
+    if path is not None:
+        return read_asks(path, num, options.output_len)
+    ratio, limit = options.random_range_ratio, engine.info.max_model_len
+    longest = (options.input_len + options.output_len) * (1 + ratio)
+    if longest > limit:
+        raise ConfigError(
+            f"--input-len {options.input_len} and --output-len {options.output_len} come to {longest:g} tokens, "
+            f"and the model's context has {limit}: make one of them smaller"
+        )
+    return random_asks(num, options.input_len, options.output_len, engine.info.vocab_size, rng, ratio)
+
+
+def make_rng(seed: int) -> Rng:
+    """The same load for the same seed."""
+    return np.random.default_rng(seed)

@@ -1,0 +1,83 @@
+"""A benchmark's figures, as a table on stdout and as a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tqdm import tqdm
+
+from ....stages.errors import ConfigError
+
+TITLES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+RATES = {
+    "completed": "Successful requests:",
+    "failed": "Failed requests:",
+    "duration": "Benchmark duration (s):",
+    "total_input_tokens": "Total input tokens:",
+    "total_output_tokens": "Total generated tokens:",
+    "request_throughput": "Request throughput (req/s):",
+    "request_goodput": "Request goodput (req/s):",
+    "output_throughput": "Output token throughput (tok/s):",
+    "total_token_throughput": "Total token throughput (tok/s):",
+}
+
+
+def table(title: str, report: Mapping[str, Any]) -> str:
+    """The figures of `measures.summarize`, a line each."""
+    lines = [f" {title} ".center(50, "=")]
+    lines += [_row(label, report[name]) for name, label in RATES.items() if report[name] is not None]
+    for name, heading in TITLES.items():
+        lines.append(heading.center(50, "-"))
+        for key, value in report.items():
+            if key.endswith(f"_{name}_ms"):
+                statistic = key.removesuffix(f"_{name}_ms").capitalize()
+                lines.append(_row(f"{statistic} {name.upper()} (ms):", value))
+    return "\n".join([*lines, "=" * 50])
+
+
+def _row(label: str, value: float) -> str:
+    return f"{label:<39} {value:>10}" if isinstance(value, int) else f"{label:<39} {value:>10.2f}"
+
+
+def publish(options: argparse.Namespace, title: str, settings: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+    """Prints the table and, if it was asked for, writes settings and figures to a file of JSON."""
+    print(table(title, report))
+    if options.save_result:
+        date = time.strftime("%Y%m%d-%H%M%S")
+        name = options.result_filename or f"millrace-{options.bench}-{date}.json"
+        path = Path(options.result_dir or ".") / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(orjson.dumps({"date": date} | dict(settings) | dict(report), option=orjson.OPT_INDENT_2))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}: --result-dir and --result-filename say where to") from None
+        print(f"written to {path}", file=sys.stderr)
+
+
+def complain(errors: Iterable[str]) -> None:
+    """Tells each kind of failure once, on stderr."""
+    for error in sorted(set(errors)):
+        print(f"millrace: {error}", file=sys.stderr)
+
+
+def progress(total: int, unit: str) -> Any:
+    """A bar on stderr."""
+    return tqdm(total=total, unit=unit, file=sys.stderr, dynamic_ncols=True)
+
+
+def at_least_one(options: argparse.Namespace, *names: str) -> None:
+    """Raises `ConfigError` for an option below 1."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")

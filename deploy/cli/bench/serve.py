@@ -1,0 +1,173 @@
+"""`millrace bench serve`: what clients of a running server see, over server-sent events."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import aiohttp
+import orjson
+
+from ....stages.config import EngineConfig
+from ....stages.errors import ConfigError
+from ...config import ServerConfig
+from .load import Ask, arrivals, random_asks, read_asks
+from .measures import Record, Stopwatch, parse_goodput, summarize
+from .offline import make_rng
+from .report import at_least_one, complain, progress, publish
+
+TEXTS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")  # fields of a piece that has tokens
+VOCAB_SIZE = 256  # of random prompts for a server that does not tell its own
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command."""
+    at_least_one(options, "input_len", "output_len", "num_prompts", "max_concurrency")
+    if not options.request_rate > 0:
+        raise ConfigError(f"--request-rate {options.request_rate:g}: must be above 0, or inf")
+    return asyncio.run(_run(options, engine_config, server_config.api_key))
+
+
+async def _run(options: argparse.Namespace, config: EngineConfig, api_key: Sequence[str]) -> int:
+    goodput_ms = parse_goodput(options.goodput or ())
+    headers = {"Authorization": f"Bearer {api_key[0]}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
+        client = Client(session, options.base_url.rstrip("/").removesuffix("/v1"), options.endpoint)
+        client.model = config.model or await client.served_model()
+        client.ignores_eos = options.dataset_path is None if options.ignore_eos is None else options.ignore_eos
+        asks = await _make_asks(client, options, config.seed)
+        first = await client.ask(asks[0])  # not measured, as in vLLM's bench; it may leave its prompt's prefix cached
+        if first.error is not None:
+            raise ConfigError(f"{client.url} does not answer the first request: {first.error}")
+        times_s = arrivals(len(asks), options.request_rate, make_rng(config.seed + 1))
+        duration_s, records = await measure(client, asks, times_s, options.max_concurrency)
+    report = summarize(records, duration_s, goodput_ms)
+    publish(options, "Serving Benchmark Result", _settings(options, client, len(asks)), report)
+    complain(record.error for record in records if record.error is not None)
+    return 1 if report["failed"] else 0
+
+
+def _settings(options: argparse.Namespace, client: Client, num_prompts: int) -> dict[str, Any]:
+    rate = options.request_rate
+    return {
+        "model_id": client.model,
+        "base_url": client.url,
+        "endpoint": client.path,
+        "num_prompts": num_prompts,
+        "request_rate": rate if rate < float("inf") else "inf",
+        "max_concurrency": options.max_concurrency,
+    }
+
+
+async def _make_asks(client: Client, options: argparse.Namespace, seed: int) -> list[Ask]:
+    if options.dataset_path is not None:
+        return read_asks(options.dataset_path, options.num_prompts, options.output_len)
+    if client.is_chat:
+        raise ConfigError(f"--endpoint {client.path} takes text, and random prompts are token ids: give --dataset-path")
+    sizes = options.num_prompts, options.input_len, options.output_len
+    return random_asks(*sizes, await client.vocab_size(), make_rng(seed), options.random_range_ratio)
+
+
+async def measure(
+    client: Client, asks: Sequence[Ask], times_s: Sequence[float], max_concurrency: int | None
+) -> tuple[float, list[Record]]:
+    """Seconds for all, and how each went. Request `i` is sent `times_s[i]` after the start, or as soon after as there
+    is room; its own times begin when it is sent."""
+    room = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    began_s = time.perf_counter()
+
+    async def one(asked: Ask, at_s: float, bar: Any) -> Record:
+        await asyncio.sleep(at_s - (time.perf_counter() - began_s))
+        async with room:
+            record = await client.ask(asked)
+        bar.update()
+        return record
+
+    with progress(len(asks), "request") as bar:
+        records = await asyncio.gather(*(one(*each, bar) for each in zip(asks, times_s, strict=True)))
+        return time.perf_counter() - began_s, records
+
+
+class Client:
+    """Asks one server that speaks OpenAI's API."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, path: str) -> None:
+        self.url = url
+        self.path = path
+        self.model = ""
+        self.ignores_eos = False
+        self._session = session
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it takes messages."""
+        return self.path.endswith("/chat/completions")
+
+    async def served_model(self) -> str:
+        """The name of the first model there. `ConfigError` if there is no server."""
+        try:
+            async with self._session.get(self.url + "/v1/models") as response:
+                told = await response.read()
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise ConfigError(f"{self.url}/v1/models tells no model: {error}; see --base-url and --model") from None
+        try:
+            return str(orjson.loads(told)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            reason = f"HTTP {response.status}, {told[:200].decode(errors='replace')!r}"
+            raise ConfigError(f"{self.url}/v1/models tells no model: {reason}; see --base-url and --model") from None
+
+    async def vocab_size(self) -> int:
+        """That of the model, if the server tells it."""
+        try:
+            async with self._session.get(self.url + "/server_info") as response:
+                return int(orjson.loads(await response.read())["model"]["vocab_size"])
+        except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError):
+            return VOCAB_SIZE
+
+    async def ask(self, asked: Ask) -> Record:
+        """How one request went."""
+        try:
+            return await self._stream(orjson.dumps(self._body(asked)))
+        except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+            return Record(error=str(error) or type(error).__name__)
+
+    def _body(self, asked: Ask) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "temperature": 0.0, "max_tokens": asked.num_output, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        if self.ignores_eos:
+            body["ignore_eos"] = True
+        if not self.is_chat:
+            return body | {"prompt": asked.prompt}
+        return body | {"messages": asked.messages or [{"role": "user", "content": asked.prompt}]}
+
+    async def _stream(self, data: bytes) -> Record:
+        usage: dict[str, Any] = {}
+        watch = Stopwatch(time.perf_counter())
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(self.url + self.path, data=data, headers=headers) as response:
+            if response.status != 200:
+                return Record(error=f"{response.status}: {(await response.text())[:300]}")
+            async for line in response.content:
+                now_s = time.perf_counter()
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = orjson.loads(line[6:])
+                if "error" in event:
+                    return Record(error=str(event["error"]["message"]))
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    watch.piece(now_s) if has_text(choice) else watch.end(now_s)
+        return watch.record(usage.get("prompt_tokens", 0), usage.get("completion_tokens", watch.num_pieces))
+
+
+def has_text(choice: dict[str, Any]) -> bool:
+    """Whether a piece holds tokens: one with a role or a reason to finish alone does not."""
+    delta = choice.get("delta") or choice
+    return any(delta.get(name) for name in TEXTS)

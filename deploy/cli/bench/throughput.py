@@ -1,0 +1,67 @@
+"""`millrace bench throughput`: how much comes out with all requests there at once, in this process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from ....stages.config import EngineConfig
+from ...config import ServerConfig
+from .load import Ask
+from .measures import Record, summarize
+from .offline import ask, make_asks, make_engine, make_rng
+from .report import at_least_one, complain, progress, publish
+
+if TYPE_CHECKING:
+    from ....stages.engine.engine import Engine
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command."""
+    at_least_one(options, "input_len", "output_len", "num_prompts")
+    return asyncio.run(_run(options, engine_config))
+
+
+async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
+    async with make_engine(config) as engine:
+        asks = make_asks(engine, options, options.num_prompts, make_rng(config.seed))
+        settings = {"model_id": engine.info.model_id, "num_prompts": len(asks)}
+        elapsed_s, records = await measure(engine, asks)
+    report = summarize(records, elapsed_s)
+    figures = _figures(report)
+    publish(options, "Throughput Benchmark Result", settings, figures | report)
+    print(
+        f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
+        f"{figures['tokens_per_second']:.2f} total tokens/s, {report['output_throughput']:.2f} output tokens/s"
+    )
+    complain(record.error for record in records if record.error is not None)
+    return 1 if report["failed"] else 0
+
+
+async def measure(engine: Engine, asks: list[Ask]) -> tuple[float, list[Record]]:
+    """Seconds for all, and how each went. As many are sent as the engine lets wait; the others' times begin later."""
+    room = asyncio.Semaphore(engine.config.max_waiting_requests)
+
+    async def one(asked: Ask, bar: Any) -> Record:
+        async with room:
+            record = await ask(engine, asked)
+        bar.update()
+        return record
+
+    with progress(len(asks), "request") as bar:
+        began_s = time.perf_counter()
+        records = await asyncio.gather(*(one(asked, bar) for asked in asks))
+        return time.perf_counter() - began_s, records
+
+
+def _figures(report: dict[str, Any]) -> dict[str, Any]:
+    """Under the names of vLLM's bench throughput."""
+    return {
+        "elapsed_time": report["duration"],
+        "num_requests": report["completed"],
+        "total_num_tokens": report["total_input_tokens"] + report["total_output_tokens"],
+        "requests_per_second": report["request_throughput"],
+        "tokens_per_second": report["total_token_throughput"],
+    }

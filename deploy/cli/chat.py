@@ -1,0 +1,56 @@
+"""`millrace chat`: a conversation in the terminal, a line a turn, until the end of input."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from ...runtime.env.log import configure
+from ...stages.config import EngineConfig
+from ...stages.errors import RequestError
+from ..config import ServerConfig
+from .model_client import AskingFailed, Client, open_client
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command."""
+    configure(server_config.log_format, server_config.log_level)
+    return asyncio.run(_chat(options, engine_config, server_config))
+
+
+async def _chat(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    num_failed = 0
+    async with open_client(options, engine_config, server_config) as client:
+        while (line := await asyncio.to_thread(_read_line)) is not None:
+            if not line:
+                continue
+            messages.append({"role": "user", "content": line})
+            try:
+                messages.append({"role": "assistant", "content": await _answer(client, messages)})
+            except (AskingFailed, RequestError) as error:
+                print(f"\nmillrace: {error}", file=sys.stderr)
+                messages.pop()
+                num_failed += 1
+            else:
+                if options.stats:
+                    print(client.stats.describe(), file=sys.stderr)
+    return 1 if num_failed else 0
+
+
+async def _answer(client: Client, messages: list[dict[str, str]]) -> str:
+    texts = []
+    async for text in client.chat(messages):
+        print(text, end="", flush=True)
+        texts.append(text)
+    print(flush=True)
+    return "".join(texts)
+
+
+def _read_line() -> str | None:
+    """The next turn of whoever sits there, or None at the end."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    line = sys.stdin.readline()
+    return line.strip() if line else None

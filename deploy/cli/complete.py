@@ -1,0 +1,34 @@
+"""`millrace complete PROMPT`: goes on with a text in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from ...runtime.env.log import configure
+from ...stages.config import EngineConfig
+from ...stages.errors import RequestError
+from ..config import ServerConfig
+from .model_client import AskingFailed, open_client
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command."""
+    configure(server_config.log_format, server_config.log_level)
+    return asyncio.run(_complete(options, engine_config, server_config))
+
+
+async def _complete(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    async with open_client(options, engine_config, server_config) as client:
+        try:
+            print(options.prompt, end="", flush=True)
+            async for text in client.complete(options.prompt):
+                print(text, end="", flush=True)
+            print(flush=True)
+        except (AskingFailed, RequestError) as error:
+            print(f"\nmillrace: {error}", file=sys.stderr)
+            return 1
+        if options.stats:
+            print(client.stats.describe(), file=sys.stderr)
+    return 0

@@ -1,0 +1,113 @@
+"""`millrace replay FILE --dashboard`: the dashboard's page over a recording, with a bar to move along it.
+
+A server of its own, on loopback only: the page, its files and one WebSocket. It reads one file and serves no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import web
+
+from ...stages.errors import ConfigError
+from ...stages.recordings.film import film
+from ...stages.recordings.reader import Recording
+from ...stages.schedule.policy import Policy
+from ..config import ServerConfig
+from ..dashboard.played import PlayedViewer
+from ..dashboard.reel import Reel
+from ..dashboard.viewers import Viewers
+from ..errors import ApiError
+from ..http.listener import Runner, Site
+from ..http.origin_check import Gate, guard
+from ..server.middleware import identify
+from ..server.pages import Pages
+from ..server.routes import package_version
+from ..websocket.peer import TRY_AGAIN_LATER, Peer
+
+MAX_VIEWERS = 8  # each holds the books of a moment
+
+
+def show(recording: Recording, policy: Policy | None, config: ServerConfig) -> int:
+    """Shows it until it is told to stop. 0 then; raises `RecordingError` for one that can not be shown."""
+    print(f"millrace: running {recording.path} once ...", file=sys.stderr)
+    reel = Reel(film(recording, policy, _say_progress if sys.stderr.isatty() else lambda time_s: None))
+    if trouble := reel.film.trouble:
+        print(f"millrace: {trouble}", file=sys.stderr)
+    asyncio.run(_serve(reel, ServerConfig(port=config.port)))
+    return 0
+
+
+def _say_progress(time_s: float) -> None:
+    print(f"\r  {time_s:,.1f} s of it", end="\r", file=sys.stderr, flush=True)
+
+
+async def _serve(reel: Reel, config: ServerConfig) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with Playback(reel, config) as playback:
+        print(f"millrace: {playback.url}/dashboard shows it; Ctrl-C ends that", flush=True)
+        await stop.wait()
+
+
+class Playback:
+    """Serves a reel from `async with` on, at `url`."""
+
+    def __init__(self, reel: Reel, config: ServerConfig) -> None:
+        self._reel = reel
+        self._config = config
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-playback")
+        self._pages = Pages()
+        self._viewers = Viewers(MAX_VIEWERS, "pages show this recording")
+        self._runner = Runner(self._make_app(), config)
+        self._port = config.port
+
+    @property
+    def url(self) -> str:
+        """Where it is. With port 0, the port that was found."""
+        return f"http://{self._config.host}:{self._port}"
+
+    async def __aenter__(self) -> Playback:
+        await self._runner.setup()
+        try:
+            await Site(self._runner, self._config, None).start()
+        except OSError as error:
+            await self.__aexit__()
+            where = f"{self._config.host}:{self._config.port}"
+            raise ConfigError(f"can not listen on {where}: {error.strerror or error}; try --port 0") from None
+        self._port = int(self._runner.addresses[0][1])
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._viewers.close(TRY_AGAIN_LATER, ApiError("draining", "the recording is put away"))
+        await self._runner.cleanup()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def socket(self, request: web.Request) -> web.StreamResponse:
+        """`GET /dashboard/feed`."""
+
+        def viewer(peer: Peer) -> PlayedViewer:
+            return PlayedViewer(self._reel, peer, self._config, self._threads, package_version())
+
+        return await self._viewers.show(request, self._config, viewer)
+
+    def _make_app(self) -> web.Application:
+        app = web.Application(middlewares=[identify(lambda code: None), guard(Gate.of(self._config))])
+        app.on_response_prepare.append(_add_headers)
+        app.add_routes(
+            [
+                web.get("/dashboard", self._pages.dashboard),
+                web.get("/dashboard/feed", self.socket, allow_head=False),
+                web.get("/static/{name:(?s:.+)}", self._pages.file),
+            ]
+        )
+        return app
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Server"] = "millrace"

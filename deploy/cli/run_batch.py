@@ -1,0 +1,216 @@
+"""`millrace run-batch`: answers a file of requests, one JSON line each, in OpenAI's batch format.
+
+A window of requests is under way; the next line is read when one of them is answered, so memory does not grow with the
+file. Answers are written as they come, not in the order of the input: `custom_id` says whose they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import aiohttp
+import orjson
+from tqdm import tqdm
+
+from ...runtime.env.log import configure
+from ...stages.config import EngineConfig
+from ...stages.errors import ConfigError
+from ..config import ServerConfig
+from .batch_file import BadLine, Item, Line, LineReader, answered, failed, parse
+
+if TYPE_CHECKING:
+    from ...stages.engine.engine import Engine
+
+OF_THE_ANSWERS = (
+    "served_model_name",
+    "strict_fields",
+    "enable_request_metrics",
+    "tool_call_parser",
+    "enable_auto_tool_choice",
+    "reasoning_parser",
+    "max_body_bytes",
+)  # settings of a server that mean something without one
+PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between tries to reach a server
+
+MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
+Target = tuple[aiohttp.ClientSession, str]  # and the URL before each path
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command. 1 if some lines failed; an interrupt leaves what was written."""
+    configure(server_config.log_format, server_config.log_level)
+    if options.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency {options.max_concurrency}: must be at least 1")
+    source, sink = _open_files(options.input_file, options.output_file)
+    if options.url is not None:
+        target = at_server(options.url, server_config.api_key)
+    else:
+        target = in_process(engine_config, server_config, _make_engine)
+    return asyncio.run(answer_lines(target, source, sink, options.max_concurrency, server_config.max_body_bytes))
+
+
+async def answer_lines(
+    target: AbstractAsyncContextManager[Target], source: BinaryIO, sink: BinaryIO, window: int, max_bytes: int
+) -> int:
+    """Answers the lines of `source` into `sink`, `window` at a time, and closes both. 1 if a line or a file failed."""
+    has_broken = False
+    async with target as (session, url):
+        batch = Batch(session, url, sink, max_bytes)
+        try:
+            with sink:
+                await batch.run(LineReader(source, max_bytes), window)
+        except* OSError as group:
+            has_broken = True
+            print(f"millrace: a file failed: {group.exceptions[0]}", file=sys.stderr)
+        finally:
+            batch.report()
+    return 1 if has_broken or batch.num_failed else 0
+
+
+class Batch:
+    """Sends lines to a server and writes what it answers."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, sink: BinaryIO, max_bytes: int) -> None:
+        self.num_answered = self.num_failed = 0
+        self._session = session
+        self._url = url
+        self._sink = sink
+        self._max_bytes = max_bytes
+        every_s = 0.2 if sys.stderr.isatty() else 10.0  # a log keeps each of its lines
+        self._bar = tqdm(desc="answers", unit="request", file=sys.stderr, mininterval=every_s, dynamic_ncols=True)
+
+    async def run(self, lines: LineReader, window: int) -> None:
+        """Answers them all, `window` at a time, and closes the reader. An `ExceptionGroup` of `OSError` if a file
+        fails."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(window):
+                    group.create_task(self._work(lines))
+        finally:
+            lines.close()
+
+    def report(self) -> None:
+        """The last words on stderr."""
+        self._bar.close()
+        print(f"{self.num_answered} answered, {self.num_failed} failed", file=sys.stderr)
+
+    async def _work(self, lines: LineReader) -> None:
+        async for line in lines:
+            is_good, answer = await self._answer(line)
+            self._sink.write(answer)
+            self._sink.flush()  # whatever ends this process, what was answered stays
+            self.num_answered += is_good
+            self.num_failed += not is_good
+            self._bar.set_postfix(failed=self.num_failed, refresh=False)
+            self._bar.update()
+
+    async def _answer(self, line: Line) -> tuple[bool, bytes]:
+        """Whether it went well, and the line to write."""
+        try:
+            item = parse(line, self._max_bytes)
+        except BadLine as error:
+            return False, failed(error.custom_id, error.code, str(error))
+        try:
+            return await self._ask(item)
+        except (TimeoutError, aiohttp.ClientError) as error:
+            return False, failed(item.custom_id, "server_unreachable", f"{self._url} does not answer: {error}")
+
+    async def _ask(self, item: Item) -> tuple[bool, bytes]:
+        """A full house is waited for as long as it takes, a server that can not be reached for some seconds."""
+        data, pauses = orjson.dumps(item.body), iter(PAUSES_S)
+        while True:
+            try:
+                async with self._session.post(self._url + item.url, data=data) as response:
+                    body, status, headers = await response.read(), response.status, response.headers
+            except (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+                if (pause_s := next(pauses, None)) is None:
+                    raise
+            else:
+                pause_s = _pause(status, headers.get("Retry-After"), pauses)
+                if pause_s is None:
+                    return status == 200, answered(item.custom_id, status, headers.get("X-Request-Id", ""), _json(body))
+            await asyncio.sleep(pause_s)
+
+
+def _pause(status: int, retry_after: str | None, pauses: Any) -> float | None:
+    """Seconds to wait before the same request is sent again; None if this was its answer."""
+    told_s = float(retry_after) if retry_after is not None and retry_after.isdecimal() else 1.0
+    if status == 429:
+        return told_s
+    pause_s: float | None = next(pauses, None) if status == 503 else None
+    return None if pause_s is None else max(pause_s, told_s)
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return data.decode(errors="replace")
+
+
+# -- who answers
+
+
+@asynccontextmanager
+async def at_server(url: str, api_key: tuple[str, ...]) -> AsyncIterator[Target]:
+    """A server that runs already."""
+    headers = {"Authorization": f"Bearer {api_key[0]}"} if api_key else {}
+    async with _session(aiohttp.TCPConnector(limit=0), headers) as session:
+        yield session, url.rstrip("/").removesuffix("/v1")
+
+
+@asynccontextmanager
+async def in_process(
+    engine_config: EngineConfig, server_config: ServerConfig, make_engine: MakeEngine
+) -> AsyncIterator[Target]:
+    """A server in this process, on a socket in a folder that only this user can enter: answers are those of `serve`."""
+    from ..server.server import Server
+
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        config = ServerConfig(
+            uds=os.path.join(folder, "s"),
+            response_store_bytes=0,  # nobody can ask for a response later
+            **{name: getattr(server_config, name) for name in OF_THE_ANSWERS},
+        )
+        async with make_engine(engine_config) as engine, Server(config) as server:
+            server.attach(engine)
+            async with _session(aiohttp.UnixConnector(str(config.uds), limit=0), {}) as session:
+                yield session, "http://localhost"
+
+
+def _session(connector: aiohttp.BaseConnector, headers: dict[str, str]) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=connector,
+        headers={"Content-Type": "application/json"} | headers,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+    )
+
+
+def _make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
+    from ...stages.engine.engine import Engine  # imports torch
+
+    return Engine(config.for_whole_answers())
+
+
+# -- files
+
+
+def _open_files(source: str, sink: str) -> tuple[BinaryIO, BinaryIO]:
+    """`-` is stdin or stdout. Raises `ConfigError`."""
+    if "-" not in (source, sink) and os.path.exists(sink) and os.path.samefile(source, sink):
+        raise ConfigError(f"{sink} is the input as well: writing the answers would destroy it; name another file")
+    return _open(source, 0, "rb"), _open(sink, 1, "wb")
+
+
+def _open(path: str, standard: int, mode: str) -> Any:
+    try:
+        return open(standard if path == "-" else path, mode, closefd=path != "-")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: --input-file and --output-file name files, or -") from None

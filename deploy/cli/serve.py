@@ -1,0 +1,152 @@
+"""`millrace serve`: a model behind an HTTP server, until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from ...runtime.env.log import configure, get_logger
+from ...runtime.env.loops import loop_factory
+from ...stages.config import EngineConfig
+from ..config import ServerConfig
+from .modes import Mode, choose_mode
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from ...stages.engine.engine import Engine
+    from ..server.server import Server
+
+log = get_logger("millrace.deploy")
+
+WAIT_S = 0.2  # for the files of a model, which are there or have to be fetched, before all else is imported
+
+MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command. 0 once it was told to stop and has, whether or not requests had to be cut short for it."""
+    with_messages = server_config.log_error_messages
+    configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
+    gc.disable()  # until we are ready: what starts stays, and to look at it again and again takes a tenth of the start
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            make_engine = partial(_make_engine, choose_mode(server_config.mode))
+            return runner.run(serve(engine_config, server_config, make_engine, options.sources))
+    finally:
+        gc.enable()
+
+
+async def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    make_engine: MakeEngine,
+    sources: Mapping[str, str] | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT, then drains. A second signal ends the process at once. `sources` says of each
+    setting where it came from."""
+    stop = _Stop()
+    listening: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+    serving = asyncio.ensure_future(_serve_engine(listening, engine_config, make_engine, stop))
+    stop.on_early = serving.cancel
+    try:
+        await asyncio.sleep(0)  # the model begins to load, here or in a process of its own
+        from ..server.server import Server  # meanwhile: that takes half a second
+
+        async with Server(server_config) as server:
+            server.service.sources = sources or {}
+            listening.set_result(server)
+            return await serving
+    except asyncio.CancelledError:
+        if not stop.event.is_set():
+            raise
+        return 0  # told to stop before there was anything to drain
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+async def _serve_engine(
+    listening: asyncio.Future[Server], engine_config: EngineConfig, make_engine: MakeEngine, stop: _Stop
+) -> int:
+    async with make_engine(engine_config) as engine:
+        server = await listening
+        server.attach(engine)
+        engine.give_way()
+        stop.on_early = None
+        gc.collect()
+        gc.freeze()  # the model and its modules live as long as we do: no collection need look at them again
+        gc.enable()
+        _say_ready(server)
+        await stop.event.wait()
+        log.info("server.draining", live=len(server.service.live), timeout_s=server.config.shutdown_timeout_s)
+        is_clean = await server.drain()
+        await server.stop()
+    log.info("server.stopped", is_clean=is_clean)
+    return 0
+
+
+def _say_ready(server: Server) -> None:
+    """One line on stdout, for whoever started us."""
+    names = list(server.service.model_names)
+    line = {"event": "ready", "url": server.url, "models": names, "pid": os.getpid()}
+    sys.stdout.write(orjson.dumps(line).decode() + "\n")
+    sys.stdout.flush()
+
+
+class _Stop:
+    """SIGTERM and SIGINT: the first asks, the second does not."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.on_early: Callable[[], Any] | None = None  # while there is nothing to drain
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        if self.event.is_set():
+            os._exit(1)
+        self.event.set()
+        if self.on_early is not None:
+            self.on_early()
+
+
+def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
+    if mode == "split":
+        _import_beside("aiohttp")
+        from ...stages.split.split_engine import SplitEngine
+
+        return SplitEngine(config)
+    # imports little, so that weights are packed while all else is imported
+    from ...runtime.phases import Phases
+    from ...stages.loading.early import Opening
+
+    opening = Opening(config, Phases(time.monotonic))
+    try:
+        opening.wait_until_packing(WAIT_S)
+        _import_beside("aiohttp")
+        from ...stages.engine.engine import Engine
+        from ..server import server  # noqa: F401  before the engine starts, which measures how fast it is
+
+        return Engine(config, opening=opening)
+    except BaseException:
+        opening.close()
+        raise
+
+
+def _import_beside(module: str) -> None:
+    """On a thread. For aiohttp: its client reads the system's certificates, twice, which takes as long as all that it
+    imports, and no Python."""
+    Thread(target=import_module, args=(module,), name="millrace-import", daemon=True).start()

@@ -1,0 +1,191 @@
+"""`millrace simulate`: what a trace would have come to with other settings, without the device."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ...stages.config import EngineConfig
+from ...stages.errors import ConfigError
+from ...stages.recordings.cost_model import Fitted, fit
+from ...stages.recordings.format import RecordedEngine
+from ...stages.recordings.reader import Recording, RecordingError
+from ...stages.recordings.simulation import Door, Simulation
+from ...stages.recordings.workloads import Trace, read_trace
+from ...stages.schedule.policy import Policy, make_policy
+from ..config import ServerConfig
+from ..settings import parse
+
+UNREADABLE = 3
+FIT = "fit-from-recording"
+# what the engine calls a setting -> what a recording does, if that is another name
+RENAMED = {"num_gpu_blocks": "num_blocks", "num_cpu_blocks": "num_host_blocks"}
+OF_DOOR = tuple(spec.name for spec in fields(Door))
+OF_DRAFTS = ("speculation", "num_speculative_tokens")
+OF_ENGINE = tuple(
+    name for name in EngineConfig.__dataclass_fields__ if RENAMED.get(name, name) in RecordedEngine.__dataclass_fields__
+)
+COLUMNS = {  # figure -> heading and digits
+    "output_tokens_per_s": ("tokens/s", 1),
+    "requests_per_s": ("req/s", 3),
+    "ttft_p50_ms": ("TTFT p50", 1),
+    "ttft_p99_ms": ("p99 ms", 1),
+    "itl_p50_ms": ("ITL p50", 2),
+    "itl_p99_ms": ("p99 ms", 2),
+    "preemptions": ("preempted", 0),
+    "turned_away": ("turned away", 0),
+    "cache_hit_rate": ("cached", 3),
+    "device_busy": ("busy", 3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run: what was varied for it, and what it came to."""
+
+    settings: Mapping[str, Any]
+    figures: Mapping[str, float | int | None]
+
+    @property
+    def label(self) -> str:
+        """The settings, for a table or an axis."""
+        return " ".join(f"{name}={value}" for name, value in self.settings.items()) or "as it was"
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command. 3 for a file that can not be read."""
+    try:
+        rows = simulate(options)
+    except RecordingError as error:
+        print(f"millrace: {error}", file=sys.stderr)
+        return UNREADABLE
+    print(table(rows))
+    if options.save_result is not None:
+        told = [{"settings": dict(row.settings), **row.figures} for row in rows]
+        options.save_result.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+    if options.plot is not None:
+        from .simulate_plot import plot
+
+        plot(rows, options.plot)
+    return 0
+
+
+def simulate(options: argparse.Namespace) -> list[Row]:
+    """One run for each combination of what is swept. Raises `RecordingError` or `ConfigError`."""
+    fitted = _fitted(options)
+    print(_describe(fitted), file=sys.stderr)
+    if options.save_cost_model is not None:
+        fitted.save(options.save_cost_model)
+    trace = read_trace(options.trace)
+    trace = trace.scaled(times=options.scale_times, lengths=options.scale_lengths, most=options.max_requests)
+    fixed = dict(_assignment(text) for text in options.set or ())
+    if not trace.tells_prefixes and "enable_prefix_caching" not in fixed:
+        print("the trace does not say what prompts have in common: enable_prefix_caching = False", file=sys.stderr)
+        fixed["enable_prefix_caching"] = False
+    swept = dict(_sweep(text) for text in options.sweep or ())
+    combinations = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+    if not trace.tells_repeats and any(_most_drafts(fitted.engine, {**fixed, **varied}) for varied in combinations):
+        print("the trace does not say how answers repeat what was said: nobody drafts", file=sys.stderr)
+    return [Row(varied, run_one(trace, fitted, {**fixed, **varied})) for varied in combinations]
+
+
+def run_one(trace: Trace, fitted: Fitted, settings: Mapping[str, Any]) -> dict[str, float | int | None]:
+    """The figures of a trace with these settings in place of those that the cost model was made with."""
+    engine, door, policy = _apply(fitted.engine, settings)
+    was_enabled = gc.isenabled()
+    gc.disable()  # what a simulation makes has no cycles, and millions of it would be looked at again and again
+    try:
+        return Simulation(engine, fitted.model, door, policy).run(trace).summary()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The runs side by side."""
+    lines = [["settings", *(heading for heading, _ in COLUMNS.values())]]
+    for row in rows:
+        cells = [row.label]
+        for name, (_, digits) in COLUMNS.items():
+            figure = row.figures[name]
+            cells.append("-" if figure is None else f"{figure:.{digits}f}")
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+
+
+def _fitted(options: argparse.Namespace) -> Fitted:
+    if options.cost_model != FIT:
+        return Fitted.read(Path(options.cost_model))
+    return fit(Recording(options.trace))
+
+
+def _describe(fitted: Fitted) -> str:
+    model = fitted.model
+    each = f"{model.prefill_token_s * 1e6:.3g} us a prompt token, {model.decode_row_s * 1e6:.3g} us a decoding row"
+    text = f"cost model: a step takes {model.step_s * 1e3:.3g} ms and {each}"
+    if fitted.num_steps:
+        text += f"; fitted to {fitted.num_steps} steps, off by {fitted.mean_error:.1%} on average"
+    return text
+
+
+# -- settings
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return _known(name, text), parse(EngineConfig, name, value)
+
+
+def _sweep(text: str) -> tuple[str, list[Any]]:
+    name, _, values = text.partition("=")
+    return _known(name, text), [parse(EngineConfig, name, value) for value in values.split(",")]
+
+
+def _known(name: str, text: str) -> str:
+    if name not in (*OF_ENGINE, *OF_DRAFTS, *OF_DOOR) or "=" not in text:
+        names = ", ".join((*OF_ENGINE, *OF_DRAFTS, *OF_DOOR))
+        raise ConfigError(f"{text}: must be name=value, with one of {names}")
+    return name
+
+
+def _apply(engine: RecordedEngine, settings: Mapping[str, Any]) -> tuple[RecordedEngine, Door, Policy | None]:
+    """Checked as an engine's own settings are."""
+    of_engine = {RENAMED.get(name, name): value for name, value in settings.items() if name in OF_ENGINE}
+    engine = replace(engine, **of_engine, most_drafts=_most_drafts(engine, settings))
+    values = {name: getattr(engine, RENAMED.get(name, name)) for name in OF_ENGINE}
+    values |= {name: settings[name] for name in OF_DRAFTS if name in settings}
+    if "scheduler" not in settings:
+        values["scheduler"] = "priority"
+    config = EngineConfig(**values)
+    for name in ("max_model_len", "num_gpu_blocks", "num_cpu_blocks", "max_num_batched_tokens", "itl_target_ms"):
+        if not isinstance(values[name], (int, float)):
+            raise ConfigError(f"{name} = {values[name]}: must be a number here, as there is no machine to look at")
+    if engine.num_blocks * engine.block_size < engine.max_model_len:
+        raise ConfigError(
+            f"num_gpu_blocks = {engine.num_blocks} of {engine.block_size} tokens hold no sequence of max_model_len = "
+            f"{engine.max_model_len}: give it at least {-(-engine.max_model_len // engine.block_size)}"
+        )
+    policy = make_policy(config) if "scheduler" in settings or "priority_ageing_s" in settings else None
+    return engine, Door(**{name: settings[name] for name in OF_DOOR if name in settings}), policy
+
+
+def _most_drafts(engine: RecordedEngine, settings: Mapping[str, Any]) -> int:
+    """Drafts of a step with these settings; "auto" is as it was when the cost model was made."""
+    asked, usual = settings.get("speculation", "auto"), engine.most_drafts or EngineConfig().num_speculative_tokens
+    is_on = asked == "ngram" or (asked == "auto" and engine.most_drafts > 0)
+    num_tokens: int = settings.get("num_speculative_tokens", usual)
+    return num_tokens if is_on else 0

@@ -1,0 +1,43 @@
+"""`millrace trace`: the last seconds of a running server's trace, as a file for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+import aiohttp
+
+from ...stages.config import EngineConfig
+from ...stages.errors import ConfigError
+from ..config import ServerConfig
+
+TIMEOUT_S = 60.0
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """The command. 1 if the server does not answer, or with an error."""
+    if not server_config.admin_key:
+        raise ConfigError("admin_key: the trace names everybody's requests, so the server asks for --admin-key")
+    try:
+        document = asyncio.run(fetch(options.url, server_config.admin_key[0], options.seconds))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        print(f"millrace: {options.url} gave no trace: {error}", file=sys.stderr)
+        return 1
+    if options.output_file == "-":
+        sys.stdout.buffer.write(document)
+    else:
+        Path(options.output_file).write_bytes(document)
+        print(f"{options.output_file}: {len(document):,} bytes; open it at https://ui.perfetto.dev", file=sys.stderr)
+    return 0
+
+
+async def fetch(url: str, admin_key: str, seconds: float) -> bytes:
+    """The document, as JSON. `aiohttp.ClientError` if there is none."""
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {admin_key}"}
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        query = {"seconds": str(seconds)}
+        async with session.get(url.rstrip("/") + "/admin/trace", params=query, raise_for_status=True) as response:
+            return await response.read()

@@ -1,0 +1,68 @@
+"""From a request to the data in its body: content type, length, time, and then the parser, off the loop if need be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from ..config import ServerConfig
+from ..errors import ApiError
+from .json_limits import INLINE_BYTES, JsonLimits, parse_object, too_large
+
+T = TypeVar("T")
+
+MAX_CHUNKS = 16_384  # of a chunked body; each costs microseconds, however short it is
+
+
+async def read(
+    request: web.Request, config: ServerConfig, threads: Executor, make: Callable[[Mapping[str, Any]], T]
+) -> T:
+    """What `make` makes of the JSON object in the body. A long body is parsed and made in a thread: `make` must not
+    touch what belongs to the loop. `ApiError` 400, 408, 413 or 415."""
+    data = await _read_bytes(request, config)
+    limits = JsonLimits(num_bytes=config.max_body_bytes)
+    if len(data) <= INLINE_BYTES:
+        return make(parse_object(data, limits))
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(threads, lambda: make(parse_object(data, limits)))
+
+
+async def _read_bytes(request: web.Request, config: ServerConfig) -> bytes:
+    if request.content_type != "application/json":
+        raise ApiError("unsupported_media_type", "the body must be sent as Content-Type: application/json")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise ApiError("unsupported_media_type", "the body must be UTF-8")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError("unsupported_media_type", "the body must be sent as it is, with no Content-Encoding")
+    if (request.content_length or 0) > config.max_body_bytes:
+        raise too_large(config.max_body_bytes)
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            return await _read_all(request, config.max_body_bytes)
+    except TimeoutError:
+        raise ApiError("request_timeout", f"the body did not arrive within {config.body_timeout_s:g} s") from None
+    except web.RequestPayloadError:
+        raise ApiError("bad_request", "the body is not well-formed HTTP") from None
+
+
+async def _read_all(request: web.Request, limit: int) -> bytes:
+    if not request.can_read_body:
+        return b""
+    parts: list[bytes] = []
+    num_bytes = num_chunks = 0
+    async for part, is_end_of_chunk in request.content.iter_chunks():
+        num_bytes += len(part)
+        num_chunks += is_end_of_chunk
+        if num_bytes > limit:
+            raise too_large(limit)
+        if num_chunks > MAX_CHUNKS:
+            raise ApiError("body_too_large", f"the body comes in more than {MAX_CHUNKS} chunks: send longer ones")
+        parts.append(part)
+        if num_chunks % 1024 == 1023:
+            await asyncio.sleep(0)  # chunks that are there already are read without waiting: let others have a turn
+    return b"".join(parts)

@@ -1,0 +1,200 @@
+"""One client's connection: what HTTP itself may cost before a request exists.
+
+Adds to aiohttp's protocol what it leaves open: a bound on the whole header block, a time limit on it, a bound on
+connections, and errors in our shape. Knows bytes and timers. Refuses to know routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from ..errors import ApiError
+from .websocket_frames import FrameGuard
+
+MAX_HEADER_LINE = 8 * 1024
+MAX_HEADER_BLOCK = 16 * 1024
+MAX_HEADERS = 100
+MAX_READ = 16 * 1024  # bytes parsed in one go: made of the shortest chunks these take 10 ms, and 256 KiB would take 170
+ASCII_HEADERS = ("Expect", "Upgrade", "Connection", "Sec-WebSocket-Version", "Sec-WebSocket-Key")  # see `not_ascii`
+CONTINUE = "100-continue"
+LINGER_S = 1.0  # of reading on after an early answer, so that the client gets to see it
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's connection, with a bound on what may come before the end of the headers, in bytes and in time."""
+
+    __slots__ = ("_frame_guard", "_header_bytes", "_header_timeout_s", "_header_timer")
+
+    def __init__(self, manager: web.Server, *, header_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self._header_timeout_s = header_timeout_s
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+        self._frame_guard: FrameGuard | None = None
+
+    def guard_frames(self, guard: FrameGuard) -> None:
+        """A WebSocket is about to begin: its frames pass `guard` before aiohttp reads them."""
+        self._frame_guard = guard
+
+    @property
+    def has_more_requests(self) -> bool:
+        """Whether others have come behind the one that is handled, before its answer."""
+        return bool(self._messages)
+
+    def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
+        """aiohttp says who reads the bytes from now on."""
+        if self._frame_guard is not None:
+            self._frame_guard.reader, parser = parser, self._frame_guard
+        super().set_parser(parser, data_received_cb)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if hasattr(transport, "max_size"):  # asyncio's own transports have it, uvloop's do not
+            transport.max_size = MAX_READ
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_between_requests():
+            super().data_received(data)
+            return
+        room = MAX_HEADER_BLOCK - self._header_bytes
+        super().data_received(data[:room])
+        if self._has_message():
+            self._end_headers()
+            if len(data) > room:
+                super().data_received(data[room:])
+        elif len(data) > room:
+            limit = ApiError("headers_too_large", f"the header block is longer than {MAX_HEADER_BLOCK} bytes")
+            self._answer_and_close(limit)
+        elif data:
+            self._header_bytes += len(data)
+            if self._header_timer is None:
+                self._header_timer = self._loop.call_later(self._header_timeout_s, self._headers_timed_out)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._end_headers()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp answers when the bytes were no HTTP, or when an exception got past every handler."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun: it can only be cut off")
+        if isinstance(exc, LineTooLong):
+            error = ApiError("headers_too_large", f"a header line is longer than {MAX_HEADER_LINE} bytes")
+        elif status == 400:
+            error = ApiError("bad_request", "this is not well-formed HTTP")
+        else:
+            self.log_exception("unhandled error", exc_info=exc)
+            error = ApiError("internal_error", "internal error")
+        return closing_response(error)
+
+    def _is_between_requests(self) -> bool:
+        """Whether what arrives now belongs to headers: no request is waiting, under way or sending its body."""
+        return self._waiter is not None and not self._waiter.done() and not self._messages
+
+    def _has_message(self) -> bool:
+        return bool(self._messages) or self._force_close or self._close
+
+    def _end_headers(self) -> None:
+        self._header_bytes = 0
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_timed_out(self) -> None:
+        self._header_timer = None
+        if self._is_between_requests():
+            message = f"the headers did not arrive within {self._header_timeout_s:g} s"
+            self._answer_and_close(ApiError("request_timeout", message))
+
+    def _answer_and_close(self, error: ApiError) -> None:
+        self._end_headers()
+        if self.transport is not None:
+            self.transport.write(raw_response(error))
+        self.force_close()
+
+
+class Listener(web.Server):
+    """Makes the connections of one server, up to a number."""
+
+    def __init__(
+        self,
+        handler: Callable[[Any], Awaitable[web.StreamResponse]],
+        *,
+        max_connections: int,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(self._handle, **kwargs)
+        self._handler = handler
+        self._max_connections = max_connections
+
+    def __call__(self) -> Connection:
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self._connections) > self._max_connections:
+            error = ApiError("too_many_connections", "too many connections; try again shortly", retry_after_s=1.0)
+            transport.write(raw_response(error))
+            transport.close()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Lets the loop turn between pipelined requests: from Python 3.12 on aiohttp runs a handler at once, and the
+        300 and more that fit in one read would follow one another if none has to wait."""
+        connection = request.protocol
+        assert isinstance(connection, Connection)
+        if connection.has_more_requests:
+            await asyncio.sleep(0)
+        if name := not_ascii(request):
+            error = ApiError("bad_request", f"the header {name} has bytes beyond ASCII: leave these out")
+            return closing_response(error)
+        if any(value.lower() not in ("", CONTINUE) for value in request.headers.getall("Expect", ())):
+            return closing_response(ApiError("expectation_failed", f"the only Expect known here is {CONTINUE}"))
+        return await self._handler(request)
+
+
+def not_ascii(request: web.BaseRequest) -> str | None:
+    """The first of `ASCII_HEADERS` that has other bytes, or None. HTTP allows none there, and aiohttp fails over them:
+    it can not encode an error that quotes them, or does not expect what its decoder says of a key."""
+    for name in ASCII_HEADERS:
+        if not all(value.isascii() for value in request.headers.getall(name, ())):
+            return name
+    return None
+
+
+def closing_response(error: ApiError) -> web.Response:
+    """An error that no route and no middleware answers, behind which the connection closes."""
+    response = error_response(error)
+    response.headers.update({"Server": "millrace", "X-Content-Type-Options": "nosniff"})
+    response.force_close()
+    return response
+
+
+def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> web.Response:
+    """An error as a response, with another `body` than its own if there is one."""
+    data = orjson.dumps(error.body() if body is None else body)
+    return web.Response(status=error.status, body=data, content_type="application/json", headers=error.headers)
+
+
+def raw_response(error: ApiError) -> bytes:
+    """An error as bytes on the wire, for when there is no request yet. The connection closes behind it."""
+    body = orjson.dumps(error.body())
+    lines = [
+        f"HTTP/1.1 {error.status} {error.code}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        *(f"{name}: {value}" for name, value in error.headers.items()),
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body

@@ -1,0 +1,209 @@
+"""See inside: the stages and what limits them, the requests under way, and where the time of one of them went.
+
+With an API key one sees the requests of that key, with the admin key those of all; nobody sees prompts or answers here.
+Derivations run in a thread, as a trace of many records takes milliseconds to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from ...stages.insight.bottleneck import Load, judge, load_of
+from ...stages.insight.explain import explain, view_of
+from ..api.service import MAX_ENDED, Live, Service
+from ..errors import ApiError, shorten
+from ..http.api_keys import Keys
+from ..http.query_params import whole_number
+from ..server.middleware import OWNER
+from ..server.routes import answer
+from .request_history import Remembered
+
+if TYPE_CHECKING:
+    from ...runtime.graph import Edge
+    from ...runtime.trace.tracer import Tracer
+    from ...stages.engine.engine import Engine
+
+MAX_LISTED = 1_000  # requests in one answer
+MAX_CURSOR = 2**53
+
+
+class Inside:
+    """The handlers of one server."""
+
+    def __init__(self, service: Service, threads: Executor) -> None:
+        self.service = service
+        self.remembered = Remembered()
+        self._threads = threads
+        config = service.config
+        self.keys = Keys([*config.api_key, *config.admin_key] if config.api_key else [])
+        self._admins = Keys(config.admin_key).holders if config.api_key else frozenset[str]()
+
+    @property
+    def handlers(self) -> frozenset[Any]:
+        """Those that `keys` open: an API key or the admin key."""
+        return frozenset({self.requests, self.explain})
+
+    def table(self) -> list[web.RouteDef]:
+        """All routes."""
+        return [
+            web.get("/v1/stages", self.stages),
+            web.get("/v1/requests", self.requests),
+            web.get("/v1/requests/{id:(?s:.+)}/explain", self.explain),
+        ]
+
+    async def stages(self, request: web.Request) -> web.Response:
+        """What each stage does, how full each edge is, and what limits them all."""
+        engine = self.service.require_engine()
+        await engine.refresh()
+        tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
+        load = await self._in_thread(lambda: load_of(view_of(tracer), now_ns))
+        return answer(stages_report(engine, load))
+
+    async def requests(self, request: web.Request) -> web.Response:
+        """The requests under way, in the order in which they came: `limit` of them from behind `cursor` on. What came
+        before the cursor may have ended meanwhile; nothing is left out or told twice for that."""
+        engine = self.service.require_engine()
+        await engine.refresh()
+        limit = whole_number(request, "limit", MAX_LISTED, least=1, most=MAX_LISTED)
+        cursor = whole_number(request, "cursor", 0, least=0, most=MAX_CURSOR)
+        live = {name: one for name, one in self.service.live.items() if self._may_see(request, one)}
+        rows, next_cursor = requests_report(engine, live, cursor, limit)
+        more = {"has_more": next_cursor is not None, "next_cursor": next_cursor}
+        return answer({"object": "list", "data": rows} | more)
+
+    async def explain(self, request: web.Request) -> web.Response:
+        """Where the time of a request went: by the trace, or as far as it is remembered where that does not reach back
+        to it. One that ended long ago is forgotten."""
+        engine, some_id = self.service.require_engine(), request.match_info["id"]
+        answer_id = self._find(request, some_id)
+        tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
+        told = None
+        if answer_id is not None:
+            told = await self._in_thread(lambda: self._explain(tracer, answer_id, now_ns))
+        if told is None:
+            message = (
+                f"no request {shorten(repr(some_id), 128)} is under way, nor is it among the last {MAX_ENDED:,} that"
+                " ended, which are remembered; what came before is in the log, in the spans that --otlp-traces-endpoint"
+                " sends, and in what --record writes"
+            )
+            raise ApiError("request_not_found", message, param="id")
+        return answer(told)
+
+    def _explain(self, tracer: Tracer, answer_id: str, now_ns: int) -> dict[str, Any] | None:
+        """In a thread."""
+        view = view_of(tracer)
+        if told := explain(view, answer_id, now_ns):
+            return {"detail": "trace"} | told
+        moments = self.remembered.find(answer_id)
+        return None if moments is None else moments.explain((now_ns - view.begin_ns) / 1e9)
+
+    def _may_see(self, request: web.Request, live: Live) -> bool:
+        return request[OWNER] in (live.owner, *self._admins)
+
+    def _find(self, request: web.Request, some_id: str) -> str | None:
+        """The newest of that answer id or X-Request-Id that whoever asks may see."""
+        for requests in (self.service.live, self.service.ended):
+            for answer_id, live in reversed(requests.items()):
+                if some_id in (answer_id, live.client_id) and self._may_see(request, live):
+                    return answer_id
+        return None
+
+    async def _in_thread(self, function: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def stages_report(engine: Engine, load: Load) -> dict[str, Any]:
+    """Shares are of the last `window_s` seconds, [0, 1]."""
+    limit, pipeline = judge(load), engine.pipeline
+    return {
+        "bottleneck": {"situation": limit.situation, "stage": limit.stage, "sentence": limit.sentence},
+        "window_s": round(load.window_s, 3),
+        "stages": [_stage(name, load, engine) for name in pipeline.stages],
+        "edges": [_edge(edge, load, engine) for edge in pipeline.edges],
+        "steps": {
+            "per_s": round(load.num_steps / load.window_s, 3),
+            "rows": round(load.num_rows, 3),
+            "prompt_tokens_per_s": round(load.num_prompt_tokens / load.window_s, 3),
+            "decode_tokens_per_s": round(load.num_decode_tokens / load.window_s, 3),
+        },
+        "waiting_for": {name: round(share, 4) for name, share in sorted(load.waiting_for.items())},
+    }
+
+
+def _stage(name: str, load: Load, engine: Engine) -> dict[str, Any]:
+    runner = engine.pipeline.runners[name]
+    busy, blocked = load.busy.get(name, 0.0), load.blocked.get(name, 0.0)
+    blocked = min(blocked, 1.0 - busy)
+    return {
+        "name": name,
+        "busy": round(busy, 4),
+        "blocked": round(blocked, 4),
+        "idle": round(1.0 - busy - blocked, 4),
+        "is_busy": runner.is_busy,
+        "restarts": runner.num_restarts,
+    }
+
+
+def _edge(edge: Edge, load: Load, engine: Engine) -> dict[str, Any]:
+    channel = engine.pipeline.channels[edge.name]
+    stats = channel.stats()
+    return {
+        "name": edge.name,
+        "from": edge.source.stage,
+        "to": edge.target.stage,
+        "depth": stats.depth,
+        "capacity": stats.capacity,
+        "high_water": stats.high_water,
+        "sent": stats.num_sent,
+        "full": round(load.full.get(edge.name, 0.0), 4),
+        "senders_waiting": channel.num_waiting,
+    }
+
+
+# -- requests under way
+
+
+def requests_report(
+    engine: Engine, live: Mapping[str, Live], cursor: int = 0, limit: int = MAX_LISTED
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Of each of `live` that the engine has, without a word of what is said: the first `limit` of those whose number is
+    at least `cursor`, and the cursor for what follows; None if that is all. Numbers go up with each request."""
+    exit, now_s = engine.pipeline.exit, engine.pipeline.env.now()
+    assert exit is not None
+    found = [(outbox, one) for name, one in live.items() if (outbox := exit.live.get(name)) is not None]
+    found = [pair for pair in found if pair[0].request.first_sequence_id >= cursor]
+    found.sort(key=lambda pair: pair[0].request.first_sequence_id)
+    rows = []
+    for outbox, one in found[:limit]:
+        stage, _ = exit.locate(outbox)  # type: ignore[attr-defined]
+        rows.append(_request(engine, one, outbox, stage, now_s))
+    return rows, found[limit][0].request.first_sequence_id if len(found) > limit else None
+
+
+def _request(engine: Engine, live: Live, outbox: Any, stage: str, now_s: float) -> dict[str, Any]:
+    request = outbox.request
+    first, num_sequences = request.first_sequence_id, request.num_sequences
+    known = engine.scheduler.sequences if engine.has_core else {}
+    sequences = [known[number] for number in range(first, first + num_sequences) if number in known]
+    states = [sequence.state.value for sequence in sequences]
+    slots = [sequence.slot for sequence in sequences if sequence.state.value == "running"]
+    is_parked = bool(sequences) and all(sequence.is_parked for sequence in sequences)
+    return {
+        "id": outbox.request_id,
+        "client_request_id": live.client_id,
+        "stage": stage,
+        "state": "parked" if is_parked else states[0] if len(set(states)) == 1 else "running" if slots else stage,
+        "age_s": round(max(0.0, now_s - request.arrival_s), 3),
+        "priority": request.priority,
+        "num_sequences": num_sequences,
+        "num_prompt_tokens": outbox.num_prompt_tokens or sum(sequence.num_prompt for sequence in sequences[:1]),
+        "num_cached_tokens": outbox.num_cached_tokens,
+        "num_generated_tokens": outbox.num_generated_tokens,
+        "num_blocks": int(engine.block_tables.num_blocks[slots].sum()) if slots else 0,
+        "preemptions": sum(sequence.num_preempted for sequence in sequences),
+    }

@@ -1,0 +1,97 @@
+"""`GET /server_info`: what runs here, with which settings, and where its memory went. Plain data.
+
+Knows what to leave out: keys are said to be set and never shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..config import ServerConfig
+from ..settings import SECRET
+
+if TYPE_CHECKING:
+    from ...stages.engine.engine import Engine
+    from ...stages.outputs import ModelInfo
+
+HIDDEN = "***"
+
+
+def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ...], version: str) -> dict[str, Any]:
+    """All of it. Sizes are in bytes, times in seconds."""
+    info = engine.info
+    return {
+        "version": version,
+        "model": {
+            "id": info.model_id,
+            "served_names": list(model_names),
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "dtype": info.dtype,
+            "quantization": info.quantization,
+            "kv_cache_dtype": info.kv_cache_dtype,
+            "device": info.device,
+            "attention_backend": info.attention_backend,
+            "eos_token_ids": list(info.eos_token_ids),
+            "has_chat_template": info.has_chat_template,
+            "tasks": sorted(info.tasks),
+            "embeddings": None if info.pooling is None else asdict(info.pooling),
+        },
+        "config": {
+            "engine": _shown(asdict(engine.config) | _settled(info)),
+            "server": _shown(asdict(config)),
+        },
+        "memory": None if info.memory is None else info.memory.to_json(),
+        "graphs": None if info.captured is None else info.captured.to_event(),
+        "startup_s": dict(info.startup_s),
+        "process": {"mode": engine.mode, "engine_pid": engine.engine_pid},
+        "blocks": _blocks(engine) if engine.has_core else None,
+    }
+
+
+def load(engine: Engine, num_live: int) -> dict[str, Any]:
+    """How much is under way and waits, in sequences; `num_live` counts requests, and what waits for a turn of its own
+    (bodies, tokens, grammars) is among them."""
+    core = engine.scheduler if engine.has_core else None
+    return {
+        "server_load": num_live,
+        "waiting": engine.admission.num_waiting if core is None else core.num_waiting,
+        "running": 0 if core is None else core.num_running,
+        "swapped": 0 if core is None else core.num_swapped,
+        "kv_usage": round(engine.pool.num_in_use / engine.pool.num_blocks, 6) if core is not None else 0.0,
+        "estimated_wait_s": round(engine.admission.estimate_wait_s(), 3) if engine.admission.num_waiting else 0.0,
+    }
+
+
+def _settled(info: ModelInfo) -> dict[str, Any]:
+    """What the configuration left to the start, as it was decided."""
+    return {
+        "model": info.model_id,
+        "dtype": info.dtype,
+        "kv_cache_dtype": info.kv_cache_dtype or "auto",
+        "device": info.device,
+        "attention_backend": info.attention_backend,
+        "max_model_len": info.max_model_len,
+        "num_gpu_blocks": info.num_blocks,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "itl_target_ms": info.itl_target_ms,
+    }
+
+
+def _shown(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: HIDDEN if name in SECRET and value else value for name, value in settings.items()}
+
+
+def _blocks(engine: Engine) -> dict[str, int]:
+    """Of the KV cache, now; each is in one of the four states, shared ones are in use too."""
+    pool = engine.pool
+    return {
+        "num_blocks": pool.num_blocks,
+        "block_size": engine.info.block_size,
+        "free": pool.num_free,
+        "used": pool.num_in_use,
+        "shared": pool.num_shared,
+        "cached": pool.num_cached,
+        "quarantined": pool.num_quarantined,
+    }

@@ -1,0 +1,122 @@
+"""Histograms of requests: how long they took and how large they were, under vLLM's names and in vLLM's buckets.
+
+Each is taken once, when a request gets its first token or ends; nothing here runs per token. A request of several
+prompts or choices counts as the one that it is. What was cut short (cancelled, timed out, failed) has only a time to
+first token, if it came so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import Metric
+
+from ...runtime.histogram import Histogram
+from .families import US, histogram
+
+if TYPE_CHECKING:
+    from ...stages.engine.engine import Engine
+    from ...stages.exit.outboxes import RequestOutbox
+
+FIRST_TOKEN_MS = (
+    *(1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1_000, 2_500, 5_000, 7_500),
+    *(10_000, 20_000, 40_000, 80_000, 160_000, 640_000, 2_560_000),
+)
+REQUEST_MS = (
+    *(300, 500, 800, 1_000, 1_500, 2_000, 2_500, 5_000, 10_000, 15_000, 20_000, 30_000, 40_000, 50_000, 60_000),
+    *(120_000, 240_000, 480_000, 960_000, 1_920_000, 7_680_000),
+)
+FIRST_TOKEN_US, REQUEST_US = (tuple(1000 * ms for ms in bounds) for bounds in (FIRST_TOKEN_MS, REQUEST_MS))
+NUM_CHOICES = (1, 2, 5, 10, 20)
+
+TIMES = {  # name -> what it is
+    "e2e_request_latency": "From a request's arrival to its end.",
+    "request_queue_time": "From a request's arrival until the device began with it.",
+    "request_prefill_time": "From there to the first token.",
+    "request_decode_time": "From the first token to the last.",
+    "request_inference_time": "From the device's beginning to the last token.",
+    "request_time_per_output_token": "Mean time between tokens of a request's longest answer.",
+}
+SIZES = {
+    "request_prompt_tokens": "Tokens of a request's prompts.",
+    "request_generation_tokens": "Tokens of a request's answers.",
+    "request_max_num_generation_tokens": "Tokens of a request's longest answer.",
+    "request_params_max_tokens": "What requests ask for as max_tokens.",
+}
+
+
+class Latencies:
+    """The histograms of one engine's requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._first_token = Histogram(FIRST_TOKEN_US)
+        per_token = engine.token_gaps_us.bounds if engine.has_core else REQUEST_US
+        self._times = {name: Histogram(per_token if "per_output" in name else REQUEST_US) for name in TIMES}
+        self._sizes = {name: Histogram(one_two_five(engine.info.max_model_len)) for name in SIZES}
+        self._num_choices = Histogram(NUM_CHOICES)
+
+    def request_started(self, request_id: str) -> None:
+        """The first token has arrived. A beam search has no such moment: its answers come together."""
+        outbox = self._engine.exit.live.get(request_id)
+        if outbox is not None and outbox.request.pooling is None and outbox.times.first_token_s is not None:
+            self._first_token.observe(_us(outbox.times.arrival_s, outbox.times.first_token_s))
+
+    def request_finished(self, outbox: RequestOutbox) -> None:
+        """All of it was answered."""
+        request, times = outbox.request, outbox.times
+        counts = [choice.num_generated for choice in outbox.choices]
+        ended_s = self._engine.pipeline.env.now() if times.last_token_s is None else times.last_token_s
+        self._times["e2e_request_latency"].observe(_us(times.arrival_s, ended_s))
+        if times.began_s is not None:
+            self._times["request_queue_time"].observe(_us(times.arrival_s, times.began_s))
+            self._times["request_inference_time"].observe(_us(times.began_s, ended_s))
+            if times.first_token_s is not None:
+                self._times["request_prefill_time"].observe(_us(times.began_s, times.first_token_s))
+        if times.first_token_s is not None and request.pooling is None:
+            decode_us = _us(times.first_token_s, ended_s)
+            self._times["request_decode_time"].observe(decode_us)
+            if max(counts) > 1:
+                self._times["request_time_per_output_token"].observe(decode_us // (max(counts) - 1))
+        self._sizes["request_prompt_tokens"].observe(outbox.num_prompt_tokens)
+        if request.pooling is None:
+            self._sizes["request_generation_tokens"].observe(sum(counts))
+            self._sizes["request_max_num_generation_tokens"].observe(max(counts))
+            if request.params.max_tokens is not None:
+                self._sizes["request_params_max_tokens"].observe(request.params.max_tokens)
+            self._num_choices.observe(request.params.n)
+
+    def times_us(self) -> dict[str, Histogram]:
+        """Those that say how long a client waits, by name."""
+        waits = {"time_to_first_token": self._first_token}
+        if self._engine.has_core:
+            waits["inter_token_latency"] = self._engine.token_gaps_us
+        return waits | {name: self._times[name] for name in ("request_queue_time", "e2e_request_latency")}
+
+    def collect(self, labels: Mapping[str, str]) -> Iterator[Metric]:
+        """All of them as Prometheus has them."""
+        text = "From a request's arrival to its first token."
+        yield histogram("vllm:time_to_first_token_seconds", text, self._first_token, labels, US)
+        if self._engine.has_core:
+            gaps, steps = self._engine.token_gaps_us, self._engine.step_tokens
+            yield histogram("vllm:inter_token_latency_seconds", "Between two tokens of an answer.", gaps, labels, US)
+            yield histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", steps, labels)
+            if (idle := self._engine.idle_gaps_us) is not None:
+                text = "That the device idled between two steps with work at hand."
+                yield histogram("millrace:device_idle_gap_seconds", text, idle, labels, US)
+        for name, text in TIMES.items():
+            yield histogram(f"vllm:{name}_seconds", text, self._times[name], labels, US)
+        for name, text in SIZES.items():
+            yield histogram(f"vllm:{name}", text, self._sizes[name], labels)
+        yield histogram("vllm:request_params_n", "What requests ask for as n.", self._num_choices, labels)
+
+
+def one_two_five(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50 and so on, as far as `most`; vLLM's buckets for tokens of a request."""
+    bounds = [step * 10**exponent for exponent in range(len(str(most))) for step in (1, 2, 5)]
+    return tuple(bound for bound in bounds if bound <= max(1, most))
+
+
+def _us(begin_s: float, end_s: float) -> int:
+    return max(0, int((end_s - begin_s) * 1e6))

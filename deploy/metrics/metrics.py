@@ -1,0 +1,244 @@
+"""`GET /metrics`: vLLM's names, so that dashboards and autoscalers made for it work, and ours for stages and channels.
+
+Everything is read from the engine's own counters when somebody asks; nothing here runs per token. The set of series is
+fixed by the pipeline: no label ever carries what a client sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ...stages.allocate.block_pool import BlockPool
+from ..errors import CODES
+from .families import counter, gauge
+from .latencies import Latencies
+from .pipeline_metrics import channels, stages
+
+if TYPE_CHECKING:
+    from ...stages.allocate.host_tier import HostTier
+    from ...stages.engine.engine import Engine
+    from ...stages.exit.outboxes import RequestOutbox
+    from ...stages.schedule.speculation import Speculation
+    from ..api.service import Service
+    from .otlp_export import Telemetry
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+CAUSES = ("cancel", "disconnect", "deadline", "stalled_reader", "server_shutdown", "abort")
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """One server's metrics. `watch` once the engine is there; `render` at any time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._engine: Engine | None = None
+        self._latencies: Latencies | None = None
+        self.telemetry: Telemetry | None = None  # whose counts are told, too
+        self._finished: Counter[str] = Counter()  # choices by finish reason
+        self._aborted: Counter[str] = Counter()  # requests by cause
+        self._rejected: Counter[str] = Counter()  # requests by error code
+        self._num_prompt = 0  # tokens of requests that have ended
+        self._num_generated = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def watch(self, engine: Engine) -> None:
+        """From now on the engine's requests are counted."""
+        self._engine, self._latencies = engine, Latencies(engine)
+        engine.exit.on_end.append(self._request_ended)
+        engine.exit.on_start.append(self._latencies.request_started)
+
+    @property
+    def latencies(self) -> Latencies | None:
+        """The histograms of its requests; None before there is an engine."""
+        return self._latencies
+
+    def count_rejection(self, code: str) -> None:
+        """A request was answered with an error."""
+        self._rejected[code if code in CODES else "other"] += 1
+
+    def render(self) -> bytes:
+        """The exposition."""
+        return generate_latest(self._registry)
+
+    def num_tokens(self, engine: Engine) -> tuple[int, int]:
+        """Tokens so far: of prompts, and generated. Those of requests under way are among them."""
+        assert engine.pipeline.exit is not None
+        live = [outbox for outbox in engine.pipeline.exit.live.values() if outbox.request.parent_id is None]
+        num_prompt = self._num_prompt + sum(outbox.num_prompt_tokens for outbox in live)
+        return num_prompt, self._num_generated + sum(outbox.num_generated_tokens for outbox in live)
+
+    def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        if outbox.request.parent_id is not None:
+            return  # a step of a beam search, which is counted as the one request that it is
+        self._num_prompt += outbox.num_prompt_tokens
+        self._num_generated += outbox.num_generated_tokens
+        if error is not None:
+            self._finished["error"] += len(outbox.choices)
+            return
+        for choice in outbox.choices:
+            reason = choice.finish.reason.name.lower() if choice.finish is not None else "abort"
+            self._finished[reason] += 1
+        if cause == "finish":
+            assert self._latencies is not None
+            self._latencies.request_finished(outbox)
+        else:
+            self._aborted[cause if cause in CAUSES else "cancel"] += 1
+
+    # -- reading the engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client at each scrape."""
+        names = self._service.model_names
+        labels = {"model_name": names[0] if names else "", "engine": "0"}
+        yield from self._rejections()
+        yield from self._service.oversight.meter.collect()
+        yield counter("millrace:stalls", "Times that something stood still.", self._service.oversight.num_stalls, {})
+        sent, dropped = (0, 0) if self.telemetry is None else (self.telemetry.num_sent, self.telemetry.num_dropped)
+        yield counter("millrace:otlp_requests_sent", "Requests that a collector was told of.", sent, {})
+        yield counter("millrace:otlp_requests_dropped", "Requests that it could not be told of.", dropped, {})
+        if self._engine is None:
+            return
+        if self._engine.has_core:
+            yield from self._gauges(self._engine, labels)
+            yield from self._core_counters(self._engine, labels)
+        yield from self._counters(self._engine, labels)
+        name, text = "millrace:engine_process_deaths", "Engine processes that ended by themselves."
+        yield counter(name, text, self._engine.num_deaths, {})
+        assert self._latencies is not None
+        yield from self._latencies.collect(labels)
+        yield from stages(self._engine.pipeline)
+        yield from channels(self._engine.pipeline)
+        yield _startup(self._engine)
+
+    def _gauges(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
+        scheduler, pool = engine.scheduler, engine.pool
+        yield gauge("vllm:num_requests_running", "Sequences that run.", scheduler.num_running, labels)
+        yield gauge("vllm:num_requests_waiting", "Sequences that wait to run.", scheduler.num_waiting, labels)
+        yield gauge("vllm:num_requests_swapped", "Sequences swapped to the host.", scheduler.num_swapped, labels)
+        yield gauge("millrace:num_requests_parked", "Sequences whose clients stall.", scheduler.num_parked, labels)
+        used = pool.num_in_use / pool.num_blocks
+        yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
+        yield _blocks("millrace:kv_blocks", "KV blocks by state; shared ones count as used, too.", pool, labels)
+        yield _admission_blocked(scheduler.admission_blocked_reason)
+        budget = scheduler.step_token_budget
+        yield gauge("millrace:step_token_budget", "Tokens of a step with prompts and answers, at most.", budget, labels)
+        waste = engine.block_tables.waste
+        yield gauge("millrace:kv_internal_fragmentation_ratio", "Share of blocks' room without a token.", waste, labels)
+        host = None if engine.host_tier is None else engine.host_tier.pool
+        used = 0.0 if host is None else host.num_in_use / host.num_blocks
+        yield gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", used, labels)
+        if host is not None:
+            yield _blocks("millrace:host_kv_blocks", "KV blocks on the host, by state.", host, labels)
+
+    def _counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
+        num_prompt, num_generated = self.num_tokens(engine)
+        yield counter("vllm:prompt_tokens", "Prompt tokens taken in.", num_prompt, labels)
+        yield counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
+        success = CounterMetricFamily(
+            "vllm:request_success", "Choices that ended, by reason.", labels=[*labels, "finished_reason"]
+        )
+        for reason in FINISH_REASONS:
+            success.add_metric([*labels.values(), reason], self._finished[reason])
+        yield success
+        aborted = CounterMetricFamily("millrace:requests_aborted", "Requests cut short, by cause.", labels=["cause"])
+        for cause in CAUSES:
+            aborted.add_metric([cause], self._aborted[cause])
+        yield aborted
+
+    def _core_counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
+        num_preemptions = engine.scheduler.num_preemptions
+        yield counter("vllm:num_preemptions", "Sequences that lost their blocks.", num_preemptions, labels)
+        yield _preemptions(engine.scheduler.preemptions)
+        yield _swaps_refused(engine.host_tier)
+        num_recomputed = engine.scheduler.num_recomputed_tokens
+        yield counter("millrace:recomputed_tokens", "Tokens computed again after a preemption.", num_recomputed, labels)
+        yield from _drafts(engine.scheduler.speculation, labels)
+        cache = engine.prefix_cache
+        queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
+        on_host = 0 if cache is None else cache.num_host_hits
+        yield counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
+        yield counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
+        yield counter("millrace:host_prefix_cache_hits", "Of them, tokens found on the host.", on_host, labels)
+
+    def _rejections(self) -> Iterator[Metric]:
+        rejected = CounterMetricFamily("millrace:request_errors", "Requests answered with an error.", labels=["code"])
+        for code in (*CODES, "other"):
+            rejected.add_metric([code], self._rejected[code])
+        yield rejected
+
+
+def _drafts(speculation: Speculation, labels: dict[str, str]) -> Iterator[Metric]:
+    num_drafting = speculation.num_drafting
+    yield gauge("millrace:num_requests_drafting", "Sequences that draft tokens ahead.", num_drafting, labels)
+    name, text = "vllm:spec_decode_num_drafts", "Rows of steps that had drafts."
+    yield counter(name, text, speculation.num_drafts, labels)
+    name, text = "vllm:spec_decode_num_draft_tokens", "Tokens drafted."
+    yield counter(name, text, speculation.num_draft_tokens, labels)
+    name, text = "vllm:spec_decode_num_accepted_tokens", "Of them, tokens that turned out right."
+    yield counter(name, text, speculation.num_accepted_tokens, labels)
+    by_place = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "The same, by place among the drafts.",
+        labels=[*labels, "position"],
+    )
+    for place, count in enumerate(speculation.num_accepted_at):
+        by_place.add_metric([*labels.values(), str(place)], count)
+    yield by_place
+
+
+def _preemptions(counts: Mapping[tuple[str, str], int]) -> Metric:
+    preemptions = CounterMetricFamily(
+        "millrace:preemptions", "Sequences that lost their blocks, by how and for what.", labels=["mode", "cause"]
+    )
+    for mode in ("swap", "recompute"):
+        for cause in ("blocks", "slot"):
+            preemptions.add_metric([mode, cause], counts.get((mode, cause), 0))
+    return preemptions
+
+
+def _swaps_refused(host: HostTier | None) -> Metric:
+    refused = CounterMetricFamily(
+        "millrace:swaps_refused", "Sequences to be computed again instead of swapped, and why.", labels=["reason"]
+    )
+    counts = {"full": 0, "slower": 0} if host is None else {"full": host.num_full, "slower": host.num_dear}
+    for reason, count in counts.items():
+        refused.add_metric([reason], count)
+    return refused
+
+
+def _admission_blocked(reason: str) -> Metric:
+    blocked = GaugeMetricFamily(
+        "millrace:admission_blocked", "1 while nobody is let in, by what the first in line lacks.", labels=["reason"]
+    )
+    for name in ("blocks", "swapped"):
+        blocked.add_metric([name], float(reason == name))
+    return blocked
+
+
+def _blocks(name: str, text: str, pool: BlockPool, labels: dict[str, str]) -> Metric:
+    blocks = GaugeMetricFamily(name, text, labels=[*labels, "state"])
+    counts = {
+        "free": pool.num_free,
+        "used": pool.num_in_use,
+        "shared": pool.num_shared,
+        "cached": pool.num_cached,
+        "quarantined": pool.num_quarantined,
+    }
+    for state, count in counts.items():
+        blocks.add_metric([*labels.values(), state], count)
+    return blocks
+
+
+def _startup(engine: Engine) -> Metric:
+    seconds = GaugeMetricFamily("millrace:startup_seconds", "How long each phase of the start took.", labels=["phase"])
+    for phase, value in engine.info.startup_s.items():
+        seconds.add_metric([phase], value)
+    return seconds

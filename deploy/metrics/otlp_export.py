@@ -1,0 +1,162 @@
+"""Sends what became of each request to an OpenTelemetry collector, behind everybody's back.
+
+A request that ends is noted in a bounded queue, nothing else; once a second what is noted is looked up in the trace, in
+a thread, and posted. A collector that is slow or gone costs spans, which are counted, and no request any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import numpy as np
+import orjson
+
+from ...runtime.env.log import get_logger
+from ...runtime.trace.request_spans import OF_REQUESTS, request_spans
+from ...runtime.trace.tracer import EventKind
+from ..http.trace_context import CURRENT, TraceContext
+from .otlp import Ended, export_request, spans_of
+
+if TYPE_CHECKING:
+    from ...stages.engine.engine import Engine
+    from ...stages.exit.outboxes import RequestOutbox
+
+MAX_QUEUED = 4_096  # requests
+MAX_SENT = 512  # in one post
+INTERVAL_S = 1.0
+TIMEOUT_S = 10.0
+NUM_TRIES = 3
+RETRIED = frozenset({429, 502, 503, 504})  # as OTLP says
+
+log = get_logger("millrace.deploy")
+
+
+class Telemetry:
+    """One engine's exporter. `watch` once the engine is there, on its loop; `stop` sends what is left."""
+
+    def __init__(self, endpoint: str, version: str, threads: Executor) -> None:
+        self.num_sent = 0  # requests
+        self.num_dropped = 0
+        self._endpoint = endpoint
+        self._version = version
+        self._threads = threads
+        self._engine: Engine | None = None
+        self._model = ""
+        self._contexts: dict[str, TraceContext] = {}  # of live requests that are to be told of
+        self._ended: deque[Ended] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def watch(self, engine: Engine, model: str) -> None:
+        """From now on its requests are told of, under the name of this model."""
+        self._engine, self._model = engine, model
+        engine.exit.on_open.append(self._opened)
+        engine.exit.on_end.append(self._request_ended)
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="telemetry")
+
+    async def stop(self) -> None:
+        """Sends what is left, if that takes no longer than a second. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0), aiohttp.ClientSession() as session:
+                await self._send_all(session)
+
+    # -- requests, in passing
+
+    def _opened(self, outbox: RequestOutbox) -> None:
+        context = CURRENT.get() or TraceContext()
+        if outbox.request.parent_id is None and context.is_sampled:
+            self._contexts[outbox.request_id] = context
+
+    def _request_ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        context = self._contexts.pop(outbox.request_id, None)
+        if context is None:
+            return
+        if len(self._ended) >= MAX_QUEUED:
+            self.num_dropped += 1
+            return
+        request = outbox.request
+        is_chat = bool(request.prompts) and request.prompts[0].chat is not None
+        operation = "embeddings" if request.pooling is not None else "chat" if is_chat else "text_completion"
+        code = None if outbox.error is None else outbox.error.code
+        first, count = request.first_sequence_id, request.num_sequences
+        self._ended.append(Ended(first, count, context, _asked(outbox), operation, code))
+
+    # -- sending
+
+    async def _run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                await asyncio.sleep(INTERVAL_S)
+                await self._send_all(session)
+
+    async def _send_all(self, session: aiohttp.ClientSession) -> None:
+        while self._ended:
+            batch = [self._ended.popleft() for _ in range(min(MAX_SENT, len(self._ended)))]
+            is_sent = False
+            try:
+                body = await asyncio.get_running_loop().run_in_executor(self._threads, self._body, batch)
+                is_sent = await self._post(session, body)
+            finally:  # also when it is cancelled, as at the end
+                self.num_sent += is_sent * len(batch)
+                self.num_dropped += (not is_sent) * len(batch)
+
+    def _body(self, batch: list[Ended]) -> bytes:
+        """In a thread."""
+        assert self._engine is not None
+        pipeline = self._engine.pipeline
+        records, readers = pipeline.tracer.read_all(), pipeline.tracer.readers()
+        wanted = [number for ended in batch for number in range(ended.number, ended.number + ended.num_sequences)]
+        kinds = (*OF_REQUESTS, EventKind.REQUEST_NAME)
+        records = records[np.isin(records["kind"], kinds) & np.isin(records["a"], wanted)]
+        found = {request.number: request for request in request_spans(records, readers[0].names() if readers else [])}
+        to_unix_ns = int(pipeline.env.wall_time() * 1e9) - pipeline.env.now_ns()
+        spans = [
+            span
+            for ended in batch
+            if ended.number in found  # else the ring was overwritten meanwhile
+            for span in spans_of(ended, found[ended.number], self._model, to_unix_ns)
+        ]
+        return orjson.dumps(export_request(spans, {"service.name": "millrace"}, self._version))
+
+    async def _post(self, session: aiohttp.ClientSession, body: bytes) -> bool:
+        """Whether the collector has it."""
+        reason = ""
+        for attempt in range(NUM_TRIES):
+            await asyncio.sleep(attempt * INTERVAL_S)
+            try:
+                headers = {"Content-Type": "application/json"}
+                async with session.post(self._endpoint, data=body, headers=headers) as response:
+                    if response.status < 300:
+                        return True
+                    reason = f"status {response.status}"
+                    if response.status not in RETRIED:
+                        break
+            except (aiohttp.ClientError, TimeoutError) as error:
+                reason = type(error).__name__
+        log.warning("telemetry.dropped", reason=reason, num_bytes=len(body))
+        return False
+
+
+def _asked(outbox: RequestOutbox) -> dict[str, Any]:
+    """What a request asked for and how its choices ended, as attributes."""
+    request = outbox.request
+    if request.pooling is not None:
+        return {}
+    reasons = sorted({choice.finish.reason.name.lower() for choice in outbox.choices if choice.finish is not None})
+    return {
+        "gen_ai.request.max_tokens": request.params.max_tokens,
+        "gen_ai.request.temperature": float(request.params.temperature),
+        "gen_ai.request.top_p": float(request.params.top_p),
+        "gen_ai.request.choice.count": request.num_sequences,
+        "gen_ai.response.finish_reasons": reasons,
+    }

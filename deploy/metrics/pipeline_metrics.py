@@ -1,0 +1,50 @@
+"""What stages and channels say of themselves, for Prometheus. Labels name stages and edges, fixed at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from ...runtime.pipeline import Pipeline
+from .families import US, add_histogram
+
+
+def stages(pipeline: Pipeline) -> Iterator[Metric]:
+    """Where each stage's time goes, and how long batches wait for it and are in it."""
+    seconds = CounterMetricFamily(
+        "millrace:stage_seconds", "Where a stage's time went: idle, busy, blocked.", labels=["stage", "state"]
+    )
+    restarts = CounterMetricFamily("millrace:stage_restarts", "Restarts of a stage after a crash.", labels=["stage"])
+    depth = GaugeMetricFamily("millrace:stage_queue_depth", "Items waiting before a stage.", labels=["stage"])
+    wait = HistogramMetricFamily(
+        "millrace:stage_wait_seconds", "How long the oldest item of a batch had waited for its stage.", labels=["stage"]
+    )
+    service = HistogramMetricFamily(
+        "millrace:stage_service_seconds", "How long a stage had a batch, without waits for room.", labels=["stage"]
+    )
+    for name, runner in pipeline.runners.items():
+        for state in ("idle", "busy", "blocked"):
+            seconds.add_metric([name, state], getattr(runner.times, state))
+        restarts.add_metric([name], runner.num_restarts)
+        depth.add_metric([name], sum(len(channel) for channel in runner.inputs.values()))
+        add_histogram(wait, [name], runner.wait_us, US)
+        add_histogram(service, [name], runner.service_us, US)
+    yield from (seconds, restarts, depth, wait, service)
+
+
+def channels(pipeline: Pipeline) -> Iterator[Metric]:
+    """How full each channel is, was at most, and for how long it had no room."""
+    depth = GaugeMetricFamily("millrace:channel_depth", "Items on a channel.", labels=["edge"])
+    high = GaugeMetricFamily("millrace:channel_high_water", "Most items ever on a channel.", labels=["edge"])
+    capacity = GaugeMetricFamily("millrace:channel_capacity", "Room of a channel.", labels=["edge"])
+    sent = CounterMetricFamily("millrace:channel_items", "Items sent over a channel.", labels=["edge"])
+    blocked = CounterMetricFamily("millrace:channel_blocked_seconds", "Time a channel was full.", labels=["edge"])
+    for name, channel in pipeline.channels.items():
+        stats = channel.stats()
+        depth.add_metric([name], stats.depth)
+        high.add_metric([name], stats.high_water)
+        capacity.add_metric([name], stats.capacity)
+        sent.add_metric([name], stats.num_sent)
+        blocked.add_metric([name], stats.seconds_full)
+    yield from (depth, high, capacity, sent, blocked)

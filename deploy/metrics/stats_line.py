@@ -1,0 +1,86 @@
+"""A line in the log every few seconds while there is something to say: what runs, what waits, and how fast it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...runtime.env.log import get_logger
+
+if TYPE_CHECKING:
+    from ...stages.engine.engine import Engine
+    from .metrics import Metrics
+
+log = get_logger("millrace.deploy")
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    num_prompt: int
+    num_generated: int
+    num_queries: int
+    num_hits: int
+    num_preemptions: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    idle_us: int  # of the device, between steps
+
+
+class StatsLine:
+    """One engine's. `look` says it whenever `interval_s` have passed and something was under way meanwhile."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, interval_s: float) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._last_s = engine.pipeline.env.now()
+        self._last = self._counts()
+
+    def look(self) -> None:
+        """Call it a few times in an interval."""
+        passed_s = (now_s := self._engine.pipeline.env.now()) - self._last_s
+        if passed_s < self._interval_s or not self._interval_s:
+            return
+        last, counts = self._last, self._counts()
+        self._last, self._last_s = counts, now_s
+        if counts != last or (self._engine.pipeline.exit is not None and self._engine.pipeline.exit.live):
+            self._say(last, counts, passed_s)
+
+    def _say(self, last: _Counts, counts: _Counts, passed_s: float) -> None:
+        engine, num_queries = self._engine, counts.num_queries - last.num_queries
+        in_core: dict[str, float | None] = {}
+        if engine.has_core:
+            in_core = {
+                "num_running": engine.scheduler.num_running,
+                "num_waiting": engine.scheduler.num_waiting,
+                "num_swapped": engine.scheduler.num_swapped,
+                "kv_usage": round(engine.pool.num_in_use / engine.pool.num_blocks, 4),
+                "prefix_hit_rate": round((counts.num_hits - last.num_hits) / num_queries, 4) if num_queries else None,
+                "num_preemptions": counts.num_preemptions - last.num_preemptions,
+            }
+        if engine.has_core and engine.idle_gaps_us is not None:
+            in_core["device_idle"] = round((counts.idle_us - last.idle_us) / 1e6 / passed_s, 4)
+        num_drafts = counts.num_draft_tokens - last.num_draft_tokens
+        if num_drafts:
+            in_core["num_draft_tokens"] = num_drafts
+            in_core["draft_acceptance_rate"] = round(
+                (counts.num_accepted_tokens - last.num_accepted_tokens) / num_drafts, 4
+            )
+        log.info(
+            "engine.stats",
+            prompt_tokens_per_s=round((counts.num_prompt - last.num_prompt) / passed_s, 1),
+            generated_tokens_per_s=round((counts.num_generated - last.num_generated) / passed_s, 1),
+            **in_core,
+        )
+
+    def _counts(self) -> _Counts:
+        num_prompt, num_generated = self._metrics.num_tokens(self._engine)
+        if not self._engine.has_core:
+            return _Counts(num_prompt, num_generated, 0, 0, 0, 0, 0, 0)
+        cache = self._engine.prefix_cache
+        queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
+        scheduler = self._engine.scheduler
+        drafts = (scheduler.speculation.num_draft_tokens, scheduler.speculation.num_accepted_tokens)
+        idle = self._engine.idle_gaps_us
+        idle_us = 0 if idle is None else idle.total
+        return _Counts(num_prompt, num_generated, queries, hits, scheduler.num_preemptions, *drafts, idle_us)

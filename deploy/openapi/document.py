@@ -1,0 +1,199 @@
+"""The OpenAPI 3.1 document, made from the table of operations and the models of bodies and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from ..api.schema.hints import ModelLimits, Schema, settle
+from ..config import ServerConfig
+from ..http.body_reader import MAX_CHUNKS
+from . import shapes
+from .operations import OPERATIONS, Content, Operation
+
+REF = "#/components/schemas/{model}"
+SECURITY_SCHEMES: dict[str, Schema] = {
+    "key": {"type": "http", "scheme": "bearer", "description": "an API key"},
+    "keyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "an API key"},
+    "adminKey": {"type": "http", "scheme": "bearer", "description": "an admin key"},
+    "adminKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "an admin key"},
+}
+SECURITY: dict[str, list[dict[str, list[str]]]] = {
+    "open": [],
+    "key": [{"key": []}, {"keyHeader": []}],
+    "admin": [{"adminKey": []}, {"adminKeyHeader": []}],
+}
+
+
+def served(config: ServerConfig) -> tuple[Operation, ...]:
+    """The operations of a server so configured."""
+    left_out = set()
+    if not config.admin_key:
+        left_out |= {operation.path for operation in OPERATIONS if operation.access == "admin"}
+    if config.disable_docs:
+        left_out |= {"/openapi.json", "/docs"}
+    return tuple(operation for operation in OPERATIONS if operation.path not in left_out)
+
+
+def openapi(config: ServerConfig, version: str, limits: ModelLimits | None) -> dict[str, Any]:
+    """The document of a server so configured. Without `limits`, as no model is loaded, bounds that hang on it are left
+    open."""
+    has_keys = bool(config.api_key)
+    operations = served(config)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        described = _operation(operation, config)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = described
+    document = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "millrace",
+            "version": version,
+            "description": "An LLM serving engine with OpenAI's API. Fields that are not named here are ignored and "
+            "listed in the header X-Ignored-Fields"
+            + ("; here they are refused (strict_fields)." if config.strict_fields else "."),
+        },
+        "paths": paths,
+        "components": {"schemas": _schemas(operations, config), "securitySchemes": _schemes(operations, has_keys)},
+    }
+    settled: dict[str, Any] = settle(document, limits)
+    return settled
+
+
+# -- one operation
+
+
+def _operation(operation: Operation, config: ServerConfig) -> dict[str, Any]:
+    has_keys = bool(config.api_key)
+    described: dict[str, Any] = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "tags": [operation.group],
+        "parameters": _parameters(operation),
+        "responses": _responses(operation, has_keys),
+        "security": SECURITY[operation.access] if has_keys or operation.access == "admin" else [],
+    }
+    if operation.body is not None:
+        described["requestBody"] = {
+            "description": f"At most {config.max_body_bytes} bytes, in at most {MAX_CHUNKS} chunks, as they are",
+            "required": True,
+            "content": {"application/json": {"schema": _ref(operation.body)}},
+        }
+    return described
+
+
+_REQUEST_ID: Schema = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "description": "An id for the request; one that is not of 128 letters, digits and _.:/- is replaced",
+    "schema": {"type": "string"},
+}
+
+
+def _parameters(operation: Operation) -> list[Schema]:
+    in_path = [_path_parameter(name, what) for name, what in operation.parameters.items()]
+    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    return [*in_path, *in_query, _REQUEST_ID]
+
+
+def _path_parameter(name: str, what: str) -> Schema:
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "description": what, "schema": schema}
+
+
+def _responses(operation: Operation, has_keys: bool) -> dict[str, Any]:
+    responses = {
+        str(status): _response(HTTPStatus(status).phrase, contents, operation)
+        for status, contents in operation.answers.items()
+    }
+    if operation.links:
+        responses["200"]["links"] = {name: dict(link) for name, link in operation.links.items()}
+    if operation.body is not None:
+        responses["200"]["headers"] |= _IGNORED_FIELDS
+    for status, codes in operation.codes_by_status(has_keys).items():
+        error = _response("One of: " + ", ".join(codes), (Content(operation.error),), operation)
+        if status in (429, 503):
+            error["headers"] |= _RETRY_AFTER
+        if str(status) in responses:
+            error["content"]["application/json"]["schema"] = {
+                "anyOf": [responses[str(status)]["content"]["application/json"]["schema"], _ref(operation.error)]
+            }
+        responses[str(status)] = error
+    return responses
+
+
+def _response(description: str, contents: Iterable[Content], operation: Operation) -> dict[str, Any]:
+    return {
+        "description": description,
+        "headers": dict(_ALWAYS),
+        "content": {content.content_type: {"schema": _content(content, operation)} for content in contents},
+    }
+
+
+def _content(content: Content, operation: Operation) -> Schema:
+    if content.shape is not None:
+        return _ref(content.shape)
+    if content.event is None:
+        return {"type": "string"}
+    data = {
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(content.event), _ref(operation.error)]},
+    }
+    if content.is_named:
+        return {
+            "type": "object",
+            "description": "One server-sent event; its name is the type of its data",
+            "properties": {"event": {"type": "string"}, "data": {"type": "string"} | data},
+            "required": ["event", "data"],
+        }
+    data = {"type": "string", "if": {"const": "[DONE]"}, "else": data}
+    return {
+        "type": "object",
+        "description": "One server-sent event; the data of the last one is the text [DONE]",
+        "properties": {"data": data},
+        "required": ["data"],
+    }
+
+
+_ALWAYS: Schema = {"X-Request-Id": {"description": "The id of the request", "schema": {"type": "string"}}}
+_IGNORED_FIELDS: Schema = {
+    "X-Ignored-Fields": {"description": "Names of fields that are not known here", "schema": {"type": "string"}}
+}
+_RETRY_AFTER: Schema = {
+    "Retry-After": {"description": "Seconds", "schema": {"type": "integer", "minimum": 1}},
+}
+
+
+# -- what they refer to
+
+
+def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str, Schema]:
+    models: dict[type[BaseModel], None] = {shapes.Error: None}
+    for operation in operations:
+        models[operation.error] = None
+        contents = [content for answer in operation.answers.values() for content in answer]
+        found = [operation.body, *(content.shape for content in contents), *(content.event for content in contents)]
+        models |= dict.fromkeys(model for model in found if model is not None)
+    _, generated = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    schemas: dict[str, Schema] = generated["$defs"]
+    if config.strict_fields:
+        for operation in operations:
+            if operation.body is not None:
+                schema = schemas[operation.body.__name__]
+                for part in (schema, schema["properties"].get("sampling_params", {})):
+                    part["additionalProperties"] = False
+    return schemas
+
+
+def _schemes(operations: Iterable[Operation], has_keys: bool) -> dict[str, Schema]:
+    needed = {"admin"} & {operation.access for operation in operations} | ({"key"} if has_keys else set())
+    names = [name for access in sorted(needed) for scheme in SECURITY[access] for name in scheme]
+    return {name: SECURITY_SCHEMES[name] for name in names}
+
+
+def _ref(model: type[BaseModel]) -> Schema:
+    return {"$ref": REF.format(model=model.__name__)}

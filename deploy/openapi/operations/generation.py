@@ -1,0 +1,99 @@
+"""What goes on with a prompt: text, chats and token ids."""
+
+from __future__ import annotations
+
+from ...api.openai.bodies import ChatBody, CompletionBody
+from ...api.openai.token_ids import GenerateBody
+from ...api.openai.tokenize_bodies import DetokenizeBody, TokenizeBody
+from .. import shapes
+from .. import shapes_other_apis as api_shapes
+from .operation import CHAT_ERRORS, GENERATION_ERRORS, MODEL_ERRORS, Operation, again, json, json_or_events
+
+ABORT = {"abort": {"operationId": "abortRequest", "parameters": {"id": "$response.header.X-Request-Id"}}}
+GENERATE = Operation(
+    method="POST",
+    path="/generate",
+    name="generate",
+    group="tokens",
+    summary="How token ids go on, in token ids, whole or as a stream",
+    body=GenerateBody,
+    answers=json_or_events(api_shapes.GeneratedTokens, api_shapes.GeneratedTokensChunk),
+    errors=GENERATION_ERRORS,
+)
+GENERATION = (
+    Operation(
+        method="POST",
+        path="/v1/chat/completions",
+        name="createChatCompletion",
+        group="generation",
+        summary="The answer to a chat, whole or as a stream",
+        body=ChatBody,
+        answers=json_or_events(shapes.ChatCompletion, shapes.ChatCompletionChunk),
+        errors=GENERATION_ERRORS,
+        links=ABORT,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/completions",
+        name="createCompletion",
+        group="generation",
+        summary="How one prompt or several go on, whole or as a stream",
+        body=CompletionBody,
+        answers=json_or_events(shapes.Completion, shapes.CompletionChunk),
+        errors=GENERATION_ERRORS,
+        links=ABORT,
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/requests/{id}",
+        name="abortRequest",
+        group="generation",
+        summary="End a request that is under way; its client gets what there is, with finish_reason abort",
+        parameters={"id": "the id of its answer, or its X-Request-Id"},
+        answers=json(shapes.Aborted),
+        errors=("request_not_found",),
+    ),
+    GENERATE,
+    *again(GENERATE, inferenceGenerate="/inference/v1/generate"),
+    Operation(
+        method="POST",
+        path="/v1/chat/completions/render",
+        name="renderChatCompletion",
+        group="tokens",
+        summary="The body for /generate that a chat stands for, with nothing computed",
+        body=ChatBody,
+        answers=json(api_shapes.RenderedPrompt),
+        errors=GENERATION_ERRORS,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/completions/render",
+        name="renderCompletion",
+        group="tokens",
+        summary="The bodies for /generate that the prompts stand for, with nothing computed",
+        body=CompletionBody,
+        answers=json(api_shapes.RenderedPrompts),
+        errors=GENERATION_ERRORS,
+    ),
+    Operation(
+        method="POST",
+        path="/tokenize",
+        name="tokenize",
+        group="tokens",
+        summary="Token ids of a prompt or a chat",
+        body=TokenizeBody,
+        answers=json(shapes.Tokens),
+        errors=CHAT_ERRORS,
+        links={"text": {"operationId": "detokenize", "requestBody": {"tokens": "$response.body#/tokens"}}},
+    ),
+    Operation(
+        method="POST",
+        path="/detokenize",
+        name="detokenize",
+        group="tokens",
+        summary="The text of token ids",
+        body=DetokenizeBody,
+        answers=json(shapes.Text),
+        errors=(*MODEL_ERRORS, "tokenizer_error"),
+    ),
+)

@@ -1,0 +1,33 @@
+"""Anthropic's Messages API, whose errors have a form of their own."""
+
+from __future__ import annotations
+
+from ...api.messages.bodies import CountTokensBody, MessagesBody
+from ...api.messages.events import MESSAGES_PATH
+from .. import shapes_other_apis as api_shapes
+from .operation import CHAT_ERRORS, GENERATION_ERRORS, Operation, json, json_or_named_events
+
+MESSAGES = (
+    Operation(
+        method="POST",
+        path=MESSAGES_PATH,
+        name="createMessage",
+        group="messages",
+        summary="A message of Anthropic's API, whole or as a stream",
+        body=MessagesBody,
+        answers=json_or_named_events(api_shapes.AnthropicMessage, api_shapes.MessageEvent),
+        error=api_shapes.MessagesError,
+        errors=GENERATION_ERRORS,
+    ),
+    Operation(
+        method="POST",
+        path=f"{MESSAGES_PATH}/count_tokens",
+        name="countMessageTokens",
+        group="messages",
+        summary="How many tokens the prompt of a message has",
+        body=CountTokensBody,
+        answers=json(api_shapes.NumInputTokens),
+        error=api_shapes.MessagesError,
+        errors=(*CHAT_ERRORS, "context_length_exceeded", "unsupported_parameter"),
+    ),
+)

@@ -1,0 +1,136 @@
+"""What an entry of the table says: an operation, the forms of its answers, and the errors of whatever it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from ...api.openai.bodies import Body
+from ...api.schema.hints import Schema
+from ...errors import CODES
+from .. import shapes
+
+Access = Literal["open", "key", "admin"]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One form of an answer. `event` is the model of the data of a stream's events."""
+
+    shape: type[BaseModel] | None = None  # None: text
+    content_type: str = "application/json"
+    event: type[BaseModel] | None = None
+    is_named: bool = False  # events have names, and none says [DONE]
+
+
+Answers = Mapping[int, tuple[Content, ...]]  # by HTTP status, those that are no error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A method on a path. `errors` are codes of `errors.CODES`, beside those that any operation of its kind has."""
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    name: str
+    group: str
+    summary: str
+    answers: Answers
+    body: type[Body] | None = None
+    access: Access = "key"
+    errors: tuple[str, ...] = ()
+    error: type[BaseModel] = shapes.Error
+    parameters: Mapping[str, str] = field(default_factory=dict)  # of the path -> what it is
+    query: Mapping[str, Schema] = field(default_factory=dict)  # name -> its schema
+    links: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # OpenAPI links of its 200
+
+    def codes_by_status(self, has_keys: bool) -> dict[int, list[str]]:
+        """Codes of errors that it may answer with, by HTTP status."""
+        codes = {*ALWAYS, *self.errors}
+        if self.body is not None:
+            codes.update(WITH_BODY)
+        if self.access == "admin" or (self.access == "key" and has_keys):
+            codes.update(WITH_KEY)
+        found: dict[int, list[str]] = {}
+        for code in sorted(codes):
+            found.setdefault(CODES[code][0], []).append(code)
+        return found
+
+
+def again(operation: Operation, **paths: str) -> tuple[Operation, ...]:
+    """The same operation under more paths, each with a name of its own."""
+    return tuple(replace(operation, name=name, path=path) for name, path in paths.items())
+
+
+# -- forms of answers
+
+
+def json(shape: type[BaseModel]) -> Answers:
+    return {200: (Content(shape),)}
+
+
+def json_or_events(shape: type[BaseModel], event: type[BaseModel]) -> Answers:
+    return {200: (Content(shape), Content(content_type="text/event-stream", event=event))}
+
+
+def json_or_named_events(shape: type[BaseModel], event: type[BaseModel]) -> Answers:
+    return {200: (Content(shape), Content(content_type="text/event-stream", event=event, is_named=True))}
+
+
+def text(content_type: str) -> Answers:
+    return {200: (Content(content_type=content_type),)}
+
+
+PAGE = text("text/html; charset=utf-8")
+SOCKET: Answers = {101: ()}
+
+# -- errors that an operation has without saying so
+
+ALWAYS = (
+    "bad_request",
+    "host_not_allowed",
+    "origin_not_allowed",
+    "expectation_failed",
+    "headers_too_large",
+    "internal_error",
+    "request_timeout",
+    "too_many_connections",
+)
+WITH_KEY = ("invalid_api_key",)
+WITH_BODY = (
+    "body_too_large",
+    "invalid_json",
+    "invalid_type",
+    "invalid_value",
+    "missing_required_parameter",
+    "unknown_parameter",
+    "unsupported_media_type",
+)
+
+# -- errors that it has by what it needs, each with those of what that needs in turn
+
+ENGINE_ERRORS = ("dead", "draining", "loading", "stalled")
+MODEL_ERRORS = (*ENGINE_ERRORS, "model_not_found")
+CHAT_ERRORS = (*MODEL_ERRORS, "empty_prompt", "template_limit", "tokenizer_error", "unsupported_content_type")
+GENERATION_ERRORS = (
+    *CHAT_ERRORS,
+    "context_length_exceeded",
+    "deadline_exceeded",
+    "detokenizer_error",
+    "rate_limit_exceeded",
+    "unsupported_parameter",
+    "unsupported_task",
+)
+POOLING_ERRORS = (
+    *MODEL_ERRORS,
+    "cancelled",
+    "context_length_exceeded",
+    "empty_prompt",
+    "rate_limit_exceeded",
+    "tokenizer_error",
+    "unsupported_parameter",
+    "unsupported_task",
+)

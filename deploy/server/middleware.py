@@ -1,0 +1,117 @@
+"""Around every handler: the request's id, the key, and errors in one shape."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from ...runtime.env.log import bound, get_logger
+from ..api.messages.events import MESSAGES_PATH, error_body
+from ..api.service import Service
+from ..errors import ApiError, describe, shorten, unforeseen
+from ..http.api_keys import Keys
+from ..http.connections import error_response
+from ..http.origin_check import Gate
+from ..http.trace_context import CURRENT, TraceContext, read_traceparent
+
+REQUEST_ID = web.RequestKey("request_id", str)
+OWNER = web.RequestKey("owner", str)
+TRACE = web.RequestKey("trace", TraceContext)
+
+NO_KEYS = Keys(())
+_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+log = get_logger("millrace.deploy")
+
+
+def settled_id(wanted: str | None) -> str:
+    """The id a client wants for its request, or one of ours if it wants none or one that has no place in a header."""
+    return wanted if wanted is not None and _ID_PATTERN.fullmatch(wanted) else uuid.uuid4().hex
+
+
+def identify(count_rejection: Callable[[str], object]) -> Middleware:
+    """Gives each request its id, binds it to the log lines, and turns whatever goes wrong into an answer, whose code is
+    counted."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[REQUEST_ID] = settled_id(request.headers.get("X-Request-Id"))
+        context = read_traceparent(request.headers.get("traceparent"))
+        CURRENT.set(context)  # of this request's task alone
+        request[TRACE] = context
+        with bound(request_id=request[REQUEST_ID], trace_id=context.trace_id):
+            try:
+                return await handler(request)
+            except web.HTTPException as error:
+                told = _of_aiohttp(request, error)
+            except Exception as error:
+                told = describe(error) or _unforeseen(request, error)
+            count_rejection(told.code)
+            return error_response(told, _body(request, told))
+
+    return middleware
+
+
+def _body(request: web.Request, error: ApiError) -> Mapping[str, Any] | None:
+    """The body of an error whose client speaks another API than OpenAI's."""
+    return error_body(error, request[REQUEST_ID]) if request.path.startswith(MESSAGES_PATH) else None
+
+
+def _unforeseen(request: web.Request, error: Exception) -> ApiError:
+    log.error("request.failed", path=shorten(request.path, 128), error=type(error).__name__, exc_info=error)
+    return unforeseen(request[REQUEST_ID])
+
+
+def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
+    """Errors that aiohttp raises itself: no such route, or not by this method."""
+    match error.status:
+        case 404:
+            return ApiError("not_found", "there is no such route")
+        case 405:
+            allowed = error.headers.get("Allow", "")
+            return ApiError("method_not_allowed", f"this route takes {allowed}", headers={"Allow": allowed})
+        case 413:
+            return ApiError("body_too_large", "the body is too long")
+        case _:
+            return ApiError("bad_request", "bad request")
+
+
+def check_keys(keys: Keys, others: Mapping[Callable[..., object], Keys], open_paths: re.Pattern[str]) -> Middleware:
+    """Lets requests with one of `keys` pass, and those to a handler among `others` with one of the handler's own. It
+    looks at the handler that the router found, never at the path: no spelling of a path is a way around it. The path
+    decides one thing only: a method that one of the `open_paths` does not take is 405 there without a key, too."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        match = request.match_info
+        if match.http_exception is None:
+            needed = others.get(match.handler, keys)
+        else:
+            is_open = match.http_exception.status == 405 and open_paths.fullmatch(request.path)
+            needed = NO_KEYS if is_open else keys
+        request[OWNER] = needed.check(request)
+        return await handler(request)
+
+    return check
+
+
+def add_headers(service: Service, gate: Gate) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """A signal handler that puts on every response what belongs on every response."""
+
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        if REQUEST_ID in request:
+            response.headers["X-Request-Id"] = request[REQUEST_ID]
+        if service.config.otlp_traces_endpoint is not None and TRACE in request:
+            response.headers["traceresponse"] = request[TRACE].header
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Server"] = "millrace"
+        response.headers.update(gate.cors_headers(request))
+        if service.is_draining:
+            response.force_close()
+
+    return add

@@ -1,0 +1,56 @@
+"""Pages for people, and the files that they are made of: all from this package, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import mimetypes
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from aiohttp import web
+
+from ..errors import ApiError
+
+# Scripts, styles and sockets of this server only; a browser that obeys runs nothing that a model's text may smuggle in.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'none'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+class Pages:
+    """The handlers. They tell nothing of the server, so they ask for no key."""
+
+    def __init__(self) -> None:
+        self._files = dict(_read(files(__package__.rpartition(".")[0]) / "static"))
+
+    async def dashboard(self, request: web.Request) -> web.Response:
+        """`GET /dashboard`: what the engine does, live. The page is empty; what it shows comes over `/dashboard/feed`,
+        which asks for the key."""
+        return self._answer("dashboard.html")
+
+    async def stream_demo(self, request: web.Request) -> web.Response:
+        """`GET /stream-demo`: several answers over one WebSocket, which can be paused and cut."""
+        return self._answer("stream.html")
+
+    async def file(self, request: web.Request) -> web.Response:
+        """`GET /static/{name}`: looked up among the files that there were at the start, never on the disk. A name may
+        have folders in it."""
+        name = request.match_info["name"]
+        if name not in self._files:
+            raise ApiError("not_found", "there is no such file")
+        return self._answer(name)
+
+    def _answer(self, name: str) -> web.Response:
+        content_type = mimetypes.types_map.get("." + name.rpartition(".")[2], "application/octet-stream")
+        headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
+        return web.Response(body=self._files[name], content_type=content_type, charset="utf-8", headers=headers)
+
+
+def _read(folder: Traversable, path: str = "") -> Iterator[tuple[str, bytes]]:
+    """Every file under `folder`, by its path from there."""
+    for entry in folder.iterdir():
+        if entry.is_file():
+            yield path + entry.name, entry.read_bytes()
+        elif entry.is_dir():
+            yield from _read(entry, f"{path}{entry.name}/")

@@ -1,0 +1,68 @@
+"""A line in the log when a request begins and one when it ends. No text of a client's, unless somebody asks for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...runtime.env.log import get_logger
+
+if TYPE_CHECKING:
+    from ...stages.exit.outboxes import Outboxes, RequestOutbox
+    from ...stages.messages import Prompt
+
+log = get_logger("millrace.deploy")
+
+
+class RequestLog:
+    """The lines of one engine's requests. `num_chars` of the prompts are told; 0 by default, which tells nothing."""
+
+    def __init__(self, num_chars: int = 0) -> None:
+        self._num_chars = num_chars
+
+    def watch(self, exit: Outboxes) -> None:
+        """From now on its requests are logged."""
+        exit.on_open.append(self._began)
+        exit.on_end.append(self._ended)
+
+    def _began(self, outbox: RequestOutbox) -> None:
+        request = outbox.request
+        if request.parent_id is not None:
+            return  # a step of a beam search, which is told as the one request that it is
+        params = request.params
+        asked: dict[str, Any] = {} if request.pooling is not None else {"n": params.n, "max_tokens": params.max_tokens}
+        if self._num_chars:
+            asked["prompts"] = [excerpt(prompt, self._num_chars) for prompt in request.prompts[:4]]
+        log.info(
+            "request.began",
+            request_id=outbox.request_id,
+            num_prompts=len(request.prompts),
+            priority=request.priority,
+            **asked,
+        )
+
+    def _ended(self, outbox: RequestOutbox, cause: str, error: BaseException | None) -> None:
+        if outbox.request.parent_id is not None:
+            return
+        reasons = sorted({choice.finish.reason.name.lower() for choice in outbox.choices if choice.finish is not None})
+        log.info(
+            "request.ended",
+            request_id=outbox.request_id,
+            cause=cause,
+            error=None if outbox.error is None else outbox.error.code,
+            finish_reasons=reasons,
+            num_prompt_tokens=outbox.num_prompt_tokens,
+            num_cached_tokens=outbox.num_cached_tokens,
+            num_generated_tokens=outbox.num_generated_tokens,
+            **outbox.metrics(),
+        )
+
+
+def excerpt(prompt: Prompt, num_chars: int) -> str:
+    """The beginning of a prompt, as it came."""
+    if prompt.text is not None:
+        return prompt.text[:num_chars]
+    if prompt.token_ids is not None:
+        return str(prompt.token_ids[:num_chars].tolist())[:num_chars]
+    if prompt.chat is not None:
+        return str([dict(message) for message in prompt.chat.messages])[:num_chars]
+    return str(prompt.pair)[:num_chars]

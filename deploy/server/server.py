@@ -1,0 +1,170 @@
+"""The HTTP server in front of one engine: listening, health while the model loads, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from ...runtime.env.log import get_logger
+from ...stages.errors import ConfigError
+from ..admin.routes import Admin
+from ..api.service import Service
+from ..config import ServerConfig
+from ..http.api_keys import Keys
+from ..http.listener import Runner, Site
+from ..http.origin_check import Gate, guard
+from ..http.tls import tls_context
+from ..inspect.routes import Inside
+from ..metrics.metrics import Metrics
+from ..metrics.otlp_export import Telemetry
+from ..openapi.docs_page import Docs
+from .middleware import NO_KEYS, add_headers, check_keys, identify
+from .request_log import RequestLog
+from .routes import Routes, package_version
+
+if TYPE_CHECKING:
+    from ...stages.engine.engine import Engine
+
+log = get_logger("millrace.deploy")
+
+
+class Server:
+    """Listens from `start` on, and answers 503 `loading` until an engine is attached.
+
+    ```python
+    async with Server(ServerConfig(port=0)) as server, Engine(config) as engine:
+        server.attach(engine)
+        print(server.url)
+    ```
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # long bodies and prompts
+        self.service = Service(config, self._threads)
+        self.metrics = Metrics(self.service)
+        endpoint = config.otlp_traces_endpoint
+        self.telemetry = None if endpoint is None else Telemetry(endpoint, package_version(), self._threads)
+        self.metrics.telemetry = self.telemetry
+        self._routes = Routes(self.service, self.metrics, self._threads)
+        self._sockets = self._routes.sockets
+        self._inside = Inside(self.service, self._threads)
+        self._admin = Admin(self.service, self._threads)
+        self._runner: Runner | None = None
+        self._port = config.port
+        self._tls = tls_context(config)
+
+    @property
+    def url(self) -> str:
+        """Where to reach it. With port 0, the port that was found."""
+        if self.config.uds is not None:
+            return f"unix:{self.config.uds}"
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listens. `ConfigError` if the address can not be had."""
+        self._runner = Runner(self._make_app(), self.config)
+        await self._runner.setup()
+        try:
+            await self._make_site(self._runner).start()
+        except OSError as error:
+            await self.stop()
+            where = self.config.uds or f"{self.config.host}:{self.config.port}"
+            raise ConfigError(f"can not listen on {where}: {error.strerror or error}; try another port") from None
+        if self.config.uds is None:
+            self._port = int(self._runner.addresses[0][1])
+
+    def attach(self, engine: Engine) -> None:
+        """From now on requests are served."""
+        self.service.attach(engine)
+        self.metrics.watch(engine)
+        self._sockets.watch(engine)
+        self._routes.feed.watch(engine)
+        self._inside.remembered.watch(engine)
+        self.service.oversight.watch(engine, self.metrics)
+        if self.telemetry is not None:
+            self.telemetry.watch(engine, self.service.model_names[0])
+        if self.config.log_requests:
+            RequestLog(self.config.log_prompts).watch(engine.exit)
+
+    async def drain(self) -> bool:
+        """Takes nothing new and waits for what is under way, up to `shutdown_timeout_s`; aborts the rest. False if
+        there was a rest."""
+        self.service.is_draining = True
+        self._sockets.drain()
+        return await self.service.drain(self.config.shutdown_timeout_s)
+
+    async def stop(self) -> None:
+        """Closes every connection and stops listening. Idempotent."""
+        self.service.oversight.stop()
+        if self.telemetry is not None:
+            await self.telemetry.stop()
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await asyncio.gather(self._sockets.close(), self._routes.feed.close(), self._admin.profiler.close())
+            await runner.cleanup()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.config.uds is not None:
+            await asyncio.to_thread(_remove_socket, self.config.uds)
+
+    async def __aenter__(self) -> Server:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    def _make_app(self) -> web.Application:
+        routes = self._routes
+        admin = self._admin
+        docs = Docs(self.service, self._threads, package_version())
+        public = (route.path for route in routes.table() if route.handler in routes.public)
+        open_paths = re.compile("|".join(_pattern(path) for path in public))
+        others = dict.fromkeys(routes.public, NO_KEYS) | dict.fromkeys(
+            admin.handlers, Keys(self.config.admin_key, "admin key")
+        )
+        inside = self._inside
+        others |= dict.fromkeys(inside.handlers, inside.keys)
+        gate = Gate.of(self.config)
+        middlewares = [
+            identify(self.metrics.count_rejection),
+            guard(gate),
+            check_keys(Keys(self.config.api_key), others, open_paths),
+        ]
+        app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
+        app.on_response_prepare.append(add_headers(self.service, gate))
+        app.on_shutdown.append(routes.stop)
+        table = routes.table() + inside.table() + admin.table() + docs.table()
+        app.add_routes(table)
+        if root := self.config.root_path:  # a proxy may take it off, or not
+            app.add_routes([web.RouteDef(one.method, root + one.path, one.handler, one.kwargs) for one in table])
+        return app
+
+    def _make_site(self, runner: web.AppRunner) -> web.BaseSite:
+        if self.config.uds is not None:
+            return web.UnixSite(runner, self.config.uds, ssl_context=self._tls)
+        return Site(runner, self.config, self._tls)
+
+
+def _remove_socket(path: str) -> None:
+    socket = Path(path)
+    if socket.exists() and stat.S_ISSOCK(socket.stat().st_mode):
+        socket.unlink()
+
+
+__all__ = ["Server", "ServerConfig"]
+
+
+def _pattern(path: str) -> str:
+    """A route's path as a regular expression: `{name}` is one part of a path, `{name:regex}` what that says."""
+    pieces = re.split(r"\{\w+(?::([^}]*))?\}", path)  # literal, regex, literal, ...
+    fixed, parts = map(re.escape, pieces[::2]), (part or "[^/]+" for part in pieces[1::2])
+    return "".join(piece for pair in zip_longest(fixed, parts, fillvalue="") for piece in pair)

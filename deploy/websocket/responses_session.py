@@ -1,0 +1,107 @@
+"""OpenAI's protocol on a socket of `/v1/responses`: `response.create` in, the events of the response's stream out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from ...runtime.env.log import bound
+from ..api.openai.generation import told
+from ..api.responses.service import Asked, Responses
+from ..errors import ApiError, shorten
+from .base_session import SocketSession
+from .envelopes import MAX_ID_CHARS
+from .peer import Peer
+
+if TYPE_CHECKING:
+    from .hub import Hub
+
+CREATE = "response.create"
+
+
+class ResponsesSession(SocketSession):
+    """What one such socket has under way: responses one after another, or with a `stream_id`, one after another of the
+    same id and beside those of others. All of them end with the socket."""
+
+    def __init__(self, hub: Hub, peer: Peer, owner: str, client_id: str, responses: Responses) -> None:
+        super().__init__(hub, peer, owner)
+        self._client_id = client_id
+        self._responses = responses
+        self._lanes: dict[str | None, asyncio.Task[None]] = {}  # the last of each stream_id
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._tasks
+
+    def leave(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def take(self, raw: dict[str, Any], num_bytes: int) -> None:
+        lane = raw.pop("stream_id", None)
+        try:
+            _check(raw, lane)
+            if len(self._tasks) >= self._hub.config.ws_max_streams:
+                message = f"{len(self._tasks)} responses are under way on this socket: wait for one to end"
+                raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
+            asked = await self._hub.compute(num_bytes, self._responses.read, _body(raw))
+        except ApiError as error:
+            await self._tell(error, _of(lane))
+            return
+        task = self._lanes[lane] = self._hub.spawn(self._answer(asked, lane, self._lanes.get(lane)))
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._is_over(task, lane))
+
+    def _is_over(self, task: asyncio.Task[None], lane: str | None) -> None:
+        self._tasks.discard(task)
+        if self._lanes.get(lane) is task:
+            del self._lanes[lane]
+        self.end_if_drained()
+
+    async def _answer(self, asked: Asked, lane: str | None, before: asyncio.Task[None] | None) -> None:
+        """One response, once the one before it is over. It may go on from that, so what it goes on from is looked up
+        then. A client that does not read is not read for."""
+        if before is not None:
+            await asyncio.wait([before])
+        with bound(request_id=asked.id):
+            try:
+                order = await self._responses.take(asked, self.owner, self._client_id)
+                more = {} if lane is None else {"stream_id": lane}
+                async with aclosing(self._responses.events(order)) as events:
+                    async for event in events:
+                        await self.peer.send(orjson.dumps(event | more))
+            except ConnectionError:
+                return  # the client is gone
+            except Exception as error:
+                await self._tell(told(error, asked.id), _of(lane))
+
+
+def _of(lane: Any) -> dict[str, Any]:
+    """What an error is about."""
+    return {"stream_id": lane[:MAX_ID_CHARS]} if isinstance(lane, str) else {}
+
+
+def _check(raw: Mapping[str, Any], lane: Any) -> None:
+    kind = raw.get("type")
+    if kind != CREATE:
+        raise ApiError("invalid_value", f"type = {shorten(repr(kind), 64)}: must be {CREATE}", param="type")
+    if lane is not None and not (isinstance(lane, str) and 0 < len(lane) <= MAX_ID_CHARS):
+        raise ApiError(
+            "invalid_value", f"stream_id: must be a text of 1 to {MAX_ID_CHARS} characters", param="stream_id"
+        )
+    for name, only, why in (
+        ("stream", True, "a socket always streams"),
+        ("background", False, "a response of a socket ends with it"),
+        ("generate", True, "a response without an answer has nothing to go on from"),
+    ):
+        if raw.get(name) not in (None, only):
+            raise ApiError("unsupported_parameter", f"{name}: {why}; leave it out", param=name)
+
+
+def _body(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in raw.items() if name not in ("type", "generate")} | {"stream": True}

@@ -1,0 +1,107 @@
+"""The messages of one client on `/v1/stream`, and the requests that are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..api.openai.generation import ENDPOINTS
+from ..errors import ApiError, shorten
+from .base_session import SocketSession
+from .envelopes import (
+    KINDS,
+    MAX_ID_CHARS,
+    Cancel,
+    Create,
+    Credit,
+    Envelope,
+    Resume,
+    read_envelope,
+)
+from .peer import Peer
+from .stream import Stream
+
+if TYPE_CHECKING:
+    from .hub import Hub
+
+MAX_KEPT_BYTES = 16 * 1024 * 1024  # of messages that one socket's client may leave unacknowledged, over all requests
+
+
+class Session(SocketSession):
+    """What one socket has under way; its requests end with it, but for those that may be resumed."""
+
+    def __init__(self, hub: Hub, peer: Peer, owner: str) -> None:
+        super().__init__(hub, peer, owner)
+        self.num_kept = 0  # bytes of messages in the windows of its streams
+        self._streams: dict[str, Stream] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its requests may leave more messages unacknowledged."""
+        return self.num_kept < MAX_KEPT_BYTES
+
+    def add(self, stream: Stream) -> None:
+        """A request is this session's from now on."""
+        self._streams[stream.id] = stream
+
+    def drop(self, stream: Stream) -> None:
+        """It is not any more."""
+        if self._streams.get(stream.id) is stream:
+            del self._streams[stream.id]
+            self.end_if_drained()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._streams
+
+    def leave(self) -> None:
+        streams, self._streams = list(self._streams.values()), {}
+        cause = "stalled_reader" if self.peer.has_stalled else "disconnect"
+        for stream in streams:
+            stream.leave(cause, for_good=self.peer.has_left)
+
+    async def take(self, raw: dict[str, Any], num_bytes: int) -> None:
+        try:
+            await self._do(read_envelope(raw, self._hub.config.strict_fields), num_bytes)
+        except ApiError as error:
+            await self._tell(error, _what_of(raw))
+
+    async def _do(self, envelope: Envelope, num_bytes: int) -> None:
+        stream = self._streams.get(envelope.id)
+        match envelope:
+            case Create():
+                await self._create(envelope, num_bytes)
+            case Resume():
+                await self._resume(envelope)
+            case Credit() if stream is not None:  # else it is over, and the client could not know
+                stream.grant(envelope.n, envelope.last)
+            case Cancel() if stream is not None:
+                stream.cancel()
+
+    async def _create(self, create: Create, num_bytes: int) -> None:
+        self._check_id(create.id)
+        limit = self._hub.config.ws_max_streams
+        if len(self._streams) >= limit:
+            message = f"{limit} requests are under way on this socket: wait for one to end, or open another socket"
+            raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
+        kind, shape = ENDPOINTS[create.endpoint]
+        order = await self._hub.compute(num_bytes, self._hub.generation.order, kind, create.body | {"stream": True})
+        self.add(Stream(self._hub, self, create, order, shape))
+
+    async def _resume(self, envelope: Resume) -> None:
+        stream = self._hub.find(envelope.token, envelope.id, self.owner)
+        if self._streams.get(envelope.id) is not stream:
+            self._check_id(envelope.id)
+        await stream.resume(self, envelope.last, envelope.credit)
+
+    def _check_id(self, id: str) -> None:
+        if id in self._streams:
+            message = f"id = {shorten(repr(id), 64)}: is in use on this socket; give each request one of its own"
+            raise ApiError("invalid_value", message, param="id")
+
+
+def _what_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What an error is about: the client's id and type, as far as they are some."""
+    id, kind = raw.get("id"), raw.get("type")
+    known_id = id if isinstance(id, str) and len(id) <= MAX_ID_CHARS else None
+    return {"id": known_id, "in_reply_to": kind if isinstance(kind, str) and kind in KINDS else None}

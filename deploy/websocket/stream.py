@@ -1,0 +1,251 @@
+"""One request of a socket: what it may send, and that it ends however it is left.
+
+A stream reads its request's outbox only while its client has room for more. What nobody reads is parked by schedule and
+costs no more of the cache. Refuses to know how messages travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from ...runtime.env.log import bound
+from ..api.openai.answers import Answer
+from ..api.openai.chunks import Chunks
+from ..api.openai.generation import Order, in_terms_of, told
+from ..errors import ApiError, not_serving
+from ..server.middleware import settled_id
+from .delivery import Delivery
+from .envelopes import Create, error_members, members
+
+if TYPE_CHECKING:
+    from ...stages.exit.outboxes import RequestOutbox
+    from .hub import Hub
+    from .session import Session
+
+
+class Cancelled(Exception):
+    """The client wants no more of it."""
+
+
+class Stream:
+    """A request on its way to its client, in a task of its own.
+
+    It belongs to the session that made it. With a `token` it outlives that for a while, and may go on in another.
+    """
+
+    def __init__(self, hub: Hub, session: Session, create: Create, order: Order, shape: type[Answer]) -> None:
+        self.id = create.id
+        self.owner = session.owner
+        self.token = secrets.token_urlsafe(18) if create.resume else None
+        self.delivery = Delivery(create.id, session, keep=create.resume)
+        self._hub = hub
+        self._order = order
+        self._shape = shape
+        self._credit = create.credit
+        self._wants_stats = create.stats
+        self._is_cancelled = False
+        self._is_done = False  # its last message is made
+        self._answer_id = ""
+        self._outbox: RequestOutbox | None = None
+        self._cause = "disconnect"  # told to the engine of an end that it does not know of
+        self._expiry: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
+        self._first_s: float | None = None
+        self._starved_s = 0.0
+        self._num_chunks = 0
+        if create.resume:
+            hub.keep(self)
+        self._task = hub.spawn(self._run())
+
+    # -- what its client says
+
+    def grant(self, n: int, last: int | None) -> None:
+        """Room for `n` more chunks, and that message `last` has arrived. `ApiError` if it was never sent."""
+        if last is not None:
+            self.delivery.acknowledge(last)
+        if self._credit is not None:
+            self._credit += n
+        self.delivery.bell.set()
+        if self._is_done and self.delivery.is_acknowledged:
+            self._forget()
+
+    def cancel(self) -> None:
+        """Ends it: `usage` and `done` come next, whatever is waiting."""
+        self._is_cancelled = True
+        self._hub.abort(self._answer_id)
+        self.delivery.bell.set()
+
+    async def resume(self, session: Session, last: int, credit: int | None) -> None:
+        """Goes on in another session, behind message `last`, with new credit if given. `ApiError` if what follows that
+        message is not kept."""
+        self.delivery.check_resumption(last)
+        former = self.delivery.session
+        if former is not None and former is not session:
+            former.drop(self)
+        self._stop_expiry()
+        if credit is not None:
+            self._credit = max(0, credit - self.delivery.num_after(last))
+        self._hub.take_back(self)
+        session.add(self)
+        await self.delivery.resume(session, last)
+        if self._is_done:
+            self._expire_later()
+
+    # -- what happens around it
+
+    def leave(self, cause: str, for_good: bool) -> None:
+        """Its session is over. It ends too, unless it may be resumed."""
+        self.delivery.leave()
+        if for_good or self.token is None or not self._hub.adopt(self):
+            self.stop(cause)
+        elif self._expiry is None:
+            self._expire_later()
+
+    def stop(self, cause: str = "disconnect") -> None:
+        """Ends it at once, with no more messages."""
+        self._cause = cause
+        self._forget()
+        self._task.cancel()
+
+    def wake(self) -> None:
+        """Its request has ended in the engine."""
+        self.delivery.bell.set()
+
+    def _expire_later(self) -> None:
+        self._stop_expiry()
+        self._expiry = self._loop.call_later(self._hub.config.ws_resume_window_s, self.stop)
+
+    def _stop_expiry(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+    def _forget(self) -> None:
+        """Nobody can find it any more."""
+        self._stop_expiry()
+        self._hub.forget(self)
+        if self.delivery.session is not None:
+            self.delivery.session.drop(self)
+
+    # -- its task
+
+    async def _run(self) -> None:
+        request_id = settled_id(self._order.body.request_id or self.id)
+        with bound(request_id=request_id):
+            try:
+                self._answer_id = self._hub.open(self, self._shape.PREFIX, request_id)
+                await self._answer()
+            except Exception as error:
+                if self._cause == "disconnect":
+                    self._cause = "error"
+                known = told(in_terms_of(self._order.body, error, request_id), request_id)
+                self._hub.metrics.count_rejection(known.code)
+                await self._put_last(b"error", error_members(known))
+            finally:
+                if self._answer_id:
+                    self._hub.close_request(self._answer_id, self._cause)
+
+    async def _answer(self) -> None:
+        generation, order = self._hub.generation, self._order
+        await self.delivery.tell(b"created", self._created())
+        self._outbox = await generation.submit(self._answer_id, order)
+        answer = generation.answer(self._shape, self._answer_id, order)
+        chunks = generation.chunks(order, answer, self._outbox)
+        reason = b"finish"
+        try:
+            await self._send_all(chunks)
+        except Cancelled:
+            self._cause, reason = "cancel", b"cancel"
+        await self.delivery.put(b"usage", members({"usage": chunks.usage()}))
+        if self._wants_stats:
+            await self.delivery.put(b"stats", self._stats())
+        await self._put_last(b"done", b'"reason":"%b"' % reason)
+
+    async def _send_all(self, chunks: Chunks) -> None:
+        while not chunks.is_over():
+            await self._wait_for_room()
+            for body in await anext(chunks):
+                await self._wait_for_room()
+                if self._credit is not None:
+                    self._credit -= 1
+                self._num_chunks += 1
+                self._first_s = self._first_s or self._loop.time()
+                await self.delivery.put(b"chunk", b'"body":' + body)
+
+    async def _put_last(self, kind: bytes, members: bytes) -> None:
+        """Its id may be used again once this is read, unless it may be asked for again."""
+        self._is_done = True
+        if self.token is None:
+            self._forget()
+        else:
+            self._expire_later()
+        await self.delivery.put(kind, members)
+
+    # -- waiting
+
+    async def _wait_for_room(self) -> None:
+        """Waits for credit, for room in the window and for a client. Raises what ends the request meanwhile."""
+        if not self._is_cancelled and self._has_room():
+            return
+        began_s, deadline_s = self._loop.time(), None
+        while self._is_cancelled or not self._has_room():
+            self._check_alive()
+            if not self.delivery.is_open:
+                deadline_s = None  # its time is that of the resume window
+            elif deadline_s is None:
+                deadline_s = self._loop.time() + self._hub.config.stalled_reader_s
+            await self._wait_for_bell(deadline_s)
+        self._starved_s += self._loop.time() - began_s
+
+    def _has_room(self) -> bool:
+        return (self._credit is None or self._credit > 0) and self.delivery.has_room
+
+    def _check_alive(self) -> None:
+        """An end that no reading of the outbox will tell, as there is no room to read it."""
+        if self._is_cancelled:
+            raise Cancelled
+        if self._outbox is None or self._outbox.cause in (None, "finish"):
+            return
+        if self._outbox.error is not None:
+            raise self._outbox.error
+        if self._outbox.cause == "stalled_reader":
+            raise self._stalled()
+        if self._outbox.cause == "server_shutdown":
+            raise not_serving(self._hub.service.health)
+        raise Cancelled
+
+    async def _wait_for_bell(self, deadline_s: float | None) -> None:
+        self.delivery.bell.clear()
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self.delivery.bell.wait()
+        except TimeoutError:
+            self._cause = "stalled_reader"
+            raise self._stalled() from None
+
+    def _stalled(self) -> ApiError:
+        message = "this request waited too long for credit, or for its messages to be acknowledged: send credit"
+        return ApiError("stalled_reader", message)
+
+    # -- words
+
+    def _created(self) -> bytes:
+        said: dict[str, Any] = {"request_id": self._answer_id}
+        if self.token is not None:
+            said |= {"token": self.token, "resume_window_s": self._hub.config.ws_resume_window_s}
+        if self._order.ignored:
+            said["ignored_fields"] = [name[:64] for name in self._order.ignored[:32]]
+        return members(said)
+
+    def _stats(self) -> bytes:
+        first_s = None if self._first_s is None else round(self._first_s - self._began_s, 6)
+        said = {
+            "ttft_s": first_s,
+            "duration_s": round(self._loop.time() - self._began_s, 6),
+            "starved_s": round(self._starved_s, 6),  # without room for the next chunk
+            "num_chunks": self._num_chunks,
+        }
+        return members(said)

@@ -1,0 +1,147 @@
+"""What a request becomes for the model that is served: its parsers, what the sampler is told, where thoughts begin."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.deploy.api.openai.assistant_turn import ToolCallArguments, ToolCallBegun
+from millrace.deploy.api.openai.bodies import ChatBody
+from millrace.deploy.api.openai.chat_format import Speech
+from millrace.deploy.api.parsers.interface import Reasoning, Text
+from millrace.deploy.api.schema.validation import read_body
+from millrace.deploy.api.service import Service
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.errors import ApiError
+from millrace.model.checkpoint.hub import bundled_model_path
+from millrace.model.text.chat_template import ChatTemplate
+from millrace.model.text.tokenizer import Tokenizer
+from millrace.stages.errors import ConfigError
+from millrace.stages.params import SamplingParams
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]
+NAMED = {"type": "function", "function": {"name": "g"}}
+
+QWEN3 = """\
+{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+ALWAYS = """\
+{{ 'Think in <think></think>. ' + messages[0].content }}
+{%- if add_generation_prompt %}{{ '\n<think>\n' }}{% endif %}"""
+R1 = "{{ messages[0].content + '<｜Assistant｜>' }}{# '</think>' #}"
+FAILS = "{{ raise_exception('</think>') }}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.read(bundled_model_path())
+
+
+def speech(tokenizer: Tokenizer, template: str | None, **settings: Any) -> Speech:
+    made = None if template is None else ChatTemplate(template, tokenizer)
+    return Speech(
+        ServerConfig(**settings), SimpleNamespace(encoder=SimpleNamespace(template=made), tokenizer=tokenizer)
+    )
+
+
+def settle(speech: Speech, **fields: Any) -> Any:
+    body, _ = read_body(ChatBody, {"messages": [{"role": "user", "content": "hi"}]} | fields, False)
+    return speech.settle(body, body.sampling_params(SamplingParams()))
+
+
+def told(speech: Speech, text: str, **fields: Any) -> list[Any]:
+    _, make_turn = settle(speech, **fields)
+    return [Text(text)] if make_turn is None else make_turn().read(text, (), True)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "thoughts"),
+    [
+        (QWEN3, {}, False),
+        (QWEN3, {"chat_template_kwargs": {"enable_thinking": False}}, None),
+        (QWEN3, {"reasoning_effort": "none"}, None),
+        (QWEN3, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, False),
+        (ALWAYS, {}, True),
+        (ALWAYS, {"add_generation_prompt": False}, False),
+        (R1, {}, True),
+        (FAILS, {}, False),
+        ("no thoughts", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_thoughts_begin_where_the_prompt_leaves_them(tokenizer, template, fields, thoughts):
+    """True: at once; False: with their mark; None: never."""
+    some = speech(tokenizer, template)
+    found = [type(piece) for piece in told(some, "a</think>b", **fields)]
+    assert found == ([Reasoning, Text] if thoughts else [Text])
+    marked = [type(piece) for piece in told(some, "<think>a</think>b", **fields)]
+    assert marked == ([Text] if thoughts is None else [Reasoning, Text])
+
+
+@pytest.mark.parametrize(("begun", "kind"), [("<think>I", Reasoning), ("<think>I</think>Yes", Text), ("Yes", Text)])
+def test_a_turn_that_is_continued_goes_on_where_it_was(tokenizer, begun, kind):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": begun}]
+    fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    for template in (QWEN3, R1):
+        assert told(speech(tokenizer, template), " am", **fields) == [kind(" am")]
+
+
+def test_a_budget_is_told_in_the_ids_of_the_marks(tokenizer):
+    ids = [tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in ("<think>", "</think>")]
+    for name, template, is_open in (("thinking_budget", QWEN3, False), ("thinking_token_budget", ALWAYS, True)):
+        params, _ = settle(speech(tokenizer, template), **{name: 7})
+        given = params.thinking_budget
+        assert (given.num_tokens, given.start_ids, given.end_ids, given.is_open) == (7, *ids, is_open)
+    closed, _ = settle(speech(tokenizer, QWEN3), thinking_budget=7, reasoning_effort="none")
+    assert closed.thinking_budget is None, "thoughts that are over need no budget"
+    for name in ("thinking_budget", "thinking_token_budget"):
+        with pytest.raises(ApiError, match="marks no thoughts") as caught:
+            settle(speech(tokenizer, "no thoughts"), **{name: 7})
+        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
+
+
+def test_an_answer_in_a_given_form_has_no_thoughts_and_is_read_as_that_form(tokenizer):
+    some = speech(tokenizer, ALWAYS, tool_call_parser="mistral")
+    params, _ = settle(some, tools=TOOLS, tool_choice="required", thinking_budget=7)
+    assert params.structured_outputs is not None and params.thinking_budget is None and params.skip_special_tokens
+    calls = [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]
+    pieces = told(some, str(calls).replace("'", '"'), tools=TOOLS, tool_choice="required")
+    assert [(piece.index, getattr(piece, "name", "{}")) for piece in pieces] == [
+        (0, "f"),
+        (0, "{}"),
+        (1, "g"),
+        (1, "{}"),
+    ]
+    begun, arguments = told(some, ' {"a": 1}', tools=TOOLS, tool_choice=NAMED)
+    assert begun == ToolCallBegun(0, begun.id, "g") and arguments == ToolCallArguments(0, '{"a": 1}')
+    assert len(begun.id) == 9, "an id as the model's own template wants it back"
+
+
+def test_a_server_with_a_parser_that_there_is_not_does_not_start():
+    for settings in ({"tool_call_parser": "hermse"}, {"tool_call_parser": ""}, {"reasoning_parser": "no:X"}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            Service(ServerConfig(**settings))
+
+
+def test_special_tokens_are_shown_to_a_parser_whose_marks_they_are_and_to_no_other(tokenizer):
+    mistral = speech(tokenizer, "[TOOL_CALLS]")
+    assert settle(mistral, tools=TOOLS)[0].skip_special_tokens is False
+    assert settle(mistral)[0].skip_special_tokens and settle(mistral)[1] is None
+    assert settle(mistral, tools=TOOLS, tool_choice="none")[1] is None
+    assert settle(speech(tokenizer, "<tool_call>"), tools=TOOLS)[0].skip_special_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [({"tool_call_parser": "none"}, "--tool-call-parser"), ({"enable_auto_tool_choice": False}, "--enable-auto-tool")],
+)
+def test_a_choice_of_the_models_own_may_be_switched_off_and_no_other(tokenizer, settings, flag):
+    some = speech(tokenizer, None, **settings)
+    with pytest.raises(ApiError, match=flag) as caught:
+        settle(some, tools=TOOLS)
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tool_choice")
+    assert settle(some, tools=TOOLS, tool_choice="none")[1] is None
+    assert settle(some, tools=TOOLS, tool_choice="required")[1] is not None

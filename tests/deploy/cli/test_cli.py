@@ -1,0 +1,101 @@
+"""The commands, as somebody at a terminal sees them."""
+
+from __future__ import annotations
+
+import io
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from millrace.deploy.cli.main import main
+from tests.deploy.running import RunningServer
+
+GREEDY = ["--temperature", "0", "--max-tokens", "12"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "millrace.deploy", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_help_is_grouped_and_comes_at_once():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run("serve", "--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    # processor time: what else runs on this machine is not ours to answer for
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    for group in ("model:", "device:", "batch:", "KV cache:", "listening:", "security:"):
+        assert f"\n{group}\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from millrace.deploy.cli.main import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([n for n in ('torch', 'aiohttp', 'numpy', 'transformers', 'pydantic') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("[]\n")
+
+
+def test_the_version_is_told(capfd):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capfd.readouterr().out.startswith("millrace 0.")
+
+
+def test_complete_prints_the_prompt_and_what_follows(server: RunningServer, capfd):
+    asked = {"prompt": "Once upon", "temperature": 0, "max_tokens": 12}
+    text = server.post("/v1/completions", asked).json["choices"][0]["text"]
+    assert main(["complete", "Once upon", "--url", server.url, "--stats", *GREEDY]) == 0
+    told = capfd.readouterr()
+    assert told.out == f"Once upon{text}\n"
+    assert "prompt 9 tokens, answer" in told.err and "TTFT" in told.err and "tokens/s" in told.err
+
+
+def test_chat_answers_each_line_and_remembers(server: RunningServer, capfd, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd then?\n"))
+    assert main(["chat", "--url", server.url + "/v1", "--system", "Be brief", *GREEDY]) == 0
+    told = capfd.readouterr().out
+
+    def ask(messages):
+        asked = {"messages": messages, "temperature": 0, "max_tokens": 12}
+        return server.post("/v1/chat/completions", asked).json["choices"][0]["message"]["content"]
+
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
+    first = ask(messages)
+    second = ask([*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}])
+    assert told == f"{first}\n{second}\n"
+
+
+def test_what_the_server_refuses_is_told_and_exit_code_1(server: RunningServer, capfd):
+    assert main(["complete", "x", "--url", server.url, "--model", "other"]) == 1
+    assert "'other' is not served here" in capfd.readouterr().err
+    assert main(["complete", "x", "--url", "http://127.0.0.1:1"]) == 1
+    assert "does not answer" in capfd.readouterr().err
+
+
+def test_collect_env_is_one_block_with_versions_and_no_secret(monkeypatch, capfd):
+    monkeypatch.setenv("MILLRACE_API_KEY", "canary-key")
+    monkeypatch.setenv("MILLRACE_PORT", "8123")
+    monkeypatch.setenv("HOME_OF_A_CANARY", "canary-home")
+    assert main(["collect-env"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("```\n") and out.endswith("\n```\n")
+    for line in (
+        r"python: 3\.\d+",
+        r"cpu: .+, \d+ of \d+ cores",
+        r"memory: [\d.]+ GiB",
+        r"torch: 2\.\d+",
+        "MILLRACE_PORT: 8123",
+    ):
+        assert re.search(f"^{line}", out, re.MULTILINE), line
+    assert "MILLRACE_API_KEY: ***" in out and "canary" not in out

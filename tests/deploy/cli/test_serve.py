@@ -1,0 +1,63 @@
+"""`millrace serve` within this process, with the test double in the place of a model."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from millrace.deploy.cli import serve
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.server.server import Server
+from millrace.stages.config import EngineConfig
+from millrace.stages.errors import ConfigError
+from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
+
+
+@pytest.fixture(autouse=True)
+def only_what_stays_is_frozen() -> Iterator[None]:
+    """A server freezes what there is, and what a test made of it with that; see `pytest_collection_finish`."""
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, seen: list[bool], error: Exception | None = None) -> int:
+    """What the command returns, told to stop once it is ready. `seen`: whether the collector was on, in the engine's
+    start and then at the server's."""
+
+    @asynccontextmanager
+    async def engine(*_: Any) -> AsyncIterator[ScriptedEngine]:
+        seen.append(gc.isenabled())
+        if error is not None:
+            raise error
+        async with scripted_engine() as scripted:
+            yield scripted
+
+    def ready(_: Server) -> None:
+        seen.append(gc.isenabled())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(serve, "_make_engine", engine)
+    monkeypatch.setattr(serve, "_say_ready", ready)
+    return serve.run(argparse.Namespace(sources={}), EngineConfig(), ServerConfig(port=0))
+
+
+def test_the_collector_rests_while_the_model_loads_and_is_on_once_the_server_is_ready(monkeypatch: pytest.MonkeyPatch):
+    seen: list[bool] = []
+    assert run_with(monkeypatch, seen) == 0
+    assert seen == [False, True] and gc.isenabled()
+
+
+def test_the_collector_is_on_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch):
+    seen: list[bool] = []
+    with pytest.raises(ConfigError, match="no such model"):
+        run_with(monkeypatch, seen, ConfigError("no such model"))
+    assert seen == [False] and gc.isenabled()

@@ -1,0 +1,44 @@
+"""The trace over HTTP, and `millrace trace`, which fetches it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace.deploy.cli.main import main
+from tests.deploy.server.test_health import ADMIN, served
+from tests.runtime.trace_events import check_trace_events
+
+CONFIG = {"admin_key": ("admin-key",)}
+
+
+def test_the_trace_is_fetched_by_the_admin_and_holds_the_last_requests(tmp_path: Path):
+    file = tmp_path / "trace.json"
+
+    async def run() -> None:
+        async with served(CONFIG) as client:
+            await client.post({"prompt": "a", "max_tokens": 9}, "seen")
+            command = ["trace", "--url", client.server.url, "--admin-key", "admin-key", "-o", str(file)]
+            assert await asyncio.to_thread(main, command) == 0
+            status, document = await client.get("/admin/trace?seconds=0.000001", ADMIN)
+            assert status == 200 and not [event for event in document["traceEvents"] if event["ph"] == "b"]
+            assert (await client.get("/admin/trace"))[0] == 401
+            for seconds in ("0", "-1", "nan", "3601", "x"):
+                status, answer = await client.get(f"/admin/trace?seconds={seconds}", ADMIN)
+                assert (status, answer["error"]["param"]) == (400, "seconds")
+
+    asyncio.run(run())
+    document = json.loads(file.read_text())
+    check_trace_events(document)
+    assert "cmpl-seen" in {event["name"] for event in document["traceEvents"]}
+
+
+def test_a_server_that_does_not_answer_is_one_line_and_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "trace.json"
+    assert main(["trace", "--url", "http://127.0.0.1:9", "--admin-key", "k", "-o", str(file)]) == 1
+    assert "gave no trace" in capsys.readouterr().err and not file.exists()
+    assert main(["trace", "-o", str(file)]) == 3
+    assert "--admin-key" in capsys.readouterr().err

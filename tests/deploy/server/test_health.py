@@ -1,0 +1,297 @@
+"""Health, flight files and faults on purpose, at a server: what stands still is named, and everybody hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.server.server import Server
+from millrace.runtime.env.log import captured_logs
+from millrace.stages.errors import ConfigError
+from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
+from millrace.stages.testing.scripted.script import Script
+from tests.deploy.metrics.test_metrics import of, samples_of
+
+TEXT = "/v1/completions"
+ADMIN = {"Authorization": "Bearer admin-key"}
+SECRET_PROMPT = "nobody-may-read-this-anywhere"
+NEVER_ENDS = Script(eos_probability=0.0)
+
+
+class Client:
+    """Talks with a server on the same loop."""
+
+    def __init__(self, url: str, engine: ScriptedEngine, server: Server) -> None:
+        self.session = aiohttp.ClientSession(url)
+        self.engine, self.server = engine, server
+
+    async def get(self, path: str, headers: dict[str, str] | None = None, method: str = "GET") -> tuple[int, Any]:
+        async with self.session.request(method, path, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def post(self, body: dict[str, Any], request_id: str = "one") -> tuple[int, Any, dict[str, str]]:
+        async with self.session.post(TEXT, json=body, headers={"X-Request-Id": request_id}) as response:
+            return response.status, await response.json(), dict(response.headers)
+
+    async def scrape(self) -> dict[str, float]:
+        async with self.session.get("/metrics") as response:
+            return samples_of(await response.text())
+
+
+@asynccontextmanager
+async def served(config: dict[str, Any] | None = None, step_s: float = 0.0, **engine: Any) -> AsyncIterator[Client]:
+    async with Server(ServerConfig(port=0, **config or {})) as server:
+        async with scripted_engine(script=NEVER_ENDS, step_s=step_s, **engine) as scripted:
+            server.attach(scripted)
+            client = Client(server.url, scripted, server)
+            try:
+                yield client
+            finally:
+                await client.session.close()
+                await server.stop()
+
+
+async def eventually(ask: Callable[[], Awaitable[Any]], wanted: Callable[[Any], object]) -> Any:
+    """Asks again until the answer is as wanted, for half a minute."""
+    deadline_s = asyncio.get_running_loop().time() + 30.0
+    while not wanted(found := await ask()):
+        assert asyncio.get_running_loop().time() < deadline_s, f"still {found!r}"
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def flight_file(folder: Path, reason: str, logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Its lines, once it is whole."""
+
+    async def written() -> list[str]:
+        return [line["path"] for line in logs if line["event"] == "flight.written" and f"-{reason}." in line["path"]]
+
+    (path,) = await eventually(written, bool)
+    assert Path(path).parent == folder
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_stage_that_freezes_is_named_and_a_flight_file_says_what_led_to_it(tmp_path: Path):
+    config = {"stall_timeout_s": 0.4, "flight_recorder_dir": str(tmp_path), "admin_key": ("admin-key",)}
+
+    async def run(logs: list[dict[str, Any]]) -> None:
+        async with served(config, inject=("stage=detokenize,freeze",)) as client:
+            assert await client.get("/health/ready") == (200, {"status": "ready"})
+            body = {"prompt": SECRET_PROMPT, "max_tokens": 400, "timeout_s": 3}
+            began = asyncio.get_running_loop().time()
+            asking = asyncio.ensure_future(client.post(body))
+            _, health = await eventually(lambda: client.get("/health/ready"), lambda answer: answer[0] == 503)
+            assert asyncio.get_running_loop().time() - began < 2 * 0.4 + 0.2
+            assert (health["status"], health["stage"]) == ("stalled", "detokenize")
+            assert (await client.get("/health"))[1] == health
+            assert (await client.get("/health/live"))[0] == 200
+            status, refused, headers = await client.post(body, "two")
+            assert (status, refused["error"]["code"]) == (503, "stalled") and headers["Retry-After"]
+            assert of(await client.scrape(), "millrace:stalls_total") == 1
+
+            lines = await flight_file(tmp_path, "stall", logs)
+            kinds = Counter(line["type"] for line in lines)
+            assert (lines[0]["reason"], lines[0]["name"]) == ("stall", "detokenize")
+            assert kinds["stage"] == 8 and kinds["edge"] == 11 and kinds["request"] == 1
+            assert kinds["thread"] >= 2 and kinds["task"] >= 9 and kinds["event"] >= 5
+            stacks = {line["task"]: line["stack"] for line in lines if line["type"] == "task"}
+            assert any("inject.py" in place for place in stacks["detokenize"])
+            edges = {line["edge"]: line for line in lines if line["type"] == "edge"}
+            assert {item["kind"] for item in edges["sample.out->detokenize.in"]["items"]} == {"StepTokens"}
+            assert SECRET_PROMPT not in json.dumps(lines) and "admin-key" not in json.dumps(lines)
+
+            status, asked = await client.get("/admin/flight", ADMIN, "POST")
+            assert status == 200 and Path(asked["file"]).exists() and "-asked." in asked["file"]
+            assert await client.get("/admin/flight", ADMIN, "POST") == (200, {"file": None})
+            status, answer, _ = await asking
+            assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        (stalled,) = [line for line in logs if line["event"] == "pipeline.stalled"]
+        assert stalled["stage"] == "detokenize" and stalled["waited_s"] >= 0.4
+
+    with captured_logs() as logs:
+        asyncio.run(run(logs))
+
+
+def test_a_crash_is_one_record_with_stage_requests_and_stack_and_a_flight_file(tmp_path: Path):
+    async def run(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        async with served({"flight_recorder_dir": str(tmp_path)}, inject=("stage=tokenize,error",)) as client:
+            status, answer, _ = await client.post({"prompt": SECRET_PROMPT, "max_tokens": 5}, "guilty")
+            assert (status, answer["error"]["code"]) == (500, "tokenizer_error")
+            assert (await client.get("/health/ready"))[0] == 200
+            return await flight_file(tmp_path, "crash", logs)
+
+    with captured_logs() as logs:
+        lines = asyncio.run(run(logs))
+    first = lines[0]
+    assert (first["stage"], first["error"], first["request_ids"]) == ("tokenize", "InjectedError", ["cmpl-guilty"])
+    assert any("inject.py" in place for place in first["stack"])
+    (crash,) = [line for line in logs if line["event"] == "stage.crashed"]
+    assert (crash["stage"], crash["request_ids"]) == ("tokenize", ["cmpl-guilty"]) and crash["exception"]
+    assert SECRET_PROMPT not in json.dumps(lines) + repr(logs)
+
+
+# what a client sees of each fault, as the README has it
+FAULTS = [
+    ("stage=sample,delay=50ms", {}, 200, None),
+    ("stage=intake,error", {}, 500, "internal_error"),
+    ("stage=tokenize,error", {}, 500, "tokenizer_error"),
+    ("stage=execute,error", {}, 500, "internal_error"),
+    ("stage=sample,error", {}, 500, "internal_error"),
+    ("stage=tokenize,freeze", {"timeout_s": 0.2}, 408, "request_timeout"),
+    ("stage=execute,freeze", {"timeout_s": 0.2}, 504, "deadline_exceeded"),
+]
+
+
+@pytest.mark.parametrize(("fault", "body", "status", "code"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_each_fault_gives_its_documented_answer(fault: str, body: dict[str, Any], status: int, code: str | None):
+    async def run() -> None:
+        async with served(inject=(fault,)) as client:
+            began = asyncio.get_running_loop().time()
+            told, answer, _ = await client.post({"prompt": "a", "max_tokens": 2} | body)
+            assert told == status, answer
+            if code is None:
+                assert asyncio.get_running_loop().time() - began > 0.1  # two steps, each late
+            else:
+                assert answer["error"]["code"] == code
+
+    with captured_logs():
+        asyncio.run(run())
+
+
+def test_a_stage_that_fails_again_and_again_is_dead_by_name():
+    async def run() -> None:
+        async with served(inject=("stage=schedule,error",)) as client:
+            status, answer, _ = await client.post({"prompt": "a", "max_tokens": 30})
+            assert (status, answer["error"]["code"]) == (503, "dead")
+            status, health = await client.get("/health")
+            assert (status, health["status"], health["stage"]) == (503, "dead", "schedule")
+
+    with captured_logs():
+        asyncio.run(run())
+
+
+def test_a_fault_of_a_stage_that_is_not_there_is_refused_with_those_that_are():
+    async def run() -> None:
+        async with scripted_engine(inject=("stage=prefill,error",)):
+            pass
+
+    with pytest.raises(ConfigError, match="no stage prefill; there are intake, tokenize, schedule"):
+        asyncio.run(run())
+
+
+def test_load_says_what_is_under_way():
+    async def run() -> None:
+        idle = {"server_load": 0, "waiting": 0, "running": 0, "swapped": 0, "kv_usage": 0.0, "estimated_wait_s": 0.0}
+        async with served(step_s=0.005) as client:
+            assert await client.get("/load") == (200, idle)
+            asking = asyncio.ensure_future(client.post({"prompt": "a" * 40, "n": 3, "max_tokens": 60}))
+            _, load = await eventually(lambda: client.get("/load"), lambda answer: answer[1]["running"] == 3)
+            assert load["server_load"] == 1 and 0 < load["kv_usage"] < 0.1
+            await asking
+            await eventually(lambda: client.get("/load"), lambda answer: answer[1] == idle)
+
+    asyncio.run(run())
+
+
+def logged(logs: list[dict[str, Any]], event: str) -> dict[str, dict[str, Any]]:
+    return {line["request_id"]: line for line in logs if line["event"] == event}
+
+
+@pytest.mark.slow
+def test_requests_are_logged_from_begin_to_end_and_their_prompts_only_if_asked():
+    async def run(num_tokens: int, **config: Any) -> list[dict[str, Any]]:
+        with captured_logs() as logs:
+            async with served({"stats_interval_s": 0.2} | config, step_s=0.005) as client:
+                await client.post({"prompt": SECRET_PROMPT, "max_tokens": num_tokens}, "one")
+                await client.post({"prompt": [5] * 600}, "two")
+        return logs
+
+    logs = asyncio.run(run(120, log_prompts=6))
+    assert logged(logs, "request.began")["cmpl-one"]["prompts"] == [SECRET_PROMPT[:6]]
+    assert SECRET_PROMPT[:7] not in repr(logs)
+    one, two = logged(logs, "request.ended")["cmpl-one"], logged(logs, "request.ended")["cmpl-two"]
+    assert (one["cause"], one["finish_reasons"], one["num_generated_tokens"]) == ("finish", ["length"], 120)
+    assert one["generation_time_ms"] > 0
+    assert (two["cause"], two["error"]) == ("error", "context_length_exceeded")
+    stats = [line for line in logs if line["event"] == "engine.stats"]
+    assert any(line["num_running"] == 1 and line["generated_tokens_per_s"] > 0 for line in stats)
+    assert "prompts" not in logged(asyncio.run(run(1)), "request.began")["cmpl-one"]
+    assert not logged(asyncio.run(run(1, log_requests=False)), "request.ended")
+
+
+@pytest.mark.slow
+def test_a_server_at_rest_says_nothing_of_itself():
+    async def run(logs: list[dict[str, Any]]) -> None:
+        async with served({"stats_interval_s": 0.1}) as client:
+            await client.post({"prompt": "a", "max_tokens": 2})
+
+            async def said() -> int:
+                num_lines = len(logs)
+                await asyncio.sleep(0.4)
+                return len(logs) - num_lines
+
+            await eventually(said, lambda num_lines: num_lines == 0 and logs[-1]["event"] == "engine.stats")
+
+    with captured_logs() as logs:
+        asyncio.run(run(logs))
+
+
+@pytest.mark.slow
+def test_a_loop_that_stands_still_is_noticed_from_beside_it(tmp_path: Path):
+    async def run(logs: list[dict[str, Any]]) -> None:
+        import time
+
+        async with served({"stall_timeout_s": 0.3, "flight_recorder_dir": str(tmp_path)}) as client:
+            await asyncio.sleep(0.2)
+            time.sleep(0.8)
+            lines = await flight_file(tmp_path, "loop", logs)
+            (stack,) = [line["stack"] for line in lines if line.get("thread") == "MainThread"]
+            assert stack[-1].endswith(" run") and "test_health.py" in stack[-1]
+            scraped = await client.scrape()
+            lag_s = of(scraped, "millrace:event_loop_lag_seconds_sum")
+            assert 0.6 < lag_s < 10 and of(scraped, "millrace:event_loop_lag_seconds_count") >= 2
+            assert (await client.get("/health/ready"))[0] == 200  # it goes on, and nothing stalls
+
+    with captured_logs() as logs:
+        asyncio.run(run(logs))
+
+
+@pytest.mark.slow
+def test_a_loop_that_stands_still_behind_a_stopped_engine_has_nothing_to_record(tmp_path: Path, monkeypatch):
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+
+    async def run() -> None:
+        import time
+
+        async with served({"stall_timeout_s": 0.2, "flight_recorder_dir": str(tmp_path)}) as client:
+            await client.engine.stop()
+            time.sleep(0.6)
+
+    asyncio.run(run())
+    assert not errors and not [*tmp_path.iterdir()]
+
+
+def test_collections_of_garbage_and_the_start_are_among_the_metrics():
+    async def run() -> None:
+        import gc
+
+        async with served() as client:
+            before = of(await client.scrape(), "millrace:gc_pause_seconds_count")
+            gc.collect()
+            after = await client.scrape()
+            assert of(after, "millrace:gc_pause_seconds_count") > before
+            assert of(after, "millrace:startup_seconds", phase="pipeline") > 0
+
+    asyncio.run(run())

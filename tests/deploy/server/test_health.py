@@ -106,7 +106,7 @@ def test_a_stage_that_freezes_is_named_and_a_flight_file_says_what_led_to_it(tmp
             assert kinds["stage"] == 8 and kinds["edge"] == 11 and kinds["request"] == 1
             assert kinds["thread"] >= 2 and kinds["task"] >= 9 and kinds["event"] >= 5
             stacks = {line["task"]: line["stack"] for line in lines if line["type"] == "task"}
-            assert any("inject.py" in place for place in stacks["detokenize"])
+            assert any("fault_injection.py" in place for place in stacks["detokenize"])
             edges = {line["edge"]: line for line in lines if line["type"] == "edge"}
             assert {item["kind"] for item in edges["sample.out->detokenize.in"]["items"]} == {"StepTokens"}
             assert SECRET_PROMPT not in json.dumps(lines) and "admin-key" not in json.dumps(lines)
@@ -135,7 +135,7 @@ def test_a_crash_is_one_record_with_stage_requests_and_stack_and_a_flight_file(t
         lines = asyncio.run(run(logs))
     first = lines[0]
     assert (first["stage"], first["error"], first["request_ids"]) == ("tokenize", "InjectedError", ["cmpl-guilty"])
-    assert any("inject.py" in place for place in first["stack"])
+    assert any("fault_injection.py" in place for place in first["stack"])
     (crash,) = [line for line in logs if line["event"] == "stage.crashed"]
     assert (crash["stage"], crash["request_ids"]) == ("tokenize", ["cmpl-guilty"]) and crash["exception"]
     assert SECRET_PROMPT not in json.dumps(lines) + repr(logs)

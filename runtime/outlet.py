@@ -6,13 +6,11 @@ Knows the outputs of one stage. Refuses to know how, and when, a channel takes w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .channel import Channel
+from .exit import Exit
 from .graph import Edge
-
-if TYPE_CHECKING:
-    from .stage_runner import StageRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +22,26 @@ class Output:
     taps: list[Channel[Any]]
 
 
+class Deliverer(Protocol):
+    """What an outlet needs of the stage's runner."""
+
+    name: str
+    outputs: dict[str, Output]
+    exit: Exit[Any] | None
+
+    def deliver_at_once(self, out: CollectingOutlet) -> bool: ...
+
+    async def deliver(self, out: CollectingOutlet) -> None: ...
+
+    def fail(self, item: Any, error: BaseException) -> None: ...
+
+
 class CollectingOutlet:
     """The `Outlet` a runner gives to `handle`: it collects, and delivers when `handle` is done."""
 
     __slots__ = ("_outputs", "_runner", "blocked_s", "has_flushed", "items")
 
-    def __init__(self, runner: StageRunner) -> None:
+    def __init__(self, runner: Deliverer) -> None:
         self._runner = runner
         self._outputs = runner.outputs
         self.items: list[tuple[Output, Any]] = []  # not delivered yet

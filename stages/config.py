@@ -162,3 +162,18 @@ def _positive(name: str, value: int) -> None:
 def _power_of_two(name: str, value: int) -> None:
     if not isinstance(value, int) or value < 1 or value & (value - 1):
         raise ConfigError(f"{name} = {value}: must be a power of two, as the kernels load whole blocks; try 16 or 32")
+
+
+NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # of a step, at most
+
+
+def settle_step_size(config: EngineConfig, *, is_native: bool) -> EngineConfig:
+    """With the step size that the configuration leaves open. A prompt that runs whole is not cut for a target; where
+    the native library computes it in parts, a target that nobody has set stays open: see `target_ms_for`."""
+    is_cut = is_native and config.enable_chunked_prefill
+    most, target_ms = config.max_num_batched_tokens, config.itl_target_ms
+    if most is None:
+        most = max(NATIVE_TOKENS if is_cut else OTHER_TOKENS, config.max_num_seqs)
+    if target_ms is None and not is_cut:
+        target_ms = 0.0
+    return replace(config, max_num_batched_tokens=most, itl_target_ms=target_ms)

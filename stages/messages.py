@@ -23,14 +23,15 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..runtime.message import message
+from .errors import Refused
 from .params import SamplingParams
 from .pooling_params import PoolingParams
 
@@ -454,3 +455,61 @@ class StepText:
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     pooled: Sequence[Pooled] = ()  # of sequences that have no row
     progress: Sequence[PromptProgress] = ()
+
+
+class CallLog(Protocol):
+    """Hears of the calls of schedule and allocate, in order. Called on the loop, so it is quick; it changes nothing of
+    what it is given, and keeps only messages, which nobody else changes either."""
+
+    def schedule(
+        self,
+        batch: Sequence[Any],
+        causes: Mapping[int, str],
+        plans: Sequence[StepPlan],
+        failed: Sequence[int],
+        is_early: bool,
+    ) -> None:
+        """Schedule took this batch, and these causes from the control lane; planned so, or not at all as it was too
+        early, and gave these sequences up."""
+
+    def allocate(
+        self, batch: Sequence[StepPlan | Rates], answers: Sequence[tuple[StepGrant | None, PlanReport]]
+    ) -> None:
+        """Allocate took this batch and answered its plans so."""
+
+    def reset_prefix_cache(self, num_freed: int) -> None:
+        """Somebody reset the prefix cache, which freed so many blocks."""
+
+    def crash(self, stage: str) -> None:
+        """A stage crashed in the middle of a call: from here on nothing can be repeated."""
+
+
+Task = Literal["generate", "embed", "score"]  # score: a number for a pair of texts, from a cross-encoder
+
+
+_WHERE: dict[Task, str] = {
+    "generate": "it generates text: ask /v1/chat/completions or /v1/completions",
+    "embed": "it embeds texts: ask /v1/embeddings, /score or /rerank",
+    "score": "it scores pairs of texts: ask /score or /rerank",
+}
+
+
+_NOT: dict[Task, str] = {
+    "generate": "this model does not generate text",
+    "embed": "this model has no embeddings",
+    "score": "this model does not read pairs of texts",
+}
+
+
+def task_of(request: Request) -> Task:
+    """What a request asks for."""
+    if request.pooling is None:
+        return "generate"
+    return "score" if any(prompt.pair is not None for prompt in request.prompts) else "embed"
+
+
+def check_task(task: Task, tasks: Collection[Task]) -> None:
+    """Raises `Refused` for what is none of the model's `tasks`, and says what they are."""
+    if task not in tasks:
+        able = "; ".join(_WHERE[name] for name in _WHERE if name in tasks)
+        raise Refused(f"{_NOT[task]}; {able}", code="unsupported_task", param="model")

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..model.pooling import PoolingConfig
-from .backends.cuda.cuda_graphs import CaptureReport
 from .memory_table import MemoryTable
-from .messages import FinishReason, PromptLogprobs, Rates, TokenLogprobs
+from .messages import FinishReason, PromptLogprobs, Rates, Task, TokenLogprobs
 from .params import SamplingParams
 from .pooling_params import Floats
-from .tasks import Task
 
 OutputKind = Literal["delta", "cumulative", "final"]
 FinishName = Literal["stop", "length", "error", "abort"]
@@ -124,3 +122,30 @@ class ModelInfo:
     quantization: str | None = None  # how matrices are kept; None: as dtype
     kv_cache_dtype: str | None = None  # of keys and values; None: an encoder has none
     captured: CaptureReport | None = None  # CUDA graphs; None: each kernel is launched by itself
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What capturing took."""
+
+    batches: tuple[Batch, ...]  # in the order of capture
+    seconds: float
+    num_bytes: int
+
+    def to_event(self) -> dict[str, object]:
+        """The fields of its log line."""
+        return {
+            "decode_rows": [batch.num_rows for batch in reversed(self.batches) if batch.is_decode],
+            "mixed_tokens": [batch.num_tokens for batch in reversed(self.batches) if not batch.is_decode],
+            "seconds": round(self.seconds, 3),
+            "bytes": self.num_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The size of a step, padding included."""
+
+    num_rows: int
+    num_tokens: int
+    is_decode: bool  # each row has one token

@@ -6,13 +6,13 @@ is checked at intake).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from .errors import Refused
-from .grammar.thinking_budget import ThinkingBudget
 from .structured_outputs import StructuredOutputs
 
 MAX_N = 128
@@ -168,3 +168,54 @@ def _refuse(name: str, value: Any, right: str) -> None:
     shown = repr(value)
     shown = shown if len(shown) <= 64 else shown[:61] + "..."
     raise Refused(f"{name} = {shown}: must be {right}", param=name)
+
+
+MAX_MARKER_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """At most `num_tokens` tokens between `start_ids` and `end_ids`; then `end_ids` are forced.
+
+    Only the first thoughts of an answer have a budget. The first id of a marker must occur in it once.
+    """
+
+    num_tokens: int
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    is_open: bool = False  # the answer begins among thoughts
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int) or self.num_tokens < 0:
+            _refuse_budget(f"{self.num_tokens!r} tokens: must be a whole number of at least 0")
+        for ids in (self.start_ids, self.end_ids):
+            if not 1 <= len(ids) <= MAX_MARKER_TOKENS:
+                _refuse_budget(f"a marker has {len(ids)} tokens: must have 1 to {MAX_MARKER_TOKENS}")
+            if min(ids) < 0:
+                _refuse_budget(f"a marker has token {min(ids)}: ids go from 0")
+
+
+def _refuse_budget(problem: str) -> None:
+    raise Refused(f"thinking_budget: {problem}", param="thinking_budget")
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice j of a request: hash(seed, j), 63 bits, the same in every process."""
+    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def has_plain_choice(params: SamplingParams) -> bool:
+    """Whether what is chosen is what logits, seed and position say."""
+    return not (_has_edits(params) or _is_steered(params))
+
+
+def _has_edits(params: SamplingParams) -> bool:
+    """Whether logits are changed before a token is chosen, by what was chosen before or at all."""
+    is_penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    is_limited = params.allowed_token_ids is not None or params.bad_words_token_ids
+    return bool(is_penalised or is_limited or params.logit_bias or params.min_tokens)
+
+
+def _is_steered(params: SamplingParams) -> bool:
+    return params.structured_outputs is not None or params.thinking_budget is not None

@@ -78,3 +78,15 @@ def prompts_grant(lengths: list[int], block_size: int) -> StepGrant:
             for slot, length in enumerate(lengths)
         ),
     )
+
+
+TARGET_TOKENS = 180  # of a prompt: what a CPU computes of one in the target's time keeps it busy
+
+
+TARGETS_MS = (50.0, 100.0)  # of what that may come to: few read faster than ten tokens a second
+
+
+def target_ms_for(token_s: float) -> float:
+    """The target of an engine that takes so long for a token of a prompt: what `TARGET_TOKENS` take, within bounds."""
+    least_ms, most_ms = TARGETS_MS
+    return min(max(least_ms, 1e3 * TARGET_TOKENS * token_s), most_ms)

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .arrays import HostArray, Longs
+HostArray = NDArray[Any]
+Longs = NDArray[np.int64]
 
 
 class Tensors:

@@ -12,10 +12,9 @@ import numpy as np
 
 from ..errors import Failed, Refused
 from ..exit.outboxes import RequestOutbox
-from ..messages import Prompt, Request
+from ..messages import Prompt, Request, Task
 from ..params import SamplingParams
 from ..pooling_params import Floats, PoolingParams
-from ..tasks import Task
 
 NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)  # of a request that gets no text
 

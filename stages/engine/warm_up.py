@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import Pipeline
-from ..backends.cuda.cuda_graphs import Batch
 from ..errors import Overloaded, TimedOut
 from ..messages import Prompt, Request
-from ..outputs import ModelInfo
+from ..outputs import Batch, ModelInfo
 from ..params import MAX_N, SamplingParams
 from ..pooling_params import PoolingParams
 from ..request_limits import MAX_PROMPTS, as_token_ids

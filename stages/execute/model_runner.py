@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from ...model.decoder.step_inputs import StepInputs
 from ..device.arrays import Array, HostArray, arrays_of
 from ..device.pooler import Pooler
-from ..device.prompt_logits import LogitsWithPrompts
-from ..device.prompt_runs import PromptRun, ScoredPrompts, rows_of
+from ..device.scored_prompts import LogitsWithPrompts, PromptRun, ScoredPrompts, rows_of
 from ..messages import BlockCopy, Bools, Direction, Indices, Ints, StepGrant
 
 Longs = NDArray[np.int64]

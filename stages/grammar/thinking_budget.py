@@ -6,44 +6,15 @@ beside the sampler, on the device thread. Knows token ids. Refuses to know which
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import Refused
-
-MAX_MARKER_TOKENS = 16
+from ..params import MAX_MARKER_TOKENS, ThinkingBudget
 
 Longs = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThinkingBudget:
-    """At most `num_tokens` tokens between `start_ids` and `end_ids`; then `end_ids` are forced.
-
-    Only the first thoughts of an answer have a budget. The first id of a marker must occur in it once.
-    """
-
-    num_tokens: int
-    start_ids: tuple[int, ...]
-    end_ids: tuple[int, ...]
-    is_open: bool = False  # the answer begins among thoughts
-
-    def __post_init__(self) -> None:
-        if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int) or self.num_tokens < 0:
-            _refuse(f"{self.num_tokens!r} tokens: must be a whole number of at least 0")
-        for ids in (self.start_ids, self.end_ids):
-            if not 1 <= len(ids) <= MAX_MARKER_TOKENS:
-                _refuse(f"a marker has {len(ids)} tokens: must have 1 to {MAX_MARKER_TOKENS}")
-            if min(ids) < 0:
-                _refuse(f"a marker has token {min(ids)}: ids go from 0")
-
-
-def _refuse(problem: str) -> None:
-    raise Refused(f"thinking_budget: {problem}", param="thinking_budget")
 
 
 OUTSIDE, INSIDE = 0, 1  # of thoughts: which marker is looked for, the opening or the closing one

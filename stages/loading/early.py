@@ -34,9 +34,8 @@ from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
 from ..backends.cache_size import check_room_for_weights, free_host_bytes
-from ..config import EngineConfig
+from ..config import EngineConfig, settle_step_size
 from ..errors import ConfigError
-from ..schedule.step_budget import settle_step_size
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -12,13 +12,12 @@ from ...model.text.tokenizer import Tokenizer
 from ...runtime.env.cpus import ComputeThreads
 from ...runtime.phases import Phases
 from ..backends.torch.loading import choose_device, torch_dtype
-from ..config import EngineConfig
+from ..config import EngineConfig, settle_step_size
 from ..encode.encoder_runner import EncoderRunner
 from ..errors import ConfigError
+from ..messages import Task
 from ..outputs import ModelInfo
 from ..params import SamplingParams
-from ..schedule.step_budget import settle_step_size
-from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
 
 

@@ -26,18 +26,16 @@ from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.phases import Phases
 from ..backends.backend import Computing
-from ..backends.cuda.cuda_graphs import CaptureReport
 from ..backends.cuda.step_update import Ends
-from ..config import EngineConfig
+from ..config import EngineConfig, settle_step_size
 from ..device.device import Device
 from ..errors import ConfigError, Refused
 from ..execute.model_runner import ModelRunner
 from ..grammar.compiled import Grammars
 from ..grammar.masks import GrammarMasks
-from ..outputs import ModelInfo
+from ..outputs import CaptureReport, ModelInfo
 from ..params import SamplingParams
 from ..sample.sampler import Sampler
-from ..schedule.step_budget import settle_step_size
 from ..tokenize.prompt_encoder import ModelEncoder
 from .early import Opened, Opening, require_torch, resolve
 

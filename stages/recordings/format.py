@@ -29,7 +29,7 @@ import base64
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from ..messages import (
     Indices,
     Ints,
     PlanReport,
-    Rates,
     StepDone,
     StepGrant,
     StepPlan,
@@ -54,33 +53,6 @@ from ..schedule.speculation import num_speculative_tokens
 VERSION = 3  # 1: before steps told their time, which nothing was decided by; 2: before any plan waited
 READABLE = (1, 2, VERSION)
 Fields = dict[str, Any]  # of a message: plain values, and arrays where it has them
-
-
-class CallLog(Protocol):
-    """Hears of the calls of schedule and allocate, in order. Called on the loop, so it is quick; it changes nothing of
-    what it is given, and keeps only messages, which nobody else changes either."""
-
-    def schedule(
-        self,
-        batch: Sequence[Any],
-        causes: Mapping[int, str],
-        plans: Sequence[StepPlan],
-        failed: Sequence[int],
-        is_early: bool,
-    ) -> None:
-        """Schedule took this batch, and these causes from the control lane; planned so, or not at all as it was too
-        early, and gave these sequences up."""
-
-    def allocate(
-        self, batch: Sequence[StepPlan | Rates], answers: Sequence[tuple[StepGrant | None, PlanReport]]
-    ) -> None:
-        """Allocate took this batch and answered its plans so."""
-
-    def reset_prefix_cache(self, num_freed: int) -> None:
-        """Somebody reset the prefix cache, which freed so many blocks."""
-
-    def crash(self, stage: str) -> None:
-        """A stage crashed in the middle of a call: from here on nothing can be repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from ..array_checks import num_true
 from ..config import LogprobsMode
 from ..device.arrays import Array, arrays_of
 from ..device.pooler import Pooler
-from ..device.prompt_logits import LogitsWithPrompts, prompt_logprobs
+from ..device.scored_prompts import LogitsWithPrompts
 from ..grammar.masks import GrammarMasks
 from ..messages import (
     Bools,
@@ -238,3 +238,18 @@ def _rows_of_tokens(tokens: StepTokens, rows: Indices) -> StepTokens:
         name: getattr(tokens, name)[rows] for name in ("slots", "sequence_ids", "places", "token_ids", "finishes")
     }
     return replace(tokens, logprobs=logprobs, **columns)
+
+
+def prompt_logprobs(logits: LogitsWithPrompts) -> tuple[PromptLogprobs, ...]:
+    """Of each run, under the model itself: before penalties, bias and temperature."""
+    made = tuple(run.empty(logits.sampled.shape[1]) for run in logits.runs)
+    for index, piece, scores in logits.pieces():
+        _fill_prompt_logprobs(made[index], piece, scores)
+    return made
+
+
+def _fill_prompt_logprobs(kept: PromptLogprobs, piece: slice, logits: Array) -> None:
+    """`logits` [n, V] f32."""
+    scores = maths.score(logits, kept.token_ids[piece].astype(np.int64), kept.top_ids.shape[1])
+    kept.logprobs[piece], kept.ranks[piece] = scores.logprobs, scores.ranks
+    kept.top_ids[piece], kept.top_logprobs[piece] = scores.top_ids, scores.top_logprobs

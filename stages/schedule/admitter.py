@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from ..messages import Ints, PlanReport
-from .expectation import FoundShare
 from .lifecycle import Lives
 from .sequence import Sequence
 
@@ -131,3 +130,21 @@ class Entrance:
 
     def _blocks(self, num_tokens: Ints) -> Ints:
         return -(-num_tokens // self._block_size)
+
+
+RATE = 0.25  # of the newest prompt in the mean
+
+
+class FoundShare:
+    """How much of a prompt is likely found in the cache: a running mean over the prompts that began."""
+
+    def __init__(self) -> None:
+        self._share = 0.0
+
+    def note(self, num_tokens: int, num_found: int) -> None:
+        """A prompt began, of which so many tokens were found."""
+        self._share += RATE * (num_found / num_tokens - self._share)
+
+    def of(self, num_tokens: int) -> int:
+        """Tokens of the next prompt that are likely there."""
+        return int(self._share * num_tokens)

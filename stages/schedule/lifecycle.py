@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..messages import Ints, PlanReport, Started, TokenRequest
+from ..params import choice_seed
 from .policy import Policy
-from .sequence import Sequence, State, WaitingQueue, choice_seed
+from .sequence import Sequence, State, WaitingQueue
 from .service_order import Lineup
 from .slot_table import SlotTable
 

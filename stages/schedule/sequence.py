@@ -6,7 +6,6 @@ Plain state behind the schedule stage. Knows no policy and no memory.
 from __future__ import annotations
 
 import enum
-import hashlib
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,12 +90,6 @@ class Sequence:
             self.cache_salt,
             self.pooling,
         )
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """The seed of choice j of a request: hash(seed, j), 63 bits, the same in every process."""
-    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 class WaitingQueue:

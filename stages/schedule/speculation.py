@@ -21,7 +21,7 @@ import numpy as np
 from ..config import EngineConfig
 from ..messages import Drafts, Guess, Indices, TokenRequest
 from ..outputs import ModelInfo
-from ..params import SamplingParams
+from ..params import has_plain_choice
 from .sequence import Sequence
 from .service_order import Lineup
 from .slot_table import SlotTable
@@ -46,22 +46,6 @@ def may_draft(sequence: Sequence | TokenRequest) -> bool:
     """Whether the choice of each of its tokens depends on logits, seed and position alone, so that several may be
     chosen at once. Log-probabilities may be asked for."""
     return sequence.pooling is None and has_plain_choice(sequence.params)
-
-
-def has_plain_choice(params: SamplingParams) -> bool:
-    """Whether what is chosen is what logits, seed and position say."""
-    return not (_has_edits(params) or _is_steered(params))
-
-
-def _has_edits(params: SamplingParams) -> bool:
-    """Whether logits are changed before a token is chosen, by what was chosen before or at all."""
-    is_penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-    is_limited = params.allowed_token_ids is not None or params.bad_words_token_ids
-    return bool(is_penalised or is_limited or params.logit_bias or params.min_tokens)
-
-
-def _is_steered(params: SamplingParams) -> bool:
-    return params.structured_outputs is not None or params.thinking_budget is not None
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from .queue_trace import LineTrace
 from .scheduler import Limits, Scheduler
 
 if TYPE_CHECKING:
-    from ..recordings.format import CallLog
+    from ..messages import CallLog
 
 
 NO_CAUSES: Mapping[int, str] = {}

@@ -8,16 +8,12 @@ so the target is stretched where many wait, who have no token at all yet.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from math import sqrt
 
-from ..config import EngineConfig
 from .step_time_model import Costs, StepContents, StepCosts
 
-TARGET_TOKENS = 180  # of a prompt: what a CPU computes of one in the target's time keeps it busy
-TARGETS_MS = (50.0, 100.0)  # of what that may come to: few read faster than ten tokens a second
-NATIVE_TOKENS, OTHER_TOKENS = 512, 2048  # of a step, at most
 FIRST_TOKENS = 64  # of prompts, while nothing is known
 LEAST_TOKENS = 16  # of prompts, in any step that has room for one: they make progress whatever the target
 MOST_SHARE = 2.0  # of the time of decoding rows that miss the target; 2, as rows that take half of it leave 1
@@ -25,24 +21,6 @@ LONG_S = 0.05  # a longer target counts as this one there: it is to leave prompt
 PATIENCE_S = 0.5  # that prompts may be to compute, all of them, before the target is stretched, in proportion
 MOST_STRETCH = 3.0  # times the target
 MOST_LOOKED_AT = 100  # prompts, of those that wait
-
-
-def settle_step_size(config: EngineConfig, *, is_native: bool) -> EngineConfig:
-    """With the step size that the configuration leaves open. A prompt that runs whole is not cut for a target; where
-    the native library computes it in parts, a target that nobody has set stays open: see `target_ms_for`."""
-    is_cut = is_native and config.enable_chunked_prefill
-    most, target_ms = config.max_num_batched_tokens, config.itl_target_ms
-    if most is None:
-        most = max(NATIVE_TOKENS if is_cut else OTHER_TOKENS, config.max_num_seqs)
-    if target_ms is None and not is_cut:
-        target_ms = 0.0
-    return replace(config, max_num_batched_tokens=most, itl_target_ms=target_ms)
-
-
-def target_ms_for(token_s: float) -> float:
-    """The target of an engine that takes so long for a token of a prompt: what `TARGET_TOKENS` take, within bounds."""
-    least_ms, most_ms = TARGETS_MS
-    return min(max(least_ms, 1e3 * TARGET_TOKENS * token_s), most_ms)
 
 
 @dataclass(frozen=True, slots=True)

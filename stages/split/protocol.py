@@ -21,11 +21,9 @@ from ...runtime.fault_injection import Fault
 from ...runtime.message import message
 from ...runtime.processes.wire import Codec
 from ...runtime.stage_runner import StageCrashed
-from ..backends.cuda.cuda_graphs import Batch, CaptureReport
 from ..beam_search.algorithm import CandidateParams
 from ..config import EngineConfig
 from ..errors import Failed, Refused, RequestError
-from ..grammar.thinking_budget import ThinkingBudget
 from ..memory_table import Machine, MemoryRow, MemoryTable
 from ..messages import (
     Begun,
@@ -39,8 +37,8 @@ from ..messages import (
     TokenRequest,
     TopLogprobs,
 )
-from ..outputs import ModelInfo
-from ..params import SamplingParams
+from ..outputs import Batch, CaptureReport, ModelInfo
+from ..params import SamplingParams, ThinkingBudget
 from ..pooling_params import PoolingParams
 from ..structured_outputs import StructuredOutputs
 

@@ -26,11 +26,10 @@ from typing import Any
 import numpy as np
 
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.config import EngineConfig
+from millrace.stages.config import EngineConfig, settle_step_size
 from millrace.stages.messages import StepDone, StepGrant, TokenRequest
 from millrace.stages.params import SamplingParams
 from millrace.stages.schedule.scheduler import Limits, Scheduler
-from millrace.stages.schedule.step_budget import settle_step_size
 
 TRACES = {  # file -> its columns of prompt and answer lengths, in tokens
     "azure_llm_2023_conv.csv": ("ContextTokens", "GeneratedTokens"),

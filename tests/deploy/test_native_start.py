@@ -21,10 +21,10 @@ from millrace.runtime.env import cpus
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.backends.native import loading as native_loading
 from millrace.stages.backends.native.loading import TOKENS_AHEAD
+from millrace.stages.backends.rates import TARGET_TOKENS
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading.early import has_cuda_driver
 from millrace.stages.outputs import ModelInfo
-from millrace.stages.schedule.step_budget import TARGET_TOKENS
 from tests.deploy.running import RunningServer
 from tests.kernels.native.test_native_taken import HAS_CALL
 

@@ -12,8 +12,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ....model.errors import TemplateError
-from ....stages.grammar.thinking_budget import ThinkingBudget
-from ....stages.params import SamplingParams
+from ....stages.params import SamplingParams, ThinkingBudget
 from ...config import ServerConfig
 from ...errors import ApiError
 from ..parsers import registry

@@ -12,9 +12,8 @@ from pydantic.json_schema import JsonSchemaValue
 
 from ....stages.engine.pooled_requests import Pairs, pooled_request
 from ....stages.errors import Refused
-from ....stages.messages import Request
+from ....stages.messages import Request, Task
 from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS, PoolingParams
-from ....stages.tasks import Task
 from ...errors import ApiError
 from ..schema import fields as documented_forms
 from ..schema.hints import NOT_EMPTY, NOT_NULL, has

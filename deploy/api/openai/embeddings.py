@@ -30,8 +30,7 @@ from .generation import ignored_headers
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
-    from ....stages.messages import Request
-    from ....stages.tasks import Task
+    from ....stages.messages import Request, Task
 
 INLINE_NUMBERS = 16_384  # of embeddings, written to JSON on the loop: more would hold it for over a millisecond
 

@@ -13,10 +13,11 @@ from ....model.decoder.kv_cache import KVCache
 from ....runtime.device_streams.interface import Streams
 from ...config import EngineConfig
 from ...execute.model_runner import ModelRunner
+from ...outputs import CaptureReport
 from ...sample.sampler import Sampler
 from .async_device import LateDevice
 from .async_model import LateModel
-from .cuda_graphs import CaptureReport, Graphs, batches_of
+from .cuda_graphs import Graphs, batches_of
 from .device_work import TorchWork, step_memory
 from .step_submission import StepLine
 from .step_update import Ends

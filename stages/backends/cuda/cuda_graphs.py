@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ....runtime.device_streams.interface import Graph, Stream
+from ...outputs import Batch, CaptureReport
 
 DECODE_ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
@@ -24,38 +25,11 @@ MIXED_TOKENS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """The size of a step, padding included."""
-
-    num_rows: int
-    num_tokens: int
-    is_decode: bool  # each row has one token
-
-
-@dataclass(frozen=True, slots=True)
 class Captured:
     """The graphs of a size. Behind `forward` one of `samples` is replayed; a kind without one is launched."""
 
     forward: Graph
     samples: Mapping[int, Graph]  # by kind
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What capturing took."""
-
-    batches: tuple[Batch, ...]  # in the order of capture
-    seconds: float
-    num_bytes: int
-
-    def to_event(self) -> dict[str, object]:
-        """The fields of its log line."""
-        return {
-            "decode_rows": [batch.num_rows for batch in reversed(self.batches) if batch.is_decode],
-            "mixed_tokens": [batch.num_tokens for batch in reversed(self.batches) if not batch.is_decode],
-            "seconds": round(self.seconds, 3),
-            "bytes": self.num_bytes,
-        }
 
 
 def batches_of(max_num_seqs: int, max_num_tokens: int) -> tuple[list[Batch], list[Batch]]:

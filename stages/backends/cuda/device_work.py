@@ -20,8 +20,8 @@ from ....model.decoder.step_inputs import StepInputs
 from ....model.decoder.upload import upload
 from ...execute.model_runner import Model
 from ...messages import Indices, Ints
+from ...outputs import Batch
 from ...sample.draft_acceptance import last_of_each
-from .cuda_graphs import Batch
 from .pinned_ring import Pinned
 from .step_submission import SPARE_STEPS, Memory
 from .step_update import NEWS_ROOM, diff_size

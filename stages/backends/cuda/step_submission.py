@@ -27,7 +27,8 @@ from ....runtime.device_streams.interface import Event, Stream, Streams
 from ....runtime.workers.in_order import InOrder, Turn
 from ...device.device import StepFell
 from ...messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
-from .cuda_graphs import Batch, Captured, CaptureReport, Graphs
+from ...outputs import Batch, CaptureReport
+from .cuda_graphs import Captured, Graphs
 from .idle_time import IdleGaps
 from .pinned_ring import Pinned, SendRing
 from .step_update import Ends, write

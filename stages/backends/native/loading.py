@@ -17,11 +17,10 @@ from ....runtime.phases import Phases
 from ...config import EngineConfig
 from ...device.pooler import Pooler
 from ...memory_table import MemoryTable
-from ...schedule.step_budget import target_ms_for
 from ..backend import Computing
 from ..cache_size import free_host_bytes, num_host_blocks
 from ..memory_needs import sizing_on_cpu
-from ..rates import measure_rates, measure_token_s
+from ..rates import measure_rates, measure_token_s, target_ms_for
 from .runner import NativeChoosing, NativeRunner
 
 log = get_logger("millrace.stages")

@@ -23,11 +23,11 @@ from ...device.pooler import Pooler
 from ...execute.model_runner import ModelRunner
 from ...grammar.masks import Allowed
 from ...messages import Bools, Started, StepGrant
+from ...params import has_plain_choice
 from ...sample.logits_processor import LogitsProcessor
 from ...sample.sampling_math import Longs
 from ...sample.slot_params import SamplingTable
 from ...sample.token_chooser import Choice, Choosing, Rows
-from ...schedule.speculation import has_plain_choice
 
 NEVER = -2  # a step; none follows it
 

@@ -21,11 +21,12 @@ from ....kernels.layout.step_state import StepBuffers
 from ....runtime.device_streams.simulated import SimStreams
 from ....runtime.env.env import Env
 from ...backends.cuda.async_device import LateDevice
-from ...backends.cuda.cuda_graphs import Batch, Graphs
+from ...backends.cuda.cuda_graphs import Graphs
 from ...backends.cuda.pinned_ring import Pinned
 from ...backends.cuda.step_submission import SPARE_STEPS, Memory, Step, StepLine
 from ...backends.cuda.step_update import Ends, diff_size
 from ...messages import Ints, StepGrant, StepTokens
+from ...outputs import Batch
 from .byte_tokenizer import EOS
 from .device import ScriptedModel
 from .outcomes import Outcomes

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ....runtime.env.env import Env
 from ...device.device import SAMPLE, Device
-from ...device.prompt_runs import PromptRun, ScoredPrompts
+from ...device.scored_prompts import PromptRun, ScoredPrompts
 from ...messages import (
     NO_INTS,
     Begun,

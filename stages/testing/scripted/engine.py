@@ -14,7 +14,7 @@ from ....model.pooling import PoolingConfig
 from ....model.text.vocabulary import Vocabulary
 from ....runtime.env.env import Env
 from ....runtime.phases import Phases
-from ...config import EngineConfig
+from ...config import EngineConfig, settle_step_size
 from ...device.device import Device
 from ...engine.engine import Engine
 from ...engine.wiring import EngineParts
@@ -22,7 +22,6 @@ from ...grammar.compiled import Grammars
 from ...outputs import ModelInfo
 from ...params import SamplingParams
 from ...request_limits import longest_sequence
-from ...schedule.step_budget import settle_step_size
 from .async_device import LateScript, LateScriptDevice
 from .byte_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 from .device import ScriptedDevice, ScriptedModel

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...messages import Bools, Indices, Ints
-from ...params import SamplingParams
+from ...params import SamplingParams, choice_seed
 from ...pooling_params import Floats, PoolingParams
-from ...schedule.sequence import choice_seed
 from .byte_tokenizer import EOS
 
 Hashes = NDArray[np.uint64]

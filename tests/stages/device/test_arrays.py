@@ -12,8 +12,7 @@ import torch
 
 from millrace.stages.device.arrays import HOST, arrays_of
 from millrace.stages.device.pooler import Pooler
-from millrace.stages.device.prompt_logits import LogitsWithPrompts
-from millrace.stages.device.prompt_runs import PromptRun
+from millrace.stages.device.scored_prompts import LogitsWithPrompts, PromptRun
 from millrace.stages.messages import StepTokens
 from millrace.stages.pooling_params import PoolingParams
 from millrace.stages.sample import sampling_math as maths

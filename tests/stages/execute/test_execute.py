@@ -302,7 +302,7 @@ def test_the_stages_need_no_torch():
         "execute.model_runner",
         "sample.sampler",
         "device.pooler",
-        "device.prompt_logits",
+        "device.scored_prompts",
     )
     code = f"import sys\nfor name in {names}: __import__('millrace.stages.' + name)\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import Refused
-from millrace.stages.grammar.thinking_budget import ThinkingBudget, ThinkingTable
+from millrace.stages.grammar.thinking_budget import ThinkingTable
 from millrace.stages.messages import Prompt, Request
+from millrace.stages.params import ThinkingBudget
 from millrace.stages.request_limits import RequestLimits
 from millrace.stages.sample.sampler import Sampler
 from millrace.stages.sample.slot_params import THINKING

@@ -14,10 +14,11 @@ import torch
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.stages import Engine, SamplingParams
-from millrace.stages.device import prompt_logits as pieces
-from millrace.stages.device.prompt_runs import PromptRun, ScoredPrompts
+from millrace.stages.device import scored_prompts
+from millrace.stages.device.scored_prompts import LogitsWithPrompts, PromptRun, ScoredPrompts
 from millrace.stages.messages import Prompt, PromptLogprobs, Request
 from millrace.stages.outputs import RequestOutput
+from millrace.stages.sample.sampler import prompt_logprobs
 from millrace.stages.testing.scripted.engine import scripted_engine
 from tests.model.checkpoints import make_checkpoint
 from tests.stages.grants import grant, ints, started
@@ -46,7 +47,7 @@ async def ask(engine: Engine, prompt: Any, **params: Any) -> RequestOutput:
 def test_they_are_those_of_transformers_however_the_work_is_cut_and_batched(
     tmp_path: Path, monkeypatch, family, settings
 ):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 7 * 4 * 640)  # seven rows
+    monkeypatch.setattr(scored_prompts, "PIECE_BYTES", 7 * 4 * 640)  # seven rows
     model = make_checkpoint(family, tmp_path)
     draw = random.Random(3)
     prompts = [[draw.randrange(3, 640) for _ in range(length)] for length in LENGTHS]
@@ -171,7 +172,7 @@ async def test_with_no_tokens_asked_for_the_prompt_is_computed_and_nothing_is_an
 
 
 def test_what_is_kept_is_bounded_by_rows_and_k(monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 10 * 4 * 50)
+    monkeypatch.setattr(scored_prompts, "PIECE_BYTES", 10 * 4 * 50)
     seen = []
 
     def to_logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -181,7 +182,7 @@ def test_what_is_kept_is_bounded_by_rows_and_k(monkeypatch):
     weights = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
     runs = [PromptRun(1, 1, np.arange(23, dtype=np.int32), 0, 4), PromptRun(2, 9, np.arange(7, dtype=np.int32), 23, 0)]
     hidden = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
-    made = pieces.prompt_logprobs(pieces.LogitsWithPrompts(torch.zeros(0, 50), runs, hidden, to_logits, max_rows=8))
+    made = prompt_logprobs(LogitsWithPrompts(torch.zeros(0, 50), runs, hidden, to_logits, max_rows=8))
     assert seen == [8, 8, 7, 7]
     columns = [(one.logprobs, one.ranks, one.top_ids, one.top_logprobs) for one in made]
     assert [sum(c.nbytes for c in one) for one in columns] == [23 * 5 * 8, 7 * 1 * 8]

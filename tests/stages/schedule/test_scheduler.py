@@ -12,8 +12,9 @@ import pytest
 from millrace.stages.allocate.allocator import Allocator
 from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.messages import StepDone, StepGrant, StepPlan, StepVoid
+from millrace.stages.params import choice_seed
 from millrace.stages.schedule.scheduler import Limits, Scheduler
-from millrace.stages.schedule.sequence import MAX_PREEMPTIONS, State, choice_seed
+from millrace.stages.schedule.sequence import MAX_PREEMPTIONS, State
 from millrace.stages.schedule.slot_table import SlotTable
 from tests.stages.schedule.plans import request
 

@@ -12,7 +12,8 @@ import numpy as np
 import orjson
 import pytest
 
-from millrace.stages.config import EngineConfig
+from millrace.stages.backends.rates import TARGET_TOKENS, TARGETS_MS, target_ms_for
+from millrace.stages.config import EngineConfig, settle_step_size
 from millrace.stages.errors import ConfigError
 from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.reader import Recording, ScheduleCall
@@ -26,13 +27,9 @@ from millrace.stages.schedule.step_budget import (
     MOST_SHARE,
     MOST_STRETCH,
     PATIENCE_S,
-    TARGET_TOKENS,
-    TARGETS_MS,
     StepSize,
     Wish,
-    settle_step_size,
     stretch,
-    target_ms_for,
     tokens_within,
 )
 from millrace.stages.schedule.step_time_model import Costs, StepContents, StepCosts

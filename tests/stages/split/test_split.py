@@ -15,9 +15,8 @@ from millrace.runtime.stage_runner import StageCrashed
 from millrace.stages.beam_search.algorithm import CandidateParams
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError, Failed, Refused
-from millrace.stages.grammar.thinking_budget import ThinkingBudget
 from millrace.stages.messages import NO_INDICES, FinishReason, StepTokens, TokenRequest
-from millrace.stages.params import SamplingParams
+from millrace.stages.params import SamplingParams, ThinkingBudget
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.schedule.scheduler import Limits, Scheduler
 from millrace.stages.split.core_exit import CoreExit

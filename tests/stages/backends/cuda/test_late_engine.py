@@ -15,13 +15,14 @@ import pytest
 
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.stage import Stage
-from millrace.stages.backends.cuda.cuda_graphs import Batch, batches_of
+from millrace.stages.backends.cuda.cuda_graphs import batches_of
 from millrace.stages.backends.cuda.device_work import TorchWork
 from millrace.stages.backends.cuda.step_submission import StepLine
 from millrace.stages.backends.cuda.triton_chooser import EDITED, KINDS, PLAIN, SCORED, TRUNCATED, KernelChoosing
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
 from millrace.stages.messages import StepGrant
+from millrace.stages.outputs import Batch
 from millrace.stages.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
 from tests.runtime.device_streams.host_streams import HostStreams

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from millrace.runtime.device_streams.simulated import SimStreams
-from millrace.stages.backends.cuda.cuda_graphs import DECODE_ROWS, MIXED_TOKENS, Batch, Graphs
+from millrace.stages.backends.cuda.cuda_graphs import DECODE_ROWS, MIXED_TOKENS, Graphs
+from millrace.stages.outputs import Batch
 
 
 class Recorder:

@@ -1,17 +1,20 @@
-"""Which prompt tokens a step scores: for requests that ask how likely their prompt was. Numpy only.
+"""Prompt tokens whose log-probabilities are requested: which a step scores, and their logits in bounded pieces.
 
-Knows slots, positions and the order of a step's tokens. Refuses to know logits: that is `prompt_logits.py`.
+The logits of a prompt of thousands of tokens take gigabytes. So the forward pass hands the sampler the last hidden
+states and the function from them to logits. The sampler takes one bounded piece at a time and keeps of each token its
+log-probability, its rank and the k likeliest tokens. Used on the device thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..messages import Ints, PromptLogprobs, Started, StepGrant
+from .arrays import Array, arrays_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,3 +90,28 @@ def _first_rows(grant: StepGrant) -> NDArray[np.int64]:
     places = np.empty(len(order), np.int64)
     places[order] = np.cumsum(counts) - counts
     return places
+
+
+PIECE_BYTES = 32 * 2**20  # of logits at a time, as float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitsWithPrompts:
+    """What a forward pass hands to the sampler in the place of bare logits when a row wants its prompt scored."""
+
+    sampled: Array  # [L, V] as always
+    runs: Sequence[PromptRun]
+    hidden: Array  # [sum of C, H] of all runs, one after the other
+    to_logits: Callable[[Array], Array]  # [n, H] -> [n, V]
+    max_rows: int  # of a piece: no more than the sampler has memory for anyway
+
+    def pieces(self) -> Iterator[tuple[int, slice, Array]]:
+        """Each run in pieces of [n, V] f32: (which run, which of its tokens, logits of the tokens before them)."""
+        num_rows = max(1, min(self.max_rows, PIECE_BYTES // (4 * self.sampled.shape[1])))
+        begin = 0
+        for index, run in enumerate(self.runs):
+            for start in range(0, len(run), num_rows):
+                end = min(start + num_rows, len(run))
+                piece = self.to_logits(self.hidden[begin + start : begin + end])
+                yield index, slice(start, end), arrays_of(piece).floats(piece)
+            begin += len(run)

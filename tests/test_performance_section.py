@@ -106,7 +106,7 @@ def test_the_section_names_versions_machine_ratios_and_losses(results: dict[str,
     told = "other 7.5. W2 and W4 are of 4,753 tokens in and 2,587 out.\n"
     for words in (folded, told, "38.0 to 44.0", "A quiet machine."):
         assert words in made
-    assert "| other | 150 (ours 1.75x) | 90 / 300 | 20 / 40 | 1.5 | 1,024 |" in made
+    assert "| other | 150 (millrace 1.75x) | 90 / 300 | 20 / 40 | 1.5 | 1,024 |" in made
     assert "| 8 | 10.00 | 6.00 | 2.00 | 0.50 | 1.50 | 7.50 | 75% |" in made
     losses = [line for line in made.splitlines() if line.startswith("- W4")]
     lost = "- W4, gap between tokens, p99: other server is 1.36 times as good"

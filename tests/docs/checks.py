@@ -15,11 +15,13 @@ from .generated import ROOT, parsers
 MAX_LINES, MAX_BYTES = 250, 14 * 1024  # of README.md
 TOP = ("deploy", "kernels", "model", "runtime", "stages", "tests")  # folders that path-like code spans begin with
 SOURCE = (".py", ".h", ".cpp")  # a code span with such an ending names a file of the repository
+IN_MANY_ROOMS = ("__init__.py", "stage.py", "bodies.py")  # file names that stand for one in each room
 FOREIGN = {  # program -> flags of it that a page may name
     "pip": {"--index-url"},
     "npm": {"--prefix"},
     "pytest": {"--import-mode"},
     "ruff": {"--check"},
+    "Schemathesis": {"--phases", "--include-path"},
 }
 FIRST_BLOCKS = (  # of README.md: the commands of a user, and the test command, which .ci/run reads
     "python3 -m venv .venv && . .venv/bin/activate\npip install -e .\nmillrace serve\n",
@@ -89,7 +91,7 @@ def links(page: str, folder: Path) -> Iterator[str]:
 def paths(page: str, folder: Path) -> Iterator[str]:
     """Each code span that looks like a file or folder of the repository is one, from the root or from the page."""
     for span in _spans(page):
-        if not _PATH.fullmatch(span):
+        if not _PATH.fullmatch(span) or span in IN_MANY_ROOMS:
             continue
         is_path = "/" in span and span.partition("/")[0] in TOP
         if (is_path or span.endswith(SOURCE)) and not ((ROOT / span).exists() or (folder / span).exists()):
@@ -141,7 +143,8 @@ def millrace_flags() -> frozenset[str]:
 @cache
 def test_flags() -> frozenset[str]:
     """The flags of the commands in tests/, read from their `add_argument` calls."""
-    trees = (ast.parse(path.read_text("utf-8")) for path in (ROOT / "tests").rglob("*.py"))
+    files = (path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    trees = (ast.parse(text) for text in files if "add_argument(" in text)
     calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
     added = (call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument")
     texts = (arg.value for call in added for arg in call.args if isinstance(arg, ast.Constant))

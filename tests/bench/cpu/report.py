@@ -147,13 +147,13 @@ def _table(
 
 
 def _cell(found: Mapping[str, Any], label: str, figure: str) -> str:
-    """A figure, and of a peer's how many times as good ours is."""
+    """A figure; behind a peer's, how many times as good millrace is."""
     figures = found["engines"].get(label, {})
     if figure not in figures:
         return "-"
     shown = _number(figures[figure]["median"])
     ratio = found[OURS_TO_THEIRS].get(label, {}).get(figure)
-    return f"**{shown}**" if ratio is None else f"{shown} (ours {ratio['median']:.2f}x)"
+    return f"**{shown}**" if ratio is None else f"{shown} (millrace {ratio['median']:.2f}x)"
 
 
 def _latency(found: Mapping[str, Any], label: str, name: str) -> str:

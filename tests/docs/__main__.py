@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .generated import DOCS, GENERATED
+from tests.docs.generated import DOCS, GENERATED
 
 
 def main() -> None:

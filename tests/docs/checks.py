@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from .generated import ROOT, parsers
+from tests.docs.generated import ROOT, parsers
 
 MAX_LINES, MAX_BYTES = 250, 14 * 1024  # of README.md
 TOP = ("deploy", "kernels", "model", "runtime", "stages", "tests")  # folders that path-like code spans begin with

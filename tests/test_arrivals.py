@@ -1,4 +1,4 @@
-"""What `python -m tests.bench.cpu.arrivals` offers, how it counts what came of it, and what README says of that."""
+"""What `python -m tests.bench.cpu.arrivals` offers, how it counts what came of it, and what the page says of that."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def _runs(process_id: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-# -- README
+# -- deploy/docs/performance-cpu.md
 
 
 @pytest.fixture
@@ -340,11 +340,14 @@ def results() -> dict[str, Any]:
     }
 
 
-def test_the_section_has_a_table_of_the_arrivals_and_says_where_we_lose(results: dict[str, Any], tmp_path: Path):
+def test_the_section_has_a_table_of_the_arrivals_and_says_where_millrace_loses(results: dict[str, Any], tmp_path: Path):
     (tmp_path / "arrivals-shape-machine.json").write_text(json.dumps(results))
     made = report.section(tmp_path)
-    assert "minute 20 on: 2 requests in 10 minutes, 0.4 a second (gaps 12.3 times the trace's), 1,208 tokens" in made
-    for words in ("p99 TTFT below 10 s", "TTFT below 2 s and ITL below 100 ms", "other 7.5", "A quiet machine."):
+    assert (
+        "minute 20: 2 requests in 10 minutes, 0.4 a second (gaps 12.3 times the trace's), on average 1,208 tokens"
+        in made
+    )
+    for words in ("p99 TTFT below 10 s", "TTFT below 2 s and mean ITL below 100 ms", "other 7.5", "A quiet machine."):
         assert words in made
     title = "Arrivals of a trace, 0.4 a second, smollm2-135m, bfloat16, A fast one (AVX512)"
     ends = "finished by the end millrace 100%, other 50%; goodput millrace 0.2, other 0"
@@ -363,14 +366,14 @@ def test_where_the_rate_was_given_the_table_says_whether_it_was_kept_up_with(res
     assert "| millrace | yes | 2 of 2" in report.section(tmp_path)
 
 
-def test_who_finished_nothing_was_not_faster(results: dict[str, Any], tmp_path: Path):
+def test_a_server_that_finished_nothing_was_not_faster(results: dict[str, Any], tmp_path: Path):
     nothing = summary(offered(0.0, 1.0), [Record(error="429: full")] * 2, BOUNDS)
     results["engines"]["other server"] = nothing | {"read_bandwidth_gb_s": [35.0, 36.0]}
     (tmp_path / "arrivals-shape-machine.json").write_text(json.dumps(results))
-    assert "Where we lose: by none of these figures, to other." in report.section(tmp_path)
+    assert "Where millrace loses: in none of these figures, against other." in report.section(tmp_path)
 
 
-def test_arrivals_without_a_peer_have_nobody_to_lose_to(results: dict[str, Any], tmp_path: Path):
+def test_arrivals_without_a_peer_have_no_losses(results: dict[str, Any], tmp_path: Path):
     del results["engines"]["other server"], results["versions"]["other server"]
     (tmp_path / "arrivals-shape-machine.json").write_text(json.dumps(results))
-    assert "Where we lose: there was no peer to lose to." in report.section(tmp_path)
+    assert "Where millrace loses: there was no peer to compare with." in report.section(tmp_path)

@@ -1,4 +1,4 @@
-"""README's performance section and charts are what the committed results make of them; and what a comparison says."""
+"""The pages on performance and the charts are what the committed results make of them; and what a comparison says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.bench.cpu import report
 from tests.bench.cpu.chart import draw
 from tests.bench.cpu.contenders import InProcess
 from tests.bench.cpu.figures import summary, table
-from tests.bench.cpu.glance import glance
+from tests.bench.cpu.glance import brief, glance
 from tests.bench.cpu.peers import OUR_INT8, contenders_of, find_peers, our_contenders
 from tests.bench.cpu.worker import ENGINES
 from tests.bench.gpu import report as gpu_report
@@ -59,14 +59,20 @@ def results() -> dict[str, Any]:
     }
 
 
-def test_readme_tells_what_the_committed_results_say():
-    readme = report.README.read_text()
-    assert report.replaced(readme, report.section()) == readme, "run python -m tests.bench.cpu.report"
+def test_the_page_on_cpus_tells_what_the_committed_results_say():
+    page = report.PAGE.read_text()
+    assert report.replaced(page, report.section()) == page, "run python -m tests.bench.cpu.report"
 
 
-def test_readme_tells_what_a_gpu_was_measured_to_do(tmp_path: Path):
-    readme = gpu_report.README.read_text()
-    assert gpu_report.replaced(readme, gpu_report.section()) == readme, "run python -m tests.bench.gpu.report"
+def test_readme_has_one_table_of_the_committed_results_with_at_most_ten_rows():
+    readme, made = report.README.read_text(), report.table_of_readme()
+    assert report.replaced(readme, made) == readme, "run python -m tests.bench.cpu.report"
+    assert made.count("\n|") <= 2 + 10
+
+
+def test_the_page_on_gpus_tells_what_was_measured(tmp_path: Path):
+    page = gpu_report.PAGE.read_text()
+    assert gpu_report.replaced(page, gpu_report.section()) == page, "run python -m tests.bench.gpu.report"
     result = next(iter(gpu_report.RESULTS.glob(gpu_report.FILES)))
     found = json.loads(result.read_text())
     found["parts"]["gates"] |= {"wrong": ["an answer differs"], "failed": "stopped after 80 s"}
@@ -93,14 +99,14 @@ def test_ratios_are_those_of_each_round_and_where_less_is_better_the_other_way_r
     assert "ours: 1.75 (1.50..2.00)" in table(results)
 
 
-def test_the_section_names_versions_machine_ratios_and_where_we_lose(results: dict[str, Any], tmp_path: Path):
+def test_the_section_names_versions_machine_ratios_and_losses(results: dict[str, Any], tmp_path: Path):
     (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
     made = report.section(tmp_path)
     folded = "<details><summary>smollm2-135m, bfloat16, A &lt;fast&gt; one (AVX512)</summary>\n\n2 threads, 2026-11-22"
     told = "other 7.5. W2 and W4 are of 4,753 tokens in and 2,587 out.\n"
     for words in (folded, told, "38.0 to 44.0", "A quiet machine."):
         assert words in made
-    assert "| other | 150 (ours 1.75x) | 90 / 300 | 20 / 40 | 1.5 | 1,024 |" in made
+    assert "| other | 150 (millrace 1.75x) | 90 / 300 | 20 / 40 | 1.5 | 1,024 |" in made
     assert "| 8 | 10.00 | 6.00 | 2.00 | 0.50 | 1.50 | 7.50 | 75% |" in made
     losses = [line for line in made.splitlines() if line.startswith("- W4")]
     lost = "- W4, gap between tokens, p99: other server is 1.36 times as good"
@@ -121,7 +127,7 @@ def test_int8_weights_are_compared_in_process_alone_and_said_to_be_such(results:
     made = report.section(tmp_path)
     told = "3.11.7, millrace 0.1, third 3. millrace int8 has weights in int8, all others in bfloat16.\n"
     assert told in made
-    assert "Where we lose: by none of the figures of these workloads, to third." in made
+    assert "Where millrace loses: in no figure of these workloads, against third." in made
 
 
 def test_each_engine_that_is_compared_in_process_is_one_that_the_worker_has():
@@ -141,11 +147,11 @@ def test_w2_and_w4_have_the_same_lengths_in_each_run_and_other_ids():
 def test_a_glance_tells_which_runs_were_asked_something_else(results: dict[str, Any]):
     before = results | {"cpu": "Another", "tokens": {"w2": {"in": 3542, "out": 2669}}}
     without = results | {"cpu": "A third", "tokens": {"w1": {"in": 128, "out": 128}}}
-    (line,) = [line for line in glance([results, before, without]) if line.startswith("- W2 and W4 were")]
+    (line,) = [line for line in glance([results, before, without]) if line.startswith("- W2 and W4 had")]
     assert line.startswith(
-        "- W2 and W4 were of 3,542 tokens in and 2,669 out, where they are of 4,753 tokens in and 2,587"
+        "- W2 and W4 had 3,542 tokens in and 2,669 out, now they have 4,753 tokens in and 2,587 out: "
     )
-    assert line.endswith(" now: smollm2-135m, bfloat16, Another (AVX512)")
+    assert line.endswith(": smollm2-135m, bfloat16, Another (AVX512)")
 
 
 def test_a_glance_has_the_best_of_the_others_for_each_run_and_the_worst_of_what_is_lost(results: dict[str, Any]):
@@ -167,24 +173,35 @@ def test_a_glance_has_the_best_of_the_others_for_each_run_and_the_worst_of_what_
     ]
 
 
-def test_a_glance_without_peers_says_that_there_was_nobody_to_lose_to(results: dict[str, Any]):
+def test_a_glance_without_peers_says_that_there_was_no_peer(results: dict[str, Any]):
     results["workloads"]["w4"]["ours_to_theirs"] = {}
-    assert list(glance([results]))[-1] == "Where we lose: there was no peer to lose to."
+    assert list(glance([results]))[-1] == "Where millrace loses: there was no peer to compare with."
     assert list(glance([])) == []
+
+
+def test_the_table_of_readme_has_a_row_for_each_run_and_one_line_of_losses(results: dict[str, Any]):
+    lines = list(brief([results, results | {"cpu": "Another"}]))
+    row = "2026-11-22 | - | - | - | 1.75 other | 1.00 other | 0.73 other |"
+    assert lines[2:4] == [
+        f"| smollm2-135m, bfloat16, {cpu} (AVX512) | {row}" for cpu in ("A &lt;fast&gt; one", "Another")
+    ]
+    assert lines[-1] == "Where millrace loses, at worst: gap between tokens, p99: W4 1.36x against other."
+    results["workloads"]["w4"]["ours_to_theirs"] = {}
+    assert list(brief([results]))[-1] == "Where millrace loses: in no figure of these runs."
 
 
 def test_where_nothing_is_lost_the_section_says_to_whom(results: dict[str, Any], tmp_path: Path):
     results["workloads"]["w4"]["ours_to_theirs"]["other server"] = {"output_tok_s": {"median": 1.1}}
     (tmp_path / "cpu-shape-machine.json").write_text(json.dumps(results))
     made = report.section(tmp_path)
-    assert "Where we lose: nowhere in these runs." in made
-    assert "Where we lose: by none of the figures of these workloads, to other server." in made
+    assert "Where millrace loses: nowhere in these runs." in made
+    assert "Where millrace loses: in no figure of these workloads, against other server." in made
 
 
 def test_a_section_takes_the_place_of_the_one_before():
-    readme = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    page = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
     made = f"{report.BEGIN}\nnew\n{report.END}"
-    assert report.replaced(readme, made) == f"before\n{made}\nafter\n"
+    assert report.replaced(page, made) == f"before\n{made}\nafter\n"
 
 
 def test_a_chart_is_small_well_formed_and_has_a_bar_for_each_engine_and_part(results: dict[str, Any]):

@@ -61,6 +61,7 @@ def test_the_page_may_load_and_reach_nothing_but_its_server(server: RunningServe
     assert {policy[kind] for kind in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
 
 
-def test_the_pictures_of_the_readme_are_there_and_small():
-    named = re.findall(r"!\[[^]]+\]\(([^)]+\.png)\)", (ROOT / "README.md").read_text())
-    assert len(named) == 2 and sum((ROOT / name).stat().st_size for name in named) < 400_000
+def test_the_pictures_of_the_page_on_the_dashboard_are_there_and_small():
+    docs = ROOT / "deploy" / "docs"
+    named = re.findall(r"!\[[^]]+\]\(([^)]+\.png)\)", (docs / "dashboard.md").read_text())
+    assert len(named) == 2 and sum((docs / name).stat().st_size for name in named) < 400_000

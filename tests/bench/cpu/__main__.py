@@ -8,7 +8,7 @@ turn, and in it each engine in turn, with readings of the memory bandwidth befor
 drifts, so quote ratios of one run. In process: W1 decode rate, W2 tokens/s, W3 seconds, of ours also with int8
 weights. Over HTTP with server-sent events: these and W4, 16 in flight. Besides: where a step of ours spends its time
 (`parts.py`). How peers are named is in `peers.py`; those that are not there are left out, with a line. `python -m
-tests.bench.cpu.report` writes what is in tests/bench/results into the README.
+tests.bench.cpu.report` writes what is in tests/bench/results into README.md and its page.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON[,MODEL]", help="see peers.py")
     parser.add_argument("--only", nargs="+", help="labels of the engines to run, all of which stay loaded")
     parser.add_argument("--no-parts", action="store_true", help="do not look into our own step")
-    parser.add_argument("--note", help="what else is to be known of this run; it goes into the JSON and the README")
+    parser.add_argument("--note", help="what else is to be known of this run; it goes into the JSON and its page")
     parser.add_argument("--logs", type=Path, help="a folder for what the engines print")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chart", type=Path, help="an SVG file")

@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--drain-s", type=float, default=300.0, help="that answers may take after the minutes")
     for name, value in asdict(Bounds()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value)
-    parser.add_argument("--note", help="what else is to be known of this run; it goes into the JSON and the README")
+    parser.add_argument("--note", help="what else is to be known of this run; it goes into the JSON and its page")
     parser.add_argument("--logs", type=Path, help="a folder for what the servers print")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""README's words and table on a run of `python -m tests.bench.cpu.arrivals`."""
+"""The text and the table of a run of `python -m tests.bench.cpu.arrivals`, for `deploy/docs/performance-cpu.md`."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def title_of(results: Mapping[str, Any]) -> str:
 
 
 def of_arrivals(results: Mapping[str, Any]) -> Iterator[str]:
-    """What was asked and when it counts as good, the table, and where we lose."""
+    """What was asked and when it counts as good, the table, and where millrace loses."""
     asked, bounds, rate = results["asked"], results["bounds"], results["rate"]
     versions = ", ".join(f"{_name(label)} {version}" for label, version in results["versions"].items())
     yield ""
     yield (
-        f"`{asked['trace']}` from its minute {asked['from_minute']:g} on: {asked['requests']} requests in "
+        f"`{asked['trace']}` from minute {asked['from_minute']:g}: {asked['requests']} requests in "
         f"{asked['minutes']:g} minutes, {rate:.3g} a second (gaps {asked['stretched']:.3g} times the trace's), "
-        f"{asked['mean_prompt']:,.0f} tokens in and {asked['mean_answer']:,.0f} out in the mean, "
-        f"{asked['greatest_prompt']:,} in at most, {asked['cut']} cut to fit {asked['max_model_len']:,}. "
+        f"on average {asked['mean_prompt']:,.0f} tokens in and {asked['mean_answer']:,.0f} out, "
+        f"at most {asked['greatest_prompt']:,} in, {asked['cut']} cut to fit {asked['max_model_len']:,}. "
         f"{results['threads']} threads, {results['measured_on']}. "
         f"Python {results['python']}, {versions}."
     )
     yield (
-        f"To keep up is to have finished by the end {bounds['share']:.0%} of the requests that came "
-        f"{bounds['settle_s']:g} s before it or earlier, with p99 TTFT below {bounds['p99_ttft_ms'] / 1e3:g} s. "
-        f"Goodput counts those with TTFT below {bounds['ttft_ms'] / 1e3:g} s and ITL below {bounds['itl_ms']:g} ms "
-        f"in the mean."
+        f"A server keeps up if it has finished by the end {bounds['share']:.0%} of the requests that came at least "
+        f"{bounds['settle_s']:g} s before the end, with p99 TTFT below {bounds['p99_ttft_ms'] / 1e3:g} s. "
+        f"Goodput counts requests with TTFT below {bounds['ttft_ms'] / 1e3:g} s and mean ITL below "
+        f"{bounds['itl_ms']:g} ms."
     )
     if results.get("note"):
         yield results["note"]
@@ -88,11 +88,11 @@ def _row(label: str, found: Mapping[str, Any], sustained: Mapping[str, Any]) -> 
 
 
 def _where_we_lose(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Every figure by which a peer is better."""
+    """Every figure in which a peer is better."""
     ours = engines.get(OUR_SERVER)
     peers = [label for label in engines if label != OUR_SERVER]
     if ours is None or not peers:
-        yield "Where we lose: there was no peer to lose to."
+        yield "Where millrace loses: there was no peer to compare with."
         return
     losses = []
     for label in peers:
@@ -103,14 +103,14 @@ def _where_we_lose(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             for figure, words in names.items():
                 less, more = sorted((ours[figure], engines[label][figure]))
                 if less != more and (engines[label][figure] == less) == is_less_better:
-                    times = f"{more / less:.2f} times as good" if less else "better, and ours is 0"
+                    times = f"{more / less:.2f} times as good" if less else "better, and millrace has 0"
                     losses.append(f"- {words}: {_name(label)} is {times}")
     if losses:
-        yield "Where we lose:"
+        yield "Where millrace loses:"
         yield ""
         yield from losses
     else:
-        yield f"Where we lose: by none of these figures, to {' or '.join(map(_name, peers))}."
+        yield f"Where millrace loses: in none of these figures, against {' or '.join(map(_name, peers))}."
 
 
 def _name(label: str) -> str:

@@ -1,5 +1,5 @@
-"""README's first look at all runs of `python -m tests.bench.cpu`: how many times as good as the best of the others ours
-is, and by which figures somebody is better.
+"""All runs of `python -m tests.bench.cpu` in one table: how many times as good as the best other engine millrace is,
+and in which figures another engine is better.
 """
 
 from __future__ import annotations
@@ -33,23 +33,33 @@ COLUMNS = (  # heading, workload, figure, whether over HTTP, which ratios
     ("W4, ITL p99", "w4", "p99_itl_ms", True, OURS_TO_THEIRS),
 )
 
+BRIEF = (  # of README.md: column of COLUMNS
+    ("W1 in process", "1 request, in process"),
+    ("W2 over HTTP", "32 at once"),
+    ("W3 over HTTP", "shared prefix"),
+    ("W4 over HTTP", "16 streams"),
+    ("W4, TTFT p50", "16 streams: TTFT p50"),
+    ("W4, ITL p99", "16 streams: ITL p99"),
+)
+
 Run = Mapping[str, Any]  # one file of results
 
 
 def glance(runs: Sequence[Run]) -> Iterator[str]:
-    """A table with a row for each run, what is to be known of some, and a line for each figure by which somebody is
+    """A table with a row for each run, the notes on runs, and a line for each figure in which another engine is
     better."""
     if not runs:
         return
     yield ""
     yield (
-        "How many times as good ours is as the best of the others, in the median of the rounds (-: nobody to compare "
-        "with, or nobody has measured it), in W1 also with int8 weights, where the others have theirs as they are; and "
-        "the share of the memory's read rate at which ours goes through the weights in W1, in process (of a head in "
-        "int8 it reads half, of layers in 12 bits three quarters, where there are any):"
+        "How many times as good millrace is as the best other engine, which is named; the median of the rounds. `-`: "
+        "no other engine, or not measured. The column `int8 weights` compares millrace with int8 weights to others "
+        "with unquantized ones. The last column is the rate at which millrace reads the weights in W1, in process, as "
+        "a share of the memory's read rate. An int8 head is counted in full and read by half, 12-bit layers are "
+        "counted in full and read by three quarters."
     )
     yield ""
-    headings = ("", *(heading for heading, *_ in COLUMNS), "W1, of memory's rate")
+    headings = ("", *(heading for heading, *_ in COLUMNS), "W1, share of memory rate")
     yield f"| {' | '.join(headings)} |"
     yield f"|{'---|' * len(headings)}"
     for run in runs:
@@ -62,6 +72,27 @@ def glance(runs: Sequence[Run]) -> Iterator[str]:
     yield from _other_lengths(runs)
     yield ""
     yield from _losses(runs)
+
+
+def brief(runs: Sequence[Run]) -> Iterator[str]:
+    """The table of README.md, and in one line where another engine is better."""
+    columns = {heading: column for heading, *column in COLUMNS}
+    yield f"| model, machine | date | {' | '.join(title for _, title in BRIEF)} |"
+    yield f"|{'---|' * (len(BRIEF) + 2)}"
+    for run in runs:
+        cells = [_ratio_to_best(run, *columns[heading]) for heading, _ in BRIEF]
+        yield f"| {' | '.join([_in_a_cell(run), run['measured_on'], *cells])} |"
+    yield ""
+    lost = _worst(runs)
+    if not lost:
+        yield "Where millrace loses: in no figure of these runs."
+        return
+    losses: dict[str, list[str]] = {}
+    for (workload, figure, label), all_times in lost:
+        worst = f"{workload.upper()} {max(all_times):.2f}x against {label.removesuffix(' server')}"
+        losses.setdefault(WORDS[figure], []).append(worst)
+    told_losses = (f"{figure}: {', '.join(each)}" for figure, each in losses.items())
+    yield f"Where millrace loses, at worst: {'; '.join(told_losses)}."
 
 
 def lengths_of(run: Run) -> dict[str, int] | None:
@@ -82,7 +113,7 @@ def name_of(run: Run) -> str:
 
 
 def losses_of(run: Run) -> Iterator[tuple[str, str, str, float]]:
-    """(workload, figure, whose, how many times as good) wherever a peer is better."""
+    """(workload, figure, peer, how many times as good) for each figure in which a peer is better."""
     for workload, label, figure, ratio in _ratios(run):
         if ratio < 1:
             yield workload, figure, label, 1 / ratio
@@ -101,7 +132,7 @@ def _ratios(run: Run, which: str = OURS_TO_THEIRS) -> Iterator[tuple[str, str, s
 
 
 def _other_lengths(runs: Sequence[Run]) -> Iterator[str]:
-    """Runs that were asked something else in W2 and W4 than is asked now: their figures stand beside no other ones."""
+    """Runs whose W2 and W4 had other lengths than the workloads have now: their figures compare with no others."""
     now = num_tokens(WORKLOADS["w2"](0))
     others: dict[str, list[str]] = {}
     for run in runs:
@@ -109,7 +140,7 @@ def _other_lengths(runs: Sequence[Run]) -> Iterator[str]:
         if lengths is not None and lengths != now:
             others.setdefault(told_lengths(lengths), []).append(escape(name_of(run)))
     for lengths_told, names in others.items():
-        yield f"- W2 and W4 were of {lengths_told}, where they are of {told_lengths(now)} now: {'; '.join(names)}"
+        yield f"- W2 and W4 had {lengths_told}, now they have {told_lengths(now)}: {'; '.join(names)}"
 
 
 def _in_a_cell(run: Run) -> str:
@@ -132,18 +163,24 @@ def _share_of_bandwidth(run: Run) -> str:
     return "-" if share is None else f"{share['median']:.2f}"
 
 
-def _losses(runs: Sequence[Run]) -> Iterator[str]:
-    """Each with the worst of its runs, and in how many of those in which there was something to compare with."""
-    compared = Counter((workload, figure, label) for run in runs for workload, label, figure, _ in _ratios(run))
+def _worst(runs: Sequence[Run]) -> list[tuple[tuple[str, str, str], list[float]]]:
+    """(workload, figure, label) -> how many times as good the peer is, in each run in which it is; the worst first."""
     lost: dict[tuple[str, str, str], list[float]] = {}
     for run in runs:
         for workload, figure, label, times in losses_of(run):
             lost.setdefault((workload, figure, label), []).append(times)
+    return sorted(lost.items(), key=lambda item: (item[0][0], -max(item[1])))
+
+
+def _losses(runs: Sequence[Run]) -> Iterator[str]:
+    """Each with the worst of its runs, and in how many of the runs that compare this figure."""
+    compared = Counter((workload, figure, label) for run in runs for workload, label, figure, _ in _ratios(run))
+    lost = _worst(runs)
     if not lost:
-        yield f"Where we lose: {'nowhere in these runs' if compared else 'there was no peer to lose to'}."
+        yield f"Where millrace loses: {'nowhere in these runs' if compared else 'there was no peer to compare with'}."
         return
-    yield "Where we lose, with weights as the others have them:"
+    yield "Where millrace loses, all engines with the same weights:"
     yield ""
-    for one, all_times in sorted(lost.items(), key=lambda item: (item[0][0], -max(item[1]))):
+    for one, all_times in lost:
         worst = f"{'up to ' if len(all_times) > 1 else ''}{max(all_times):.2f}"
         yield f"{told(*one, worst)}, in {len(all_times)} of its {compared[one]} runs"

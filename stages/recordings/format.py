@@ -50,8 +50,7 @@ from ..params import SamplingParams
 from ..pooling_params import PoolingParams
 from ..schedule.speculation import num_speculative_tokens
 
-VERSION = 3  # 1: before steps told their time, which nothing was decided by; 2: before any plan waited
-READABLE = (1, 2, VERSION)
+VERSION = 3  # of the format; the reader refuses any other
 Fields = dict[str, Any]  # of a message: plain values, and arrays where it has them
 
 
@@ -320,8 +319,8 @@ class Given:
 
 
 def read_engine(values: Any) -> RecordedEngine:
-    """The engine of a header. Sizes are bounded, as tables are made of them. One of format 1 had no target."""
-    given = Given("engine", {"itl_target_ms": 0.0, **values} if isinstance(values, dict) else {})
+    """The engine of a header. Sizes are bounded, as tables are made of them."""
+    given = Given("engine", values if isinstance(values, dict) else {})
     ageing = given.values.get("priority_ageing_s")
     engine = RecordedEngine(
         num_blocks=given.whole("num_blocks", 1, 2**24),
@@ -337,7 +336,7 @@ def read_engine(values: Any) -> RecordedEngine:
         scheduler=given.text("scheduler"),
         priority_ageing_s=None if ageing is None else given.number("priority_ageing_s"),
         itl_target_ms=given.number("itl_target_ms"),
-        most_drafts=Given("engine", {"most_drafts": 0, **given.values}).whole("most_drafts", 0, MAX_SPECULATIVE_TOKENS),
+        most_drafts=given.whole("most_drafts", 0, MAX_SPECULATIVE_TOKENS),
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
@@ -350,7 +349,7 @@ def read_engine(values: Any) -> RecordedEngine:
 
 def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
     """A step's outcome."""
-    given = Given("done", {"took_us": 0, **values})
+    given = Given("done", values)
     step = given.whole("step")
     slots = given.wholes("slots", engine.max_num_seqs - 1)
     count = len(slots)

@@ -15,7 +15,6 @@ import orjson
 
 from ..messages import Guess, Rates, StepDone, StepVoid, TokenRequest
 from .format import (
-    READABLE,
     VERSION,
     Fields,
     Given,
@@ -33,7 +32,6 @@ from .repetition import Repeats, read_repeats
 MAX_LINE_BYTES = 64 * 2**20
 MAX_ITEMS = 65_536  # of a list in a line
 END_CAUSES = 512  # characters
-NO_DRAFTS: Fields = {"num_drafts": None}  # of recordings from before there were any
 
 
 class RecordingError(ValueError):
@@ -99,7 +97,7 @@ class Recording:
                 header = self._parse(1, file.readline(MAX_LINE_BYTES + 1))
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}: must name a recording") from None
-        if not isinstance(header, dict) or header.get("millrace_recording") not in READABLE:
+        if not isinstance(header, dict) or header.get("millrace_recording") != VERSION:
             version = header.get("millrace_recording") if isinstance(header, dict) else None
             what = "this is no recording" if version is None else f"a recording of format {version!r:.40}"
             raise RecordingError(f"{path}:1: {what}: `millrace serve --record FILE` makes one of format {VERSION}")
@@ -152,7 +150,7 @@ class Recording:
 
     def _schedule(self, number: int, time_s: float, told: dict[str, Any], unchanged: Unchanged) -> ScheduleCall:
         taken = [self._taken(item, unchanged) for item in _objects(told, "in")]
-        plans = [NO_DRAFTS | {"accepted": []} | unchanged.put_back("plan", plan) for plan in _objects(told, "plans")]
+        plans: list[Fields] = [{"accepted": []} | unchanged.put_back("plan", plan) for plan in _objects(told, "plans")]
         failed = Given("schedule", {"failed": [], **told}).wholes("failed", 2**53)
         repeats = [read_repeats(each, self.engine) for each in _objects(told, "repeats")]
         is_early = Given("schedule", {"is_early": False, **told}).flag("is_early")
@@ -178,7 +176,7 @@ class Recording:
         for answer in _objects(told, "answers"):
             reports.append(unchanged.put_back("report", _object(answer, "report")))
             granted = unchanged.put_back("grant", _object(answer, "grant")) if "grant" in answer else None
-            grants.append(None if granted is None else NO_DRAFTS | granted)
+            grants.append(granted)
         return AllocateCall(number, time_s, _rates(told), reports, grants)
 
 

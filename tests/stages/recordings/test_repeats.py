@@ -21,7 +21,6 @@ from millrace.stages.messages import Guess, Prompt, Request, StepDone, TokenRequ
 from millrace.stages.recordings.cost_model import CostModel, Fitted, fit
 from millrace.stages.recordings.reader import AllocateCall, Recording, RecordingError, ScheduleCall
 from millrace.stages.recordings.repetition import MOST_RIGHT, Answers, Found, Repeats, repeats_of
-from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.simulation import Result, Simulation
 from millrace.stages.recordings.workloads import Trace, TraceRequest, read_trace
 from millrace.stages.schedule.ngram_drafter import continuation
@@ -241,22 +240,6 @@ def test_an_engine_that_can_not_draft_tells_nothing_of_repeats(tmp_path: Path):
 
 
 # -- reading
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_recording_from_before_is_read_and_replays_to_the_same_decisions(crowded: Path, tmp_path: Path, version: int):
-    header, *rest = lines_of(crowded)
-    header["millrace_recording"] = version
-    del header["repeats"]
-    for line in rest:
-        line.get("schedule", {}).pop("repeats", None)
-    old = tmp_path / "old.jsonl"
-    old.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in (header, *rest)))
-    replays = [Replay(Recording(path)).run() for path in (crowded, old)]
-    assert [replay.difference for replay in replays] == [None, None]
-    assert replays[0].decision_hash == replays[1].decision_hash
-    trace = read_trace(old)
-    assert not trace.tells_repeats and {each.repeats for each in trace.requests} == {None}
 
 
 def with_repeats(path: Path) -> tuple[list[bytes], int]:

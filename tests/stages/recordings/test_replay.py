@@ -247,7 +247,11 @@ def refusal(path: Path, content: bytes) -> str:
         (b"\x80\x04\x95cposix\nsystem\n", ":1: this is no JSON"),
         (b"[1]\n", ":1: this is no recording"),
         (b'{"millrace_recording": 99}\n', ":1: a recording of format 99"),
-        (b'{"millrace_recording": 1, "engine": []}\n', ":1: engine.num_blocks = None: must be a whole number"),
+        (
+            b'{"millrace_recording": 2}\n',
+            ":1: a recording of format 2: `millrace serve --record FILE` makes one of format 3",
+        ),
+        (b'{"millrace_recording": 3, "engine": []}\n', ":1: engine.num_blocks = None: must be a whole number"),
     ],
 )
 def test_a_file_that_is_no_recording_is_refused_with_line_and_reason(tmp_path: Path, content: bytes, reason: str):

@@ -303,20 +303,5 @@ def test_a_recording_says_which_plans_waited_and_is_run_again_by_that(tmp_path: 
     assert difference is not None and difference.decision == "plan"
 
 
-def test_a_recording_from_before_any_plan_waited_is_read_as_one_in_which_none_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(lead, "LONG_STEP_S", INFINITE)
-    monkeypatch.setattr(lead, "SHORT_STEP_S", INFINITE)
-    recording = record_waits(tmp_path / "run.jsonl")
-    monkeypatch.undo()
-    assert not any(isinstance(call, ScheduleCall) and call.is_early for call in recording)
-    now = Replay(recording).run()
-    then = rewrite(recording.path, lambda line: line.update({"millrace_recording": 2}) if "engine" in line else None)
-    for replay in (now, Replay(then).run()):
-        assert replay.difference is None and replay.decision_hash == now.decision_hash and replay.num_decisions > 200
-    assert film(then).trouble is None
-
-
 def test_a_film_of_a_recording_in_which_plans_waited_is_whole(tmp_path: Path):
     assert film(record_waits(tmp_path / "run.jsonl")).trouble is None

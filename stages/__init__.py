@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..runtime.moved_modules import moved_modules
+
 if TYPE_CHECKING:
     from ..runtime.pipeline import Pipeline
     from ..runtime.stage import Stage, stage
@@ -45,6 +47,17 @@ _HOMES = {
     "Stage": "..runtime.stage",
     "stage": "..runtime.stage",
 }
+
+moved_modules.add(
+    __name__,
+    {
+        "conformance": "testing.conformance_kit",
+        "policy": "schedule.policy",
+        "processors": "sample.logits_processor",
+        "pytest_plugin": "testing.pytest_plugin",
+        "split.engine": "split.split_engine",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -101,7 +101,7 @@ class Outcome:
 
 def run(cases: int, *more: str, fills_up: bool = False, **pipes: Any) -> Outcome:
     """Schemathesis, with so many random cases an operation, or what `RANDOM_CASES` says to fill up. Takes its options.
-    Raises AssertionError if the server did what no request may cause (O8)."""
+    Raises AssertionError if the server did what no request may cause."""
     key = {"Authorization": f"Bearer {KEY}"}
     with RunningServer(**OPTIONS, audit=True) as server, tempfile.TemporaryDirectory() as folder:
         warm_up(server, key, fully=True)

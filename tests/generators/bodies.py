@@ -1,4 +1,4 @@
-"""B03: bodies that are right but for one to four fields, sent to a live server.
+"""Bodies that are right but for one to four fields, sent to a live server.
 
     python -m tests.generators.bodies --cases 100000
 

@@ -192,7 +192,7 @@ RELATIONS = (
 
 def with_whole_numbers(value: Any) -> Any:
     """The same with 1 for 1.0. To JSON Schema both are integers; here a count or a token id is written without a point,
-    as that one can not be told from a mistake (T26)."""
+    as that one cannot be told from a mistake."""
     if isinstance(value, Mapping):
         return {name: with_whole_numbers(part) for name, part in value.items()}
     if isinstance(value, list):

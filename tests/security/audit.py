@@ -1,4 +1,4 @@
-"""O8: what no request may make a process do, noticed by an audit hook. For the process under test; knows no test.
+"""What no request may make a process do, noticed by an audit hook. For the process under test; knows no test.
 
 Python tells a hook of each file that is opened, each connection, each process, each piece of code that is compiled or
 run. What `Audit` keeps is told as `event what`: `open /etc/passwd`, `subprocess.Popen /usr/bin/python -P -m a.helper`.
@@ -57,7 +57,7 @@ class Audit:
         finally:
             self.is_armed = False
         seen = self.take()
-        assert not seen, f"O8: {seen}"
+        assert not seen, f"forbidden: {seen}"
 
     def take(self) -> list[str]:
         """What was seen and is not allowed, since the last time."""

@@ -1,4 +1,4 @@
-"""T52: an exception of each class, in each stage and in each route. Its client hears of a request id, and of nothing
+"""An exception of each class, in each stage and in each route. Its client hears of a request id, and of nothing
 inside."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""T42: how long a wrong key takes says nothing of the right one."""
+"""How long a wrong key takes says nothing of the right one."""
 
 from __future__ import annotations
 

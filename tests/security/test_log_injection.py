@@ -1,4 +1,4 @@
-"""T51: nothing a client sends makes a line of the log, and no prompt is in it."""
+"""Nothing a client sends makes a line of the log, and no prompt is in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T61: token ids that are none, and ids of requests that are somebody else's."""
+"""Token ids that are none, and ids of requests that are somebody else's."""
 
 from __future__ import annotations
 

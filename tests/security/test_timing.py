@@ -1,4 +1,4 @@
-"""T56: with salts, nobody learns from how long an answer takes, or from its usage, what another tenant has asked.
+"""With salts, nobody learns from how long an answer takes, or from its usage, what another tenant has asked.
 
 Tenant B asks for what tenant A has just asked, and for what nobody has asked. Both are measured in virtual time and
 steps, where they must be the same to the last step, and in real time over HTTP, where the two must look like samples of

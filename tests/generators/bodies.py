@@ -50,7 +50,7 @@ COMMON: dict[str, Any] = {
     "priority": 0,
     "cache_salt": "salt",
     "request_id": "id",
-    "user": "somebody",
+    "user": "someone",
     "response_format": {"type": "text"},
     "structured_outputs": None,
     "guided_json": None,

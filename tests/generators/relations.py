@@ -1,4 +1,4 @@
-"""What the OpenAPI document can not say: how fields that are fine one by one must fit one another by number.
+"""What the OpenAPI document cannot say: how fields that are fine one by one must fit one another by number.
 
 JSON Schema compares a field with constants only. Each relation is a claim about bodies that are valid by the schema:
 broken, it is a 400 that names `param`, which `test_api_conformance.py` shows. Generators leave such bodies out
@@ -138,7 +138,7 @@ def thinks_less_than_it_may(body: Body, _context: int) -> bool:
 
 
 def has_short_numbers(value: Any, _context: int = 0) -> bool:
-    """Those of fields that nobody knows too: the parser looks at them before anybody knows which field is which."""
+    """Unknown fields included: the parser checks them before fields are told apart."""
     if isinstance(value, Mapping):
         return all(has_short_numbers(part) for part in value.values())
     if isinstance(value, list):

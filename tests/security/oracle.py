@@ -18,7 +18,7 @@ CANARIES = (
     "prompt-canary-51c9",
     KEY,
     ADMIN_KEY,
-)  # planted in prompts and keys; they may appear in nobody else's answer
+)  # planted in prompts and keys; they may appear in no other client's answer
 CONTEXT, VOCABULARY = 512, 260  # of the scripted model
 
 REFUSED_S = 0.1

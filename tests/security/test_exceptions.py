@@ -18,7 +18,7 @@ from millrace.stages.testing.scripted.engine import ScriptedEngine
 from tests.deploy.running import Answer
 from tests.security.oracle import CHAT, TEXT, check_error
 
-SECRET = 'File "/home/somebody/secret.py", line 3, in load: 0x7f00deadbeef token=abc'
+SECRET = 'File "/home/someone/secret.py", line 3, in load: 0x7f00deadbeef token=abc'
 
 
 class Panic(BaseException):

@@ -1,4 +1,4 @@
-"""Hostile grammars cost their sender a 400 within the compiler's budget, and nobody else anything."""
+"""Hostile grammars cost their sender a 400 within the compiler's budget, and cost no other client anything."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from tests.security.watch import Watch, warm_up
 from tests.security.wire import tell
 
 EVIL = ["a\r\nfake: line", "\x1b[31mred\x1b[0m", "%s%s%n{0}", "\u2028line", '","level":"error', "x" * 2**20]
-PROMPT = "the-prompt-that-nobody-may-log"
+PROMPT = "the-prompt-that-must-not-be-logged"
 
 
 def test_the_log_stays_one_json_object_a_line(tmp_path):

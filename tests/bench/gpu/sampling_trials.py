@@ -162,7 +162,7 @@ def sampling_trials(
 
 
 def _twin(kernel: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """What the twin makes of them on the host, where its loops over rows wait for nobody."""
+    """What the twin makes of them on the host, where its loops over rows do not wait."""
     return kernel(*(one.cpu() for one in inputs)).to(inputs[0].device)
 
 

@@ -21,7 +21,7 @@ from ..triton import step_state as triton_step
 from ..triton import thresholds as triton_thresholds
 
 NUM_PROCESSORS = 132  # of an H200
-FP8_ARCH = 89  # the first whose compiler knows e4m3
+FP8_ARCH = 89  # the first architecture with e4m3
 TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -36,12 +36,12 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A configuration that is shipped: one launch of one kernel (or two, where pieces are merged)."""
+    """A configuration in use: one launch of one kernel, or two if partial sums are merged."""
 
     name: str
     launch: Callable[[], object]  # on meta tensors
-    copies_ahead: bool = False  # loops over cached tokens, whose loads must be asynchronous
-    uses_wgmma: bool = False  # on sm_90
+    copies_ahead: bool = False  # has loops over cached tokens, whose loads must be asynchronous
+    uses_wgmma: bool = False  # must have warpgroup matrix instructions on sm_90
     least_arch: int = 80  # compute capability, as in `SHARED_BYTES`
 
 
@@ -58,7 +58,7 @@ def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]
 
 
 def layer_cases(dtype: torch.dtype) -> list[Case]:
-    """The small kernels at the widths of an 8B model."""
+    """Norms and activation at the widths of an 8B model."""
     x = _meta(64, 4096, dtype=dtype)
     weight = _meta(4096, dtype=dtype)
     q, _, _ = _qkv(32, 8, 128, dtype)
@@ -74,7 +74,7 @@ def layer_cases(dtype: torch.dtype) -> list[Case]:
 def attention_cases(
     head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16, cache_dtype: torch.dtype | None = None
 ) -> list[Case]:
-    """Decode, and extend as in a mixed batch, each with lists and merge: plain, with a window, a cap, fixed cuts."""
+    """Decode, and extend in a mixed batch, each with lists and merge: plain, with a window, a cap, fixed cuts."""
     q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
     tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
     lengths, starts = _meta(64, dtype=torch.int32), _meta(65, dtype=torch.int32)
@@ -110,8 +110,11 @@ def attention_cases(
 
 
 def group_cases(head_dim: int) -> list[Case]:
-    """As many query heads to a key/value head as models have, in bfloat16, over a cache of either kind. The same lines
-    take other registers: of 2 heads so many that two programs of three fitted, and an H200 took a third longer."""
+    """Other numbers of query heads to a key/value head, as models have, in bfloat16, over a cache of either type.
+
+    The group size changes register use: with 2 heads, two programs instead of three once fitted, which made an H200 a
+    third slower.
+    """
     sizes = [(group, cache) for group in (1, 2, 8) for cache in (None, torch.float8_e4m3fn)]
     return [
         replace(case, name=f"{case.name} group {group}")
@@ -121,7 +124,7 @@ def group_cases(head_dim: int) -> list[Case]:
 
 
 def step_cases() -> list[Case]:
-    """The state of 256 sequences of at most 32k tokens, and a step of so many rows and 1,024 tokens."""
+    """The state of 256 sequences of at most 32k tokens, and a step of 256 rows and 1,024 tokens."""
     ints, longs = torch.int32, torch.int64
     tables = _meta(256, 2048, dtype=ints)
     slots = step_state.SlotState(_meta(256, step_state.STATE_WIDTH, dtype=ints), _meta(256, 32768, dtype=ints), tables)
@@ -138,7 +141,7 @@ def step_cases() -> list[Case]:
 def prologue_cases(
     arch: int, head_dim: int, dtype: torch.dtype, num_heads: int = 32, num_groups: int = 8
 ) -> list[Case]:
-    """With and without norms of heads, half of a head rotated, and an fp8 cache where the chip has it."""
+    """With and without norms of heads, with half of a head rotated, and with an fp8 cache if the chip has fp8."""
 
     def prologue(num_pairs: int, has_norms: bool, is_fp8: bool) -> Tensor:
         num_heads, num_groups = 32, 8
@@ -170,7 +173,7 @@ def copy_cases() -> list[Case]:
 
 
 def sampling_cases(dtype: torch.dtype) -> list[Case]:
-    """The sampler's kernels at the vocabulary of Qwen3, and at one whose rows are not aligned."""
+    """The sampling kernels at the vocabulary of Qwen3, and at one whose rows are not aligned."""
     return [
         *_sampling_cases(dtype, 151_936, f"{TYPE_NAMES[dtype]}"),
         *_sampling_cases(dtype, 50_257, f"50257 {TYPE_NAMES[dtype]}")[:3],

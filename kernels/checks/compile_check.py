@@ -1,11 +1,17 @@
-"""Cross-compiles every Triton kernel as its launcher would launch it, with no GPU there, and inspects the code.
+"""Cross-compiles every Triton kernel as its launcher would launch it, without a GPU, and inspects the code.
 
-    python -m millrace.kernels.checks.compile_check            # all, for sm_90 and sm_80; exit status 1 on trouble
+    python -m millrace.kernels.checks.compile_check            # all, for sm_90 and sm_80; exit status 1 on a problem
     python -m millrace.kernels.checks.compile_check --quick    # head sizes 64 and 128 in bfloat16
 
-What it holds: no spilled register in a loop over tokens and hardly any outside, shared memory within the chip's limit,
-asynchronous copies in the loops over cached tokens, room on a multiprocessor for as many programs as are launched for
-each, and on sm_90 warpgroup matrix instructions in the extend kernel. Speed it cannot tell.
+It checks:
+
+- no spilled register in a loop over tokens, and at most STACK_BYTES outside;
+- shared memory within the chip's limit;
+- asynchronous copies in the loops over cached tokens;
+- room on a multiprocessor for all programs that are launched for it;
+- on sm_90, warpgroup matrix instructions in the extend kernel.
+
+It does not measure speed. `compile_cases.py` lists the launches.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -36,15 +42,15 @@ from ..triton import attention_plan as triton_plan
 from ..triton import launch as triton_launch
 from .compile_cases import NUM_PROCESSORS, TYPE_NAMES, Case, all_cases
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block may have
-PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # blocks on one multiprocessor, each with 1 KiB of its own more
-# A thread's, for values outside loops over tokens: Triton 3.6 (PyTorch 2.11's) and 3.7 (2.13's) keep one of fp8 extend
-# there, read once an item, and 3.6 some of a row's threshold.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # most of a block
+PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # of a multiprocessor; each block takes 1 KiB more
+# Stack of a thread that is allowed outside loops over tokens. Triton 3.6 (PyTorch 2.11) and 3.7 (2.13) spill a value of
+# fp8 extend that is read once an item; 3.6 also spills some of `thresholds`.
 STACK_BYTES = {"3.6": 32, "3.7": 8}.get(".".join(triton.__version__.split(".")[:2]), 0)
 
 
 class Launch(NamedTuple):
-    """What a launcher passed: the kernel and its arguments by name, compile options among them."""
+    """A launch as recorded: the kernel, its grid, its arguments by name, and the compile options."""
 
     kernel: JITFunction[Any]
     grid: tuple[int, ...]
@@ -54,22 +60,22 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the compiler made of a kernel."""
+    """The resources and instructions of a compiled kernel."""
 
     name: str
     arch: int
-    num_programs: int  # launched, for each of NUM_PROCESSORS
+    num_programs: int  # launched for each of NUM_PROCESSORS
     num_warps: int
-    registers: int  # a thread
-    stack_bytes: int  # a thread; spilled registers lie there
+    registers: int  # of a thread
+    stack_bytes: int  # of a thread; holds spilled registers
     local_bytes: int
-    shared_bytes: int  # a block
+    shared_bytes: int  # of a block
     num_async_copies: int
     num_warpgroup_dots: int
     num_loop_spills: int = 0  # see `spills_in_loops`
 
     def problems(self, case: Case) -> list[str]:
-        """What is wrong with it, in sentences; empty if nothing."""
+        """A description of each failed check; empty if all pass."""
         found = []
         if self.stack_bytes > STACK_BYTES or self.local_bytes or self.num_loop_spills:
             found.append(
@@ -91,18 +97,18 @@ class Report:
 
     @property
     def occupancy(self) -> int:
-        """Blocks for which a multiprocessor has registers (given out to a warp by 8 a thread) and shared memory."""
+        """Blocks that fit on a multiprocessor by registers (8 a thread is a warp's unit) and shared memory."""
         by_registers = REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.num_warps)
         return min(by_registers, PROCESSOR_SHARED_BYTES[self.arch] // (self.shared_bytes + 1024))
 
 
 def check(case: Case, arch: int) -> list[Report]:
-    """Compiles what the case launches."""
+    """Compiles the launches of a case for `arch`."""
     return [_compile(launch, case.name, arch) for launch in recorded_launches(case.launch, arch)]
 
 
 def recorded_launches(launch: Callable[[], object], arch: int) -> list[Launch]:
-    """The kernel launches of `launch()`, which are written down instead of done. Its tensors are meta tensors."""
+    """The kernel launches of `launch()`, recorded instead of run. Its tensors are meta tensors."""
     if triton_launch.IS_INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, so the kernels are not compiled; unset it for the compile check")
     launches = []
@@ -182,14 +188,14 @@ def _type_of(value: object) -> str:
 
 
 def _is_aligned(value: object) -> bool:
-    """Whether a launch would tell the compiler so: allocations are, and numbers that 16 divides."""
+    """Whether a launch would declare the value divisible by 16: allocations are, and such numbers."""
     return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def spills_in_loops(listing: str) -> int:
-    """Instructions of `nvdisasm -c` that read or write the stack within an innermost loop.
+    """The number of instructions in a listing of `nvdisasm -c` that access the stack within an innermost loop.
 
-    Those are done for each few tokens; the others once a program, or once for each of its items.
+    These run every few tokens; the others run once a program or once an item.
     """
     labels: dict[str, int] = {}
     jumps: list[tuple[int, str]] = []
@@ -201,7 +207,7 @@ def spills_in_loops(listing: str) -> int:
             jumps.append((number, jump[1]))
         elif re.search(r"\b(LDL|STL)\b", line):
             spills.append(number)
-    ends: dict[int, int] = {}  # of loops, by where they begin: jumps backwards
+    ends: dict[int, int] = {}  # the end of each loop by its begin: backward jumps
     for number, target in jumps:
         if (begin := labels[target]) < number:
             ends[begin] = max(number, ends.get(begin, 0))

@@ -6,72 +6,17 @@ Kernels come from outside, so the same lines run on the PyTorch twins and on Tri
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ...kernels.kernel_set import KernelSet
 from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
 from ..config import ModelConfig
 from .kv_cache import KVCache
 from .rope import rope_tables
 from .step_inputs import StepInputs
 from .weights import DecoderWeights, LayerWeights
-
-
-class Kernels(Protocol):
-    """What the decoder needs of a kernel backend; shapes as in `kernels/reference/layers_and_attention.py`."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def attention_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> Tensor: ...
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
-    def copy_blocks(self, data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None: ...
-    def plan_attention(
-        self, shape: AttentionShape, lengths: Tensor, query_starts: Tensor | None, num_tokens: int
-    ) -> AttentionPlan | None: ...
-    def paged_decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        window: int | None = None,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        plan: AttentionPlan | None = None,
-    ) -> Tensor: ...
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        lengths: Tensor,
-        scale: float,
-        window: int | None = None,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        plan: AttentionPlan | None = None,
-    ) -> Tensor: ...
 
 
 class Decoder:
@@ -85,7 +30,7 @@ class Decoder:
         self,
         config: ModelConfig,
         weights: DecoderWeights,
-        kernels: Kernels,
+        kernels: KernelSet,
         max_positions: int | None = None,
         *,
         is_batch_invariant: bool = False,

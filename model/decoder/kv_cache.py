@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.reference import layers_and_attention as reference
+from ...kernels.kernel_set import KernelSet
+from ...kernels.reference import kernel_set as torch_kernels
 from ..config import ModelConfig
 from .upload import upload
 
 Ids = NDArray[np.int64]  # [C], of blocks, on the host
-CopyBlocks = Callable[[Tensor, int, Tensor, Tensor], None]  # `reference.copy_blocks`, or what does as it does
 
 
 class KVCache:
@@ -36,7 +35,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        copy_blocks: CopyBlocks = reference.copy_blocks,
+        kernels: KernelSet = torch_kernels,
         scales: Tensor | None = None,
         *,
         is_block_major: bool | None = None,
@@ -44,7 +43,7 @@ class KVCache:
         """`scales` [layers, 2, G] f32 are of a cache in float8_e4m3fn, and only of one: see `kv_scales.py`.
         `is_block_major`: whether each block is one piece of memory; None: as is best for the device."""
         assert (scales is not None) == (dtype == torch.float8_e4m3fn)
-        self._copy_blocks = copy_blocks
+        self._copy_blocks = kernels.copy_blocks
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.is_block_major = device.type != "cpu" if is_block_major is None else is_block_major

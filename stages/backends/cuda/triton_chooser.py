@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....kernels.kernel_set import SamplingKernels
 from ....kernels.layout import sampling_rows, step_state
 from ....kernels.layout.step_state import SlotState
-from ....kernels.sampling_kernels import SamplingKernels
 from ....model.decoder.upload import upload
 from ...config import LogprobsMode
 from ...grammar.masks import Allowed

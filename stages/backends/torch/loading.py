@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....kernels import kernel_set as backend
-from ....kernels import sampling_kernels
+from ....kernels import kernel_set
 from ....model.config import ModelConfig
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
@@ -62,7 +61,7 @@ def load_on_torch(
 ) -> Computing:
     """Loads the checkpoint in `root`. Raises as `load_model` does. `streams` stand for the device's own."""
     device = choose_device(config, threads)
-    kernels = backend.load(_backend_name(config, device))
+    kernels = kernel_set.load(_backend_name(config, device))
     _check_backend(config, device, kernels.name)
     streams = _streams(config, streams, device, kernels.name)
     with phases("weights"):
@@ -92,7 +91,7 @@ def load_on_torch(
     )
 
 
-def _check_backend(config: EngineConfig, device: torch.device, kernels: backend.BackendName) -> None:
+def _check_backend(config: EngineConfig, device: torch.device, kernels: kernel_set.BackendName) -> None:
     """Raises `ConfigError` for what these kernels can not do."""
     check_kv_dtype(config, device, kernels)
     if config.deterministic and kernels != "triton":
@@ -103,7 +102,7 @@ def _check_backend(config: EngineConfig, device: torch.device, kernels: backend.
 
 
 def _load_weights(
-    config: EngineConfig, root: Path, shape: ModelConfig, device: torch.device, kernels: backend.Backend
+    config: EngineConfig, root: Path, shape: ModelConfig, device: torch.device, kernels: kernel_set.KernelSet
 ) -> Callable[..., Decoder]:
     """What makes decoders with the checkpoint's weights, which are loaded."""
     dtype = torch_dtype(config, shape.dtype)
@@ -141,7 +140,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _streams(
-    config: EngineConfig, given: Streams | None, device: torch.device, kernels: backend.BackendName
+    config: EngineConfig, given: Streams | None, device: torch.device, kernels: kernel_set.BackendName
 ) -> Streams | None:
     """Those that steps are submitted to; None: the device is waited for, step by step."""
     if not config.async_scheduling or given is not None or device.type != "cuda" or kernels != "triton":
@@ -164,12 +163,12 @@ def _assemble(
     return assemble(streams, runner, sampler, config, ends, clock)
 
 
-def _choosing(kernels: backend.BackendName, *, is_late: bool) -> MakeChoosing:
+def _choosing(kernels: kernel_set.BackendName, *, is_late: bool) -> MakeChoosing:
     if kernels != "triton" and not is_late:
         return Choosing
     from ..cuda.triton_chooser import KernelChoosing
 
-    return partial(KernelChoosing, kernels=sampling_kernels.load(kernels))
+    return partial(KernelChoosing, kernels=kernel_set.load_sampling(kernels))
 
 
 def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
@@ -191,7 +190,7 @@ def torch_dtype(config: EngineConfig, own: str) -> torch.dtype:
     return dtype
 
 
-def _backend_name(config: EngineConfig, device: torch.device) -> backend.BackendName:
+def _backend_name(config: EngineConfig, device: torch.device) -> kernel_set.BackendName:
     if config.attention_backend == "auto":
         return "triton" if device.type == "cuda" else "torch"
     assert config.attention_backend != "native"
@@ -209,10 +208,10 @@ def make_runner(
     is_block_major: bool | None = None,
 ) -> ModelRunner:
     """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
-    dtype, copy_blocks = kv_dtype_of(config, decoder.dtype), decoder.kernels.copy_blocks
+    dtype = kv_dtype_of(config, decoder.dtype)
     scales = kv_scales_of(config, decoder)
     sizes = (shape, blocks, config.block_size)
-    cache = KVCache(*sizes, dtype, decoder.device, copy_blocks, scales, is_block_major=is_block_major)
+    cache = KVCache(*sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.kernels.layout.work_lists import AttentionShape
-from millrace.kernels.reference import layers_and_attention as twins
+from millrace.kernels.reference import kernel_set as twins
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.linear import Linear, PackedLinear, WidenedLinear

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import orjson
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 
 from ...runtime.env.log import get_logger
 from ...stages.messages import ChatPrompt
@@ -26,10 +23,12 @@ from ..api.service import Service
 from ..dashboard.feed import Feed
 from ..errors import ApiError, shorten
 from ..http.body_reader import read
+from ..http.package_version import package_version
+from ..http.request_context import OWNER
+from ..http.responses import answer, expect
 from ..inspect.server_info import load, server_info
 from ..metrics.metrics import CONTENT_TYPE, Metrics
 from ..websocket.hub import Hub
-from .middleware import OWNER
 from .pages import Pages
 
 log = get_logger("millrace.deploy")
@@ -234,24 +233,3 @@ class Routes:
             message = f"no request {shorten(repr(some_id), 128)} is under way"
             raise ApiError("request_not_found", message, param="id")
         return answer({"id": some_id, "aborted": True})
-
-
-async def expect(request: web.Request) -> None:
-    """Tells a client that waits with its body to send it. HTTP/1.0 knows no such answer."""
-    if request.version >= HttpVersion11:
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
-
-
-def answer(data: Mapping[str, Any], status: int = 200) -> web.Response:
-    """Plain data as a JSON response."""
-    return web.Response(status=status, body=orjson.dumps(data), content_type="application/json")
-
-
-@cache
-def package_version() -> str:
-    """Of millrace, as installed: read at the start, as no request may open a file."""
-    try:
-        return version("millrace")
-    except PackageNotFoundError:
-        return "unknown"

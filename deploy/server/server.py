@@ -20,6 +20,7 @@ from ..config import ServerConfig
 from ..http.api_keys import Keys
 from ..http.listener import Runner, Site
 from ..http.origin_check import Gate, guard
+from ..http.package_version import package_version
 from ..http.tls import tls_context
 from ..inspect.routes import Inside
 from ..metrics.metrics import Metrics
@@ -27,7 +28,7 @@ from ..metrics.otlp_export import Telemetry
 from ..openapi.docs_page import Docs
 from .middleware import NO_KEYS, add_headers, check_keys, identify
 from .request_log import RequestLog
-from .routes import Routes, package_version
+from .routes import Routes
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine

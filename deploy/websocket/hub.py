@@ -17,8 +17,8 @@ from ..api.service import Service
 from ..errors import ApiError, not_serving, unforeseen
 from ..http.connections import error_response
 from ..http.json_limits import INLINE_BYTES
+from ..http.request_context import OWNER, REQUEST_ID
 from ..metrics.metrics import Metrics
-from ..server.middleware import OWNER, REQUEST_ID
 from .base_session import SocketSession
 from .peer import GOING_AWAY, INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
 from .responses_session import ResponsesSession

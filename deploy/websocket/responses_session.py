@@ -13,8 +13,8 @@ from ...runtime.env.log import bound
 from ..api.openai.generation import told
 from ..api.responses.service import Asked, Responses
 from ..errors import ApiError, shorten
+from ..http.request_context import MAX_ID_CHARS
 from .base_session import SocketSession
-from .envelopes import MAX_ID_CHARS
 from .peer import Peer
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..api.openai.generation import ENDPOINTS
 from ..errors import ApiError, shorten
+from ..http.request_context import MAX_ID_CHARS
 from .base_session import SocketSession
 from .envelopes import (
     KINDS,
-    MAX_ID_CHARS,
     Cancel,
     Create,
     Credit,

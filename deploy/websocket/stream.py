@@ -15,7 +15,7 @@ from ..api.openai.answers import Answer
 from ..api.openai.chunks import Chunks
 from ..api.openai.generation import Order, in_terms_of, told
 from ..errors import ApiError, not_serving
-from ..server.middleware import settled_id
+from ..http.request_context import settled_id
 from .delivery import Delivery
 from .envelopes import Create, error_members, members
 

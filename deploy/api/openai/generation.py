@@ -22,8 +22,8 @@ from ....stages.messages import Prompt, Request
 from ....stages.params import SamplingParams
 from ...errors import ApiError, describe, unforeseen
 from ...http.body_reader import read
+from ...http.request_context import OWNER, REQUEST_ID, settled_id
 from ...http.sse import DONE, EventStream
-from ...server.middleware import OWNER, REQUEST_ID, settled_id
 from ..schema.validation import read_body
 from ..service import Service
 from .answers import Answer, ChatAnswer, CompletionAnswer, usage

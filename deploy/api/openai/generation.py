@@ -26,12 +26,11 @@ from ...http.request_context import OWNER, REQUEST_ID, settled_id
 from ...http.sse import DONE, EventStream
 from ..schema.validation import read_body
 from ..service import Service
-from .answers import Answer, ChatAnswer, CompletionAnswer, usage
+from .answers import Answer, ChatAnswer, CompletionAnswer, best, usage
 from .assistant_turn import Turn
 from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody, renamed
 from .chunks import Chunks, Tell
 from .prompt_echo import Asked, tell_prompt
-from .ranking import best
 from .sse_pump import send_all
 from .token_ids import GenerateBody, TokensAnswer, flatten, rendered
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import NotServing
-from ..api.openai.bodies import Body
+from ..api.schema.body import Body
 from ..errors import ApiError
 from ..websocket.peer import Peer
 from . import snapshots

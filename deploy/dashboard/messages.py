@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..api.openai.bodies import Body
+from ..api.schema.body import Body
 from ..api.schema.validation import read_typed
 from ..http.api_keys import MAX_KEY_CHARS
 from ..http.request_context import MAX_ID_CHARS

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field
 
-from ..api.openai.bodies import Body
+from ..api.schema.body import Body
 from ..api.schema.validation import read_typed
 from ..errors import ApiError
 from ..http.json_limits import JsonLimits, parse_object

@@ -15,8 +15,9 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from ...errors import ApiError
-from ..openai.bodies import Body, ChatBody
+from ..openai.bodies import ChatBody
 from ..openai.generation import Generation, Order, in_terms_of
+from ..schema.body import Body
 from ..schema.hints import nullable
 from ..schema.validation import read_body
 from .answer_parts import End, Part, PartsReader, Usage

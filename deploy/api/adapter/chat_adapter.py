@@ -24,7 +24,7 @@ from .answer_parts import End, Part, PartsReader, Usage
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
-    from ..openai.assistant_turn import Turn
+    from ..assistant_turn import Turn
 
 A = TypeVar("A", bound="AdaptedBody")
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
+from ..assistant_turn import Piece, ToolCallArguments, ToolCallBegun, Turn
 from ..parsers.interface import Reasoning, Text
-from .assistant_turn import Piece, ToolCallArguments, ToolCallBegun, Turn
 
 if TYPE_CHECKING:
     from ....stages.messages import TokenLogprobs

@@ -284,9 +284,27 @@ class ChatBody(GenerationBody):
         return [] if self.tools is None or self.tool_choice == "none" else self.tools
 
     @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Of the tools that may be called."""
+        return tuple(tool.function.name for tool in self.offered_tools)
+
+    @property
+    def named_tool(self) -> str | None:
+        """The one that has to be called, if the body names it."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
     def is_call_forced(self) -> bool:
         """Whether the answer has to be calls."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return self.tool_choice == "required" or self.named_tool is not None
+
+    @property
+    def continued_text(self) -> str | None:
+        """The text that the answer goes on with; None if the answer is a turn of its own."""
+        if not self.continue_final_message:
+            return None
+        content = self.messages[-1].content
+        return content if isinstance(content, str) else ""
 
     @property
     def max_thinking_tokens(self) -> int | None:

@@ -24,10 +24,10 @@ from ...errors import ApiError, describe, unforeseen
 from ...http.body_reader import read
 from ...http.request_context import OWNER, REQUEST_ID, settled_id
 from ...http.sse import DONE, EventStream
+from ..assistant_turn import Turn
 from ..schema.validation import read_body
 from ..service import Service
 from .answers import Answer, ChatAnswer, CompletionAnswer, best, usage
-from .assistant_turn import Turn
 from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody, renamed
 from .chunks import Chunks, Tell
 from .prompt_echo import Asked, tell_prompt

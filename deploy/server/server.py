@@ -50,7 +50,7 @@ class Server:
         self.config = config
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # long bodies and prompts
         self.service = Service(config, self._threads)
-        self.metrics = Metrics(self.service)
+        self.metrics = Metrics(self.service.oversight)
         endpoint = config.otlp_traces_endpoint
         self.telemetry = None if endpoint is None else Telemetry(endpoint, package_version(), self._threads)
         self.metrics.telemetry = self.telemetry
@@ -86,11 +86,11 @@ class Server:
     def attach(self, engine: Engine) -> None:
         """From now on requests are served."""
         self.service.attach(engine)
-        self.metrics.watch(engine)
+        self.metrics.watch(engine, self.service.model_names[0])
         self._sockets.watch(engine)
         self._routes.feed.watch(engine)
         self._inside.remembered.watch(engine)
-        self.service.oversight.watch(engine, self.metrics)
+        self.service.oversight.watch(engine, self.metrics.num_tokens)
         if self.telemetry is not None:
             self.telemetry.watch(engine, self.service.model_names[0])
         if self.config.log_requests:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from ...api.schema.body import Body
 from ...api.schema.hints import Schema
 from ...errors import CODES
-from .. import shapes
+from ..shapes import openai as shapes
 
 Access = Literal["open", "key", "admin"]
 

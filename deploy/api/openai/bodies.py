@@ -166,7 +166,7 @@ class GenerationBody(Body):
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
-    # these and their shapes: structured.py
+    # these and their shapes: structured_fields.py
     response_format: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(documented_forms.STRUCTURED_OUTPUTS)] = None
     guided_json: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_JSON)] = None

@@ -20,7 +20,7 @@ class ServerConfig:
     """All that `serve` can be told besides the engine's settings. Read once, checked once."""
 
     # where it runs
-    mode: Literal["auto", "inline", "split"] = "auto"  # split: the step loop in a process of its own; see modes.py
+    mode: Literal["auto", "inline", "split"] = "auto"  # split: the step loop in a process of its own; see cli/serve.py
 
     # where it listens
     host: str = "127.0.0.1"  # loopback; another address needs a key, or allow_no_key

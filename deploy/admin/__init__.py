@@ -3,6 +3,6 @@
 Owns: the profiler's window.
 In: admin requests.
 Out: what was changed.
-Imports: the root of `deploy`, `http`, `metrics`, `api`.
+Imports: the root of `deploy`, `http`, `api`.
 Start with: `routes.py`.
 """

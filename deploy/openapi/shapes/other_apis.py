@@ -1,6 +1,6 @@
 """The shapes of answers of the APIs besides OpenAI's older ones: numbers, token ids, responses and messages.
 
-As in `shapes.py`, answers are made without these. Objects that belong to OpenAI or Anthropic and that grow with their
+As in `openai.py`, answers are made without these. Objects that belong to OpenAI or Anthropic and that grow with their
 APIs say which fields are always there, and may have more.
 """
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
-from .shapes import CompletionLogprobs, Count, FinishReason, PromptLogprobs, RequestMetrics, Shape, Usage
+from .openai import CompletionLogprobs, Count, FinishReason, PromptLogprobs, RequestMetrics, Shape, Usage
 
 
 class OpenShape(BaseModel):

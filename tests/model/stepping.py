@@ -18,7 +18,7 @@ from millrace.model.decoder.weights import load_weights
 
 
 def load_decoder(root: Path, dtype: torch.dtype = torch.float32, kernels: Any = None) -> Decoder:
-    """The checkpoint on the CPU, on the PyTorch twins unless told otherwise."""
+    """The checkpoint on the CPU, on the PyTorch kernels unless `kernels` are given."""
     config = ModelConfig.read(root)
     return Decoder(config, load_weights(root, config, torch.device("cpu"), dtype), kernels or kernel_set.load("torch"))
 

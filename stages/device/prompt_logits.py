@@ -1,8 +1,8 @@
-"""Logits of prompt tokens, for those who ask how likely their prompt was: a piece at a time, and what is kept of them.
+"""Log-probabilities of prompt tokens (`prompt_logprobs`), computed in pieces. Used on the device thread only.
 
-A prompt of thousands of tokens has gigabytes of logits. So what goes from the forward pass to the sampler is the last
-hidden states and the way from them to logits; and the sampler takes a bounded piece, keeps each token's log-probability
-and the k likeliest, and forgets the piece before it takes the next. Lives on the device thread.
+The logits of a long prompt take gigabytes. So the forward pass hands the sampler the last hidden states and a function
+from them to logits. The sampler computes one bounded piece at a time, and keeps each token's log-probability, its rank
+and the k likeliest tokens.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ PIECE_BYTES = 32 * 2**20  # of logits at a time, as float32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsWithPrompts:
-    """What a forward pass hands to the sampler in the place of bare logits when a row wants its prompt scored."""
+    """The result of a forward pass, instead of plain logits, when the prompt of some row is scored."""
 
-    sampled: Array  # [L, V] as always
+    sampled: Array  # [L, V] as without scored prompts
     runs: Sequence[PromptRun]
-    hidden: Array  # [sum of C, H] of all runs, one after the other
+    hidden: Array  # [sum of C, H] of all runs, concatenated
     to_logits: Callable[[Array], Array]  # [n, H] -> [n, V]
-    max_rows: int  # of a piece: no more than the sampler has memory for anyway
+    max_rows: int  # of a piece; the sampler has memory for this many rows of logits
 
     def pieces(self) -> Iterator[tuple[int, slice, Array]]:
-        """Each run in pieces of [n, V] f32: (which run, which of its tokens, logits of the tokens before them)."""
+        """Yields pieces of at most `PIECE_BYTES`: (index of the run, its tokens, their logits [n, V] f32).
+
+        The logits of a token are computed from the hidden state of the token before it.
+        """
         num_rows = max(1, min(self.max_rows, PIECE_BYTES // (4 * self.sampled.shape[1])))
         begin = 0
         for index, run in enumerate(self.runs):
@@ -43,7 +46,7 @@ class LogitsWithPrompts:
 
 
 def prompt_logprobs(logits: LogitsWithPrompts) -> tuple[PromptLogprobs, ...]:
-    """Of each run, under the model itself: before penalties, bias and temperature."""
+    """Scores each run by the model's raw logits: before penalties, bias and temperature."""
     made = tuple(run.empty(logits.sampled.shape[1]) for run in logits.runs)
     for index, piece, scores in logits.pieces():
         _fill(made[index], piece, scores)
@@ -51,7 +54,7 @@ def prompt_logprobs(logits: LogitsWithPrompts) -> tuple[PromptLogprobs, ...]:
 
 
 def _fill(kept: PromptLogprobs, piece: slice, logits: Array) -> None:
-    """`logits` [n, V] f32."""
+    """Writes the scores of one piece into `kept`. `logits` [n, V] f32."""
     scores = maths.score(logits, kept.token_ids[piece].astype(np.int64), kept.top_ids.shape[1])
     kept.logprobs[piece], kept.ranks[piece] = scores.logprobs, scores.ranks
     kept.top_ids[piece], kept.top_logprobs[piece] = scores.top_ids, scores.top_logprobs

@@ -1,7 +1,4 @@
-"""Which prompt tokens a step scores: for requests that ask how likely their prompt was. Numpy only.
-
-Knows slots, positions and the order of a step's tokens. Refuses to know logits: that is `prompt_logits.py`.
-"""
+"""Which prompt tokens a step scores, for requests with `prompt_logprobs`. Numpy only."""
 
 from __future__ import annotations
 
@@ -16,20 +13,22 @@ from ..messages import Ints, PromptLogprobs, Started, StepGrant
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRun:
-    """C tokens of one prompt that a step scores, each by the logits of the token before it."""
+    """C consecutive tokens of one prompt that a step scores, each by the logits of the token before it."""
 
     sequence_id: int
     start: int  # position of the first, at least 1
     token_ids: Ints  # [C] a view of the prompt
-    first_row: int  # place of the token before the first among all tokens of the step
+    first_row: int  # index among the step's tokens of the token before the first
     num_top: int  # k
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def empty(self, vocab_size: int) -> PromptLogprobs:
-        """Room for what is kept: for each token 4 bytes of log-probability, 4 of rank, and 8 for each of the likeliest,
-        so C * (k + 1) * 8 in all."""
+        """Uninitialized arrays for the scores: C * (k + 1) * 8 bytes.
+
+        A token takes 4 bytes for its log-probability, 4 for its rank, and 8 for each of the k likeliest.
+        """
         shape = (len(self), min(self.num_top, vocab_size))
         return PromptLogprobs(
             sequence_id=self.sequence_id,
@@ -43,20 +42,20 @@ class PromptRun:
 
 
 class ScoredPrompts:
-    """Who wants a prompt scored, slot by slot."""
+    """The slots whose prompts are scored."""
 
     def __init__(self, num_slots: int) -> None:
         self._started: list[Started | None] = [None] * num_slots
         self._ends = np.zeros(num_slots, np.int32)  # [S] length of a prompt to score, 0 where there is none
 
     def start(self, started: Started) -> None:
-        """A sequence takes a slot; what was there is forgotten."""
+        """Assigns a slot to a sequence, and discards the slot's old state."""
         wants = started.wants_prompt_logprobs
         self._started[started.slot] = started if wants else None
         self._ends[started.slot] = started.num_prompt if wants else 0
 
     def runs(self, grant: StepGrant) -> tuple[PromptRun, ...]:
-        """What a step is to score, nothing in nearly all of them. A decoding step has no prompt but for last tokens."""
+        """The prompt tokens to score in a step: none in almost all steps. A decode step never scores any."""
         if grant.is_decode:
             return ()
         starts, ends = grant.starts + 1, self._ends[grant.slots]
@@ -76,12 +75,12 @@ class ScoredPrompts:
 
 
 def rows_of(runs: Sequence[PromptRun]) -> NDArray[np.int64]:
-    """The places among a step's tokens whose logits are wanted, run by run."""
+    """The indices, among a step's tokens, whose logits are needed, run by run."""
     return np.concatenate([np.arange(run.first_row, run.first_row + len(run)) for run in runs])
 
 
 def _first_rows(grant: StepGrant) -> NDArray[np.int64]:
-    """[R] where each row's first token is among the step's: rows of one token come first."""
+    """[R] index of each row's first token among the step's tokens. Rows of one token come first."""
     order = np.argsort(grant.num_tokens != 1, kind="stable")
     counts = grant.num_tokens[order].astype(np.int64)
     places = np.empty(len(order), np.int64)

@@ -42,8 +42,8 @@ class NativeCache:
         num_pieces = 2 * shape.num_kv_heads
         self._run = run = blocks_of_a_run(block_size)
         num_runs = -(-num_blocks // run)
-        self.blocks_apart = spread_layers(num_runs * run, block_bytes, shape.num_layers)
-        memory = aligned_zeros((shape.num_layers, self.blocks_apart, block_bytes // item.itemsize), item)
+        self.layer_stride_blocks = spread_layers(num_runs * run, block_bytes, shape.num_layers)
+        memory = aligned_zeros((shape.num_layers, self.layer_stride_blocks, block_bytes // item.itemsize), item)
         used = memory[:, : num_runs * run]  # the rest is address space
         self.data = used.reshape(shape.num_layers, num_runs, num_pieces, run, -1)
         assert np.may_share_memory(self.data, memory), "a copy of the cache is not the cache"

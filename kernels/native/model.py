@@ -64,7 +64,7 @@ class NativeModel:
         are left out, those that compute run on any of their processors. A single one is whoever calls.
         `worth_a_thread`: bytes of weights to read below which another thread does not pay for a token. `neighbours`
         decides how many threads compute where others want the cores, too; None: it is made here.
-        Weights come with `set_tensor`; all of them before the first step, and then `code_weights` where it pays.
+        Weights come with `set_tensor`; all of them before the first step, and then `encode_bf16_12bit` where it pays.
 
         Raises UnsupportedModelError, and NativeUnavailableError if the library cannot be had.
         """
@@ -99,11 +99,11 @@ class NativeModel:
             raise NativeUnavailableError(f"threads = {self.num_threads}: the system gives no more threads or memory")
         self._before_step: Callable[[], object] | None = None
         self._logits = ReusedRows(shape.vocab_size)
-        self._part_times: Longs | None = None
+        self._phase_times: Longs | None = None
         self._neighbours = neighbours or Neighbours(self.num_threads)
         self._shares = np.zeros(len(Share), np.int64)
         if self.num_threads > 1:
-            self._library.millrace_count_shares(self._model, self._shares.ctypes.data)
+            self._library.millrace_count_thread_times(self._model, self._shares.ctypes.data)
         self._kept: list[Array] = []
         self._are_coded = False
         freed = weakref.finalize(self, _delete, self._library, self._model, self._kept)
@@ -138,7 +138,7 @@ class NativeModel:
     def _set_tensors(self, arrays: Mapping[str, Array], dtype: str | None = None, is_mapped: bool = False) -> None:
         names = list(arrays)
         if self._are_coded:
-            raise RuntimeError(f"tensor {names[0]}: weights are coded; all tensors come before `code_weights`")
+            raise RuntimeError(f"tensor {names[0]}: weights are coded; all tensors come before `encode_bf16_12bit`")
         sources = [np.ascontiguousarray(array) for array in arrays.values()]
         described = (library.Tensor * len(names))()
         for one, name, source in zip(described, names, sources, strict=True):
@@ -154,14 +154,14 @@ class NativeModel:
             name, size = names[num_set.value], sources[num_set.value].size
             raise MemoryError(f"tensor {name}: no memory for {size} numbers as {self.dtype}")
 
-    def code_weights(self) -> None:
+    def encode_bf16_12bit(self) -> None:
         """Keeps matrices of bf16, the layers' and the head, in 12 bits a number from now on, to the bit, where the
         machine multiplies bf16 as such and a matrix's numbers are of like size: few rows' steps take up to a quarter
         less, as what they read is so much smaller. All tensors are set, and none can be set any more. Raises
         MemoryError when it is through: what there was no memory for stays as it is, and steps go on.
         """
         self._are_coded = True
-        if self._library.millrace_code_weights(self._model):
+        if self._library.millrace_encode_bf16_12bit(self._model):
             raise MemoryError("no memory for a matrix while it is coded")
 
     def type_of(self, name: str) -> str:
@@ -173,54 +173,54 @@ class NativeModel:
     def has_screen(self, name: str) -> bool:
         """Whether a copy of the tensor in int8 is made beside it: see `screen_bytes`."""
         is_head = name == ("model.embed_tokens.weight" if self.shape.is_tied else "lm_head.weight")
-        return is_head and bool(self._library.millrace_wants_screen(self._model))
+        return is_head and bool(self._library.millrace_can_screen(self._model))
 
     @property
-    def num_panels_left(self) -> int:
+    def num_screen_candidates(self) -> int:
         """Panels, of 32 tokens, of the head that may have had a row's largest logit as far as the last step's screen
         told, each once for each row; -1: that went without one, or needed no logits."""
-        return int(self._library.millrace_panels_left(self._model))
+        return int(self._library.millrace_screen_candidates(self._model))
 
     @property
-    def num_panels_closer(self) -> int:
+    def num_screen_refined(self) -> int:
         """Those that the last step's screen looked at closer, each once for each row."""
-        return int(self._library.millrace_panels_looked_at_closer(self._model))
+        return int(self._library.millrace_screen_refined(self._model))
 
     @property
-    def is_shared_by_rows(self) -> bool:
+    def is_split_by_rows(self) -> bool:
         """Whether two threads shared the last step's products by rows, each with all weights, not by columns."""
-        return bool(self._library.millrace_is_shared_by_rows(self._model))
+        return bool(self._library.millrace_is_split_by_rows(self._model))
 
     @property
-    def is_apart(self) -> bool:
+    def is_split(self) -> bool:
         """Whether each of two threads was to take half of the last step's rows, alone, once both were there."""
-        return bool(self._library.millrace_is_apart(self._model))
+        return bool(self._library.millrace_is_split(self._model))
 
     @property
-    def num_together(self) -> int:
+    def num_layers_before_split(self) -> int:
         """Layers that whoever was there went through with all rows before the last step of which two threads took half
         each; -1: the other one did not come before the last layer."""
-        return int(self._library.millrace_num_together(self._model))
+        return int(self._library.millrace_num_layers_before_split(self._model))
 
     @property
-    def is_passing(self) -> bool:
+    def is_streaming(self) -> bool:
         """Whether the last step's rows were so few, in its layers or its head, that weights passed by the caches."""
-        return bool(self._library.millrace_is_passing(self._model))
+        return bool(self._library.millrace_is_streaming(self._model))
 
     @property
-    def num_bytes_beside(self) -> int:
+    def kv_prefetched_bytes(self) -> int:
         """Of keys and values: what the last step fetched a layer ahead, beside products."""
-        return int(self._library.millrace_bytes_beside(self._model))
+        return int(self._library.millrace_kv_prefetched_bytes(self._model))
 
-    def assume_kept(self, num_bytes: int) -> None:
+    def assume_retained(self, num_bytes: int) -> None:
         """From now on the cache behind the cores' own is taken to keep so many bytes; below 0: that is measured, as at
         first. What a step computes does not depend on it."""
-        self._library.millrace_assume_kept(self._model, num_bytes)
+        self._library.millrace_assume_retained(self._model, num_bytes)
 
-    def assume_apart(self, is_apart: bool | None) -> None:
+    def assume_split(self, is_split: bool | None) -> None:
         """From now on the rows of steps that can be taken apart are, or are not; None: it is measured which is faster,
         as at first. What a step computes does not depend on it."""
-        self._library.millrace_assume_apart(self._model, -1 if is_apart is None else int(is_apart))
+        self._library.millrace_assume_split(self._model, -1 if is_split is None else int(is_split))
 
     def matrix(self, name: str, num_rows: int, num_columns: int) -> Floats:
         """What is computed with in place of a checkpoint's matrix, [rows, columns]: its numbers as they are kept."""
@@ -283,11 +283,11 @@ class NativeModel:
             logits_rows=None if logits_rows is None else address(logits_rows, np.int64),
             cache=cache.data.ctypes.data,
             num_blocks=cache.num_blocks,
-            blocks_apart=cache.blocks_apart,
+            layer_stride_blocks=cache.layer_stride_blocks,
             block_size=cache.block_size,
             hidden=None if hidden is None else address(hidden, np.float32),
             logits=None if logits is None else address(logits, np.float32),
-            likeliest=None if likeliest is None else address(likeliest[0], np.int64),
+            argmax=None if likeliest is None else address(likeliest[0], np.int64),
             is_broken=None if likeliest is None else address(likeliest[1], np.bool_),
         )
         if self._before_step is not None:
@@ -305,9 +305,9 @@ class NativeModel:
         return self._is_done(problem)
 
     @property
-    def line_thread(self) -> int:
+    def step_thread_id(self) -> int:
         """The system's id of the thread that begins each step; 0: that is whoever calls."""
-        return int(self._library.millrace_line(self._model))
+        return int(self._library.millrace_step_thread_id(self._model))
 
     def keep(self, *arrays: Array) -> None:
         """These are read while steps run that nobody waits for, so they last as long as the model."""
@@ -357,14 +357,14 @@ class NativeModel:
         lock to wait for it."""
         self._before_step = call
 
-    def time_parts(self) -> Longs:
+    def time_phases(self) -> Longs:
         """From now on each step adds to what this returns: nanoseconds of its products with weights, of its attention
         and of the rest, until the last thread was through with each, and 1. Norms of few rows are within products. A
         clock is read up to nine times a layer."""
-        if self._part_times is None:
-            self._part_times = np.zeros(4, np.int64)
-            self._library.millrace_time_parts(self._model, self._part_times.ctypes.data)
-        return self._part_times
+        if self._phase_times is None:
+            self._phase_times = np.zeros(4, np.int64)
+            self._library.millrace_time_phases(self._model, self._phase_times.ctypes.data)
+        return self._phase_times
 
     def normed(self, hidden: Floats) -> Floats:
         """The final norm of hidden states, [L, hidden_size] both."""
@@ -382,7 +382,7 @@ class NativeModel:
 
     def choose(self, asked: Any, choices: Any) -> None:
         """Chooses tokens of logits, by references to an `Asked` and to `Choices`: for a `Chooser`."""
-        self._check(self._library.millrace_choose(self._model, asked, choices))
+        self._check(self._library.millrace_sample(self._model, asked, choices))
 
     def check_cache(self, cache: NativeCache) -> None:
         """That it is one of this model's."""

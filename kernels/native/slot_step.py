@@ -43,7 +43,7 @@ class Decoding:
         """Room for whose the rows of a step are."""
         num_slots, blocks_per_slot = self._tables.shape
         slots, starts = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
-        columns = library.Decoding(
+        columns = library.DecodeSlots(
             slots=address(slots, np.int64),
             starts=address(starts, np.int64),
             last_tokens=address(self._last_tokens, np.int64),
@@ -53,7 +53,7 @@ class Decoding:
             blocks_per_slot=blocks_per_slot,
             cache=self._cache.data.ctypes.data,
             num_blocks=self._cache.num_blocks,
-            blocks_apart=self._cache.blocks_apart,
+            layer_stride_blocks=self._cache.layer_stride_blocks,
             block_size=self._cache.block_size,
         )
         return DecodingRows(slots, starts, ctypes.byref(columns))
@@ -115,14 +115,14 @@ class Chooser:
             (num_prompt, np.int32),
         ]
         model.keep(*(column for column, _ in columns))
-        self.asked = ctypes.byref(library.Asked(*(address(column, dtype) for column, dtype in columns)))
-        self._choices = library.Choices()
+        self.asked = ctypes.byref(library.SlotSampling(*(address(column, dtype) for column, dtype in columns)))
+        self._choices = library.SamplingRows()
         self._make_room(len(is_random))
 
     def _make_room(self, num_rows: int) -> None:
         self._slots, self._places = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._token_ids, self._is_broken = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
-        self._choices.slots, self._choices.places = self._slots.ctypes.data, self._places.ctypes.data
+        self._choices.slots, self._choices.positions = self._slots.ctypes.data, self._places.ctypes.data
         self._choices.token_ids, self._choices.is_broken = self._token_ids.ctypes.data, self._is_broken.ctypes.data
 
     def choose(

@@ -20,7 +20,7 @@ class Chain:
 
     def __init__(self, decoding: Decoding, chooser: Chooser) -> None:
         self._model, self._asked = decoding.model, chooser.asked
-        assert self._model.line_thread, "a chain of steps, and no thread that goes from one to the next"
+        assert self._model.step_thread_id, "a chain of steps, and no thread that goes from one to the next"
         self._begun, self._following = decoding.rows(), decoding.rows()
 
     def begin(self, number: int, slots: Longs, starts: Ints) -> None:

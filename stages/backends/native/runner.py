@@ -73,7 +73,7 @@ class NativeRunner(ModelRunner):
         """From the next step on tokens that take nothing but logits are chosen here, by `chooser` where one is drawn;
         None: none is."""
         self._chooses = chooser is not None
-        has_line = self._native.model.line_thread > 0
+        has_line = self._native.model.step_thread_id > 0
         self._chain = Chain(self._decoding, chooser) if chooser is not None and has_line else None
 
     def foresee(self, grant: StepGrant) -> None:

@@ -21,10 +21,10 @@
 
 namespace millrace {
 
-constexpr int64_t TILE = 16;    // keys
+constexpr int64_t KEY_TILE = 16;    // keys
 constexpr int64_t CHUNK = 256;  // keys
-constexpr int64_t RUN = CHUNK;  // tokens
-constexpr int64_t MOST_AHEAD = 8;  // tiles
+constexpr int64_t RUN_TOKENS = CHUNK;  // tokens
+constexpr int64_t MAX_TILES_AHEAD = 8;  // tiles
 constexpr int64_t MAX_HEAD_DIM = 1024;
 
 // One layer of the cache: [runs][kv heads][keys, values][blocks of a run] heads of T, each [block_size * padded dim] numbers
@@ -32,22 +32,22 @@ constexpr int64_t MAX_HEAD_DIM = 1024;
 template <class T>
 struct CacheLayout {
     static constexpr bool HAS_SCALES = std::is_same<T, int8_t>::value;
-    int64_t blocks_apart, block_size, num_kv_heads, head_dim;
+    int64_t layer_stride_blocks, block_size, num_kv_heads, head_dim;
     int run_bits = 0;  // a run has 1 << run_bits blocks: RUN tokens or less, but at least one
 
-    CacheLayout(int64_t blocks_apart, int64_t block_size, int64_t num_kv_heads, int64_t head_dim)
-        : blocks_apart(blocks_apart), block_size(block_size), num_kv_heads(num_kv_heads), head_dim(head_dim) {
-        while (block_size << (run_bits + 1) <= RUN) run_bits++;
+    CacheLayout(int64_t layer_stride_blocks, int64_t block_size, int64_t num_kv_heads, int64_t head_dim)
+        : layer_stride_blocks(layer_stride_blocks), block_size(block_size), num_kv_heads(num_kv_heads), head_dim(head_dim) {
+        while (block_size << (run_bits + 1) <= RUN_TOKENS) run_bits++;
     }
 
     int64_t padded_dim() const { return round_up(head_dim, 16); }
-    int64_t head_numbers() const { return block_size * padded_dim(); }
-    int64_t head_size() const { return head_numbers() + (HAS_SCALES ? block_size * 2 : 0); }
+    int64_t head_elements() const { return block_size * padded_dim(); }
+    int64_t head_size() const { return head_elements() + (HAS_SCALES ? block_size * 2 : 0); }
     int64_t block_stride() const { return 2 * num_kv_heads * head_size(); }
-    int64_t layer_stride() const { return blocks_apart * block_stride(); }
-    bool is_tiled() const { return block_size % TILE == 0; }
+    int64_t layer_stride() const { return layer_stride_blocks * block_stride(); }
+    bool is_tiled() const { return block_size % KEY_TILE == 0; }
 
-    int64_t to_values() const { return head_size() << run_bits; }  // from the keys of the same block and head
+    int64_t value_offset() const { return head_size() << run_bits; }  // from the keys of the same block and head
 
     template <class P>  // T* or const T*
     P keys(P layer, int64_t block, int64_t head) const {
@@ -55,32 +55,32 @@ struct CacheLayout {
         return layer + first * block_stride() + ((2 * head << run_bits) + block - first) * head_size();
     }
     template <class P>
-    P values(P layer, int64_t block, int64_t head) const { return keys(layer, block, head) + to_values(); }
-    const bf16* scales(const T* head) const { return reinterpret_cast<const bf16*>(head + head_numbers()); }
+    P values(P layer, int64_t block, int64_t head) const { return keys(layer, block, head) + value_offset(); }
+    const bf16* scales(const T* head) const { return reinterpret_cast<const bf16*>(head + head_elements()); }
 };
 
 // A token's numbers as the cache has them, and `scale` of them if it has one.
 template <class T>
-void to_cached(const float* x, int64_t count, T* to, bf16*) {
-    narrow_all(x, count, to);
+void convert_for_cache(const float* x, int64_t count, T* to, bf16*) {
+    convert_all(x, count, to);
 }
-inline void to_cached(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
+inline void convert_for_cache(const float* x, int64_t count, int8_t* to, bf16* scale) { *scale = to_int8(x, count, to); }
 
 // Puts a token's key in its place in a tile.
 template <class T>
-void put_key(const T* key, int64_t dim, T* tile, int64_t token) {
-    for (int64_t d = 0; d < dim; d++) tile[d * TILE + token] = key[d];
+void write_key(const T* key, int64_t dim, T* tile, int64_t token) {
+    for (int64_t d = 0; d < dim; d++) tile[d * KEY_TILE + token] = key[d];
 }
-inline void put_key(const bf16* key, int64_t dim, bf16* tile, int64_t token) {
-    for (int64_t d = 0; d < dim; d += 2) std::memcpy(tile + d * TILE + 2 * token, key + d, 4);
+inline void write_key(const bf16* key, int64_t dim, bf16* tile, int64_t token) {
+    for (int64_t d = 0; d < dim; d += 2) std::memcpy(tile + d * KEY_TILE + 2 * token, key + d, 4);
 }
 
 // And its value, which changes nothing of what lies beside it: another thread may be writing that.
 template <class T>
-void put_value(const T* value, int64_t dim, int64_t width, T* tile, int64_t token) {
+void write_value(const T* value, int64_t dim, int64_t width, T* tile, int64_t token) {
     std::copy(value, value + dim, tile + token * width);
 }
-inline void put_value(const bf16* value, int64_t dim, int64_t width, bf16* tile, int64_t token) {
+inline void write_value(const bf16* value, int64_t dim, int64_t width, bf16* tile, int64_t token) {
     tile += token / 2 * 2 * width;
     int64_t d = 0;
 #if defined(__AVX512F__)
@@ -96,17 +96,17 @@ void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offse
     int64_t dim = layout.head_dim, width = layout.padded_dim();
     T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
     auto scale_of = [&](T* head) { return const_cast<bf16*>(layout.scales(head)) + offset; };
-    to_cached(key, dim, k, scale_of(keys));
-    to_cached(value, dim, v, scale_of(values));
+    convert_for_cache(key, dim, k, scale_of(keys));
+    convert_for_cache(value, dim, v, scale_of(values));
     if (!layout.is_tiled()) {
         std::copy(k, k + dim, keys + offset * width);
         std::copy(v, v + dim, values + offset * width);
         return;
     }
-    keys += offset / TILE * TILE * width, values += offset / TILE * TILE * width, offset %= TILE;
-    if (IN_AMX<T>) std::fill(k + dim, k + width, T());  // there a tile's padding is multiplied, by zeros
-    put_key(k, IN_AMX<T> ? width : dim, keys, offset);
-    put_value(v, dim, width, values, offset);
+    keys += offset / KEY_TILE * KEY_TILE * width, values += offset / KEY_TILE * KEY_TILE * width, offset %= KEY_TILE;
+    if (USES_AMX<T>) std::fill(k + dim, k + width, T());  // there a tile's padding is multiplied, by zeros
+    write_key(k, USES_AMX<T> ? width : dim, keys, offset);
+    write_value(v, dim, width, values, offset);
 }
 
 // Tiles of a layer in the order in which a thread reads them, from the one it reads next. While it computes with a tile it
@@ -116,24 +116,24 @@ void write_token(const CacheLayout<T>& layout, T* keys, T* values, int64_t offse
 // product, 3 % less than at once (heads of 128 numbers). With AVX-512 one to five tiles are alike, and up to 6 % less than
 // eight (heads of 128 numbers; Zen 5 class EPYC).
 template <class T>
-struct Reads {
-    static constexpr int64_t AHEAD = IN_AMX<T> ? 1 : W == 16 ? 4 : MOST_AHEAD;
+struct TileReadOrder {
+    static constexpr int64_t DISTANCE = USES_AMX<T> ? 1 : W == 16 ? 4 : MAX_TILES_AHEAD;
     const T* layer;
     const int64_t* tiles;  // where they begin in the layer; with AHEAD more after the last that is read
 
-    const T* ahead(int64_t tile) const { return layer + tiles[AHEAD + tile]; }
+    const T* prefetch_address(int64_t tile) const { return layer + tiles[DISTANCE + tile]; }
 };
-constexpr bool is_fetched_ahead(int64_t rows) { return rows <= 6; }
+constexpr bool uses_prefetch(int64_t rows) { return rows <= 6; }
 
 // Where keys and values are fetched to: the second-level cache. What waits for the first one takes a place of the few that it
 // has for lines on their way, and the core reads ahead of its own less: attention took 5 to 17 % more so (8,000 tokens, 8 and
 // 16 sequences; two cores of a Zen 4 class EPYC, memory at 54 GB/s; on the Zen 5 class they were alike). In tile registers the
 // first one's is 4 % less where the quarters of values are fetched. Of a type that each compiler calls its own name.
-constexpr auto FETCHED_TO = IN_AMX<bf16> ? _MM_HINT_T0 : _MM_HINT_T1;
+constexpr auto PREFETCH_HINT = USES_AMX<bf16> ? _MM_HINT_T0 : _MM_HINT_T1;
 
 // Always inline: a compiler may take a call that only fetches for one that does nothing, and leave it out.
-[[gnu::always_inline]] inline void fetch(const void* from, int64_t num_bytes) {
-    for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, FETCHED_TO);
+[[gnu::always_inline]] inline void prefetch(const void* from, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, PREFETCH_HINT);
 }
 
 }  // namespace millrace

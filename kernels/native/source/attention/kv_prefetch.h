@@ -16,42 +16,42 @@
 namespace millrace {
 
 // Beside a tile of a product: `times` times two lines from `place` on, one time each `apart` pairs of k.
-struct Beside {
-    const char* place = nullptr;
-    int64_t times = 0, apart = 1;
+struct KvPrefetch {
+    const char* address = nullptr;
+    int64_t num_prefetches = 0, interval = 1;
 };
 
 // What one thread has yet to fetch of a layer. In lines of memory of its own, as it changes with every tile.
-class alignas(128) Upcoming {
+class alignas(128) KvPrefetcher {
   public:
-    static constexpr int64_t FETCHED = 128;  // bytes at a time
+    static constexpr int64_t PREFETCH_BYTES = 128;  // bytes at a time
 
     // From now on tiles of `tile_bytes`, whole times FETCHED: those that begin at the places [first, end), in numbers of T
     // from `layer` on; `most_bytes` of them at most. `num_pairs` of products come before they are read.
     template <class T>
     void begin(const T* layer, const int64_t* first, const int64_t* end, int64_t tile_bytes, int64_t most_bytes,
                int64_t num_pairs) {
-        layer_ = reinterpret_cast<const char*>(layer), number_bytes_ = sizeof(T), tile_bytes_ = tile_bytes;
-        next_ = first, end_ = end, begun_ = due_ = 0;
-        left_ = std::min(most_bytes, (end - first) * tile_bytes) / FETCHED;
-        pace_ = left_ * EARLY / std::max<int64_t>(1, num_pairs);
+        layer_ = reinterpret_cast<const char*>(layer), element_bytes_ = sizeof(T), tile_bytes_ = tile_bytes;
+        next_ = first, end_ = end, tile_offset_ = due_ = 0;
+        num_left_ = std::min(most_bytes, (end - first) * tile_bytes) / PREFETCH_BYTES;
+        pace_ = num_left_ * PACE_SCALE / std::max<int64_t>(1, num_pairs);
     }
 
     // The next ones, beside a tile of `num_pairs`. Where they lie apart it is fewer than are due, and more with the next tile.
-    Beside beside(int64_t num_pairs) {
-        if (next_ == end_ || left_ == 0) return {};
-        due_ = std::min(due_ + num_pairs * pace_, 2 * num_pairs * WHOLE);
-        int64_t times = std::min({num_pairs, due_ / WHOLE, left_});
-        if (times == 0) return {};
-        const char* place = place_of(next_) + begun_;
-        int64_t wanted = times * FETCHED, bytes = tile_bytes_ - begun_;
-        for (next_++; bytes < wanted && next_ < end_ && is_right_behind(place + bytes, next_); next_++)
-            bytes = place_of(next_) + tile_bytes_ - place;
-        begun_ = 0;
-        if (bytes > wanted) next_--, begun_ = tile_bytes_ - (bytes - wanted), bytes = wanted;
-        times = (bytes + FETCHED - 1) / FETCHED;
-        due_ -= times * WHOLE, left_ -= times, num_bytes_ += bytes;
-        return {place, times, num_pairs / times};
+    KvPrefetch next(int64_t num_pairs) {
+        if (next_ == end_ || num_left_ == 0) return {};
+        due_ = std::min(due_ + num_pairs * pace_, 2 * num_pairs * ONE);
+        int64_t num_prefetches = std::min({num_pairs, due_ / ONE, num_left_});
+        if (num_prefetches == 0) return {};
+        const char* address = address_of(next_) + tile_offset_;
+        int64_t wanted = num_prefetches * PREFETCH_BYTES, bytes = tile_bytes_ - tile_offset_;
+        for (next_++; bytes < wanted && next_ < end_ && is_adjacent(address + bytes, next_); next_++)
+            bytes = address_of(next_) + tile_bytes_ - address;
+        tile_offset_ = 0;
+        if (bytes > wanted) next_--, tile_offset_ = tile_bytes_ - (bytes - wanted), bytes = wanted;
+        num_prefetches = (bytes + PREFETCH_BYTES - 1) / PREFETCH_BYTES;
+        due_ -= num_prefetches * ONE, num_left_ -= num_prefetches, num_bytes_ += bytes;
+        return {address, num_prefetches, num_pairs / num_prefetches};
     }
 
     void stop() { next_ = end_; }
@@ -59,23 +59,23 @@ class alignas(128) Upcoming {
     int64_t num_bytes() const { return num_bytes_; }  // that were fetched of all layers
 
   private:
-    static constexpr int64_t WHOLE = 1 << 20;        // parts of what is due
-    static constexpr int64_t EARLY = WHOLE * 5 / 4;  // all is due after four fifths of the products, and so there in time
+    static constexpr int64_t ONE = 1 << 20;        // parts of what is due
+    static constexpr int64_t PACE_SCALE = ONE * 5 / 4;  // all is due after four fifths of the products, and so there in time
     // Bytes from one tile to the next that are fetched with them: an int8 cache's scales, in blocks of up to 32 tokens. They
     // count, so the last tiles, one of 16 to 32, are left out there.
-    static constexpr int64_t BETWEEN = 64;
+    static constexpr int64_t MAX_GAP_BYTES = 64;
 
-    bool is_right_behind(const char* place, const int64_t* tile) const {
-        int64_t apart = place_of(tile) - place;
-        return apart >= 0 && apart <= BETWEEN;
+    bool is_adjacent(const char* address, const int64_t* tile) const {
+        int64_t interval = address_of(tile) - address;
+        return interval >= 0 && interval <= MAX_GAP_BYTES;
     }
-    const char* place_of(const int64_t* tile) const { return layer_ + *tile * number_bytes_; }
+    const char* address_of(const int64_t* tile) const { return layer_ + *tile * element_bytes_; }
 
     const char* layer_ = nullptr;
     const int64_t *next_ = nullptr, *end_ = nullptr;
-    int64_t number_bytes_ = 0, tile_bytes_ = 0;
-    int64_t begun_ = 0;           // bytes of the next tile that were fetched; below 0: of what is before it some were not
-    int64_t left_ = 0;            // times
+    int64_t element_bytes_ = 0, tile_bytes_ = 0;
+    int64_t tile_offset_ = 0;           // bytes of the next tile that were fetched; below 0: of what is before it some were not
+    int64_t num_left_ = 0;            // times
     int64_t pace_ = 0, due_ = 0;  // times for each pair, and that are yet to come, in WHOLE parts
     int64_t num_bytes_ = 0;
 };

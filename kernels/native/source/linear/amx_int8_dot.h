@@ -11,26 +11,26 @@
 
 namespace millrace {
 
-static_assert(!HAS_AMX || QUADS_TOGETHER == AMX_ROWS);
+static_assert(!HAS_AMX || QUADS_PER_STEP == AMX_ROWS);
 
 // Sums of rows [steps][rows][16 quads] by a panel [steps][16 quads][32][4], which few read after this: out [rows][32].
 // HALVES: 2 if there are more than 16 rows.
-template <int HALVES, class Quad>
-void sum_quads_in_tiles(const Quad* x, int rows, const uint8_t* panel, int64_t num_steps, StepsAhead ahead, int32_t* out) {
-    static_assert(!HAS_AMX || sizeof(Quad) == 4, "bytes lie as registers have them");
-    constexpr int64_t APART = 4 * PANEL;  // bytes, from one quad to the next and from one row's sums to the next one's
+template <int ROW_REGISTERS, class Int8x4>
+void amx_int8_dot(const Int8x4* x, int rows, const uint8_t* panel, int64_t num_steps, StepPrefetch prefetch, int32_t* out) {
+    static_assert(!HAS_AMX || sizeof(Int8x4) == 4, "bytes lie as registers have them");
+    constexpr int64_t STRIDE = 4 * PANEL;  // bytes, from one quad to the next and from one row's sums to the next one's
     clear_sums();
-    for (int64_t step = 0; step < num_steps; step++, x += AMX_PAIRS * rows, panel += AMX_ROWS * APART) {
-        ahead.fetch_next();
+    for (int64_t step = 0; step < num_steps; step++, x += AMX_PAIRS * rows, panel += AMX_ROWS * STRIDE) {
+        prefetch.prefetch_next();
         load_tile<4>(x, 4 * AMX_PAIRS);
-        stream_tile<6>(panel, APART), stream_tile<7>(panel + APART / 2, APART);
-        add_byte_products<0, 4, 6>(), add_byte_products<1, 4, 7>();
-        if constexpr (HALVES == 2) {
+        stream_tile<6>(panel, STRIDE), stream_tile<7>(panel + STRIDE / 2, STRIDE);
+        tile_dot_int8<0, 4, 6>(), tile_dot_int8<1, 4, 7>();
+        if constexpr (ROW_REGISTERS == 2) {
             load_tile<5>(x + AMX_ROWS * AMX_PAIRS, 4 * AMX_PAIRS);
-            add_byte_products<2, 5, 6>(), add_byte_products<3, 5, 7>();
+            tile_dot_int8<2, 5, 6>(), tile_dot_int8<3, 5, 7>();
         }
     }
-    store_sums<HALVES, 1>(reinterpret_cast<float*>(out));  // bits, as they are
+    store_sums<ROW_REGISTERS, 1>(reinterpret_cast<float*>(out));  // bits, as they are
 }
 
 }  // namespace millrace

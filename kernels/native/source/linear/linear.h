@@ -21,12 +21,12 @@ namespace millrace {
 // Bytes of panels, as numbers that are multiplied, that stay in the second-level cache for all rows, while as many are
 // fetched. With 16 and 32 rows up to 5 % faster than 384 KiB (Zen 5 class EPYC); where bf16 is multiplied in float32, half
 // as many bytes of bf16 then: as many would make 8 to 32 rows 3 to 9 % slower (AVX2 on a Zen 3 class EPYC).
-constexpr int64_t CACHED = 192 << 10;
+constexpr int64_t HELD_PANEL_BYTES = 192 << 10;
 
 // Panels that stay there.
 template <class Weight>
-int64_t num_held(const Linear& linear) {
-    return std::max<int64_t>(1, CACHED / (linear.k * PANEL * int64_t(sizeof(InputOf<Weight>))));
+int64_t num_held_panels(const Linear& linear) {
+    return std::max<int64_t>(1, HELD_PANEL_BYTES / (linear.k * PANEL * int64_t(sizeof(InputOf<Weight>))));
 }
 
 // Whether the first of so many tiles of rows widens panels for the others, who read more bytes then. Widening is a shift
@@ -44,18 +44,18 @@ bool is_widened(const Linear& linear, int64_t num_tiles) {
 
 // Whether two threads may share a product of so many tiles by its rows.
 template <class Weight>
-bool can_share_rows(const Linear& linear, int64_t num_tiles) {
-    bool are_halves = num_tiles >= SHARED_TILES && num_tiles % 2 == 0;
-    return !IN_AMX<InputOf<Weight>> && are_halves && !is_widened<Weight>(linear, num_tiles);
+bool can_split_rows(const Linear& linear, int64_t num_tiles) {
+    bool are_halves = num_tiles >= MIN_TILES_TO_SPLIT && num_tiles % 2 == 0;
+    return !USES_AMX<InputOf<Weight>> && are_halves && !is_widened<Weight>(linear, num_tiles);
 }
 
 // Bytes of room for each thread in a product of so many rows: in vectors, for the held panels, widened.
 template <class Weight>
-int64_t room_bytes(const Linear& linear, int64_t num_rows) {
+int64_t workspace_bytes(const Linear& linear, int64_t num_rows) {
     using Input = InputOf<Weight>;
-    if constexpr (IN_AMX<Input>) return RoomInTiles(linear, num_rows).num_bytes();
+    if constexpr (USES_AMX<Input>) return AmxWorkspace(linear, num_rows).num_bytes();
     if (!is_widened<Weight>(linear, TiledRows<Input>::num_tiles_of(num_rows))) return 0;
-    return num_held<Weight>(linear) * linear.k * PANEL * int64_t(sizeof(Input));
+    return num_held_panels<Weight>(linear) * linear.k * PANEL * int64_t(sizeof(Input));
 }
 
 // What this thread comes to do of x @ weight.T + bias, each tile handed to `out`: whole panels, for all rows, of which as many
@@ -71,49 +71,53 @@ int64_t room_bytes(const Linear& linear, int64_t num_rows) {
 // is one thread's rows by as many panels as are held. What comes after is taken to be shared so, too: before a product of
 // few rows one of the threads fetches what the other one multiplies.
 template <class Weight, class Out>
-class ProductInVectors {
+class VectorLinear {
     using Input = InputOf<Weight>;
     // Panels where there is one tile. With 1 to 8 rows 1, 2, 3 and 4 of them are within 3 % of each other.
-    static constexpr int64_t HELD_FOR_ONE = 2;
+    static constexpr int64_t HELD_PANELS_FOR_ONE_TILE = 2;
 
   public:
-    ProductInVectors(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out, Party::Seat seat,
-                     Upcoming* upcoming = nullptr)
-        : model_(model), linear_(linear), x_(x), out_(out), seat_(seat),
-          upcoming_(fetches_beside(linear, x) ? upcoming : nullptr), num_tiles_(x.num_tiles()),
-          is_by_rows_(model.is_shared_by_rows && seat.count == 2 && can_share_rows<Weight>(linear, num_tiles_)),
-          num_together_(is_by_rows_ ? num_tiles_ / 2 : num_tiles_),
-          held_(num_tiles_ == 1 ? HELD_FOR_ONE : num_held<Weight>(linear)),
-          after_(is_by_rows_ ? linear.next->weight.template as<char>() : place_after(linear, seat)) {
-        int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_together_), num_pairs = linear.k / 2;
+    VectorLinear(const Model& model, const Linear& linear, const TiledRows<Input>& x, const Out& out,
+                 ThreadTeam::Member member, KvPrefetcher* kv_prefetcher = nullptr)
+        : model_(model), linear_(linear), x_(x), out_(out), member_(member),
+          kv_prefetcher_(can_prefetch_kv(linear, x) ? kv_prefetcher : nullptr), num_tiles_(x.num_tiles()),
+          splits_rows_(model.splits_rows && member.count == 2 && can_split_rows<Weight>(linear, num_tiles_)),
+          num_tiles_per_thread_(splits_rows_ ? num_tiles_ / 2 : num_tiles_),
+          held_(num_tiles_ == 1 ? HELD_PANELS_FOR_ONE_TILE : num_held_panels<Weight>(linear)),
+          next_linear_(splits_rows_ ? linear.next->weight.template as<char>() : first_address_of_next(linear, member)) {
+        int64_t num_lines = ceil_div(linear.panel_bytes(), 64 * num_tiles_per_thread_), num_pairs = linear.k / 2;
         int64_t together = std::min(num_pairs, linear.group_pairs());
-        int64_t most_times = num_pairs / together * num_times(together) + num_times(num_pairs % together);
+        int64_t max_prefetches = num_pairs / together * num_prefetches_for(together) +
+            num_prefetches_for(num_pairs % together);
         // Where that is a line or more each time it is spread over all passes over the columns: with the first one alone
         // it came twice as fast as memory gives it, and nothing with the second.
-        int64_t parts = num_lines < most_times ? 1 : PANEL / W / vectors_for(int(x.first_row(1)));
-        num_lines = ceil_div(num_lines, parts);
-        share_ = std::min(MOST_SHARE, 64 * ceil_div(num_lines, most_times)), times_ = ceil_div(64 * num_lines, share_);
-        apart_ = parts > 1 ? times_ * share_ : 0, tile_bytes_ = parts * times_ * share_;
-        is_passing_ = model.is_passing && x.num_rows <= passing_rows<Weight>(linear);
-        if (is_passing_ || (x.num_rows <= FEW_ROWS<Input> && !linear.is_quantized())) times_ = 0;
+        int64_t num_passes = num_lines < max_prefetches ? 1 : PANEL / W / vectors_for(int(x.first_row(1)));
+        num_lines = ceil_div(num_lines, num_passes);
+        bytes_per_prefetch_ = std::min(MAX_PREFETCH_BYTES, 64 * ceil_div(num_lines, max_prefetches)),
+            num_prefetches_ = ceil_div(64 * num_lines, bytes_per_prefetch_);
+        pass_stride_ = num_passes > 1 ? num_prefetches_ * bytes_per_prefetch_ : 0,
+            tile_bytes_ = num_passes * num_prefetches_ * bytes_per_prefetch_;
+        is_streaming_ = model.is_streaming && x.num_rows <= streaming_rows<Weight>(linear);
+        if (is_streaming_ || (x.num_rows <= FEW_ROWS<Input> && !linear.is_quantized())) num_prefetches_ = 0;
     }
 
     // Whether tiles of this product fetch what is upcoming: where memory has time for it, and in one sum.
-    static bool fetches_beside(const Linear& linear, const TiledRows<Input>& x) {
+    static bool can_prefetch_kv(const Linear& linear, const TiledRows<Input>& x) {
         return x.num_tiles() > 1 && linear.num_groups() <= 1;
     }
 
     template <class Stored>
     void run(const Stored* weights) const {
         int64_t num_panels = linear_.num_panels(), num_groups = ceil_div(num_panels, held_);
-        if (!is_by_rows_)
-            return seat_.each_piece(num_panels, held_, [&](int64_t first, int64_t last, int64_t end) {
+        if (!splits_rows_)
+            return member_.parallel_for(num_panels, held_, [&](int64_t first, int64_t last, int64_t end) {
                 multiply_all(weights, {first, last}, end, {0, num_tiles_});
             });
-        seat_.each_piece(2 * num_groups, 1, [&](int64_t piece, int64_t, int64_t end) {
-            int64_t half = piece / num_groups, first = piece % num_groups * held_, last = std::min(num_panels, first + held_);
-            Range parts{half * num_together_, (half + 1) * num_together_};
-            multiply_all(weights, {first, last}, piece + 1 < end ? num_panels : last, parts);
+        member_.parallel_for(2 * num_groups, 1, [&](int64_t piece, int64_t, int64_t end) {
+            int64_t half = piece / num_groups, first = piece % num_groups * held_,
+                last = std::min(num_panels, first + held_);
+            Range tiles{half * num_tiles_per_thread_, (half + 1) * num_tiles_per_thread_};
+            multiply_all(weights, {first, last}, piece + 1 < end ? num_panels : last, tiles);
         });
     }
 
@@ -125,7 +129,7 @@ class ProductInVectors {
 
     // The `index`-th of those that this thread holds.
     Input* wide_panel(int64_t index) const {
-        return reinterpret_cast<Input*>(model_.room_of(seat_.place)) + index * linear_.k * PANEL;
+        return reinterpret_cast<Input*>(model_.workspace_of(member_.scratch_index)) + index * linear_.k * PANEL;
     }
 
     struct Range {
@@ -134,90 +138,92 @@ class ProductInVectors {
 
     // Panels, after which those until `end` come, by the tiles of rows `parts`.
     template <class Stored>
-    void multiply_all(const Stored* weights, Range panels, int64_t end, Range parts) const {
+    void multiply_all(const Stored* weights, Range panels, int64_t end, Range tiles) const {
         bool widens = is_widened<Weight>(linear_, num_tiles_);
-        for (int64_t part = parts.first; part < parts.last; part++)
+        for (int64_t tile_index = tiles.first; tile_index < tiles.last; tile_index++)
             for (int64_t panel = panels.first; panel < panels.last; panel++)
-                multiply(weights + panel * panel_size<Stored>(), part, panel, ahead_of(panel, end, part - parts.first),
-                         widens ? wide_panel(panel - panels.first) : nullptr);
+                multiply(weights + panel * panel_size<Stored>(), tile_index, panel,
+                         prefetch_of(panel, end, tile_index - tiles.first),
+                             widens ? wide_panel(panel - panels.first) : nullptr);
     }
 
     // The share that the `index`-th of the tiles has of what this thread multiplies `held_` panels later: more of them, or as
     // many bytes of the next linear.
-    Ahead ahead_of(int64_t panel, int64_t end, int64_t index) const {
+    WeightPrefetch prefetch_of(int64_t panel, int64_t end, int64_t index) const {
         int64_t next = panel + held_, size = linear_.panel_bytes();
-        const char* place = next < end ? linear_.weight.as<char>() + next * size : after_ + (next - end) * size;
-        return {place + index * tile_bytes_, share_, times_, apart_, {}, is_passing_};
+        const char* place = next < end ? linear_.weight.as<char>() + next * size : next_linear_ + (next - end) * size;
+        return {place + index * tile_bytes_, bytes_per_prefetch_, num_prefetches_, pass_stride_, {}, is_streaming_};
     }
 
     // Rows of tile `part` by `panel`, which holds `numbers`. `wide`: where the first tile leaves the panel for the others,
     // who read it there; none: each reads it as it is.
     template <class Stored>
-    void multiply(const Stored* numbers, int64_t part, int64_t panel, Ahead ahead, Input* wide) const {
-        if constexpr (!std::is_same<Stored, Input>::value && !std::is_same<Stored, Coded>::value) {
-            if (wide && part == 0) return multiply_by<true>(numbers, part, panel, ahead, wide);
-            if (wide) return multiply_by<false, Input>(wide, part, panel, ahead, nullptr);
+    void multiply(const Stored* numbers, int64_t tile_index, int64_t panel, WeightPrefetch prefetch, Input* wide) const {
+        if constexpr (!std::is_same<Stored, Input>::value && !std::is_same<Stored, Bf16In12Bits>::value) {
+            if (wide && tile_index == 0) return multiply_by<true>(numbers, tile_index, panel, prefetch, wide);
+            if (wide) return multiply_by<false, Input>(wide, tile_index, panel, prefetch, nullptr);
         }
-        multiply_by<false>(numbers, part, panel, ahead, nullptr);
+        multiply_by<false>(numbers, tile_index, panel, prefetch, nullptr);
     }
 
     template <bool WIDENS, class Stored>
-    void multiply_by(const Stored* numbers, int64_t part, int64_t panel, Ahead ahead, Input* wide) const {
+    void multiply_by(const Stored* numbers, int64_t tile_index, int64_t panel, WeightPrefetch prefetch, Input* wide) const {
         alignas(64) float tile[GEMM_ROWS * PANEL];
-        int64_t row = x_.first_row(part);
-        int rows = int(x_.first_row(part + 1) - row);
+        int64_t row = x_.first_row(tile_index);
+        int rows = int(x_.first_row(tile_index + 1) - row);
         auto multiply_rows = tile_for<WIDENS, Input, Stored>(rows, std::make_integer_sequence<int, GEMM_ROWS>());
         int64_t num_pairs = linear_.k / 2;
-        if (!WIDENS && upcoming_) ahead.beside = upcoming_->beside(num_pairs);
-        out_.expect(row, rows, panel);
-        multiply_rows(x_.tile(part), numbers, scales_of(linear_, panel), linear_.group_pairs(), num_pairs, tile, ahead, wide);
-        hand_over(linear_, out_, tile, row, rows, panel);
+        if (!WIDENS && kv_prefetcher_) prefetch.kv = kv_prefetcher_->next(num_pairs);
+        out_.prefetch_output(row, rows, panel);
+        multiply_rows(x_.tile(tile_index), numbers, scales_of(linear_, panel), linear_.group_pairs(), num_pairs, tile,
+                      prefetch, wide);
+        emit_tile(linear_, out_, tile, row, rows, panel);
     }
 
     const Model& model_;
     const Linear& linear_;
     const TiledRows<Input>& x_;
     const Out& out_;
-    Party::Seat seat_;
-    Upcoming* upcoming_;  // none: nothing is fetched beside tiles
+    ThreadTeam::Member member_;
+    KvPrefetcher* kv_prefetcher_;  // none: nothing is fetched beside tiles
     int64_t num_tiles_;
-    bool is_by_rows_;
-    int64_t num_together_;  // tiles that a thread multiplies with the same panels
+    bool splits_rows_;
+    int64_t num_tiles_per_thread_;  // tiles that a thread multiplies with the same panels
     int64_t held_;
-    int64_t share_, times_, apart_;  // of each tile, as in `Ahead`
+    int64_t bytes_per_prefetch_, num_prefetches_, pass_stride_;  // of each tile, as in `Ahead`
     int64_t tile_bytes_;             // that a tile fetches
-    const char* after_;              // what this thread reads first of the next linear
-    bool is_passing_;                // panels, as in `Ahead`
+    const char* next_linear_;              // what this thread reads first of the next linear
+    bool is_streaming_;                // panels, as in `Ahead`
 };
 
 // `linear` is one of the model's, which has room for products of so many rows: see `room_bytes`. What is `upcoming` for this
 // thread, if anything, is fetched meanwhile where that costs nothing.
 template <class Weight, class Out>
 void multiply(const Model& model, const Linear& linear, const TiledRows<InputOf<Weight>>& x, const Out& out,
-              Party::Seat seat, Upcoming* upcoming = nullptr) {
+              ThreadTeam::Member member, KvPrefetcher* kv_prefetcher = nullptr) {
     if (x.num_rows == 0) return;  // a step of which nobody samples
-    auto run = [&](auto&& product) { with_panels<Weight>(linear, [&](auto* panels) { product.run(panels); }); };
-    if constexpr (IN_AMX<InputOf<Weight>>)
-        run(ProductInTiles<Out>(model, linear, x, out, seat));
+    auto run = [&](auto&& product) { dispatch_panels<Weight>(linear, [&](auto* panels) { product.run(panels); }); };
+    if constexpr (USES_AMX<InputOf<Weight>>)
+        run(AmxLinear<Out>(model, linear, x, out, member));
     else
-        run(ProductInVectors<Weight, Out>(model, linear, x, out, seat, upcoming));
+        run(VectorLinear<Weight, Out>(model, linear, x, out, member, kv_prefetcher));
 }
 
 // One row, as it lies alone in a tile, by one panel of a linear that is not quantized: tile [32], as in a product of many rows.
 // Meanwhile the panel `next` is fetched.
 template <class Weight>
 void multiply_row(const Linear& linear, const InputOf<Weight>* row, int64_t panel, int64_t next, float* tile) {
-    if constexpr (IN_AMX<InputOf<Weight>>)
-        multiply_row_in_tiles(linear, row, panel, next, tile);
+    if constexpr (USES_AMX<InputOf<Weight>>)
+        multiply_row_amx(linear, row, panel, next, tile);
     else
-        multiply_row_in_vectors<Weight>(linear, row, panel, next, tile);
+        multiply_row_vectors<Weight>(linear, row, panel, next, tile);
 }
 
 // How many pairs of k its tiles go through while they fetch what is upcoming, those of all threads.
 template <class Weight>
-int64_t num_pairs_beside(const Linear& linear, const TiledRows<InputOf<Weight>>& x) {
-    using Product = ProductInVectors<Weight, Rows>;
-    if (IN_AMX<InputOf<Weight>> || !Product::fetches_beside(linear, x)) return 0;
+int64_t num_prefetch_pairs(const Linear& linear, const TiledRows<InputOf<Weight>>& x) {
+    using Product = VectorLinear<Weight, FloatOutput>;
+    if (USES_AMX<InputOf<Weight>> || !Product::can_prefetch_kv(linear, x)) return 0;
     int64_t num_tiles = x.num_tiles() - is_widened<Weight>(linear, x.num_tiles());  // who widens fetches no more
     return linear.num_panels() * num_tiles * (linear.k / 2);
 }

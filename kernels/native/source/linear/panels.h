@@ -20,12 +20,12 @@ namespace millrace {
 
 // Calls `use` with a linear's panels as what they hold; `Weight` is the model's dtype.
 template <class Weight, class Use>
-void with_panels(const Linear& linear, const Use& use) {
-    if constexpr (HAS_CODED && std::is_same<Weight, bf16>::value)
-        if (linear.type == CODED) return use(linear.weight.as<Coded>());
+void dispatch_panels(const Linear& linear, const Use& use) {
+    if constexpr (HAS_BF16_12BIT && std::is_same<Weight, bf16>::value)
+        if (linear.type == BF16_12BIT) return use(linear.weight.as<Bf16In12Bits>());
     switch (linear.type) {
         case INT8: return use(linear.weight.as<int8_t>());
-        case INT4: return use(linear.weight.as<Nibbles>());
+        case INT4: return use(linear.weight.as<Int4Pair>());
         default: return use(linear.weight.as<Weight>());
     }
 }
@@ -44,7 +44,7 @@ constexpr int64_t num_streams(int64_t num) { return num % STREAMS || num < 32 * 
 
 // use(pair, place) for the pairs of a linear's k, by their places.
 template <class Use>
-void each_pair(const Linear& linear, const Use& use) {
+void for_each_pair(const Linear& linear, const Use& use) {
     int64_t num = linear.k / 2, size = linear.group_pairs();
     for (int64_t begin = 0; begin < num; begin += size) {
         int64_t count = std::min(size, num - begin), streams = num_streams(count), place = begin;
@@ -55,30 +55,30 @@ void each_pair(const Linear& linear, const Use& use) {
 
 // Number `index` of row `lane` of a panel, by its place and without its scale.
 template <class T>
-float number_at(const T* panel, int64_t index, int64_t lane) {
-    return widen(panel[place_in_pairs<T>(index, PANEL, lane)]);
+float element_at(const T* panel, int64_t index, int64_t lane) {
+    return widen(panel[index_in_pairs<T>(index, PANEL, lane)]);
 }
-inline float number_at(const Nibbles* panel, int64_t index, int64_t lane) {
-    uint8_t codes = panel[place_in_pairs<Nibbles>(index, PANEL, lane)].codes;
-    return LEVELS[index % 2 ? codes >> 4 : codes & 15];
+inline float element_at(const Int4Pair* panel, int64_t index, int64_t lane) {
+    uint8_t codes = panel[index_in_pairs<Int4Pair>(index, PANEL, lane)].codes;
+    return INT4_VALUES[index % 2 ? codes >> 4 : codes & 15];
 }
 
 // Bytes from a panel's beginning to where this pair of k lies, if pairs lie in order; of coded ones an even one, and the
 // first one with the book before it.
 template <class Stored>
-constexpr int64_t place_of_pair(int64_t pair) {
-    if constexpr (std::is_same<Stored, Coded>::value) return pair == 0 ? 0 : place_of_block(pair / 2);
-    return place_in_pairs<Stored>(2 * pair, PANEL, 0) * int64_t(sizeof(Stored));
+constexpr int64_t offset_of_pair(int64_t pair) {
+    if constexpr (std::is_same<Stored, Bf16In12Bits>::value) return pair == 0 ? 0 : offset_of_block(pair / 2);
+    return index_in_pairs<Stored>(2 * pair, PANEL, 0) * int64_t(sizeof(Stored));
 }
 
 // A row of the weight, [k], as products see it.
 template <class Weight>
 void read_row(const Linear& linear, int64_t row, float* to) {
     int64_t panel = row / PANEL, lane = row % PANEL;
-    with_panels<Weight>(linear, [&](auto* panels) {
+    dispatch_panels<Weight>(linear, [&](auto* panels) {
         auto from = panels + panel * (linear.panel_bytes() / int64_t(sizeof(*panels)));
-        each_pair(linear, [&](int64_t pair, int64_t place) {
-            for (int64_t i : {0, 1}) to[2 * pair + i] = number_at(from, 2 * place + i, lane);
+        for_each_pair(linear, [&](int64_t pair, int64_t place) {
+            for (int64_t i : {0, 1}) to[2 * pair + i] = element_at(from, 2 * place + i, lane);
         });
     });
     if (!linear.is_quantized()) return;
@@ -87,9 +87,9 @@ void read_row(const Linear& linear, int64_t row, float* to) {
 }
 
 // What the thread in this seat reads first of the linear that is multiplied after this one.
-inline const char* place_after(const Linear& linear, const Party::Seat& seat) {
+inline const char* first_address_of_next(const Linear& linear, const ThreadTeam::Member& member) {
     int64_t first, last;
-    share(linear.next->num_panels(), seat.rank, seat.count, &first, &last);
+    split_evenly(linear.next->num_panels(), member.rank, member.count, &first, &last);
     return linear.next->weight.as<char>() + first * linear.next->panel_bytes();
 }
 

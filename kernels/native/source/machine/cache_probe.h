@@ -12,17 +12,17 @@
 
 namespace millrace {
 
-class Kept {
+class CacheProbe {
   public:
     // Bytes, 0 where these are few or nobody knows, for who asks at `asked_ns`. They are measured by reading parts of `data`
     // that were last read before more than a cache holds: 96 MiB in all where MOST are kept, in 4.5 ms (Zen 4 class EPYC), and
     // 168 where LEAST or none are. They are measured again after PAUSE times as long, and if they were none PAUSE_IN_VAIN
     // times; but after MOST_PAUSE_NS at the latest, as somebody else may have had the core meanwhile.
-    int64_t measured(const char* data, int64_t size, int64_t asked_ns) {
-        if (is_assumed_ || asked_ns < next_ns_) return num_bytes_;
+    int64_t retained_bytes(const char* data, int64_t size, int64_t at_ns) {
+        if (is_fixed_ || at_ns < next_ns_) return num_bytes_;
         int64_t spent_ns = 0;
         num_bytes_ = measure(data, size, &spent_ns);
-        next_ns_ = asked_ns + std::min(MOST_PAUSE_NS, spent_ns * (num_bytes_ > 0 ? PAUSE : PAUSE_IN_VAIN));
+        next_ns_ = at_ns + std::min(MAX_PAUSE_NS, spent_ns * (num_bytes_ > 0 ? PAUSE_FACTOR : PAUSE_FACTOR_IF_NONE));
         return num_bytes_;
     }
 
@@ -30,31 +30,31 @@ class Kept {
 
     // From now on it is that many, and nothing is measured; below 0: it is measured again. For tests.
     void assume(int64_t num_bytes) {
-        is_assumed_ = num_bytes >= 0;
+        is_fixed_ = num_bytes >= 0;
         num_bytes_ = std::max<int64_t>(0, num_bytes), next_ns_ = 0;
     }
 
   private:
-    static constexpr int64_t PAUSE = 2000, PAUSE_IN_VAIN = 10000, MOST_PAUSE_NS = 120'000'000'000;
+    static constexpr int64_t PAUSE_FACTOR = 2000, PAUSE_FACTOR_IF_NONE = 10000, MAX_PAUSE_NS = 120'000'000'000;
     // Of more nobody makes use, and less is no more than cores have for themselves.
-    static constexpr int64_t MOST = 16 << 20, LEAST = 4 << 20;
-    static constexpr int LOOKS = 3;  // of the shortest times: others may have had the core
+    static constexpr int64_t MAX_BYTES = 16 << 20, MIN_BYTES = 4 << 20;
+    static constexpr int NUM_TRIALS = 3;  // of the shortest times: others may have had the core
     // Reads that take less than two thirds of the time are from a cache: on a Zen 4 class EPYC it is a third.
-    static constexpr int64_t SHORT = 2, LONG = 3;
+    static constexpr int64_t FAST_RATIO = 2, SLOW_RATIO = 3;
 
     static int64_t measure(const char* data, int64_t size, int64_t* spent_ns) {
-        if (size < LOOKS * MOST) return 0;  // so few weights that a cache may have them all
-        int64_t place = 0;
-        for (int64_t bytes = MOST; bytes >= LEAST; bytes /= 2) {
+        if (size < NUM_TRIALS * MAX_BYTES) return 0;  // so few weights that a cache may have them all
+        int64_t offset = 0;
+        for (int64_t bytes = MAX_BYTES; bytes >= MIN_BYTES; bytes /= 2) {
             int64_t first_ns = INT64_MAX, again_ns = INT64_MAX;
-            for (int look = 0; look < LOOKS; look++, place += bytes) {
-                if (place + bytes > size) place = 0;
+            for (int trial = 0; trial < NUM_TRIALS; trial++, offset += bytes) {
+                if (offset + bytes > size) offset = 0;
                 for (int64_t* least_ns : {&first_ns, &again_ns}) {
-                    int64_t took_ns = read_ns(data + place, bytes);
+                    int64_t took_ns = read_ns(data + offset, bytes);
                     *least_ns = std::min(*least_ns, took_ns), *spent_ns += took_ns;
                 }
             }
-            if (again_ns * LONG < first_ns * SHORT) return bytes;
+            if (again_ns * SLOW_RATIO < first_ns * FAST_RATIO) return bytes;
         }
         return 0;
     }
@@ -67,7 +67,7 @@ class Kept {
     }
 
     int64_t num_bytes_ = 0, next_ns_ = 0;  // and when it is measured next
-    bool is_assumed_ = false;
+    bool is_fixed_ = false;
 };
 
 }  // namespace millrace

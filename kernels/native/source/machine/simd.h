@@ -17,16 +17,16 @@ namespace millrace {
 #define UNROLL _Pragma("GCC unroll 16")
 
 using bf16 = uint16_t;
-struct Nibbles {  // two numbers of 4 bits, the first of them in the lower half
+struct Int4Pair {  // two numbers of 4 bits, the first of them in the lower half
     uint8_t codes;
 };
 
-struct Coded {  // what panels of coded numbers are made of: see coded.h
+struct Bf16In12Bits {  // what panels of coded numbers are made of: see coded.h
     uint8_t byte;
 };
 
 // What the 16 codes of 4 bits stand for, times a scale.
-alignas(64) constexpr float LEVELS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+alignas(64) constexpr float INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
 inline float widen(bf16 x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -44,8 +44,8 @@ inline bf16 to_bf16(float x) {
     if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 0x40);
     return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-inline void narrow(float x, bf16* to) { *to = to_bf16(x); }
-inline void narrow(float x, float* to) { *to = x; }
+inline void convert(float x, bf16* to) { *to = to_bf16(x); }
+inline void convert(float x, float* to) { *to = x; }
 
 // The sum, or the largest, of 8 numbers: halves are put together, then halves of what that gave, and so on.
 inline float sum_of_8(__m256 x) {
@@ -82,7 +82,7 @@ inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // `x` where a >= b, otherwise `y`
-inline F where_ge(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x); }
+inline F select_ge(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x); }
 // Whether any a < b is false
 inline bool is_any_not_less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ) != 0; }
 // x * 2 ** n where a >= b, otherwise 0; where it is not 0, n is a whole number in [-126, 127]
@@ -92,7 +92,7 @@ inline F times_power_where_ge(F a, F b, F x, F n) {
 inline float sum_of(F x) { return sum_of_8(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
 inline float max_of(F x) { return max_of_8(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
 // Writes the numbers of x in [low, high), in their order; how many these are. What is behind them, to W numbers, is overwritten.
-inline int64_t store_between(float* p, F x, F low, F high) {
+inline int64_t compress_store_between(float* p, F x, F low, F high) {
     __mmask16 is_between = _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, low, _CMP_GE_OQ), x, high, _CMP_LT_OQ);
     _mm512_storeu_ps(p, _mm512_maskz_compress_ps(is_between, x));
     return __builtin_popcount(is_between);
@@ -125,13 +125,13 @@ inline void store_in_pairs(bf16* pairs, const bf16* from, bool is_second) {
         _mm512_mask_storeu_epi16(pairs, 0x55555555, wide);
 }
 // W bytes of two numbers of 4 bits each: the levels that the lower and the upper of them name
-inline F load_even(const Nibbles* p) {
+inline F load_even(const Int4Pair* p) {
     __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return _mm512_permutexvar_ps(codes, _mm512_load_ps(LEVELS));
+    return _mm512_permutexvar_ps(codes, _mm512_load_ps(INT4_VALUES));
 }
-inline F load_odd(const Nibbles* p) {
+inline F load_odd(const Int4Pair* p) {
     __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), _mm512_load_ps(LEVELS));
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), _mm512_load_ps(INT4_VALUES));
 }
 // Numbers that bf16 holds exactly, as pairs (even, odd) of it
 inline F join(F even, F odd) {
@@ -158,15 +158,15 @@ inline F div(F a, F b) { return _mm256_div_ps(a, b); }
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline F where_ge(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+inline F select_ge(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
 inline bool is_any_not_less(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ)) != 0; }
 inline F times_power_where_ge(F a, F b, F x, F n) {
     __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return where_ge(a, b, mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23))), zero());
+    return select_ge(a, b, mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23))), zero());
 }
 inline float sum_of(F x) { return sum_of_8(x); }
 inline float max_of(F x) { return max_of_8(x); }
-inline int64_t store_between(float* p, F x, F low, F high) {
+inline int64_t compress_store_between(float* p, F x, F low, F high) {
     F is_between = _mm256_and_ps(_mm256_cmp_ps(x, low, _CMP_GE_OQ), _mm256_cmp_ps(x, high, _CMP_LT_OQ));
     alignas(32) float numbers[W];
     store(numbers, x);
@@ -191,15 +191,15 @@ inline F load(const int8_t* p) {
 }
 inline void store(int8_t* p, F x) {
     __m256i whole = _mm256_cvtps_epi32(x);
-    __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(narrow, narrow));
+    __m128i packed = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(packed, packed));
 }
 inline F level_of(__m256i codes) { return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8))); }
-inline F load_even(const Nibbles* p) {
+inline F load_even(const Int4Pair* p) {
     __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return level_of(_mm256_and_si256(codes, _mm256_set1_epi32(15)));
 }
-inline F load_odd(const Nibbles* p) {
+inline F load_odd(const Int4Pair* p) {
     __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return level_of(_mm256_srli_epi32(codes, 4));
 }
@@ -221,10 +221,10 @@ inline F even_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
 inline F odd_of(const bf16* base, int64_t pair, int64_t width, int64_t lane) {
     return load_odd(base + 2 * (pair * width + lane));
 }
-inline F even_of(const Nibbles* base, int64_t pair, int64_t width, int64_t lane) {
+inline F even_of(const Int4Pair* base, int64_t pair, int64_t width, int64_t lane) {
     return load_even(base + pair * width + lane);
 }
-inline F odd_of(const Nibbles* base, int64_t pair, int64_t width, int64_t lane) {
+inline F odd_of(const Int4Pair* base, int64_t pair, int64_t width, int64_t lane) {
     return load_odd(base + pair * width + lane);
 }
 template <class T>
@@ -250,31 +250,31 @@ inline F pairs_of(const T* base, int64_t pair, int64_t width, int64_t lane) {
 }
 // Where number `index` of the summed dimension is, in lane `lane`; of two in one place see `Nibbles`.
 template <class T>
-constexpr int64_t place_in_pairs(int64_t index, int64_t width, int64_t lane) {
+constexpr int64_t index_in_pairs(int64_t index, int64_t width, int64_t lane) {
     if (std::is_same<T, bf16>::value) return 2 * ((index / 2) * width + lane) + index % 2;
-    if (std::is_same<T, Nibbles>::value) return index / 2 * width + lane;
+    if (std::is_same<T, Int4Pair>::value) return index / 2 * width + lane;
     return index * width + lane;
 }
 
 // Four rows of four times 4 bytes as four columns, `to_apart` from each other.
 template <class T>
-inline void turn_4(const T* const (&rows)[4], T* to, int64_t to_apart) {
+inline void transpose_4(const T* const (&rows)[4], T* to, int64_t to_stride) {
     __m128 a[4];
     UNROLL for (int i = 0; i < 4; i++) a[i] = _mm_loadu_ps(reinterpret_cast<const float*>(rows[i]));
     _MM_TRANSPOSE4_PS(a[0], a[1], a[2], a[3]);
-    UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float*>(to + i * to_apart), a[i]);
+    UNROLL for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float*>(to + i * to_stride), a[i]);
 }
 
 // Two rows of four times 4 bytes as four columns of two.
 template <class T>
-inline void turn_4(const T* const (&rows)[2], T* to, int64_t to_apart) {
+inline void transpose_4(const T* const (&rows)[2], T* to, int64_t to_stride) {
     __m128 a = _mm_loadu_ps(reinterpret_cast<const float*>(rows[0]));
     __m128 b = _mm_loadu_ps(reinterpret_cast<const float*>(rows[1]));
     __m128 low = _mm_unpacklo_ps(a, b), high = _mm_unpackhi_ps(a, b);
     _mm_storel_pi(reinterpret_cast<__m64*>(to), low);
-    _mm_storeh_pi(reinterpret_cast<__m64*>(to + to_apart), low);
-    _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * to_apart), high);
-    _mm_storeh_pi(reinterpret_cast<__m64*>(to + 3 * to_apart), high);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(to + to_stride), low);
+    _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * to_stride), high);
+    _mm_storeh_pi(reinterpret_cast<__m64*>(to + 3 * to_stride), high);
 }
 
 // Two bf16 numbers that lie side by side.
@@ -291,17 +291,17 @@ constexpr bool HAS_AMX = true;
 constexpr bool HAS_AMX = false;
 #endif
 template <class T>
-constexpr bool IN_AMX = HAS_AMX && std::is_same<T, bf16>::value;
+constexpr bool USES_AMX = HAS_AMX && std::is_same<T, bf16>::value;
 
 // Sums of two products of bf16 numbers: each lane's pair, of `pairs_of`, with one pair `x` for all lanes.
 #if defined(__AVX512BF16__)
 #define MILLRACE_BF16_DOT 1
-inline F add_dots(F sums, F pairs, uint32_t x) {
+inline F dot2_add(F sums, F pairs, uint32_t x) {
     return _mm512_dpbf16_ps(sums, __m512bh(_mm512_castps_si512(pairs)), __m512bh(_mm512_set1_epi32(int(x))));
 }
 #elif defined(MILLRACE_EMULATE_BF16_DOT)  // what runs with those instructions, on a machine without them: for tests
 #define MILLRACE_BF16_DOT 1
-inline F add_dots(F sums, F pairs, uint32_t x) {
+inline F dot2_add(F sums, F pairs, uint32_t x) {
     float both[W];
     store(both, pairs);
     auto at = reinterpret_cast<const bf16*>(both);
@@ -312,16 +312,16 @@ inline F add_dots(F sums, F pairs, uint32_t x) {
 
 // Whether bf16 is multiplied as such, one way or the other.
 #if defined(MILLRACE_BF16_DOT)
-constexpr bool MULTIPLIES_BF16 = true;
+constexpr bool HAS_BF16_DOT = true;
 #else
-constexpr bool MULTIPLIES_BF16 = false;
+constexpr bool HAS_BF16_DOT = false;
 #endif
 
 // W numbers, rounded to bf16.
 inline void store(bf16* p, F x) {
 #if defined(__AVX512BF16__)
-    __m256bh narrowed = _mm512_cvtneps_pbh(x);
-    std::memcpy(p, &narrowed, 32);
+    __m256bh converted = _mm512_cvtneps_pbh(x);
+    std::memcpy(p, &converted, 32);
 #else
     float numbers[W];
     store(numbers, x);
@@ -330,10 +330,10 @@ inline void store(bf16* p, F x) {
 }
 
 template <class T>
-void narrow_all(const float* x, int64_t count, T* to) {
+void convert_all(const float* x, int64_t count, T* to) {
     int64_t i = 0;
     for (; i + W <= count; i += W) store(to + i, load(x + i));
-    for (; i < count; i++) narrow(x[i], to + i);
+    for (; i < count; i++) convert(x[i], to + i);
 }
 
 // e ** x for x up to 88, to 2 units in the last place; exactly 1 at 0 and exactly 0 below -87.3, where float32 would be

@@ -9,7 +9,7 @@
 namespace millrace {
 
 // What each slot's sequence asked for, [S] each; but for the first, not read where it is 0.
-struct Asked {  // as `Asked` of library.py
+struct SlotSampling {  // as `Asked` of library.py
     const uint8_t* is_random;
     const double* temperature;    // above 0
     const int64_t* top_k;         // 0 is off
@@ -19,10 +19,10 @@ struct Asked {  // as `Asked` of library.py
 };
 
 // L rows of V logits.
-struct Choices {  // as `Choices` of library.py
+struct SamplingRows {  // as `Choices` of library.py
     float* logits;            // where there are masks, what they do not allow is lost
     int64_t num_rows, vocab_size;
-    const int64_t *slots, *places;  // [L] whose the row is, and which token of its answer, from 0
+    const int64_t *slots, *positions;  // [L] whose the row is, and which token of its answer, from 0
     const uint32_t* masks;      // [M, num_words] bit t says whether token t may be chosen; null: all may, everywhere
     int64_t num_words;          // enough for V bits
     const int64_t* mask_rows;   // which of the masks is whose; below 0, none
@@ -31,6 +31,6 @@ struct Choices {  // as `Choices` of library.py
 };
 
 // Waits for a step that runs.
-void choose(Model& model, const Asked& asked, const Choices& choices);
+void sample(Model& model, const SlotSampling& asked, const SamplingRows& rows);
 
 }  // namespace millrace

@@ -14,31 +14,31 @@
 
 namespace millrace {
 
-struct Likeliest {  // of some tokens
+struct ArgmaxToken {  // of some tokens
     float logit = -std::numeric_limits<float>::infinity();  // past all numbers where one of them is none
     int32_t id = 0;
 
     // The lower id among equals, in whichever order they come.
-    bool is_behind(float other, int64_t other_id) const { return other > logit || (other == logit && other_id < id); }
+    bool is_beaten_by(float other, int64_t other_id) const { return other > logit || (other == logit && other_id < id); }
 
     // As `Row::is_broken` of sampling.cpp.
     bool is_broken() const { return !std::isfinite(logit); }
 };
 
 // Takes tiles of a product whose columns are tokens, as `Rows` does, for one thread.
-struct LikeliestOfRows {
-    Likeliest* found;  // [rows]
+struct RowArgmax {
+    ArgmaxToken* best;  // [rows]
 
-    void expect(int64_t, int, int64_t) const {}
+    void prefetch_output(int64_t, int, int64_t) const {}
 
-    void take(float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
-        Likeliest* row = found + first_row;
+    void write(float* tile, int64_t first_row, int rows, int64_t panel, int64_t columns) const {
+        ArgmaxToken* row = best + first_row;
         for (int r = 0; r < rows; r++, tile += PANEL, row++) {
-            float largest = largest_of(tile, columns);
+            float largest = max_of_columns(tile, columns);
             int64_t begin = panel * PANEL;
-            if (!row->is_behind(largest, begin)) continue;
+            if (!row->is_beaten_by(largest, begin)) continue;
             int64_t id = begin + (std::find(tile, tile + columns, largest) - tile);  // past the end: what is no number
-            if (row->is_behind(largest, id)) *row = {largest, int32_t(id)};
+            if (row->is_beaten_by(largest, id)) *row = {largest, int32_t(id)};
         }
     }
 };

@@ -15,11 +15,11 @@ struct StepInputs {  // as `_StepInputs` of library.py
     const int64_t* logits_rows;                                         // [L]
     void* cache;                                                        // [layers] of `CacheLayout`
     int64_t num_blocks;    // of a layer
-    int64_t blocks_apart;  // from the beginning of one layer to that of the next
+    int64_t layer_stride_blocks;  // from the beginning of one layer to that of the next
     int64_t block_size;    // tokens
     float* hidden;  // [T, hidden], or none
     float* logits;  // [L, V], or none
-    int64_t* likeliest;  // [L] in their place: each row's token, and whether the row is broken, as `Choices` of rows that are
+    int64_t* argmax;  // [L] in their place: each row's token, and whether the row is broken, as `Choices` of rows that are
     uint8_t* is_broken;  // not random; or none, both of them
 };
 
@@ -32,26 +32,26 @@ Error check(const Model& model, const StepInputs& inputs);
 void run_step(Model& model, const StepInputs& inputs);
 
 // What is known of each slot's sequence, [S] each, and which slots a step has.
-struct Decoding {  // as `Decoding` of library.py
+struct DecodeSlots {  // as `Decoding` of library.py
     const int64_t *slots, *starts;  // [S] whose the step's rows are, and where each row's token comes
     int64_t* last_tokens;           // [S] each slot's newest token
     const int64_t* num_known;       // [S] tokens from the first that are not newest ones, but of a prompt
     const int32_t* tables;          // [S, blocks_per_slot] block ids in token order
     int64_t num_slots, blocks_per_slot;
     void* cache;  // this and the rest as in StepInputs
-    int64_t num_blocks, blocks_apart, block_size;
+    int64_t num_blocks, layer_stride_blocks, block_size;
 };
 
 // What is wanted of a step, as in StepInputs.
-struct Wanted {
+struct StepOutputs {
     float* logits;
-    int64_t* likeliest = nullptr;
+    int64_t* argmax = nullptr;
     uint8_t* is_broken = nullptr;
 };
 
 // Runs a step of `num_rows` slots, each of which reads its newest token. IS_PROMPT, and nothing is done, if one reads
 // another.
-Error decode(Model& model, const Decoding& decoding, int64_t num_rows, const Wanted& wanted);
+Error decode(Model& model, const DecodeSlots& decode_slots, int64_t num_rows, const StepOutputs& outputs);
 
 // The final norm of `hidden` [n, hidden], to `normed` likewise; and logits [n, V] of it.
 void run_norm(const Model& model, const float* hidden, int64_t count, float* normed);

@@ -21,9 +21,9 @@ namespace millrace {
 
 constexpr int64_t PANEL = 32;  // columns of a product that lie together
 
-enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4, CODED = 5 };  // the last: bf16 in 12 bits
+enum DataType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4, BF16_12BIT = 5 };  // the last: bf16 in 12 bits
 
-constexpr int64_t CODE_BOOK_BYTES = 64, CODED_BLOCK_BYTES = 192;  // of a coded panel, and of four of k: see coded.h
+constexpr int64_t CODEBOOK_BYTES = 64, BF16_12BIT_BLOCK_BYTES = 192;  // of a coded panel, and of four of k: see coded.h
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -67,7 +67,7 @@ class Memory {
     // 5 in a virtual machine whose host does the same, where two threads wait half as long. They are written to, as whoever has
     // the system populate a range (madvise) holds up whatever other thread maps memory meanwhile: Python's imports took 0.5 s
     // longer.
-    static Memory taken(int64_t num_bytes, Pool& pool);
+    static Memory prefaulted(int64_t num_bytes, Pool& pool);
 
     template <class T>
     T* as() const {
@@ -91,12 +91,12 @@ class Memory {
 // A number of int8 and int4 is to be multiplied by the scale of its row and its group of k.
 struct Linear {
     int64_t n = 0, k = 0;
-    Type type = FLOAT32;
+    DataType type = FLOAT32;
     int64_t group_size = 0;   // of k, and k where there is one group; the last one may be smaller
     const Linear* next = nullptr;  // what is multiplied after it, and after a step's last one the first
     int64_t offset = 0;       // of a layer's weight in the memory of all
     Memory weight;            // none until a tensor is set
-    Memory whole_blocks;      // of panels that are coded
+    Memory raw_blocks;      // of panels that are coded
     Memory scales;            // bf16 [n / 32][groups][32]; none where numbers are what they are
     std::vector<float> bias;  // [n rounded up to 32] in the order of the columns; empty: none
 
@@ -107,7 +107,7 @@ struct Linear {
     int64_t weight_bytes() const { return num_panels() * panel_bytes(); }
     int64_t panel_bytes() const {
         int64_t numbers = k * PANEL;
-        if (type == CODED) return CODE_BOOK_BYTES + k / 4 * CODED_BLOCK_BYTES;
+        if (type == BF16_12BIT) return CODEBOOK_BYTES + k / 4 * BF16_12BIT_BLOCK_BYTES;
         return type == INT4 ? numbers / 2 : type == INT8 ? numbers : type == BFLOAT16 ? numbers * 2 : numbers * 4;
     }
 };
@@ -118,23 +118,23 @@ struct Layer {
     int64_t window = 0;                                        // keys a query sees, itself included; 0: all
 };
 
-constexpr int32_t NO_WEIGHT = 128;  // stands for 0 in what follows
+constexpr int32_t ZERO_POINT = 128;  // stands for 0 in what follows
 
 // Quads of k that are multiplied together: as many as a tile register has rows.
-constexpr int64_t QUADS_TOGETHER = HAS_AMX ? 16 : 1;
-constexpr int64_t num_quads_of(int64_t k) { return round_up(ceil_div(k, 4), QUADS_TOGETHER); }
+constexpr int64_t QUADS_PER_STEP = HAS_AMX ? 16 : 1;
+constexpr int64_t num_quads_of(int64_t k) { return round_up(ceil_div(k, 4), QUADS_PER_STEP); }
 
 // A weight [n, k] of int8 in panels of 32 of its n rows, [n / 32][quads of k][32][4], each number 128 more than it is. What is
 // past n or k is 0, stored as NO_WEIGHT. See quads.h.
-struct QuadPanels {
+struct Int8Panels {
     int64_t num_panels = 0, num_quads = 0;
     Memory weight;
 
-    QuadPanels() = default;
-    QuadPanels(int64_t n, int64_t k, Pool& pool) : num_panels(ceil_div(n, PANEL)), num_quads(num_quads_of(k)) {
-        weight = Memory::taken(num_panels * panel_bytes(), pool);
+    Int8Panels() = default;
+    Int8Panels(int64_t n, int64_t k, Pool& pool) : num_panels(ceil_div(n, PANEL)), num_quads(num_quads_of(k)) {
+        weight = Memory::prefaulted(num_panels * panel_bytes(), pool);
         int64_t first = k < 4 * num_quads ? 0 : n / PANEL * panel_bytes();  // that rows do not fill
-        std::memset(weight.as<char>() + first, NO_WEIGHT, weight.num_bytes() - first);
+        std::memset(weight.as<char>() + first, ZERO_POINT, weight.num_bytes() - first);
     }
 
     int64_t panel_bytes() const { return num_quads * 4 * PANEL; }
@@ -146,127 +146,128 @@ struct QuadPanels {
         for (int64_t i = 0; i < whole; i += 4) {
             uint32_t four;
             std::memcpy(&four, numbers + i, 4);
-            four ^= uint32_t(NO_WEIGHT) * 0x01010101;  // the highest bit of each: 128 more, modulo 256
+            four ^= uint32_t(ZERO_POINT) * 0x01010101;  // the highest bit of each: 128 more, modulo 256
             std::memcpy(to + i * PANEL, &four, 4);
         }
-        for (int64_t i = whole; i < k; i++) to[whole * PANEL + i % 4] = uint8_t(numbers[i] + NO_WEIGHT);
+        for (int64_t i = whole; i < k; i++) to[whole * PANEL + i % 4] = uint8_t(numbers[i] + ZERO_POINT);
     }
 };
 
 // What the largest logits of rows are, for what has length 1, as those of the last ones tell.
-class Expected {
+class ExpectedMax {
   public:
-    void note(float largest) {
+    void add(float largest) {
         if (!std::isfinite(largest)) return;
-        num_ = std::min(num_ + 1, LATE);
+        num_ = std::min(num_ + 1, MAX_SAMPLES);
         float from_mean = largest - mean_;
         mean_ += from_mean / float(num_);
         variance_ += (from_mean * (largest - mean_) - variance_) / float(num_);
     }
 
     // What few are below, and each may be.
-    float at_least() const {
-        return num_ < FIRST ? -std::numeric_limits<float>::infinity() : mean_ - 2.0f * std::sqrt(variance_);
+    float lower_bound() const {
+        return num_ < MIN_SAMPLES ? -std::numeric_limits<float>::infinity() : mean_ - 2.0f * std::sqrt(variance_);
     }
 
   private:
-    static constexpr int FIRST = 8, LATE = 64;  // rows, before anything is expected, and that count, about
+    static constexpr int MIN_SAMPLES = 8, MAX_SAMPLES = 64;  // rows, before anything is expected, and that count, about
     float mean_ = 0, variance_ = 0;
     int num_ = 0;
 };
 
 // How far products with a panel's rows can be from those with their numbers in int8: for what has length 1 by as much as
 // `missed`; and the length of these numbers, by which what is missed of the other side counts.
-struct Blur {
-    float missed = 0, size = 0;
+struct ErrorBound {
+    float error_norm = 0, norm = 0;
 };
 
 // The head in int8, and how far that can be from it: tells which of the head's panels have the largest logits. See screen.h.
-struct Screen {
-    QuadPanels panels;            // none: there is no screen
+struct ArgmaxScreen {
+    Int8Panels panels;            // none: there is no screen
     std::vector<float> scales;    // [panels][32] of each row of the head
-    std::vector<Blur> blurs;      // [panels], the most of their rows
-    Expected expected;
-    int64_t num_steps_off = 0;    // that are yet to go without, as it told little
-    int64_t num_closer = 0;       // panels that the last step looked at closer, each once for each row
-    int64_t num_left = -1;        // panels that it left in the last step, each once for each row; -1: that went without
+    std::vector<ErrorBound> error_bounds;      // [panels], the most of their rows
+    ExpectedMax expected;
+    int64_t num_steps_disabled = 0;    // that are yet to go without, as it told little
+    int64_t num_refined = 0;       // panels that the last step looked at closer, each once for each row
+    int64_t num_candidates = -1;        // panels that it left in the last step, each once for each row; -1: that went without
 
     bool is_made() const { return panels.num_panels > 0; }
     int64_t num_bytes() const {
-        return panels.weight.num_bytes() + int64_t(scales.size() * sizeof(float) + blurs.size() * sizeof(Blur));
+        return panels.weight.num_bytes() + int64_t(scales.size() * sizeof(float) + error_bounds.size() *
+                                                   sizeof(ErrorBound));
     }
 };
 
 // What a step's time is spent on: products with weights, attention, and what lies between them.
-enum Part : int32_t { LINEARS, ATTENTION, REST, NUM_PARTS };
+enum PhaseKind : int32_t { LINEARS, ATTENTION, OTHER, NUM_PHASE_KINDS };
 
 // What a decoding step reads, made for it.
-struct DecodeInputs {
+struct DecodeBuffers {
     std::vector<int64_t> input_ids, slot_mapping, rows;
     std::vector<int32_t> block_tables, query_starts, lengths;
 };
 
-class Chain;
+class StepChain;
 
 struct Model {
     Shape shape;
     std::vector<Layer> layers;
     std::vector<float> final_norm;
     Linear head;
-    Screen screen;            // of the head
+    ArgmaxScreen screen;            // of the head
     Memory weights;           // of all layers' linears, one after the other, so that large pages hold them whole;
                               // none until the first of them is set
     Memory embedding;         // [V, hidden], none where it is the head
     int64_t num_positions = 0;    // P
     std::vector<float> cos, sin;  // [P, rotary_dim / 2]
     std::unique_ptr<Pool> pool;
-    int64_t worth_a_thread = 1;  // work that pays for another: bytes of weights read, or as many products of four rows
+    int64_t min_work_per_thread = 1;  // work that pays for another: bytes of weights read, or as many products of four rows
     std::mutex is_running;       // one step at a time
     Memory activations;     // of the largest step so far
     Memory scratch;         // of attention, for every thread
     Memory partials;        // of attention that is split over keys
-    Memory room;            // of products, for every thread: see `room_bytes`
-    int64_t room_apart = 0;        // bytes from one thread's to the next one's
-    Kept kept;                     // by the cache behind the cores' own
-    bool is_shared_by_rows = false;  // products of many rows, where they can be: in the last step, as its first one said
-    bool is_passing = false;         // weights by few rows, so that the caches keep what else is read: in the last step
-    Apart apart;                     // whether steps' rows are taken so
-    bool is_apart = false;           // the last step's were
-    int num_together = 0;            // layers before the last such step's were; -1: one thread alone had both halves
-    int64_t num_bytes_beside = 0;  // of keys and values that the last step fetched beside products
-    DecodeInputs decode_inputs;  // for who decodes, one at a time
-    int64_t* part_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks
-    int64_t* shares = nullptr;   // [NUM_SHARES] for those of the steps that somebody has waited for; none: nobody asks
-    std::unique_ptr<Chain> chain;  // of who has a line
-    std::unique_ptr<Line> line;    // computes what is asked for; none: whoever asks does. The last: it ends first
+    Memory workspace;            // of products, for every thread: see `room_bytes`
+    int64_t workspace_stride = 0;        // bytes from one thread's to the next one's
+    CacheProbe cache_probe;                     // by the cache behind the cores' own
+    bool splits_rows = false;  // products of many rows, where they can be: in the last step, as its first one said
+    bool is_streaming = false;         // weights by few rows, so that the caches keep what else is read: in the last step
+    SplitTuner split_tuner;                     // whether steps' rows are taken so
+    bool is_step_split = false;           // the last step's were
+    int num_layers_before_split = 0;            // layers before the last such step's were; -1: one thread alone had both halves
+    int64_t kv_prefetched_bytes = 0;  // of keys and values that the last step fetched beside products
+    DecodeBuffers decode_buffers;  // for who decodes, one at a time
+    int64_t* phase_ns = nullptr;  // [NUM_PARTS + 1] to add each step's times to, and one for the step; none: nobody asks
+    int64_t* thread_times = nullptr;   // [NUM_SHARES] for those of the steps that somebody has waited for; none: nobody asks
+    std::unique_ptr<StepChain> step_chain;  // of who has a line
+    std::unique_ptr<StepThread> step_thread;    // computes what is asked for; none: whoever asks does. The last: it ends first
 
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
     int64_t attended_size() const { return shape.num_heads * shape.head_dim; }
     int64_t weights_bytes() const;
-    char* room_of(int place) const { return room.as<char>() + place * room_apart; }
+    char* workspace_of(int thread) const { return workspace.as<char>() + thread * workspace_stride; }
 };
 
 // Grows memory that holds nothing of worth.
-inline void ensure(Memory* memory, int64_t num_bytes) {
+inline void grow(Memory* memory, int64_t num_bytes) {
     if (memory->num_bytes() >= num_bytes) return;
     *memory = Memory();  // a statement of its own: what was there is given back before more is taken
     *memory = Memory(num_bytes);
 }
 
 // A tensor's place in a model: see `kind` in library.py.
-enum Kind : int32_t {
+enum TensorKind : int32_t {
     EMBEDDING, HEAD, FINAL_NORM, INPUT_NORM, POST_NORM, Q_NORM, K_NORM,
     Q, K, V, O, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS
 };
 
 // Tells each linear which one is multiplied after it.
-void set_order(Model& model);
+void link_linears(Model& model);
 
 // One of a checkpoint, [rows, columns]. As library.py has it.
 struct Tensor {
     int64_t layer;
-    Kind kind;
-    Type type;
+    TensorKind kind;
+    DataType type;
     const void* data;
     int64_t map_bytes;  // whose pages this process needs no longer once the tensor is packed: a file has them; 0: none
 };
@@ -275,6 +276,6 @@ struct Tensor {
 bool set_tensor(Model& model, const Tensor& tensor);
 
 // What products see of a tensor that has rows and columns, [rows, columns]. False for any other, and for one not yet set.
-bool get_matrix(Model& model, int64_t layer, Kind kind, float* numbers);
+bool get_matrix(Model& model, int64_t layer, TensorKind kind, float* numbers);
 
 }  // namespace millrace

@@ -22,14 +22,14 @@ inline bf16 bf16_above(float x) {
 // `count` numbers as codes in [-127, 127] times the scale that is returned, which is the largest of them over 127. A NaN
 // or infinity among them makes the scale NaN; numbers that are all but 0 become 0.
 inline bf16 to_int8(const float* x, int64_t count, int8_t* codes) {
-    F most = zero(), nothing = zero();
+    F maximum = zero(), nothing = zero();
     int64_t whole = count / W * W;
     for (int64_t i = 0; i < whole; i += W) {
         F numbers = load(x + i);
-        most = max(most, max(numbers, sub(zero(), numbers)));
+        maximum = max(maximum, max(numbers, sub(zero(), numbers)));
         nothing = fma(numbers, zero(), nothing);
     }
-    float largest = max_of(most), nan = sum_of(nothing);
+    float largest = max_of(maximum), nan = sum_of(nothing);
     for (int64_t i = whole; i < count; i++) largest = std::max(largest, std::fabs(x[i])), nan += x[i] * 0.0f;
     bf16 scale = bf16_above(largest / 127.0f + nan);
     if (!(widen(scale) >= FLT_MIN)) {

@@ -1,9 +1,8 @@
-// Attention's products in tile registers: scores of 16 keys at a time, and sums of their values.
+// Attention in AMX tile registers: scores of 16 keys at a time, and weighted sums of their values.
 //
-// A tile of keys, [dim / 2][16][2], and one of values, [8][dim][2], are read as they lie in the cache. Who shares them are
-// up to 16 queries, and each gets what it would get alone. Padding of keys and queries, up to 16 numbers, is zeros.
-//
-// Knows tiles and registers; refuses to know blocks, and which of the keys a query sees.
+// Reads tiles of keys, [dim / 2][16][2], and of values, [8][dim][2], as they lie in the cache. Up to 16 query rows
+// share a tile; each gets the bits that it would get alone. The head dimension is padded to a multiple of 16 with
+// zeros. Called by ItemAttention, on each compute thread.
 
 #pragma once
 
@@ -15,7 +14,7 @@
 
 namespace millrace {
 
-// Registers 0 to 3 are sums. 4 and 5 are rows and columns of 16 pairs, 6 and 7 of 8.
+// Registers 0 to 3 hold sums. 4 and 5 hold rows and columns of 16 pairs, 6 and 7 of 8 pairs.
 inline const TileConfig& attention_tile_config(int num_rows) {
     static const auto all = [] {
         std::array<TileConfig, AMX_ROWS + 1> configs;
@@ -53,7 +52,8 @@ inline void score_tiles_amx(const bf16* queries, const bf16* const* tiles, const
     }
 }
 
-// Sums of C times 16 columns of the values in tiles [first, last), with weights [rows][CHUNK]: to [rows][width].
+// C times 16 columns, from column `dim`, of the weighted value sums of tiles [first, last): weights [rows][CHUNK], sums
+// [rows][width].
 template <int C>
 void sum_columns_amx(const bf16* weights, const bf16* const* tiles, const TileReadOrder<bf16>& reads, bool prefetches,
                      int64_t first, int64_t last, int64_t width, float* sums, int64_t dim) {
@@ -86,7 +86,7 @@ void sum_columns_amx(const bf16* weights, const bf16* const* tiles, const TileRe
 inline void sum_values_amx(const bf16* weights, const bf16* const* tiles, const TileReadOrder<bf16>& reads, bool prefetches,
                            int64_t first, int64_t last, int64_t width, float* sums) {
     for (int64_t dim = 0; dim < width; dim += 4 * AMX_COLUMNS) {
-        bool prefetches_pass = prefetches && dim == 0;  // the first pass is for all
+        bool prefetches_pass = prefetches && dim == 0;  // the first pass prefetches for all
         auto sum = [&](auto columns) {
             sum_columns_amx<decltype(columns)::value>(weights, tiles, reads, prefetches_pass, first, last, width, sums,
                                                       dim);
@@ -100,8 +100,8 @@ inline void sum_values_amx(const bf16* weights, const bf16* const* tiles, const 
     }
 }
 
-// A tile of values, [8][width][2], in which those of keys that are not in [first, last) are zeros: what lies there may be
-// anything, and is multiplied. `to` may be `from`.
+// Copies a tile of values, [8][width][2], with zeros for the keys outside [first, last). NOTE: what lies there may be
+// anything, NaN included, and is multiplied by 0. `to` may be `from`.
 inline void mask_values(const bf16* from, int64_t first, int64_t last, int64_t width, bf16* to) {
     for (int64_t pair = 0; pair < KEY_TILE / 2; pair++, from += 2 * width, to += 2 * width) {
         bool has_even = first <= 2 * pair && 2 * pair < last, has_odd = first <= 2 * pair + 1 && 2 * pair + 1 < last;

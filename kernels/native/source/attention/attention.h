@@ -1,9 +1,9 @@
-// Attention over the paged cache.
+// Attention of one item: query rows of one sequence and key/value head, over the paged cache.
 //
-// The keys of a sequence are seen in chunks of 256, by their absolute positions; a chunk gives each query its largest
-// score, the sum of weights and the weighted sum of values, and chunks are put together in rising order. So a query gets
-// the same bits in a prompt's chunk, alone, among others, and whichever thread sees which chunk. A key that a query may
-// not see has weight 0, which changes no bit of any sum.
+// Keys are processed in chunks of 256, by absolute position. A chunk gives each row its largest score, the sum of
+// weights and the weighted sum of values; chunks are merged in rising order (online softmax). NOTE: so a query gets the
+// same bits in a prompt chunk, alone, in any batch, and on whichever thread computes which chunk. A masked key has
+// weight 0, which changes no bit of a sum. Called by AttentionStep, on each compute thread.
 
 #pragma once
 
@@ -15,17 +15,18 @@
 
 namespace millrace {
 
-// Queries of one sequence and kv head that are seen together, and the keys [first_key, last_key) that some of them see.
+// Query rows of one sequence and key/value head that are computed together, and the keys [first_key, last_key) that any
+// of them sees.
 struct AttentionItem {
     int32_t sequence, head, first_row, num_rows;  // rows: tokens x heads of the group
     int64_t first_key, last_key;
-    int64_t partial;  // where its partial results begin, if they are kept apart
+    int64_t partial;  // index of its first partial result, if the plan is split
 
     int64_t first_chunk() const { return first_key / CHUNK; }
     int64_t last_chunk() const { return ceil_div(last_key, CHUNK); }
     int64_t num_chunks() const { return last_chunk() - first_chunk(); }
 
-    struct Span {  // of a chunk: keys [first, last) that some row sees, in tiles [first_tile, last_tile)
+    struct Span {  // of a chunk: keys [first, last) that any row sees, in tiles [first_tile, last_tile)
         int64_t first, last, first_tile, last_tile;
         int64_t num_tiles() const { return last_tile - first_tile; }
     };
@@ -35,23 +36,23 @@ struct AttentionItem {
     }
 };
 
-struct SequenceTables {  // of a step
+struct SequenceTables {  // the sequences of a step
     const int32_t *tables, *query_starts, *lengths;
     int64_t num_sequences, table_width;
 };
 
-// What a thread computes attention in.
+// The buffers of a thread.
 template <class T>
 struct AttentionScratch {
     Operand<T> queries[MAX_QUERY_ROWS * MAX_HEAD_DIM], weights[MAX_QUERY_ROWS * CHUNK];
-    float scores[2][MAX_QUERY_ROWS * CHUNK];  // of the chunk that is seen now, and of the one before it
+    float scores[2][MAX_QUERY_ROWS * CHUNK];  // of the current chunk and of the one before it
     float chunk[MAX_QUERY_ROWS * MAX_HEAD_DIM], total[MAX_QUERY_ROWS * MAX_HEAD_DIM];
     float largest[MAX_QUERY_ROWS], sum[MAX_QUERY_ROWS], chunk_largest[MAX_QUERY_ROWS], chunk_sum[MAX_QUERY_ROWS];
-    T keys[CHUNK * MAX_HEAD_DIM], values[CHUNK * MAX_HEAD_DIM];  // tiles put together from small blocks
+    T keys[CHUNK * MAX_HEAD_DIM], values[CHUNK * MAX_HEAD_DIM];  // tiles gathered from small blocks
     bf16 key_scales[CHUNK], value_scales[CHUNK];
 };
 
-// Keys [first, last) that a query at `position` sees.
+// The first key that a query at `position` sees.
 inline int64_t first_visible_key(int64_t position, int64_t window) {
     return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
 }
@@ -72,7 +73,7 @@ class ItemAttention {
         first_token_ = sequences.query_starts[item.sequence];
     }
 
-    // q: the step's queries, [T][stride], heads of head_dim; `scale` multiplies them first.
+    // q: the step's queries, [T][stride], heads of head_dim; `scale` multiplies them.
     void load_queries(const float* q, int64_t stride, float scale) {
         int64_t dim = layout_.head_dim, row_size = USES_AMX<T> ? width_ : dim;
         for (int r = 0; r < num_rows_; r++) {
@@ -89,7 +90,8 @@ class ItemAttention {
         }
     }
 
-    // Adds the tiles of a chunk's keys to those that are read, or of its values. Small blocks hold no tiles, and any will do.
+    // Appends the tiles of a chunk's keys, or values, in reading order. Blocks smaller than a tile hold no tiles: any
+    // offset will do.
     void list_keys(int64_t chunk, std::vector<int64_t>* tiles) const { list_reads(chunk, 0, tiles); }
     void list_values(int64_t chunk, std::vector<int64_t>* tiles) const { list_reads(chunk, layout_.value_offset(), tiles); }
 
@@ -98,21 +100,22 @@ class ItemAttention {
         const bf16* scales[CHUNK / KEY_TILE];  // [16] each, in int8
     };
 
-    // A chunk whose keys have their scores, and whose values are yet to be summed.
+    // A chunk whose keys are scored and whose values are not yet summed.
     struct PendingChunk {
         Span span;
         Tiles values;
         float largest[MAX_QUERY_ROWS];
-        SoftmaxWeights<T> weighing;
+        SoftmaxWeights<T> softmax;
     };
 
-    // Scores of a chunk, into that half of the scratch's. Meanwhile what is `weighed` is, if anything.
+    // Computes the scores of a chunk into buffer `half`. Meanwhile computes the weights of the `deferred` chunk, if
+    // any.
     void begin_chunk(int64_t chunk, TileReadOrder<T>* reads, int half, SoftmaxWeights<T>* deferred, PendingChunk* pending) {
         int64_t base = chunk * CHUNK;
         Span span = pending->span = item_.span_of(chunk);
         Tiles keys;
         float* scores = scratch_->scores[half];
-        find_tiles(base, span, &keys, &pending->values);
+        locate_tiles(base, span, &keys, &pending->values);
         score(keys, *reads, span, scores, deferred);
         if (uses_prefetch(num_rows_)) reads->tiles += span.num_tiles();
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(keys, scores, span);
@@ -122,20 +125,20 @@ class ItemAttention {
             pending->largest[r] = largest_of(scores + r * CHUNK, span.first_tile * KEY_TILE, span.last_tile * KEY_TILE,
                                              low, high);
         }
-        pending->weighing.begin(scores, pending->largest, item_.num_rows, span.first_tile, span.last_tile,
+        pending->softmax.begin(scores, pending->largest, item_.num_rows, span.first_tile, span.last_tile,
                                 scratch_->weights);
     }
 
-    // Largest score, sum of weights and weighted sum of values of that chunk for each row.
+    // The chunk's largest score, sum of weights and weighted sum of values for each row.
     void end_chunk(PendingChunk& pending, TileReadOrder<T>* reads, float* largest, float* sum, float* values) {
         std::copy(pending.largest, pending.largest + item_.num_rows, largest);
-        pending.weighing.finish(sum);
+        pending.softmax.finish(sum);
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(pending.values, scratch_->weights, pending.span);
         sum_weighted_values(pending.values, *reads, pending.span, values);
         if (uses_prefetch(num_rows_)) reads->tiles += pending.span.num_tiles();
     }
 
-    // Adds a chunk's results to those of the chunks before it.
+    // Merges a chunk's results into those of the chunks before it.
     void merge_chunk(const float* largest, const float* sum, const float* values, bool is_first) {
         AttentionScratch<T>& s = *scratch_;
         for (int r = 0; r < item_.num_rows; r++) {
@@ -155,7 +158,7 @@ class ItemAttention {
         }
     }
 
-    // What the rows see, to out [T, heads of head_dim].
+    // Writes the rows' attention to out [T, heads of head_dim].
     template <class Out>
     void finish(const TiledRows<Out>& out) {
         int64_t dim = layout_.head_dim;
@@ -163,7 +166,7 @@ class ItemAttention {
             float *total = scratch_->total + r * width_, rescale = 1.0f / scratch_->sum[r];
             for (int64_t d = 0; d < width_; d += W) store(total + d, mul(load(total + d), splat(rescale)));
         }
-        for (int r = 0; r < std::min<int64_t>(group_, item_.num_rows); r++) {  // a head's rows are tokens one after the other
+        for (int r = 0; r < std::min<int64_t>(group_, item_.num_rows); r++) {  // rows of one head are consecutive tokens
             int64_t begin = (item_.head * group_ + (item_.first_row + r) % group_) * dim;
             int64_t num_tokens = ceil_div(item_.num_rows - r, group_);
             out.put_rows(token(r), num_tokens, begin, dim, scratch_->total + r * width_, group_ * width_);
@@ -178,7 +181,7 @@ class ItemAttention {
         Span span = item_.span_of(chunk);
         if (!uses_prefetch(num_rows_)) return;
         if (!layout_.is_tiled()) return tiles->resize(tiles->size() + span.num_tiles());
-        each_tile(chunk * CHUNK, span, [&](int64_t, int64_t block, int64_t offset) {
+        for_each_tile(chunk * CHUNK, span, [&](int64_t, int64_t block, int64_t offset) {
             tiles->push_back(keys_or_values + layout_.keys(int64_t(0), block, item_.head) + offset * width_);
         });
     }
@@ -218,11 +221,11 @@ class ItemAttention {
     static float rescale(float largest, float maximum) {
         if (largest == maximum) return 1.0f;
         float lanes[W];
-        store(lanes, exp(splat(largest - maximum)));  // -inf where no key of the chunk is seen: 0
+        store(lanes, exp(splat(largest - maximum)));  // 0 where no key of the chunk is seen: the score is -inf
         return lanes[0];
     }
 
-    // The largest of scores [begin, end) of a row; those outside [low, high) become NOTHING, whatever was there.
+    // The largest of the scores [begin, end) of a row; those outside [low, high) become NO_SCORE.
     static float largest_of(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high) {
         const F least = splat(NO_SCORE);
         auto hide = [&](int64_t first, int64_t last) {
@@ -240,8 +243,8 @@ class ItemAttention {
         return max_of(maximum);
     }
 
-    // Multiplies the scores, or weights, of the keys in a chunk's tiles by their scales. What lies past the last key may
-    // become anything.
+    // Multiplies the scores, or weights, of a chunk's tiles by the scales of their keys, or values. What lies past the
+    // last key is undefined.
     void scale(const Tiles& tiles, float* numbers, const Span& span) {
         for (int64_t tile = span.first_tile; tile < span.last_tile; tile++) {
             for (int64_t lane = 0; lane < KEY_TILE; lane += W) {
@@ -254,9 +257,9 @@ class ItemAttention {
         }
     }
 
-    // Calls `use(tile, block, offset)` for the tiles of a chunk that begins with key `base`, of whole tiles in blocks.
+    // Calls use(tile, block, offset) for the tiles of a chunk that begins with key `base`; blocks hold whole tiles.
     template <class Use>
-    void each_tile(int64_t base, const Span& span, const Use& use) const {
+    void for_each_tile(int64_t base, const Span& span, const Use& use) const {
         const int32_t* block = table_ + (base + span.first_tile * KEY_TILE) / layout_.block_size;
         int64_t offset = (base + span.first_tile * KEY_TILE) % layout_.block_size;
         for (int64_t tile = span.first_tile; tile < span.last_tile; tile++) {
@@ -266,9 +269,9 @@ class ItemAttention {
         }
     }
 
-    void find_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
+    void locate_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
         if (!layout_.is_tiled()) return gather_tiles(base, span, keys, values);
-        each_tile(base, span, [&](int64_t tile, int64_t block, int64_t offset) {
+        for_each_tile(base, span, [&](int64_t tile, int64_t block, int64_t offset) {
             auto find = [&](const T* head, Tiles* tiles) {
                 tiles->numbers[tile] = head + offset * width_;
                 tiles->scales[tile] = layout_.scales(head) + offset;
@@ -278,7 +281,7 @@ class ItemAttention {
         });
     }
 
-    // Puts tiles together from blocks that are smaller.
+    // Gathers tiles from blocks that are smaller.
     void gather_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
         int64_t block_size = layout_.block_size, tile_size = KEY_TILE * width_;
         for (int64_t tile = span.first_tile; tile < span.last_tile; tile++) {

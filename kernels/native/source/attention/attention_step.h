@@ -1,6 +1,8 @@
-// Attention's part of a step: what threads read for a plan, and what becomes of each chunk that one has seen.
+// AttentionStep: the attention phases of a step. Lists the tiles to read, computes the parts of the plan, and merges
+// split chunks.
 //
-// Knows in which memory. Refuses to know which parts there are (plan.h), and how a chunk is seen (attention.h).
+// The plan (attention_plan.h) says what the parts are; attention.h computes a chunk. Buffers are per thread, by
+// `scratch_index`; partial results of a split plan are in `Model::partials`. Called by Step, on each compute thread.
 
 #pragma once
 
@@ -21,15 +23,16 @@ class AttentionStep {
   public:
     AttentionStep(Model& model, const CacheLayout<Cached>& layout) : model_(model), shape_(model.shape), layout_(layout) {}
 
-    // Before anything is listed: whether chunks' values wait where it is worth it (see `Plan`), so not where keys and values
-    // are fetched a layer ahead.
-    // NOTE: small blocks, and tile registers, keep a chunk's values where the next one's would overwrite them.
+    // Decides, before reads are listed, whether the values of chunks are deferred where that pays (see
+    // `AttentionPlan`): not if keys and values are prefetched a layer ahead.
+    // NOTE: small blocks and AMX keep a chunk's values where the next chunk's would overwrite them, so they cannot
+    // defer.
     void decide_deferral(bool prefetches_kv) { can_defer_ = !prefetches_kv && !USES_AMX<Cached> && layout_.is_tiled(); }
 
-    // Memory of it, of so many threads.
+    // Memory of the threads' buffers.
     static int64_t scratch_bytes(int num_threads) { return int64_t(sizeof(AttentionScratch<Cached>)) * num_threads; }
 
-    // The tiles that each part of the plan reads, in the order in which `attend` does.
+    // Lists the tiles that each part reads, in the order in which `attend` reads them.
     void list_reads(const Batch<Input>& batch, AttentionPlan* plan) {
         plan->first_read.push_back(0);
         for (int64_t part = 0; part < plan->num_parts(); part++) {
@@ -48,7 +51,7 @@ class AttentionStep {
         plan->reads.resize(plan->reads.size() + MAX_TILES_AHEAD);
     }
 
-    // Of a layer, whose cache that is.
+    // Attention of one layer, whose cache is given.
     void attend(const Batch<Input>& batch, const AttentionPlan& plan, const Cached* cache, Member member) {
         TileScope tiles;
         member.parallel_for(plan.num_parts(), 1, [&](int64_t part, int64_t, int64_t) {
@@ -56,7 +59,7 @@ class AttentionStep {
         });
     }
 
-    // After it, where the plan is split.
+    // The phase after `attend`, if the plan is split.
     void merge_chunks(const Batch<Input>& batch, const AttentionPlan& plan, const Cached* cache, Member member) {
         parallel_for_rows(member, int64_t(plan.items.size()), [&](int64_t i) {
             const AttentionItem& item = plan.items[i];
@@ -71,7 +74,7 @@ class AttentionStep {
     }
 
   private:
-    // A chunk that was begun, and who sees it.
+    // A chunk that has begun, and its item.
     struct ChunkState {
         const AttentionItem* item;
         int64_t chunk;
@@ -92,7 +95,7 @@ class AttentionStep {
             if (plan.is_split || chunk == state.item->first_chunk())
                 attention.load_queries(batch.buffers.qkv, batch.buffers.qkv_stride,
                                        1.0f / std::sqrt(float(shape_.head_dim)));
-            SoftmaxWeights<Cached>* deferred = is_other_pending ? &states[1 - half].pending.weighing : nullptr;
+            SoftmaxWeights<Cached>* deferred = is_other_pending ? &states[1 - half].pending.softmax : nullptr;
             attention.begin_chunk(chunk, &reads, half, deferred, &state.pending);
         };
         plan.for_each_chunk(part, can_defer_, begin,
@@ -112,12 +115,12 @@ class AttentionStep {
         if (chunk + 1 == item->last_chunk()) attention->finish(batch.buffers.attended);
     }
 
-    // What a chunk of a split plan leaves behind: largest scores, sums of weights, and sums of values.
+    // The partial result of a chunk: largest scores, sums of weights, sums of values.
     float* partial_of(const AttentionPlan& plan, const AttentionItem& item, int64_t chunk) const {
         return model_.partials.as<float>() + (item.partial + chunk - item.first_chunk()) * plan.partial_size;
     }
 
-    // An item before it has its queries.
+    // An item without its queries.
     Attention item_attention(const Batch<Input>& batch, const AttentionPlan& plan, const AttentionItem& item,
                              const Cached* cache, int scratch_index) {
         int64_t group = shape_.num_heads / shape_.num_kv_heads;

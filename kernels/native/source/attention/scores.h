@@ -1,6 +1,7 @@
-// Scores of a chunk's keys, their weights, and sums of its values by these, for so many rows as a constant.
+// Vector kernels of attention: scores of keys, softmax weights, and weighted sums of values, for a constant number of
+// rows.
 //
-// Knows tiles and in what order they are fetched. Refuses to know whose they are, and which keys a row sees.
+// Operate on the tiles of kv_layout.h. Called by ItemAttention (attention.h), on each compute thread.
 
 #pragma once
 
@@ -12,24 +13,23 @@
 
 namespace millrace {
 
-constexpr float NO_SCORE = -std::numeric_limits<float>::infinity();  // the largest score where no key is seen
+constexpr float NO_SCORE = -std::numeric_limits<float>::infinity();  // the largest score if no key is visible
 
-// What scores and sums of values are computed of: queries and weights in float32, or in bf16 where the cache is and the
-// machine multiplies that.
+// Type of queries and weights: bf16 if the cache is and the machine has bf16 dot products, else float32.
 template <class T>
 using Operand = typename std::conditional<HAS_BF16_DOT && std::is_same<T, bf16>::value, bf16, float>::type;
 
-// Queries (tokens x heads of a group) that share the reading of keys, where these are T, and where they are anything.
+// Most query rows (tokens x heads of a group) that share the reading of keys of type T; MAX_QUERY_ROWS: of any type.
 template <class T>
 constexpr int QUERY_ROWS = USES_AMX<T> ? AMX_ROWS : GEMM_ROWS;
 constexpr int MAX_QUERY_ROWS = std::max(QUERY_ROWS<bf16>, QUERY_ROWS<float>);
 
-// The weights [R][CHUNK] of scores in tiles [first, last) of a chunk, and their sums: a tile at a time, so that it can be done
-// beside something that waits for memory.
+// The softmax weights [R][CHUNK] of the scores in tiles [first, last) of a chunk, and their sums. Computed tile by
+// tile, so that it can run beside code that waits for memory.
 template <class T>
 class SoftmaxWeights {
   public:
-    // `largest`: of each row, as long as anything is weighed.
+    // `largest`: per row; must stay valid until `finish`.
     void begin(const float* scores, const float* largest, int num_rows, int64_t first, int64_t last, Operand<T>* weights) {
         scores_ = scores, largest_ = largest, num_rows_ = num_rows, weights_ = weights;
         next_ = first * KEY_TILE, end_ = last * KEY_TILE;
@@ -66,8 +66,9 @@ class SoftmaxWeights {
     F totals_[MAX_QUERY_ROWS];
 };
 
-// Scores [R][CHUNK] of the keys in tiles [first, last), for queries [R][dim]. Tile by tile, in the order in which they lie:
-// several side by side would keep the core busier, and memory idle. Beside each a tile of what is `weighed`, if anything is.
+// Scores [R][CHUNK] of the keys in tiles [first, last), for queries [R][dim]. Tile by tile in memory order: several
+// tiles at a time would keep the core busier and memory idle. Beside each tile computes a tile of the `deferred`
+// weights, if any.
 template <int R, class T>
 void score_tiles(const Operand<T>* queries, const T* const* tiles, const TileReadOrder<T>& reads, int64_t first,
                  int64_t last, int64_t dim, float* scores, SoftmaxWeights<T>* deferred) {
@@ -107,8 +108,8 @@ void score_tiles(const Operand<T>* queries, const T* const* tiles, const TileRea
     }
 }
 
-// Adds the values of one key of a pair, C vectors of them from number `dim` on, by weights [R][CHUNK]. Beside the sums the
-// registers hold the weights or the values, of which there are fewer.
+// Adds the values of one key of a pair, C vectors from number `dim`, by weights [R][CHUNK]. Beside the sums, registers
+// hold the weights or the values, whichever are fewer.
 template <bool IS_ODD, int R, int C, class T>
 [[gnu::always_inline]] inline void add_values(const T* tile, int64_t pair, int64_t width, int64_t dim,
                                               const float* weights, F (&totals)[R][C]) {
@@ -129,8 +130,8 @@ template <bool IS_ODD, int R, int C, class T>
     }
 }
 
-// Adds a pair of keys' values, C vectors of them from number `dim` on, by weights [R][CHUNK]; of a half pair the first
-// one's alone, as what lies past the last key may be anything. A function of its own, always inline: in a lambda,
+// Adds the values of a pair of keys, C vectors from number `dim`, by weights [R][CHUNK]. Of a half pair only the first
+// key, because what lies past the last key may be anything. NOTE: a function of its own, always inline. In a lambda,
 // compilers kept the totals in memory, and attention of prompts took twice as long (AVX2 on a Zen 3 class EPYC).
 template <int R, int C, class T>
 [[gnu::always_inline]] inline void add_pair(const T* tile, int64_t pair, int64_t width, int64_t dim,
@@ -152,7 +153,7 @@ template <int R, int C, class T>
     }
 }
 
-// C vectors from number `dim` on of what `sum_values` tells; FETCHES: it is for them to read ahead.
+// C vectors, from number `dim`, of the result of `sum_values`. PREFETCHES: this pass reads ahead.
 template <int R, int C, bool PREFETCHES, class T>
 void sum_columns(const Operand<T>* weights, const T* const* tiles, const TileReadOrder<T>& reads, int64_t first,
                  int64_t last, int64_t width, int64_t dim, float* sums) {
@@ -166,7 +167,7 @@ void sum_columns(const Operand<T>* weights, const T* const* tiles, const TileRea
         const Operand<T>* weights_of_tile = weights + tile * KEY_TILE;
         int64_t begin = std::max(first - tile * KEY_TILE, int64_t(0)) / 2, num = std::min(last - tile * KEY_TILE, KEY_TILE);
         const char* next = nullptr;
-        int64_t bytes_per_pair = 0;  // bytes of the tile ahead that are fetched beside each pair
+        int64_t bytes_per_pair = 0;  // of the tile ahead, to prefetch beside each pair
         if (PREFETCHES) {
             next = reinterpret_cast<const char*>(reads.prefetch_address(tile - first_tile));
             bytes_per_pair = round_up(ceil_div(tile_bytes, ceil_div(num, 2) - begin), 64);
@@ -183,7 +184,7 @@ void sum_columns(const Operand<T>* weights, const T* const* tiles, const TileRea
         UNROLL for (int c = 0; c < C; c++) store(sums + r * width + dim + c * W, totals[r][c]);
 }
 
-// The same of C vectors, or of a half, a quarter and so on of them where fewer are left; returns how many numbers these are.
+// The same for C vectors, or C / 2, C / 4 and so on where fewer are left. Returns how many numbers these are.
 template <int R, int C, bool PREFETCHES, class T>
 int64_t sum_next_columns(const Operand<T>* weights, const T* const* tiles, const TileReadOrder<T>& reads, int64_t first,
                          int64_t last, int64_t width, int64_t dim, float* sums) {
@@ -195,10 +196,9 @@ int64_t sum_next_columns(const Operand<T>* weights, const T* const* tiles, const
     return C * W;
 }
 
-// Weighted sums [R][width] of the values of keys [first, last) of a chunk, with weights [R][CHUNK], which are 0 for the
-// other keys of the tiles. The first pass over the keys reads ahead, and nobody does in another one: of two rows by heads of
-// 128 numbers one pass takes 8 % less of attention than two (AVX-512, Zen 5 class EPYC; of three rows and more nobody has
-// tried wider ones).
+// Weighted sums [R][width] of the values of keys [first, last) of a chunk. The weights [R][CHUNK] are 0 for the other
+// keys of the tiles. Only the first pass over the keys prefetches. For two rows and heads of 128 numbers one pass takes
+// 8 % less of attention than two (AVX-512, Zen 5 class EPYC; wider passes are not measured for three rows and more).
 template <int R, class T>
 void sum_values(const Operand<T>* weights, const T* const* tiles, const TileReadOrder<T>& reads, int64_t first,
                 int64_t last, int64_t width, float* sums) {
@@ -208,7 +208,8 @@ void sum_values(const Operand<T>* weights, const T* const* tiles, const TileRead
         dim += sum_next_columns<R, C, false>(weights, tiles, reads, first, last, width, dim, sums);
 }
 
-constexpr int SPECIALIZED_ROWS[] = {1, 2, 3, 4, 6, 8, 12};  // for which there is code; in between, rows of zeros fill up
+// Row counts with code of their own; rows of zeros fill up to the next one.
+constexpr int SPECIALIZED_ROWS[] = {1, 2, 3, 4, 6, 8, 12};
 
 inline int specialized_rows(int rows) {
     for (int size : SPECIALIZED_ROWS)

@@ -1,16 +1,14 @@
-// Products of a step's rows with packed weights, where the machine multiplies bf16 in tile registers.
+// AmxLinear: products of a step's rows with packed weights in AMX tile registers, x @ weight.T + bias.
 //
-// One tile of rows, up to 32, reads each number of a weight once, as fast as memory gives it. For more of them k is cut into
-// blocks: a panel's block stays in the first-level cache while all tiles of rows are multiplied with it, and their sums wait
-// in the second-level cache for the next block. There each step of two registers of rows by two of columns takes about 20 ns
-// if one of both comes from the first level, and 35 if neither does (in a loop of its own, on a Granite Rapids class Xeon).
-// Linears of 64 / 128 / 256 / 512 rows of Qwen3-0.6B's shape took 55 / 75 / 114 / 224 ms there when tiles went through whole
-// panels, and 50 / 57 / 94 / 172 when first they did not.
+// One tile of up to 32 rows reads each weight once, at memory speed. For more rows k is cut into blocks: a panel's
+// block stays in L1 while all tiles of rows are multiplied by it, and their sums wait in L2 for the next block. A step
+// of two registers of rows by two of columns takes about 20 ns if one operand comes from L1, 35 ns if neither does (in
+// a separate loop, on a Granite Rapids class Xeon). Linears of 64 / 128 / 256 / 512 rows of Qwen3-0.6B's shape took 55
+// / 75 / 114 / 224 ms there when tiles went through whole panels, and 50 / 57 / 94 / 172 ms in the first version with
+// blocks.
 //
-// Nothing is asked for before it is written where there are several tiles, as 256 and 512 rows take 2 to 5 % less so; one
-// tile of 32 rows takes 2 % more without.
-//
-// Knows the order in which panels, blocks and tiles are gone through; refuses to know what becomes of sums.
+// With several tiles the output is not prefetched for writing: 256 and 512 rows take 2 to 5 % less without; one tile of
+// 32 rows takes 2 % more without. Called by `multiply` (linear.h), on each compute thread.
 
 #pragma once
 
@@ -21,11 +19,11 @@
 
 namespace millrace {
 
-constexpr int64_t BLOCK_STEPS = 8;      // at most, where numbers of k have no groups: 16 KiB of rows, and as much of columns
-constexpr int64_t HELD_PANELS = 8;      // at most: whose sums wait at a time
-constexpr int64_t HELD_TILES = 20;  // of rows, at most, whose sums wait at a time: with those of 8 panels 640 KiB
+constexpr int64_t BLOCK_STEPS = 8;  // at most, without groups of k: 16 KiB of rows and as much of columns
+constexpr int64_t HELD_PANELS = 8;  // most panels whose sums wait at a time
+constexpr int64_t HELD_TILES = 20;  // most tiles of rows whose sums wait at a time: 640 KiB with 8 panels
 
-// How a linear's pairs of k are cut into blocks: evenly, or into whole groups, however long one is.
+// The blocks of a linear's pairs of k: of equal size, or whole groups of any size.
 struct KBlocks {
     int64_t num_pairs, size, part;
     bool is_grouped;
@@ -40,16 +38,16 @@ struct KBlocks {
     int64_t count() const { return ceil_div(num_pairs, size); }
     KBlock at(int64_t i) const { return {i * size, std::min((i + 1) * size, num_pairs), part, is_grouped}; }
 
-    // Whether columns have to be made: see `columns_of`.
+    // Whether columns must be converted to bf16 tiles: see `converted_columns`.
     bool need_conversion(const Linear& linear) const { return linear.type != BFLOAT16 || num_pairs % AMX_PAIRS; }
-    int64_t most_steps() const {
+    int64_t max_steps() const {
         int64_t maximum = 0;
         for (int64_t i = 0; i < count(); i++) maximum = std::max(maximum, at(i).num_steps());
         return maximum;
     }
 };
 
-// Room that a thread has in a product of so many rows: for the sums that wait, and for a block's columns.
+// A thread's workspace in a product: waiting sums, and a block's converted columns.
 struct AmxWorkspace {
     int64_t sums_bytes = 0, columns_bytes = 0;
 
@@ -58,12 +56,13 @@ struct AmxWorkspace {
         if (num_tiles <= 1) return;
         KBlocks blocks(linear);
         if (blocks.count() > 1) sums_bytes = HELD_PANELS * std::min(num_tiles, HELD_TILES) * 2 * OUT_SIZE * 4;
-        if (blocks.need_conversion(linear)) columns_bytes = blocks.most_steps() * STEP_SIZE * 2;
+        if (blocks.need_conversion(linear)) columns_bytes = blocks.max_steps() * STEP_SIZE * 2;
     }
     int64_t num_bytes() const { return sums_bytes + columns_bytes; }
 };
 
-// One row, [k / 32][32], by one panel of a linear that is not quantized: tile [32]. Meanwhile the panel `next` is fetched.
+// One row, [k / 32][32], by one panel of a linear that is not quantized: tile [32]. Prefetches the panel `next`
+// meanwhile.
 inline void multiply_row_amx(const Linear& linear, const bf16* row, int64_t panel, int64_t next, float* tile) {
     TileScope tiles;
     tiles.configure(product_tile_config(1));
@@ -77,24 +76,25 @@ inline void multiply_row_amx(const Linear& linear, const bf16* row, int64_t pane
     });
 }
 
-// What this thread comes to do of x @ weight.T + bias: whole panels, for all rows, each tile handed to `out`.
+// This thread's part of the product: whole panels for all rows; each tile is passed to `out`.
 template <class Out>
 class AmxLinear {
-    // Bytes that numbers are fetched before they are read, where there is one tile of rows, and at a panel's end as many of
-    // the one that comes next in its place. In bf16, two panels at a time and this near: 34 to 37 GB/s; what comes two panels
-    // later: 29; nothing: 29 (up to 16 rows, two cores of a Granite Rapids class Xeon, where plain reading gives 37 in the
-    // same way and 31 from 8 KiB on). Coded ones a little further: 33 to 36 GB/s (1 to 16 rows) and 30 (32 rows), of three
-    // quarters of bytes. Those of int8 and int4, a step of which is 1 KiB or less, further still: steps of 1 / 8 rows take 9
-    // to 25 / 5 to 13 % less with int8 and 9 to 14 / 5 to 9 % less with int4 than with 1 KiB, and on beyond a panel's end as
-    // if its neighbour came next (the two shapes; coded ones take as long either way).
+    // Prefetch distance with one tile of rows, bytes; at a panel's end as much of the panel that follows. bf16, two
+    // panels at a time: 34 to 37 GB/s with this distance, 29 GB/s when prefetching two panels ahead, 29 without (up to
+    // 16 rows, two cores of a Granite Rapids class Xeon, where plain reading gives 37 in the same order, and 31 from 8
+    // KiB on).
+    // 12-bit panels are prefetched further: 33 to 36 GB/s (1 to 16 rows) and 30 (32 rows), of three quarters of the
+    // bytes. int8 and int4, with steps of 1 KiB or less, further still: steps of 1 / 8 rows take 9 to 25 / 5 to 13 %
+    // less with int8 and 9 to 14 / 5 to 9 % less with int4 than with 1 KiB, when the prefetch runs on past a panel's
+    // end into its neighbour (the two shapes; for 12-bit panels that makes no difference).
     template <class Stored>
     static constexpr int64_t PREFETCH_DISTANCE = std::is_same<Stored, bf16>::value    ? 1024
                                           : std::is_same<Stored, Bf16In12Bits>::value ? 2048
                                                                                : 3072;
 
-    // Places that a block is fetched from in turn. A core goes on by itself in each of them, in a page of 4 KiB: two to four
-    // tiles of rows take 15 to 30 % less than with one place, eight 6 (of 2, 4 and 8 places four are best; in bf16, whose
-    // blocks are four pages long).
+    // Streams in which a block is prefetched. The hardware prefetcher follows each within a page of 4 KiB: two to four
+    // tiles of rows take 15 to 30 % less than with one stream, eight tiles 6 % less (4 is the best of 2, 4 and 8; in
+    // bf16, whose blocks are four pages long).
     static constexpr int64_t PREFETCH_STREAMS = 4;
 
   public:
@@ -127,7 +127,7 @@ class AmxLinear {
         });
     }
 
-    // All rows, one tile, by some panels from `first` on; those until `end` come next.
+    // All rows, one tile, by PANELS panels from `first`; panels until `end` follow.
     template <int ROW_REGISTERS, int PANELS, class Stored>
     void multiply_panels(const Stored* weights, int64_t first, int64_t end) const {
         alignas(64) float out[std::max(ROW_REGISTERS, PANELS) * OUT_SIZE];
@@ -150,12 +150,13 @@ class AmxLinear {
         for (int i = 0; i < PANELS; i++) emit_tile(linear_, out_, out + i * OUT_SIZE, 0, rows, first + i);
     }
 
-    // All tiles in registers of the same shape, which takes as long to set as a block of one of them. A tile that is not whole
-    // is multiplied together with up to 15 rows that are none of it, and that nobody looks at.
+    // All tiles use the same register configuration, because to change it takes as long as a block of a tile. A partial
+    // tile is multiplied with up to 15 rows that do not belong to it; their results are ignored.
     template <class Stored>
     void run_in_blocks(const Stored* weights) const {
         int64_t each = ceil_div(linear_.num_panels(), member_.count), num_tiles = x_.num_tiles();
-        int64_t num_pieces = std::max<int64_t>(2, ceil_div(each, HELD_PANELS));  // so that others can take one over
+        // At least two, so that another thread can take one over.
+        int64_t num_pieces = std::max<int64_t>(2, ceil_div(each, HELD_PANELS));
         int64_t held = ceil_div(each, num_pieces), times = ceil_div(num_tiles, HELD_TILES);
         member_.parallel_for(linear_.num_panels(), held, [&](int64_t first, int64_t last, int64_t end) {
             for (int64_t time = 0; time < times; time++)
@@ -166,8 +167,8 @@ class AmxLinear {
         });
     }
 
-    // Tiles [tile, end_tile) of rows by a block of `panel`, one of those in [first, last) whose sums wait together; panels
-    // until `end` come next.
+    // Tiles [tile, end_tile) of rows by a block of `panel`, one of [first, last), whose sums wait together; panels
+    // until `end` follow.
     template <class Stored>
     void multiply_tiles(const Stored* weights, int64_t tile, int64_t end_tile, int64_t index, int64_t panel, int64_t first,
                         int64_t last, int64_t end) const {
@@ -206,7 +207,7 @@ class AmxLinear {
     ThreadTeam::Member member_;
     KBlocks blocks_;
     const char* next_linear_;  // what this thread reads first of the next linear
-    float* sums_;        // [panels][tiles][32 rows][32]
+    float* sums_;              // [panels][tiles][32 rows][32]
     bf16* converted_;
 };
 

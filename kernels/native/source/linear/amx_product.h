@@ -1,15 +1,17 @@
-// Products of up to 32 rows of bf16 with packed panels, in tile registers: 32 numbers of k at a time.
+// AMX kernels of the products: up to 32 rows of bf16 by packed panels, 32 elements of k at a time.
 //
-// Each sum is put together in the same way whatever the number of rows: the even and the odd products of 32 numbers of k,
-// then these in rising order of k; in int4 by groups, times their scales. So the same row gives the same bits in every
-// batch. Weights that are not kept in bf16 become that first, which holds their numbers exactly: a step of k ahead of what is
-// multiplied, so that a core does both at a time. Four steps at a time and then their products took coded ones a third longer,
-// a step of 1 / 8 rows with int8 weights 10 to 35 / 16 to 22 % longer, of 32 rows 4 % less, with int4 of one row 7 % longer
-// (the two shapes, two cores of a Granite Rapids class Xeon). Of what is in the caches 1,024 numbers take a core 42 ns to widen
-// and to multiply by a row, whether they are coded, int8 or int4, and with half the instructions as well; memory gives a core
-// those of int8 in 54 to 60 ns.
+// NOTE: each sum is computed in the same order whatever the number of rows: the even and the odd products of 32
+// elements of k, then these in rising order of k; in int4 by groups, times their scales. So a row gives the same bits
+// in every batch.
 //
-// Knows panels and registers; refuses to know whose rows these are, which thread is where, and what becomes of sums.
+// Weights that are not stored in bf16 are converted, exactly, one step of k ahead of the products, so that a core does
+// both at a time. Converting four steps first and multiplying them then took a third longer with 12-bit weights; with
+// int8 weights steps of 1 / 8 rows took 10 to 35 / 16 to 22 % longer and of 32 rows 4 % less; with int4 and one row 7 %
+// longer (the two shapes, two cores of a Granite Rapids class Xeon). From the caches a core converts 1,024 numbers and
+// multiplies them by a row in 42 ns, whether 12-bit, int8 or int4, and also with half the instructions; memory delivers
+// 1,024 int8 numbers to a core in 54 to 60 ns.
+//
+// Called by AmxLinear, on each compute thread.
 
 #pragma once
 
@@ -24,9 +26,10 @@
 namespace millrace {
 
 constexpr int64_t STEP_SIZE = AMX_K_STEP * PANEL;  // numbers of a panel in a step
-constexpr int64_t OUT_SIZE = AMX_ROWS * PANEL;   // of the sums of 16 rows
+constexpr int64_t OUT_SIZE = AMX_ROWS * PANEL;     // sums of 16 rows
 
-// Registers 0 to 3 are sums: of up to 16 rows with one panel or two, of more with one. 4 and 5 are rows, 6 and 7 columns.
+// Registers 0 to 3 hold sums: of up to 16 rows by one or two panels, of more rows by one. 4 and 5 hold rows, 6 and 7
+// columns.
 inline const TileConfig& product_tile_config(int num_rows) {
     static const auto all = [] {
         std::array<TileConfig, AMX_TILE_ROWS + 1> configs;
@@ -41,8 +44,8 @@ inline const TileConfig& product_tile_config(int num_rows) {
     return all[num_rows];
 }
 
-// Lines that are fetched while steps are multiplied: `share` of them with each step from each of `streams` places, which
-// are `apart` bytes from each other, the first one from `place` to `end`; and after these from `next_place` to `next_end`.
+// Lines to prefetch while steps are multiplied: with each step `lines_per_step` from each of `streams` addresses,
+// `stride` bytes apart, the first from `address` to `end`; then from `next_address` to `next_end`.
 struct StepPrefetch {
     const char *address, *end;
     int64_t lines_per_step, streams, stride;
@@ -59,8 +62,8 @@ struct StepPrefetch {
     }
 };
 
-// Adds steps: rows [steps][rows][32] by the columns [steps][16 pairs][32][2] of each panel. HALVES: 2 if there are more than
-// 16 rows. IS_ONCE: nobody else reads these columns soon.
+// Adds steps: rows [steps][rows][32] by the columns [steps][16 pairs][32][2] of each panel. ROW_REGISTERS: 2 for more
+// than 16 rows. STREAMS: the columns are read non-temporally.
 template <int ROW_REGISTERS, int PANELS, bool STREAMS>
 inline void add_steps(const bf16* x, int rows, const bf16* const (&columns)[PANELS], int64_t num_steps,
                       StepPrefetch (&prefetch)[PANELS]) {
@@ -94,7 +97,7 @@ inline void add_steps(const bf16* x, int rows, const bf16* const (&columns)[PANE
 
 inline void clear_sums() { clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>(); }
 
-// Of [rows][32], of two panels one after the other.
+// Loads and stores sums [rows][32], of two panels one after the other.
 template <int ROW_REGISTERS, int PANELS>
 inline void load_sums(const float* from) {
     constexpr int64_t STRIDE = 4 * PANEL;
@@ -110,7 +113,7 @@ inline void store_sums(float* to) {
     store_tile<2>(to + OUT_SIZE, STRIDE), store_tile<3>(to + OUT_SIZE + AMX_COLUMNS, STRIDE);
 }
 
-// Sums [rows][32] times a panel's scales [32], on top of those `before`, if there are any. All may be the same place.
+// to = sums [rows][32] * scales [32] (+ before, unless null). All may be the same memory.
 inline void scale_sums(const float* sums, const bf16* scales, int rows, const float* before, float* to) {
     for (int64_t lane = 0; lane < PANEL; lane += W) {
         F scale = load(scales + lane);
@@ -119,15 +122,15 @@ inline void scale_sums(const float* sums, const bf16* scales, int rows, const fl
     }
 }
 
-// Pairs [begin, end) of k, by which all tiles of rows are multiplied before the next ones. `part` of them are summed one after
-// the other: all, or a group.
+// Pairs [begin, end) of k, by which all tiles of rows are multiplied before the next block. `part` pairs are summed in
+// one chain: all, or a group.
 struct KBlock {
     int64_t begin, end, part;
     bool is_grouped;
 
-    // use(first, last, step, end_step) for the parts' pairs [first, last), and the steps that these are in.
+    // Calls use(first, last, step, end_step) for the pairs [first, last) of each part and the steps that contain them.
     template <class Use>
-    void each_part(const Use& use) const {
+    void for_each_part(const Use& use) const {
         for (int64_t first = begin; first < end; first += part) {
             int64_t last = std::min(first + part, end);
             use(first, last, first / AMX_PAIRS, ceil_div(last, AMX_PAIRS));
@@ -135,18 +138,18 @@ struct KBlock {
     }
     int64_t num_steps() const {
         int64_t num = 0;
-        each_part([&](int64_t, int64_t, int64_t step, int64_t end_step) { num += end_step - step; });
+        for_each_part([&](int64_t, int64_t, int64_t step, int64_t end_step) { num += end_step - step; });
         return num;
     }
 };
 
-// A panel's columns in bf16, made one step after the other.
+// Converts a panel's columns to bf16, step by step.
 template <class Stored>
 class ColumnConverter {
   public:
-    ColumnConverter(const Stored* panel, int64_t) : panel_(panel) {}  // and the step that is made first
+    ColumnConverter(const Stored* panel, int64_t) : panel_(panel) {}  // `step`, the first step, is not needed
 
-    // Those pairs that are not in [begin, end) are zeros. A step that two groups share is made for both.
+    // Converts a step; pairs outside [begin, end) become zeros. A step that two groups share is converted for each.
     void convert(int64_t step, int64_t begin, int64_t end, bf16* to) const {
         for (int64_t pair = step * AMX_PAIRS; pair < (step + 1) * AMX_PAIRS; pair++, to += 2 * PANEL)
             for (int64_t lane = 0; lane < PANEL; lane += W)
@@ -178,26 +181,26 @@ class ColumnConverter<Bf16In12Bits> {
 };
 #endif
 
-// A block's columns as they are multiplied, part by part: in `made`, or where they lie if all of them lie like that.
+// A block's columns as they are multiplied, part by part: converted, or the stored ones if these have that layout.
 template <class Stored>
 const bf16* converted_columns(const Stored* panel, const KBlock& block, bf16* converted) {
     if constexpr (std::is_same<Stored, bf16>::value)
         if (block.end % AMX_PAIRS == 0) return panel + block.begin / AMX_PAIRS * STEP_SIZE;
     const bf16* all = converted;
     ColumnConverter<Stored> columns(panel, block.begin / AMX_PAIRS);
-    block.each_part([&](int64_t first, int64_t last, int64_t step, int64_t end_step) {
+    block.for_each_part([&](int64_t first, int64_t last, int64_t step, int64_t end_step) {
         for (; step < end_step; step++, converted += STEP_SIZE) columns.convert(step, first, last, converted);
     });
     return all;
 }
 
-// Rows x [k / 32][rows][32] by a block's columns, on top of the sums [rows][32] `before`, if any pair comes before it: to
-// `to`, which may be the same place. Without groups sums are not scaled yet.
+// Rows x [k / 32][rows][32] by a block's columns, added to the sums `before` [rows][32] of the blocks before it, to
+// `to`, which may be `before`. Without groups the sums are not scaled yet.
 template <int ROW_REGISTERS>
 void multiply_block(const bf16* x, int rows, const KBlock& block, const bf16* columns, const bf16* scales,
                     StepPrefetch (&prefetch)[1], const float* before, float* to) {
     alignas(64) float sums[ROW_REGISTERS * OUT_SIZE];
-    block.each_part([&](int64_t first, int64_t, int64_t step, int64_t end_step) {
+    block.for_each_part([&](int64_t first, int64_t, int64_t step, int64_t end_step) {
         bool is_continued = first > 0 && !block.is_grouped;
         if (is_continued)
             load_sums<ROW_REGISTERS, 1>(before);
@@ -216,14 +219,14 @@ void multiply_block(const bf16* x, int rows, const KBlock& block, const bf16* co
 template <class Stored>
 struct AmxPanel {
     const Stored* numbers;
-    const bf16* scales;  // [groups][32] or none
+    const bf16* scales;  // [groups][32] or null
     StepPrefetch prefetch;
 };
 
-// Rows by whole panels, which nobody reads after this, all scaled: out [rows][32], OUT_SIZE from one panel to the next one.
+// Rows by whole panels, read non-temporally, with scales applied: out [rows][32], panels OUT_SIZE apart.
 template <int ROW_REGISTERS, int PANELS, class Stored>
 void multiply_once(const bf16* x, int rows, const Linear& linear, AmxPanel<Stored> (&panels)[PANELS], float* out) {
-    alignas(64) bf16 converted[2][PANELS][STEP_SIZE];  // the columns of a step, and of the next one
+    alignas(64) bf16 converted[2][PANELS][STEP_SIZE];  // the columns of a step and of the next one
     alignas(64) float sums[std::max(ROW_REGISTERS, PANELS) * OUT_SIZE];
     StepPrefetch prefetch[PANELS], none[PANELS] = {};
     std::optional<ColumnConverter<Stored>> converters[PANELS];

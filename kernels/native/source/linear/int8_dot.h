@@ -1,10 +1,9 @@
-// Products of rows with weights where both are whole numbers of 8 bits, four of k at a time.
+// int8 dot products of rows with int8 panels, four elements of k at a time (quads).
 //
-// Instructions that sum four products of bytes want those of one side not to be negative. So weights are 128 more than what
-// they stand for, and each row's sums begin with what that comes to. Sums are whole numbers of 32 bits: exact, the same in
-// every batch and with all instructions. Tile registers sum 64 of k at a time: see amx_quads.h.
-//
-// Knows whole numbers. Refuses to know what they stand for.
+// The instructions that sum four byte products take unsigned bytes on one side. So weights are stored with 128 added
+// (ZERO_POINT), and each row's sums start with the correction. NOTE: sums are exact int32: the same in every batch and
+// with all instructions. AMX sums 64 elements of k at a time: see amx_int8_dot.h. Used by the argmax screen, on each
+// compute thread.
 
 #pragma once
 
@@ -18,15 +17,15 @@
 
 namespace millrace {
 
-constexpr int64_t MAX_INT8_K = 1 << 16;  // numbers: 127 * 127 times that is less than 2 ** 31
+constexpr int64_t MAX_INT8_K = 1 << 16;  // 127 * 127 times this is below 2 ** 31
 
 #if defined(__AVX512VNNI__)
 
-constexpr int VECTOR_TILE_ROWS = 12;  // of a tile in vectors: 24 of 32 registers are sums
+constexpr int VECTOR_TILE_ROWS = 12;  // of a tile in vectors: 24 of 32 registers hold sums
 using I = __m512i;
 using Int8x4 = uint32_t;  // four numbers of a row
 
-struct WeightInt8x4 {  // of as many columns as a vector has
+struct WeightInt8x4 {  // for as many columns as a vector has lanes
     I all;
 
     explicit WeightInt8x4(const uint8_t* p) : all(_mm512_loadu_si512(p)) {}
@@ -41,8 +40,8 @@ inline Int8x4 pack_int8x4(const int8_t* numbers) {
 
 #else
 
-constexpr int VECTOR_TILE_ROWS = 4;  // with AVX2 8 of 16 registers are sums
-struct Int8x4 {  // of a row's four numbers the first and third, and the others, in 16 bits each
+constexpr int VECTOR_TILE_ROWS = 4;  // with AVX2, 8 of 16 registers hold sums
+struct Int8x4 {  // a row's first and third number, and the other two, in 16 bits each
     uint32_t even, odd;
 };
 
@@ -97,18 +96,18 @@ inline F load(const int32_t* p) { return widen(load_whole(p)); }
 
 constexpr int PANEL_VECTORS = int(PANEL) / W;
 
-// Of a row by a panel, in registers.
+// A row by a panel, in registers.
 struct PanelSums {
     I of[PANEL_VECTORS];
 };
 
-// Lines to fetch while a tile is summed, so many with each quad of k.
+// Lines to prefetch while a tile is summed.
 struct LinePrefetch {
     const char* address;
-    int64_t num_lines, lines_per_quad;  // 1 or 2
+    int64_t num_lines, lines_per_quad;  // lines_per_quad: 1 or 2
 };
 
-// Sums of a tile of R rows, [quads][R], by a panel: out [R][32]. `lines` are what is ahead.
+// Sums of a tile of R rows, [quads][R], by a panel: out [R][32].
 template <int R, PrefetchMode MODE>
 [[gnu::noinline]] void int8_dot_tile(const Int8x4* rows, const uint8_t* panel, int64_t num_quads,
                                      const int32_t* initial_sums, int32_t* out, LinePrefetch lines) {
@@ -140,7 +139,7 @@ template <int R, PrefetchMode MODE>
 
 using Int8DotTile = void (*)(const Int8x4*, const uint8_t*, int64_t, const int32_t*, int32_t*, LinePrefetch);
 
-// For each number of rows, from 1.
+// The function for each number of rows, from 1.
 template <PrefetchMode MODE, int... R>
 Int8DotTile int8_dot_for(int rows, std::integer_sequence<int, R...>) {
     static constexpr Int8DotTile SUMS[] = {int8_dot_tile<R + 1, MODE>...};
@@ -149,9 +148,9 @@ Int8DotTile int8_dot_for(int rows, std::integer_sequence<int, R...>) {
 
 constexpr int INT8_TILE_ROWS = HAS_AMX ? AMX_TILE_ROWS : VECTOR_TILE_ROWS;  // of a tile
 
-// Rows as such products read them: in tiles of up to QUAD_ROWS rows, as equal as may be, [quads][rows of the tile], in AMX
-// [quads / 16][rows][16]. What a number has beyond 8 bits is multiplied once more. What is missed of each, in 8 bits more, lies
-// by itself, as a row.
+// Rows in the layout of these products: tiles of up to INT8_TILE_ROWS rows, of similar size, [quads][rows of the tile],
+// in AMX [quads / 16][rows][16]. The part of a number beyond 8 bits (overflow) is multiplied separately. The residual,
+// 8 bits more, is stored as a plain row.
 class Int8Rows {
   public:
     void resize(int64_t num_rows, int64_t k) {
@@ -161,13 +160,13 @@ class Int8Rows {
         for (std::vector<Overflow>& overflow : overflow_) overflow.reserve(max_overflow(k));
     }
 
-    // Of a row, at most.
-    static int64_t most_bytes(int64_t k) {
+    // Upper bound, per row.
+    static int64_t max_bytes(int64_t k) {
         int64_t overflow = int64_t(sizeof(std::vector<Overflow>)) + max_overflow(k) * int64_t(sizeof(Overflow));
         return 2 * num_quads_of(k) * int64_t(sizeof(Int8x4)) + 2 * int64_t(sizeof(int32_t)) + overflow;
     }
 
-    // Puts a row in its place: whole numbers and what they miss, both [4 * quads] with zeros past k. The former are lost.
+    // Sets a row: quantized numbers and residuals, both [4 * quads] with zeros past k. The former are overwritten.
     void put(int64_t row, int32_t* quantized, const int32_t* residual) {
         initial_sums_[row] = initial_sum_of(quantized), residual_initial_sums_[row] = initial_sum_of(residual);
         overflow_[row].clear();
@@ -185,11 +184,11 @@ class Int8Rows {
         }
     }
 
-    // What this thread comes to do of all rows by `panels`; each row's sums to `take(sums, row, panel)`. `is_passing`: few
-    // rows' panels, so that no cache keeps them; in tile registers that makes no difference.
+    // This thread's part of all rows by `panels`; calls take(sums, row, panel). `is_streaming`: few rows read panels
+    // non-temporally; no difference in AMX.
     template <class Take>
     void multiply(const Int8Panels& panels, ThreadTeam::Member member, bool is_streaming, const Take& take) const {
-        constexpr int64_t PANELS_PER_PIECE = 4;  // panels
+        constexpr int64_t PANELS_PER_PIECE = 4;
         TileScope tiles;
         member.parallel_for(panels.num_panels, PANELS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
             for (int64_t panel = first; panel < last; panel++)
@@ -207,8 +206,8 @@ class Int8Rows {
         });
     }
 
-    // Products of what a row's numbers miss, by a panel: out [32]. In several sums of each column, since each waits for the
-    // one before it.
+    // A row's residual by a panel: out [32]. In two chains of sums per column, because each sum waits for the one
+    // before it.
     void multiply_residual(int64_t row, const uint8_t* panel, int32_t* out) const {
         constexpr int V = 2, SUMS = 2;
         const Int8x4* numbers = &residual_[row * num_quads_];
@@ -218,8 +217,8 @@ class Int8Rows {
                 sums[0][v] = splat_whole(residual_initial_sums_[row]), sums[1][v] = splat_whole(0);
             auto add = [&](int64_t quad, int to) {
                 UNROLL for (int v = 0; v < V; v++)
-                    sums[to][v] = WeightInt8x4(panel + (quad * PANEL + lane + v * W) * 4).add_to(sums[to][v],
-                                                                                                 numbers[quad]);
+                    sums[to][v] =
+                        WeightInt8x4(panel + (quad * PANEL + lane + v * W) * 4).add_to(sums[to][v], numbers[quad]);
             };
             int64_t quad = 0;
             for (; quad + SUMS <= num_quads_; quad += SUMS) add(quad, 0), add(quad + 1, 1);
@@ -229,18 +228,17 @@ class Int8Rows {
     }
 
   private:
-    // With so few rows sums take less time than memory, and a core reads ahead by itself: whole numbers, whatever products of
-    // others may have.
+    // For up to this many rows, sums take less time than memory, and the hardware prefetcher suffices.
     static constexpr int FEW_ROWS_INT8 = 4;
 
-    static constexpr int64_t PREFETCH_DISTANCE = 1024;  // bytes, on into the panel after it, which comes next
+    static constexpr int64_t PREFETCH_DISTANCE = 1024;  // bytes, on into the next panel, which follows
 
     struct Overflow {  // 8 bits
         int64_t quad;
         Int8x4 numbers;
     };
 
-    // At most k / 16 where what is beyond is more than four times the mean.
+    // At most k / 16 numbers exceed 4 times the root mean square.
     static int64_t max_overflow(int64_t k) { return k / 15 + 1; }
 
     int64_t num_tiles() const { return ceil_div(num_rows_, INT8_TILE_ROWS); }
@@ -250,29 +248,29 @@ class Int8Rows {
         return -ZERO_POINT * std::accumulate(numbers, numbers + 4 * num_quads_, int32_t(0));
     }
 
-    // As much of four numbers as a byte each has; what is left stays.
+    // Takes what a byte can hold of each of four numbers; the rest stays.
     static Int8x4 take_bytes(int32_t* numbers) {
         int8_t prefaulted[4];
         for (int i = 0; i < 4; i++) prefaulted[i] = int8_t(std::clamp(numbers[i], -127, 127)), numbers[i] -= prefaulted[i];
         return pack_int8x4(prefaulted);
     }
 
-    // A tile's rows, from `row` on, by a panel.
+    // A tile of rows from `row` on, by a panel.
     void sum_tile_amx(const Int8Panels& panels, int64_t panel, int64_t row, int rows, TileScope& tiles,
                       int32_t* tile) const {
         tiles.configure(product_tile_config(rows));
         auto address = reinterpret_cast<const char*>(panels.panel(panel)) + PREFETCH_DISTANCE;
         int64_t num_steps = num_quads_ / QUADS_PER_STEP, size = panels.panel_bytes();
-        int64_t num_lines_of_tile = row == 0 ? size / 64 / num_steps : 0;  // the first tile's rows have it fetched
-        StepPrefetch ahead{address, address + size, num_lines_of_tile, 1, 0};
+        int64_t num_lines_of_tile = row == 0 ? size / 64 / num_steps : 0;  // the first tile prefetches
+        StepPrefetch prefetch{address, address + size, num_lines_of_tile, 1, 0};
         auto sum = rows > AMX_ROWS ? amx_int8_dot<2, Int8x4> : amx_int8_dot<1, Int8x4>;
-        sum(&quantized_[row * num_quads_], rows, panels.panel(panel), num_steps, ahead, tile);
+        sum(&quantized_[row * num_quads_], rows, panels.panel(panel), num_steps, prefetch, tile);
         for (int r = 0; r < rows; r++, tile += PANEL)
             for (int64_t lane = 0; lane < PANEL; lane += W)
                 store_whole(tile + lane, add_whole(load_whole(tile + lane), splat_whole(initial_sums_[row + r])));
     }
 
-    // A tile's rows by a panel, while its share of the next panel is fetched where there is time for it.
+    // A tile of rows by a panel; prefetches its share of the next panel if there is time.
     void sum_tile(const Int8Panels& panels, int64_t panel, int64_t at, int rows, bool is_streaming, int32_t* tile) const {
         constexpr auto FEW_COUNTS = std::make_integer_sequence<int, FEW_ROWS_INT8>();
         constexpr auto ALL_COUNTS = std::make_integer_sequence<int, VECTOR_TILE_ROWS>();
@@ -301,8 +299,8 @@ class Int8Rows {
 
     int64_t num_rows_ = 0, num_quads_ = 0;
     std::vector<Int8x4> quantized_, residual_;
-    std::vector<int32_t> initial_sums_, residual_initial_sums_;  // [rows] what sums begin with
-    std::vector<std::vector<Overflow>> overflow_;    // [rows]
+    std::vector<int32_t> initial_sums_, residual_initial_sums_;  // [rows] start values of the sums
+    std::vector<std::vector<Overflow>> overflow_;                // [rows]
 };
 
 }  // namespace millrace

@@ -1,6 +1,7 @@
-// Sums of a tile of rows by one panel of a weight, whatever that holds.
+// Vector kernels of the products: a tile of rows by one panel of any storage type.
 //
-// Knows the order of sums and what is fetched beside them. Refuses to know which tiles and panels there are: see linear.h.
+// The order of sums and the prefetches beside them; VectorLinear (linear.h) chooses tiles and panels. Called on each
+// compute thread.
 
 #pragma once
 
@@ -12,15 +13,15 @@
 
 namespace millrace {
 
-// Rows up to which, with weights that are not quantized, sums take less time than memory. A core then reads ahead by itself,
-// and faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 where memory gives 76 GB/s; one or two
-// with float32 sums by 3 % there, and by nothing at 47 (before panels lay in streams).
+// Up to this many rows, sums with weights that are not quantized take less time than memory. The hardware prefetcher
+// alone is then faster: one to four rows in bf16 by 12 % on a Zen 5 class EPYC, by 13 to 20 % where memory gives 76
+// GB/s; one or two with float32 sums by 3 % there, and not at 47 GB/s (before panels had streams).
 template <class Input>
 constexpr int64_t FEW_ROWS = sizeof(Input) == 2 ? 4 : 2;
 
-// Rows up to which weights pass by the caches, where these keep anything. Of quantized ones one: it takes 18 % less in int8
-// and 15 in int4 where memory is slow, as long in int8 where it is fast, and two take as long (AVX-512, Zen 4 class EPYC);
-// with AVX2 one takes 25 % more in int8.
+// Up to this many rows, weights are read non-temporally, if the shared cache retains anything. With quantized weights
+// one row: it takes 18 % less in int8 and 15 % less in int4 where memory is slow, as long in int8 where it is fast; two
+// rows take as long (AVX-512, Zen 4 class EPYC). With AVX2 one row takes 25 % more in int8.
 template <class Input, class Stored>
 constexpr int64_t STREAMING_ROWS = USES_AMX<Input> ? 0
                                  : std::is_same<Stored, int8_t>::value || std::is_same<Stored, Int4Pair>::value
@@ -35,20 +36,20 @@ int64_t streaming_rows(const Linear& linear) {
     return rows;
 }
 
-// Pairs of k from one time to the next. With each pair lines came faster than memory has them, and what the sums
-// themselves read waited behind them: every second one takes 4 to 11 % less with 8 and 10 rows and up to 5 with more, and
-// in int4 from 5 % less to 5 more (AVX2 on a Zen 3 class EPYC). Where panels are one stream (AVX-512, and short groups)
-// nobody has measured it yet.
+// Pairs of k between prefetches. With one per pair lines were requested faster than memory delivers them, and the sums'
+// own reads waited behind them. One per two pairs takes 4 to 11 % less with 8 and 10 rows and up to 5 % less with more;
+// in int4 from 5 % less to 5 % more (AVX2 on a Zen 3 class EPYC). Not measured for panels of one stream (AVX-512, and
+// short groups).
 constexpr int prefetch_interval(int64_t num_streams) { return num_streams == 1 ? 1 : 2; }
 constexpr int64_t num_prefetches_for(int64_t num_pairs) { return num_pairs / prefetch_interval(num_streams(num_pairs)); }
 
-// Vectors of a panel that are summed at a time. Each sum waits for the one before it, so few rows take all of them.
+// Vectors of a panel's row that are summed at a time. Each sum waits for the one before it, so few rows take all
+// vectors.
 constexpr int vectors_for(int rows) { return rows <= 2 ? int(PANEL) / W : GEMM_VECTORS; }
 
-// Sums of R rows by V vectors of a panel's columns, from `lane` on, over some pairs of k, which lie in S streams. x of a
-// tile of `TiledRows`; a row of out begins PANEL after the one before. WIDENS: these columns of `wide` become the panel's, as
-// numbers of what is multiplied. A function of its own: within the loop over columns GCC had too few registers for it (4 rows
-// in int4 took 1.3 times as long).
+// Sums of R rows by V vectors of a panel's columns, from `lane`, over `num_pairs` pairs of k in S streams. x: a tile of
+// `TiledRows`; rows of out are PANEL apart. WIDENS: stores these columns, converted, to `wide`. NOTE: a function of its
+// own. Inlined in the loop over columns, GCC ran out of registers (4 rows in int4 took 1.3 times as long).
 template <int R, int V, int S, PrefetchMode MODE, bool WIDENS, class Input, class Stored>
 [[gnu::noinline]] void sum_vectors(const Input* x, const Stored* panel, int64_t lane, int64_t num_pairs, float* out,
                                    const WeightPrefetch& prefetch, Input* wide) {
@@ -61,11 +62,11 @@ template <int R, int V, int S, PrefetchMode MODE, bool WIDENS, class Input, clas
         UNROLL for (int stream = 0; stream < S; stream++, x += 2 * R) {
             int64_t place = turn + stream * stream_size;
             if (MODE == PrefetchMode::STREAMING)
-                prefetch_nontemporal<index_in_pairs<Stored>(2, PANEL, 0)>(panel + index_in_pairs<Stored>(2 * place, PANEL,
-                                                                                                         0));
+                prefetch_nontemporal<index_in_pairs<Stored>(2, PANEL, 0)>(
+                    panel + index_in_pairs<Stored>(2 * place, PANEL, 0));
             if (stream % prefetch_interval(S) == 0) prefetcher.prefetch_weights();
             prefetcher.prefetch_kv();
-            float* to = WIDENS ? reinterpret_cast<float*>(wide + 2 * place * PANEL) + lane : nullptr;  // 4 bytes a lane
+            float* to = WIDENS ? reinterpret_cast<float*>(wide + 2 * place * PANEL) + lane : nullptr;  // 4 bytes per lane
             F weights[V];
             if constexpr (sizeof(Input) == 2) {
 #ifdef MILLRACE_BF16_DOT
@@ -97,7 +98,7 @@ template <int R, int V, int S, PrefetchMode MODE, bool WIDENS, class Input, clas
 }
 
 #if defined(MILLRACE_BF16_DOT)
-// The same of a panel that is coded: by all of its columns, and nobody widens it.
+// The same for a 12-bit panel: all columns at once, never stored converted.
 template <int R, int V, int S, PrefetchMode MODE, bool WIDENS>
 [[gnu::noinline]] void sum_vectors(const bf16* x, const Bf16In12Bits* panel, int64_t, int64_t num_pairs, float* out,
                                    const WeightPrefetch& prefetch, bf16*) {
@@ -125,17 +126,17 @@ template <int R, int V, int S, PrefetchMode MODE, bool WIDENS>
 }
 #endif
 
-// Rows of a tile that is one of several, at least.
+// Fewest rows of a tile that is one of several.
 constexpr int MIN_ROWS_OF_MANY_TILES = GEMM_ROWS / 2;
 
-// The same by a whole panel of 32 columns: out [R][32].
+// Sums of R rows by a whole panel: out [R][32].
 template <int R, int S, bool WIDENS, class Input, class Stored>
 void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const WeightPrefetch& prefetch,
                Input* wide) {
     constexpr int V = vectors_for(R);
     constexpr bool STREAMS = R <= STREAMING_ROWS<Input, Stored>;
     auto sum = [&](int64_t lane, const WeightPrefetch& pass_prefetch, bool prefetches) {
-        if constexpr (WIDENS)  // one tile of several: it may look for what to fetch in vain, for the sake of less code
+        if constexpr (WIDENS)  // one tile of several: it may check for prefetches in vain, which saves code
             sum_vectors<R, V, S, PrefetchMode::NEXT_PANEL, true>(
                 x, panel, lane, num_pairs, out + lane, pass_prefetch, wide);
         else if (R >= MIN_ROWS_OF_MANY_TILES && pass_prefetch.kv.num_prefetches > 0)
@@ -161,7 +162,7 @@ void sum_panel(const Input* x, const Stored* panel, int64_t num_pairs, float* ou
     }
 }
 
-// And in as many streams as there are.
+// Dispatches on the number of streams.
 template <int R, bool WIDENS, class Input, class Stored>
 void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out, const WeightPrefetch& prefetch,
               Input* wide) {
@@ -171,7 +172,7 @@ void sum_tile(const Input* x, const Stored* panel, int64_t num_pairs, float* out
         sum_panel<R, STREAMS, WIDENS>(x, panel, num_pairs, out, prefetch, wide);
 }
 
-// R rows by a panel of a product: one sum, or one for each group of k, times its scales [groups][32].
+// R rows by a panel: one sum, or one per group of k times its scales [groups][32].
 template <int R, bool WIDENS, class Input, class Stored>
 void multiply_tile(const Input* x, const Stored* panel, const bf16* scales, int64_t group_pairs, int64_t num_pairs,
                    float* out, WeightPrefetch prefetch, Input* wide) {
@@ -195,7 +196,7 @@ void multiply_tile(const Input* x, const Stored* panel, const bf16* scales, int6
 template <class Input, class Stored>
 using MultiplyTile = void (*)(const Input*, const Stored*, const bf16*, int64_t, int64_t, float*, WeightPrefetch, Input*);
 
-// None for rows of which the first of several tiles has more.
+// Null for row counts that the first of several tiles never has.
 template <int R, bool WIDENS, class Input, class Stored>
 constexpr MultiplyTile<Input, Stored> multiply_tile_or_none() {
     if constexpr (WIDENS && R < MIN_ROWS_OF_MANY_TILES)
@@ -204,15 +205,15 @@ constexpr MultiplyTile<Input, Stored> multiply_tile_or_none() {
         return multiply_tile<R, WIDENS, Input, Stored>;
 }
 
-// The tile for each number of rows, from 1.
+// The function for each number of rows, from 1.
 template <bool WIDENS, class Input, class Stored, int... R>
 MultiplyTile<Input, Stored> tile_for(int rows, std::integer_sequence<int, R...>) {
     static constexpr MultiplyTile<Input, Stored> TILES[] = {multiply_tile_or_none<R + 1, WIDENS, Input, Stored>()...};
     return TILES[rows - 1];
 }
 
-// One row, [k], by one panel of a linear that is not quantized: tile [32]. Meanwhile the panel `next` is fetched, or as much
-// of it as one sum may.
+// One row, [k], by one panel of a linear that is not quantized: tile [32]. Prefetches the panel `next` meanwhile, or as
+// much of it as one sum may.
 template <class Weight>
 void multiply_row_vectors(const Linear& linear, const InputOf<Weight>* row, int64_t panel, int64_t next, float* tile) {
     auto place = [&](int64_t index) { return linear.weight.as<char>() + index * linear.panel_bytes(); };

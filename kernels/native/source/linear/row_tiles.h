@@ -1,6 +1,7 @@
-// Rows as products read them, in tiles, and what becomes of the tiles that products are.
+// Inputs and outputs of products: rows in tiles, and what is done with the tiles of a result.
 //
-// Knows how rows lie; refuses to know how weights do.
+// TiledRows is the layout that products read. FloatOutput and SiluMul are outputs (RowArgmax in step/argmax.h is
+// another): `prefetch_output` is called before a tile is summed, `write` with the result. Used on each compute thread.
 
 #pragma once
 
@@ -12,35 +13,35 @@
 
 namespace millrace {
 
-// What a product reads: float32, or bf16 where the machine multiplies pairs of it.
+// Input type of a product: bf16 where the machine has bf16 dot products and the model is bf16, else float32.
 template <class Weight>
 using InputOf = typename std::conditional<HAS_BF16_DOT, Weight, float>::type;
 
-// Of a row, what lies together among the rows of a tile: four bytes, a pair of bf16 or a number of float32; in AMX a row of
-// a register.
+// Elements of a row that are stored together before those of the tile's next row: 4 bytes, a pair of bf16 or one
+// float32; in AMX a register row.
 template <class T>
 constexpr int64_t INTERLEAVE = USES_AMX<T> ? AMX_K_STEP : 4 / sizeof(T);
 
-// Rows that a tile has at most.
+// Most rows of a tile.
 template <class T>
 constexpr int MAX_TILE_ROWS = USES_AMX<T> ? AMX_TILE_ROWS : GEMM_ROWS;
 
-// From so many tiles on two threads share a product by its rows, not by its columns: see linear.h.
+// From this many tiles on, two threads split a product by rows, not by columns: see linear.h.
 constexpr int64_t MIN_TILES_TO_SPLIT = 4;
 
-// Rows that each of an even number of them has at least; else their number stays odd.
+// Fewest rows of a tile if their number is rounded up to even; else it stays odd.
 template <class T>
 constexpr int64_t MIN_ROWS_TO_SPLIT = 2 * MAX_TILE_ROWS<T> / 3;
 
-// Some numbers as products read them: these themselves in float32, in bf16 what `narrowed` then holds.
+// Numbers in a product's input type: float32 as they are, bf16 in `converted`.
 inline const float* to_input(const float* numbers, int64_t, float*) { return numbers; }
 inline const bf16* to_input(const float* numbers, int64_t count, bf16* converted) {
     convert_all(numbers, count, converted);
     return converted;
 }
 
-// Puts numbers [begin, begin + count) of `num` rows among `rows` of a tile in AMX, from `row` on, which are `apart` from
-// each other in `numbers`.
+// Interleaves elements [begin, begin + count) of `num` rows, `stride` apart in `numbers`, with the `rows` rows of an
+// AMX tile, from `row` on.
 template <class T>
 void interleave_rows_amx(const float* numbers, int64_t stride, int64_t begin, int64_t count, int64_t rows, int64_t row,
                          int num, T* to) {
@@ -59,8 +60,8 @@ void interleave_rows_amx(const float* numbers, int64_t stride, int64_t begin, in
     }
 }
 
-// Puts numbers [begin, begin + count) of R rows, both even, among `rows` that lie side by side: one, two or four of them
-// from `row` on, which are `apart` from each other in `numbers`.
+// Interleaves elements [begin, begin + count) of R rows (1, 2 or 4), `stride` apart in `numbers`, with the `rows` rows
+// of a tile, from `row` on. `begin` and `count` must be even.
 template <int R, class T>
 void interleave_rows(const float* numbers, int64_t stride, int64_t begin, int64_t count, int64_t rows, int64_t row, T* to) {
     constexpr int64_t UNIT = INTERLEAVE<T>, BATCH = 64;
@@ -83,7 +84,7 @@ void interleave_rows(const float* numbers, int64_t stride, int64_t begin, int64_
     }
 }
 
-// The same of all rows.
+// The same for all rows of a tile.
 template <class T>
 void interleave_tile(const float* numbers, int64_t stride, int64_t begin, int64_t count, int64_t rows, T* to) {
     int64_t r = 0;
@@ -92,13 +93,14 @@ void interleave_tile(const float* numbers, int64_t stride, int64_t begin, int64_
     if (r < rows) interleave_rows<1>(numbers + r * stride, stride, begin, count, rows, r, to);
 }
 
-// Rows of numbers as products read them: in tiles of up to TILE_ROWS rows, each with the numbers of all its rows side by
-// side, [size][rows] (in bf16 [size / 2][rows][2]). One pointer then walks through a whole tile. Tiles are as equal as may
-// be, and from four on an even number, so that two threads can share them; three become four where each then has SHARED_ROWS.
-// In AMX all but the last are whole, laid out [size / 32][rows][32] with zeros past the size.
+// Rows in the layout that products read: tiles of up to MAX_TILE_ROWS rows, the elements of a tile's rows interleaved,
+// [size][rows] (bf16: [size / 2][rows][2]), so that one pointer walks through the tile. Tiles are of similar size. From
+// four on their number is even, so that two threads can split them; three become four if each then has
+// MIN_ROWS_TO_SPLIT. AMX: whole tiles except the last, [size / 32][rows][32] with zeros past the size.
 template <class T>
 struct TiledRows {
-    static constexpr int64_t OVERREAD_BYTES = USES_AMX<T> ? (AMX_ROWS - 1) * 64 : 0;  // bytes past the last row, whatever they are
+    // Bytes read past the last row; any contents.
+    static constexpr int64_t OVERREAD_BYTES = USES_AMX<T> ? (AMX_ROWS - 1) * 64 : 0;
     T* data;
     int64_t num_rows, size;
 
@@ -116,7 +118,7 @@ struct TiledRows {
     int64_t padded_size() const { return USES_AMX<T> ? round_up(size, INTERLEAVE<T>) : size; }
     T* tile(int64_t tile) const { return data + first_row(tile) * padded_size(); }
 
-    // Puts `count` numbers of a row in their place, from number `begin`.
+    // Writes `count` elements of a row, from element `begin`.
     void put(int64_t row, int64_t begin, int64_t count, const float* numbers) const {
         int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
         T* to = tile(at);
@@ -127,7 +129,7 @@ struct TiledRows {
         pad(row, 1, begin + count);
     }
 
-    // The same of `num` rows from `row` on, which are `apart` from each other in `numbers`.
+    // The same for `num` rows from `row` on, `stride` apart in `numbers`.
     void put_rows(int64_t row, int64_t num, int64_t begin, int64_t count, const float* numbers, int64_t stride) const {
         for (int64_t end = row + num, count_now; row < end; row += count_now, numbers += count_now * stride) {
             int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first;
@@ -143,14 +145,14 @@ struct TiledRows {
         }
     }
 
-    // The same of all rows of the tile that begins with row `first`.
+    // The same for all rows of the tile that begins with row `first`.
     void put_tile(int64_t first, int64_t rows, int64_t begin, int64_t count, const float* numbers, int64_t stride) const {
         interleave_tile(numbers, stride, begin, count, rows, data + first * padded_size());
         pad(first, rows, begin + count);
     }
 
   private:
-    // Zeros past the size of rows of a tile, once their last numbers are there: until `end`.
+    // Zeros the padding of a tile's rows once their last elements, up to `end`, are written.
     void pad(int64_t row, int64_t num, int64_t end) const {
         if (end < size || padded_size() == size) return;
         int64_t at = tile_of(row), first = first_row(at), rows = first_row(at + 1) - first, unit = INTERLEAVE<T>;
@@ -166,8 +168,9 @@ inline void add_bias(float* tile, int rows, const float* bias) {
         for (int v = 0; v < PANEL; v += W) store(tile + v, add(load(tile + v), load(bias + v)));
 }
 
-// What becomes of a tile [rows][32] of a product, of which `columns` are there. `expect`: it is about to be summed.
-struct FloatOutput {  // rows of float32, one after the other
+// Outputs take a tile [rows][32] of a product, of which `columns` are valid. `prefetch_output`: the tile is about to be
+// summed.
+struct FloatOutput {  // rows of float32
     float* data;
     int64_t stride;
     StoreMode mode;
@@ -191,7 +194,7 @@ struct FloatOutput {  // rows of float32, one after the other
 };
 
 template <class T>
-struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates and 16 ups in turn
+struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 of gate, 16 of up, alternating
     TiledRows<T> rows_out;
 
     void prefetch_output(int64_t first_row, int rows, int64_t panel) const {
@@ -201,8 +204,8 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
             prefetch_for_write(reinterpret_cast<const char*>(out) + i);
     }
 
-    // silu(gate) * up of R rows of a tile, in the place of the gates. Of two rows at a time, since a power's steps wait for
-    // each other: 147 cycles for 6 rows instead of 176 (AVX2 on a Zen 3 class EPYC).
+    // silu(gate) * up of R rows of a tile, in place of the gates. Two rows at a time, because the operations of an
+    // exponential depend on each other: 147 cycles for 6 rows instead of 176 (AVX2 on a Zen 3 class EPYC).
     template <int R>
     static void compute(float* rows) {
         constexpr int V = PANEL / 2 / W;  // vectors of gates in a row
@@ -225,7 +228,7 @@ struct SiluMul {  // silu(gate) * up, of a product whose columns are 16 gates an
     }
 };
 
-// Of a tile's row the largest of the first `columns`, past all numbers if one of them is none. What lies behind is lost.
+// The largest of the first `columns` of a tile's row; +inf if one is a NaN. Overwrites what lies behind.
 inline float max_of_columns(float* row, int64_t columns) {
     constexpr float INFINITE = std::numeric_limits<float>::infinity();
     std::fill(row + columns, row + PANEL, -INFINITE);
@@ -237,7 +240,7 @@ inline float max_of_columns(float* row, int64_t columns) {
     return max_of(maximum);
 }
 
-// A tile [rows][32] of a product, to whoever it is for.
+// Adds the bias to a tile [rows][32] of a product and passes it to `out`.
 template <class Out>
 void emit_tile(const Linear& linear, const Out& out, float* tile, int64_t first_row, int rows, int64_t panel) {
     if (!linear.bias.empty()) add_bias(tile, rows, linear.bias.data() + panel * PANEL);

@@ -1,6 +1,6 @@
-// What is fetched while a tile of a product is summed, so that memory is busy meanwhile.
+// Prefetches beside the sums of a tile: the tile's share of the next panel, and keys and values of the next layer.
 //
-// Knows how much comes with each pair of k. Refuses to know what is summed.
+// Used by panel_dot.h, on each compute thread.
 
 #pragma once
 
@@ -9,11 +9,12 @@
 
 namespace millrace {
 
-constexpr int64_t MAX_PREFETCH_BYTES = 256;  // bytes: the four lines of the cache that are fetched at most at a time
+constexpr int64_t MAX_PREFETCH_BYTES = 256;  // four cache lines, the most of one prefetch
 
-// So many `times` the next `share` bytes from `place` on, whole lines. Where not all of the tile's columns are summed at a
-// time, as many are fetched with the next ones, `apart` further on; 0: all are fetched with the first ones. And what else, with
-// the first ones. `is_passing`: the panel itself is asked for, as what passes, and nothing ahead.
+// `num_prefetches` times the next `bytes_per_prefetch` bytes from `address`, whole lines. If a tile is summed in
+// several passes over its columns, each pass prefetches as many, `pass_stride` further on; 0: the first pass prefetches
+// all. `kv` is prefetched in the first pass. `is_streaming`: prefetches the panel itself, non-temporally, and nothing
+// ahead.
 struct WeightPrefetch {
     const char* address;
     int64_t bytes_per_prefetch, num_prefetches, pass_stride;
@@ -21,16 +22,16 @@ struct WeightPrefetch {
     bool is_streaming = false;
 };
 
-// Fetches that, as sums go on. Who fetches nothing does not look for that either: where two threads share a core, as those of
-// virtual machines do, instructions beside the sums cost as much as these.
+// Issues the prefetches as sums go on. MODE removes the code of what is not prefetched: where two threads share a core,
+// as those of virtual machines do, instructions beside the sums cost as much as the sums.
 template <PrefetchMode MODE>
 class Prefetcher {
   public:
-    explicit Prefetcher(const WeightPrefetch& ahead)
-        : address_(ahead.address), bytes_per_prefetch_(ahead.bytes_per_prefetch), num_prefetches_(ahead.num_prefetches),
-          kv_address_(ahead.kv.address), num_kv_prefetches_(ahead.kv.num_prefetches), kv_interval_(ahead.kv.interval) {}
+    explicit Prefetcher(const WeightPrefetch& plan)
+        : address_(plan.address), bytes_per_prefetch_(plan.bytes_per_prefetch), num_prefetches_(plan.num_prefetches),
+          kv_address_(plan.kv.address), num_kv_prefetches_(plan.kv.num_prefetches), kv_interval_(plan.kv.interval) {}
 
-    // What is ahead, one time.
+    // One prefetch of weights.
     [[gnu::always_inline]] void prefetch_weights() {
         if (MODE == PrefetchMode::NONE || MODE == PrefetchMode::STREAMING || num_prefetches_-- <= 0) return;
         _mm_prefetch(address_, _MM_HINT_T1);
@@ -42,7 +43,7 @@ class Prefetcher {
         address_ += bytes_per_prefetch_;
     }
 
-    // And what else is, with a pair of k.
+    // One prefetch of keys and values, if due at this pair of k.
     [[gnu::always_inline]] void prefetch_kv() {
         if (MODE != PrefetchMode::NEXT_PANEL_AND_KV || --until_kv_ > 0) return;
         if (num_kv_prefetches_-- > 0) _mm_prefetch(kv_address_, _MM_HINT_T1), _mm_prefetch(kv_address_ + 64, _MM_HINT_T1);

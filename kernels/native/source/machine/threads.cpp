@@ -20,7 +20,7 @@ int64_t clock_ns(clockid_t clock) {
     return time.tv_sec * int64_t(1'000'000'000) + time.tv_nsec;
 }
 
-int64_t thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // by this thread
+int64_t thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }  // of this thread
 
 bool is_pinned_to(int cpu) {
 #ifdef __linux__
@@ -40,7 +40,8 @@ void pin(const std::vector<int>& cpus) {
     cpu_set_t set;
     CPU_ZERO(&set);
     for (int cpu : cpus) CPU_SET(cpu, &set);
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // not allowed: the system places the thread, as before
+    // If this is not permitted, the system places the thread, as before.
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 #else
     (void)cpus;
 #endif
@@ -76,7 +77,8 @@ void ThreadTeam::end_region() { state_.store({FINISHED, 0, 0}, std::memory_order
 bool ThreadTeam::join(int thread, Member* member) {
     while (!is_due(thread, state_.load(std::memory_order_acquire).phase)) std::this_thread::yield();
     while (!try_to_join()) std::this_thread::yield();
-    State now = state_.load(std::memory_order_acquire);  // stays so until this thread has done its part, or all is over
+    // Does not change until this thread has done its part, or the region has ended.
+    State now = state_.load(std::memory_order_acquire);
     member->rank = member->scratch_index = num_ranks_.fetch_add(1, std::memory_order_relaxed);
     member->count = now.num_present, member->phase = now.phase;
     return now.phase != FINISHED;
@@ -180,8 +182,9 @@ void Pool::run(int num_threads, const std::function<void(int)>& job) {
         else
             std::this_thread::yield();
     }
-    used_ns_.fetch_add(thread_cpu_ns() - before, std::memory_order_relaxed);  // it had its core, as in waits between phases
-    add_thread_times(now_ns() - began_ns_);  // with those waited for that came late, as their loss counts, too
+    // The thread had its core, as in waits between phases.
+    used_ns_.fetch_add(thread_cpu_ns() - before, std::memory_order_relaxed);
+    add_thread_times(now_ns() - began_ns_);  // includes the wait for late threads, because their lost time counts, too
 }
 
 void Pool::set_affinity(int thread, bool uses_all_cpus) {

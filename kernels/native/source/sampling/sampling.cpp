@@ -11,13 +11,13 @@ namespace millrace {
 
 namespace {
 
-constexpr int64_t BLOCK = 128;  // tokens that are looked at together
-constexpr int64_t WORDS = BLOCK / 32;  // of a mask, for a block
+constexpr int64_t BLOCK = 128;  // tokens processed together
+constexpr int64_t WORDS = BLOCK / 32;  // mask words of a block
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 constexpr int NUM_LEVELS = 8;
 constexpr float LEVEL_OFFSETS[NUM_LEVELS - 1] = {0.5f, 1, 2, 3, 4.5f, 7, 11};  // of log-weights below the largest, at first
-constexpr int64_t MAX_SORTED = 128;  // logits, that are sorted
-constexpr int64_t FLOAT_SUM_LENGTH = 1024;  // weights that are added up in float32, then in float64
+constexpr int64_t MAX_SORTED = 128;  // logits that are sorted
+constexpr int64_t FLOAT_SUM_LENGTH = 1024;  // weights that are summed in float32 before float64
 
 // Sets the logits of tokens whose bits are 0 to -inf.
 void mask_out(float* logits, const uint32_t* words, int64_t size) {
@@ -36,12 +36,13 @@ struct Interval {  // [low, high)
     float low, high;
 };
 
-// Logits, each at most the one before it, and the weights of what is at or above each; of the last, of all that counts.
+// Logit levels in falling order, and the mass (sum of weights) at or above each. The mass of the last is the total.
 struct Levels {
     float at[NUM_LEVELS];
     double mass[NUM_LEVELS] = {};
 
-    // Where tokens, from the likeliest on, come to `wanted`; `seen` are those before the first rung, and then those above.
+    // The interval in which the cumulative mass, from the largest logit down, reaches `target`. `seen`: the mass above
+    // the first level, updated to the mass above the interval.
     Interval find_interval(double target, double& seen) const {
         int r = 0;
         while (r + 1 < NUM_LEVELS && seen + mass[r] < target) r++;
@@ -50,11 +51,12 @@ struct Levels {
     }
 };
 
-// One row, while its token is chosen.
+// Samples one row. Each thread keeps one and reuses its buffers.
 class RowSampler {
   public:
-    // A block of which `words` allow nothing is never read; what they hide in others is lost. Grammars allow nearly all
-    // tokens or very few, so that most blocks are one of both: 16 rows of 49,152 cost no more than without masks.
+    // Sets the row and applies the mask `words`, if any. A block in which no token is allowed is never read; in others
+    // the hidden logits are overwritten. Grammars allow nearly all tokens or very few, so that most blocks are all or
+    // nothing: 16 rows of 49,152 cost no more than without masks.
     void set_row(float* logits, int64_t size, const uint32_t* words) {
         logits_ = logits, size_ = size, num_blocks_ = (size + BLOCK - 1) / BLOCK;
         maxima_.resize(num_blocks_), sums_.resize(num_blocks_);
@@ -80,15 +82,15 @@ class RowSampler {
 
     bool is_broken() const { return is_broken_; }
 
-    // The lowest id among the likeliest.
+    // The lowest id among the largest logits.
     int64_t argmax() {
         int64_t b = std::find(maxima_.begin(), maxima_.end(), best_) - maxima_.begin();
         const float* x = block(b);
         return b * BLOCK + (std::find(x, x + BLOCK, best_) - x);
     }
 
-    // By inverse CDF in the order of the vocabulary, from what top_k, then top_p, then min_p keep. Each keeps all that
-    // is at least as likely as some token, so tokens that tie with the last one kept are kept.
+    // Samples by inverse CDF in vocabulary order from the tokens that top_k, then top_p, then min_p keep. Each keeps
+    // all tokens at or above a threshold, so ties with the last kept token are kept.
     int64_t draw(double temperature, int64_t top_k, double top_p, double min_p, double u) {
         is_scaled_ = temperature != 1.0;
         temperature_ = float(temperature);
@@ -99,7 +101,7 @@ class RowSampler {
     }
 
   private:
-    // Whether any of up to 128 tokens is allowed; if so, the others are hidden.
+    // Whether any of up to 128 tokens is allowed; if so, hides the others.
     static bool apply_mask(float* logits, const uint32_t* words, int64_t count) {
         uint32_t any = 0, all = ~0u;
         for (int64_t i = 0; i < (count + 31) / 32; i++) any |= words[i], all &= words[i];
@@ -107,10 +109,10 @@ class RowSampler {
         return any;
     }
 
-    // Whether a token in it may be chosen. What others hold says nothing.
+    // Whether a token of the block may be chosen. The contents of other blocks are undefined.
     bool is_candidate(int64_t b, float threshold) const { return maxima_[b] > MINUS_INFINITY && maxima_[b] >= threshold; }
 
-    // 128 logits; past the end of the vocabulary they are -inf.
+    // 128 logits; -inf past the end of the vocabulary.
     const float* block(int64_t b) {
         int64_t count = size_ - b * BLOCK;
         if (count >= BLOCK) return logits_ + b * BLOCK;
@@ -118,7 +120,8 @@ class RowSampler {
         return tail_;
     }
 
-    // Probabilities up to a factor, the largest is 1; 0 below `least`. Returns their sum, which is of one order.
+    // Probabilities up to a common factor; the largest is 1, and those below `threshold` are 0. Returns their sum, in a
+    // fixed order.
     double block_weights(int64_t b, float threshold, float* weights) {
         const float* x = block(b);
         F best = splat(best_), bound = splat(threshold), temperature = splat(temperature_), sum = zero();
@@ -130,7 +133,8 @@ class RowSampler {
         return sum_of(sum);
     }
 
-    // k blocks have a maximum at or above the k-th largest maximum, so k tokens are: only those are looked at.
+    // The k-th largest logit. At least k tokens are at or above the k-th largest block maximum, so only those are
+    // inspected.
     float top_k_threshold(int64_t k) {
         float bound = MINUS_INFINITY;
         if (k <= num_blocks_) {
@@ -150,11 +154,11 @@ class RowSampler {
         return scratch_[k - 1];
     }
 
-    // The logit of the last token, from the likeliest on, before which less than `share` of what is at or above `least`
-    // has been seen. How much is at or above a few logits is summed up at once; it lies between two of them, and the same
-    // is done with the tokens there, until so few are left that they are sorted.
+    // The smallest logit that top_p keeps: that of the last token, in falling order, before which less than `top_p` of
+    // the mass at or above `threshold` is reached. Sums the mass at or above a few levels in one pass; the result lies
+    // between two of them. Repeats this with the tokens in that interval until few enough are left to sort.
     float top_p_threshold(float threshold, double top_p) {
-        float lowest = std::max(threshold, best_ - 87.0f * temperature_);  // below it weights are next to nothing
+        float lowest = std::max(threshold, best_ - 87.0f * temperature_);  // weights below are next to nothing
         Levels levels;
         for (int r = 0; r + 1 < NUM_LEVELS; r++) levels.at[r] = std::max(best_ - LEVEL_OFFSETS[r] * temperature_, lowest);
         levels.at[NUM_LEVELS - 1] = lowest;
@@ -181,7 +185,8 @@ class RowSampler {
         return last;
     }
 
-    // `take(x, count)` of blocks that count and follow each other; the last one of all, which may be filled up, is alone.
+    // Calls take(x, count) for runs of adjacent candidate blocks. The last block of the row, which may be padded, is
+    // passed alone.
     template <class Take>
     void for_each_run(float threshold, const Take& set_row) {
         for (int64_t b = 0, first; b < num_blocks_; b++) {
@@ -191,7 +196,7 @@ class RowSampler {
         }
     }
 
-    // Adds weights of what is at or above each rung. Numbers past `count`, to a whole vector, are -inf.
+    // Adds the mass at or above each level. Numbers past `count`, to a whole vector, must be -inf.
     void add_level_masses(const float* x, int64_t count, Levels& levels) const {
         F best = splat(best_), temperature = splat(temperature_);
         for (int64_t begin = 0; begin < count; begin += FLOAT_SUM_LENGTH) {
@@ -206,8 +211,8 @@ class RowSampler {
         }
     }
 
-    // Writes the logits between two to `left_`, behind `num_found`; how many there are then. From there, too, at or behind
-    // where they are written to. Numbers past `count`, to a whole vector, are -inf.
+    // Appends the logits in the interval to `remaining_` behind `num_found` and returns the new number. `x` may be
+    // `remaining_` itself, at or behind the write position. Numbers past `count`, to a whole vector, must be -inf.
     int64_t gather_between(const float* x, int64_t count, Interval interval, int64_t num_found) {
         F low = splat(interval.low), high = splat(interval.high);
         for (int64_t i = 0; i < count; i += W)
@@ -236,7 +241,7 @@ class RowSampler {
         return max_of(weight_of(splat(logit), splat(best_), splat(temperature_)));
     }
 
-    // The first token at or above `least` whose cumulative probability is above u.
+    // The first token at or above `threshold` whose cumulative probability exceeds u.
     int64_t inverse_cdf(double u, float threshold) {
         float weights[BLOCK];
         double total = 0;
@@ -247,7 +252,7 @@ class RowSampler {
         double target = std::min(u * total, std::nextafter(total, 0.0)), before = 0;
         int64_t b = 0;
         while (b + 1 < num_blocks_ && before + sums_[b] <= target) before += sums_[b++];
-        while (sums_[b] == 0) b--;  // rounding has brought `target` up to the whole sum
+        while (sums_[b] == 0) b--;  // rounding raised `target` to the whole sum
         block_weights(b, threshold, weights);
         int64_t chosen = 0;
         double inside = 0;
@@ -275,7 +280,8 @@ uint64_t mix(uint64_t z) {
     return z ^ z >> 31;
 }
 
-// In [0, 1), of a seed and a token's absolute position: as `uniform` of stages/sample/sampling_math.py, to the bit.
+// A number in [0, 1) from a seed and a token's absolute position. NOTE: the same bits as `uniform` in
+// stages/sample/sampling_math.py.
 double uniform(uint64_t seed, uint64_t position) {
     return double(mix(mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) >> 11) * 0x1p-53;
 }

@@ -1,4 +1,7 @@
-// The library's C interface: what library.py calls. Nothing throws past it.
+// The C interface of the library, called through ctypes by library.py. No exception leaves it.
+//
+// Steps, sampling and the head run on the step thread if the model has one (several compute threads), else on the
+// caller's. `millrace_follow` never blocks and may be called with Python's interpreter lock held.
 
 #include <algorithm>
 #include <cstring>
@@ -15,7 +18,7 @@ using namespace millrace;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// AMX is not asked for here: who may use it is found in machine.py, which asks the system, too.
+// Does not check for AMX: machine.py does, because a process must also request AMX from the system.
 EXPORT int32_t millrace_is_supported() {
 #if defined(__AVX512F__)
     bool is = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -31,7 +34,7 @@ EXPORT int32_t millrace_is_supported() {
 
 namespace {
 
-// The answer of `ask`, which throws nothing but bad_alloc; where the model has a thread for that, by that one.
+// Returns the result of `call`, which may throw bad_alloc only. Runs it on the step thread if the model has one.
 template <class Call>
 int32_t run_on_step_thread(Model* model, const Call& call) {
     int32_t result = FINE;
@@ -50,8 +53,8 @@ int32_t run_on_step_thread(Model* model, const Call& call) {
 
 }  // namespace
 
-// windows [layers]: 0 for none. cpus [num_cpus]: see Pool; the first is the line's, which who has several threads has.
-// worth_a_thread: see Model.
+// windows [layers]: 0 for none. cpus [num_cpus]: see Pool; the first is the step thread's, which a model with several
+// compute threads has. min_work_per_thread: see Model.
 EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int32_t num_threads, const int32_t* cpus,
                                  int32_t num_cpus, int64_t min_work_per_thread) {
     try {
@@ -89,7 +92,7 @@ EXPORT Model* millrace_model_new(const Shape* shape, const int64_t* windows, int
 
 EXPORT void millrace_model_delete(Model* model) { delete model; }
 
-// The system's id of the thread that begins each step; 0: whoever asks does.
+// The system's id of the step thread; 0: the model has none.
 EXPORT int32_t millrace_step_thread_id(const Model* model) {
     return model->step_thread ? model->step_thread->thread_id() : 0;
 }
@@ -107,8 +110,9 @@ EXPORT int32_t millrace_set_positions(Model* model, const float* cos, const floa
     }
 }
 
-// Tensors, one after the other, in one call: who loads them beside threads that hold Python's lock gets it back once, not with
-// each. 0: done; else `num_set` of them are, and with the next one 1: a number is not finite; 2: there is no memory.
+// Packs tensors in order, in one call: a loader thread beside threads that hold Python's interpreter lock waits for it
+// once, not once per tensor. Returns 0 if all are set. Otherwise `num_set` are, and the next one failed: 1: a number is
+// not finite; 2: no memory.
 EXPORT int32_t millrace_set_tensors(Model* model, const Tensor* tensors, int64_t count, int64_t* num_set) {
     try {
         for (*num_set = 0; *num_set < count; ++*num_set)
@@ -119,7 +123,8 @@ EXPORT int32_t millrace_set_tensors(Model* model, const Tensor* tensors, int64_t
     }
 }
 
-// Of a model that has all of its tensors, and takes no more. 0: done; 2: there was no memory for some, which stay as they are.
+// Call once all tensors are set; the model takes no more. 0: done; 2: no memory for some linears, which stay as they
+// are.
 EXPORT int32_t millrace_encode_bf16_12bit(Model* model) {
     try {
         std::lock_guard<std::mutex> lock(model->is_running);
@@ -130,72 +135,73 @@ EXPORT int32_t millrace_encode_bf16_12bit(Model* model) {
     }
 }
 
-// What is computed with in place of a matrix's numbers, [rows, columns] of the tensor. False for a tensor that is none.
+// The numbers that products use for a matrix, [rows, columns]. False for a tensor that is no matrix.
 EXPORT int32_t millrace_get_matrix(Model* model, int64_t layer, int32_t kind, float* numbers) {
     return get_matrix(*model, layer, TensorKind(kind), numbers);
 }
 
 EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weights_bytes(); }
 
-// Of what tells where the largest logits are, beside the weights.
+// Memory of the argmax screen, which `millrace_weights_bytes` leaves out.
 EXPORT int64_t millrace_screen_bytes(const Model* model) { return model->screen.num_bytes(); }
 
-// Whether a head that is set gets one.
+// Whether a head that is set gets a screen.
 EXPORT int32_t millrace_can_screen(const Model* model) { return can_screen(model->head); }
 
-// Panels of the head that the last step's screen left, each once for each row; -1: that went without.
+// (row, panel) pairs of the head that the last step's screen left, and those that it refined. -1: the step used no
+// screen.
 EXPORT int64_t millrace_screen_candidates(const Model* model) { return model->screen.num_candidates; }
 EXPORT int64_t millrace_screen_refined(const Model* model) { return model->screen.num_refined; }
 
-// Whether two threads shared products by rows in the last step.
+// Whether two threads split products by rows in the last step.
 EXPORT int32_t millrace_is_split_by_rows(const Model* model) { return model->splits_rows; }
 
-// Whether the last step's rows were taken apart.
+// Whether the last step's rows were split between two threads.
 EXPORT int32_t millrace_is_split(const Model* model) { return model->is_step_split; }
 
 EXPORT int32_t millrace_num_layers_before_split(const Model* model) { return model->num_layers_before_split; }
 
-// For tests: see Apart.
+// For tests: see SplitTuner.
 EXPORT void millrace_assume_split(Model* model, int32_t is_step_split) {
     std::lock_guard<std::mutex> lock(model->is_running);
     model->split_tuner.assume(is_step_split);
 }
 
-// Whether few rows' weights passed by the caches in the last step.
+// Whether few rows read weights non-temporally in the last step.
 EXPORT int32_t millrace_is_streaming(const Model* model) { return model->is_streaming; }
 
 EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {
     return step_bytes(*model, num_tokens, num_logits);
 }
 
-// part_ns [NUM_PARTS + 1]: see Model; it is the caller's, and outlives the steps.
+// phase_ns [NUM_PHASE_KINDS + 1]: see Model. Owned by the caller; must outlive the steps.
 EXPORT void millrace_time_phases(Model* model, int64_t* phase_ns) {
     std::lock_guard<std::mutex> lock(model->is_running);
     model->phase_ns = phase_ns;
 }
 
-// shares [NUM_SHARES]: see Model; it is the caller's, and outlives the steps.
+// thread_times [NUM_THREAD_TIMES]: see Model. Owned by the caller; must outlive the steps.
 EXPORT void millrace_count_thread_times(Model* model, int64_t* thread_times) { model->thread_times = thread_times; }
 
-// Steps from now on have `num_threads` at most, and those left out try: see Pool.
+// Limits the threads of the following steps; with `is_probing` those left out probe: see Pool.
 EXPORT void millrace_limit_threads(Model* model, int32_t num_threads, int32_t is_probing) {
     model->pool->limit = num_threads;
     model->pool->is_probing = is_probing != 0;
 }
 
-// For tests: see Party.
+// For tests: see ThreadTeam.
 EXPORT void millrace_set_join_delay(Model* model, int32_t num_phases) {
     std::lock_guard<std::mutex> lock(model->is_running);
     model->pool->team.join_delay = num_phases;
 }
 
-// For tests: see Kept.
+// For tests: see CacheProbe.
 EXPORT void millrace_assume_retained(Model* model, int64_t num_bytes) {
     std::lock_guard<std::mutex> lock(model->is_running);
     model->cache_probe.assume(num_bytes);
 }
 
-// Of keys and values, that the last step fetched beside products.
+// Bytes of keys and values that the last step prefetched beside products.
 EXPORT int64_t millrace_kv_prefetched_bytes(Model* model) {
     std::lock_guard<std::mutex> lock(model->is_running);
     return model->kv_prefetched_bytes;
@@ -232,12 +238,12 @@ EXPORT int32_t millrace_sample(Model* model, const SlotSampling* sampling, const
     });
 }
 
-// Returns when nothing is in line.
+// Returns once the step thread's queue is empty.
 EXPORT void millrace_drain(Model* model) {
     if (model->step_thread) model->step_thread->call([] {});
 }
 
-// The next three of a model that has a line, see Chain. An error: no memory.
+// The next three need a model with a step thread: see StepChain. Returns NO_MEMORY or FINE.
 EXPORT int32_t millrace_begin(Model* model, int64_t number, const DecodeSlots* decode_slots, const SlotSampling* sampling,
                               int64_t num_rows) {
     try {
@@ -248,7 +254,7 @@ EXPORT int32_t millrace_begin(Model* model, int64_t number, const DecodeSlots* d
     }
 }
 
-// 1 if the step follows. Where there is no memory for that, it does not.
+// 1 if the step follows. It does not if there is no memory.
 EXPORT int32_t millrace_follow(Model* model, int64_t number, const DecodeSlots* decode_slots, const SlotSampling* sampling,
                                int64_t num_rows) {
     try {

@@ -1,4 +1,7 @@
-// Rows of a step that go through layers together, what is kept of them meanwhile, and room for their products.
+// The rows that go through a step's layers together: their inputs, activations and attention plans.
+//
+// Activations lie in one buffer (`Model::activations`), in the order of `Activations`, each part aligned to 64 bytes.
+// Built by Step on the calling thread, before the compute threads start.
 
 #pragma once
 
@@ -9,7 +12,7 @@
 
 namespace millrace {
 
-// Where a step's activations are.
+// Addresses of a batch's activations.
 template <class Input>
 struct Activations {
     float *residual, *qkv;
@@ -42,19 +45,19 @@ int64_t activation_bytes(const Model& model, int64_t num_rows) {
     return Activations<Input>(model, nullptr, num_rows).end - static_cast<char*>(nullptr);
 }
 
-// Of all rows, and of those that are asked for, where these are fewer.
+// For all rows, and for the selected ones if these are fewer.
 template <class Input>
 int64_t step_activation_bytes(const Model& model, int64_t num_tokens, int64_t num_logits) {
     if (num_logits >= num_tokens) return activation_bytes<Input>(model, num_logits);
     return activation_bytes<Input>(model, num_tokens) + activation_bytes<Input>(model, num_logits);
 }
 
-// Rows that go through a layer together, where they are, and who sees which keys for them.
+// Rows that go through a layer together, where their activations are, and how their attention is divided.
 template <class Input>
 struct Batch {
     StepInputs inputs;
     Activations<Input> buffers;
-    std::map<int64_t, AttentionPlan> plans;  // for each window
+    std::map<int64_t, AttentionPlan> plans;  // by window
 
     Batch(const Model& model, char* memory, const StepInputs& inputs)
         : inputs(inputs), buffers(model, memory, inputs.num_tokens) {}
@@ -67,12 +70,12 @@ struct Batch {
     }
 };
 
-// Rows of a step whose logits are asked for, where these are the last ones of their sequences and not all: of a prompt's
-// tokens one at most. The others have done their part when the last layer has their keys and values.
+// The rows whose logits are requested, if these are the last ones of their sequences and not all: at most one per
+// prompt chunk. The other rows are finished once the last layer's keys and values are in the cache.
 struct SelectedRows {
-    std::vector<int64_t> rows;  // of the step; none where all of them go on
+    std::vector<int64_t> rows;  // of the step; unused unless `is_cut`
     std::vector<int32_t> query_starts;
-    std::vector<int64_t> logits_rows;  // of `rows`
+    std::vector<int64_t> logits_rows;  // indices into `rows`
     bool is_cut = false;
 
     explicit SelectedRows(const StepInputs& in) {
@@ -81,7 +84,7 @@ struct SelectedRows {
         for (int64_t i = 0; i < in.num_logits; i++) {
             auto end = std::upper_bound(in.query_starts, in.query_starts + in.num_sequences + 1, in.logits_rows[i]);
             int64_t s = end - in.query_starts - 1;
-            if (s < 0 || s >= in.num_sequences) return;  // of no sequence: nobody says what becomes of it
+            if (s < 0 || s >= in.num_sequences) return;  // in no sequence: what becomes of it is undefined
             firsts[s] = std::min(firsts[s], in.logits_rows[i]);
             sequences.push_back(s);
         }
@@ -95,22 +98,22 @@ struct SelectedRows {
             logits_rows.push_back(in.logits_rows[i] - firsts[sequences[i]] + query_starts[sequences[i]]);
     }
 
-    // What the rest of the step reads.
+    // The inputs of the rest of the step.
     StepInputs of(const StepInputs& inputs) const {
         StepInputs selected = inputs;
         selected.num_tokens = int64_t(rows.size());
         selected.query_starts = query_starts.data(), selected.logits_rows = logits_rows.data();
-        selected.input_ids = selected.positions = selected.slot_mapping = nullptr;  // read before
+        selected.input_ids = selected.positions = selected.slot_mapping = nullptr;  // already used
         return selected;
     }
 };
 
-// Rows that each thread norms for itself, at most: a tile of them, whose products need no room for anything else. In AMX nobody
-// has measured it.
+// Up to this many rows, each thread normalizes all of them for itself: one tile, whose products need no workspace for
+// anything else. Not measured with AMX.
 template <class Input>
 constexpr int64_t MAX_ROWS_NORMED_PER_THREAD = USES_AMX<Input> ? 0 : GEMM_ROWS;
 
-// Bytes of room for each thread in any of the products of `num_rows` rows, and in what comes before one.
+// Workspace per thread for any product of `num_rows` rows and for the norm before it, bytes.
 template <class Weight>
 int64_t max_workspace_bytes(const Model& model, int64_t num_rows) {
     using Input = InputOf<Weight>;

@@ -1,8 +1,20 @@
-// The step itself, for one dtype and one type of the cache's numbers: a decoder's layers in phases, which threads go through
-// together, or from some layer on one alone with its rows.
+// One step of the decoder, for one dtype and one cache type: the layers as a sequence of phases.
 //
-// Knows in which order the parts come. Refuses to know what each does: products (linear.h), attention (attending.h), what lies
-// between the two (placing.h), and what comes after the layers (ending.h); and who goes through a step (ways.h).
+// The phases of a step, with a barrier after each (machine/threads.h):
+//   list reads     rank 0 lists the key and value tiles that each part of attention reads, while the others join
+//   embed          embedding rows to the residual
+//   per layer:
+//     norm + qkv     input norm, qkv product (linear/linear.h); up to one tile of rows each thread norms for itself
+//     rope + cache   q and k norms, RoPE, keys and values into the paged cache (rope_and_cache_write.h)
+//     attention      per part of the plan (attention/attention_step.h)
+//     merge          only if the plan is split over keys: merges the chunks
+//     output         output product, added to the residual; prefetch of the next layer's keys and values begins
+//     norm + gate_up post-attention norm, gate_up product with SiLU(gate) * up as epilogue
+//     down           down product, added to the residual
+//   select         in the last layer, after its cache write: gathers the rows whose logits are requested
+//   output head    final norm, head; logits, or argmax with the screen (output_head.h)
+//
+// All compute threads go through the phases; step_split.h decides whether they share all rows or each takes half.
 
 #pragma once
 
@@ -15,7 +27,7 @@
 
 namespace millrace {
 
-// Who goes through a step: `num_threads` together; or one of `num_beside` alone, at its `place` among them.
+// The threads of a step: `num_threads` together, or the one with index `thread_index` of `num_concurrent` alone.
 struct ThreadAssignment {
     int num_threads, thread_index = 0, num_concurrent = num_threads;
 };
@@ -26,12 +38,11 @@ class Step {
     using Member = ThreadTeam::Member;
 
   public:
-    // `memory`: of its activations. What else threads need is there: see `reserve`.
+    // `memory`: of its activations. The other buffers must exist: see `reserve`.
     Step(Model& model, const StepInputs& inputs, ThreadAssignment assignment, char* memory, bool uses_screen)
         : model_(model), shape_(model.shape), assignment_(assignment), times_(model.phase_ns),
           layout_{inputs.layer_stride_blocks, inputs.block_size, shape_.num_kv_heads, shape_.head_dim},
-              selected_rows_(inputs),
-          all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
+          selected_rows_(inputs), all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
           rope_(model, layout_, inputs), attention_(model, layout_),
           output_head_(model, inputs, assignment.num_threads, uses_screen) {
         int num_threads = assignment.num_threads;
@@ -39,13 +50,13 @@ class Step {
             (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.window, num_threads,
                                                                         QUERY_ROWS<Cached>);
         int64_t num_floats = 0;
-        each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
+        for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
         });
         grow(&model.partials, num_floats * 4);
         bool prefetches_kv = is_kv_prefetch_worthwhile();
-        model.splits_rows = num_threads == 2 && can_split_rows<Weight>(model.layers[0].qkv,
-                                                                       all_.buffers.normed.num_tiles());
+        model.splits_rows = num_threads == 2 &&
+                            can_split_rows<Weight>(model.layers[0].qkv, all_.buffers.normed.num_tiles());
         model.is_streaming = inputs.num_tokens <= streaming_rows<Weight>(model.layers[0].qkv) ||
                            (inputs.num_logits > 0 && inputs.num_logits <= streaming_rows<Weight>(model.head));
         if ((prefetches_kv || model.splits_rows || model.is_streaming) && !is_cache_retaining())
@@ -54,7 +65,8 @@ class Step {
         attention_.decide_deferral(prefetches_kv);
     }
 
-    // Memory of a step of so many threads: for its activations, and what each thread has. Here a lack of it can be told.
+    // Allocates the activations and the buffers per thread. NOTE: here, where bad_alloc can be reported; not on a pool
+    // thread.
     static char* reserve(Model& model, int64_t num_tokens, int64_t num_logits, int num_threads, int64_t activation_bytes) {
         grow(&model.activations, activation_bytes);
         grow(&model.scratch, AttentionStep<Input, Cached>::scratch_bytes(num_threads));
@@ -62,15 +74,15 @@ class Step {
         return model.activations.as<char>();
     }
 
-    // All of it.
+    // The whole step, on one thread of the region.
     void run(int thread) {
         Phases phases(model_.pool.get(), thread);
         begin(phases);
         run_layers(0, phases);
     }
 
-    // From its beginning to the layer before which all threads are there; to the last one, if that never is. None for who
-    // comes when that is over.
+    // Runs from the start to the layer before which all threads have joined; to the last layer if they never have.
+    // Returns that layer; none for a thread that joins after this part.
     std::optional<int> run_until_all_joined(Phases& phases) {
         begin(phases);
         for (int i = 0; i < last_layer(); i++) {
@@ -81,8 +93,7 @@ class Step {
         return phases.takes_part_in_next() ? std::optional<int>(last_layer()) : std::nullopt;
     }
 
-    // What another step has left of its rows from `first` on before that layer is what this one, of these rows, goes on with,
-    // by this thread alone.
+    // Continues another step's rows from `first` on before that layer, by this thread alone.
     void resume(const Step& before, int64_t first, int layer) {
         Phases phases(assignment_.thread_index);
         all_.buffers.residual = before.all_.buffers.residual + first * before.all_.buffers.hidden_stride;
@@ -91,21 +102,21 @@ class Step {
         run_layers(layer, phases);
     }
 
-    // Once all have gone through it: what was found, and what becomes known of the model.
+    // After the region: writes the results, and updates the model's statistics.
     void publish_results() {
         output_head_.publish_results();
         for (const KvPrefetcher& kv_prefetcher : kv_prefetchers_) model_.kv_prefetched_bytes += kv_prefetcher.num_bytes();
     }
 
-    // Adds the times of its parts.
+    // Adds the times of its phases.
     void add_times(int64_t* phase_ns) const { times_.add_to(phase_ns); }
 
   private:
-    // Who goes through what comes after the last layer's keys and values.
+    // The batch after the last layer's cache write.
     Batch<Input>& last_batch() { return selected_rows_.is_cut ? selected_ : all_; }
 
     template <class Use>
-    void each_plan(const Use& use) {
+    void for_each_plan(const Use& use) {
         for (Batch<Input>* batch : {&all_, &selected_})
             for (auto& [window, plan] : batch->plans) use(*batch, plan);
     }
@@ -117,14 +128,14 @@ class Step {
         times_.run(phases, OTHER, [&](Member member) { embed(member); });
     }
 
-    // By who comes first alone, while the others come.
+    // By rank 0 alone, while the others join.
     void list_all_reads(Phases& phases) {
         times_.run(phases, OTHER, [&](Member) {
-            each_plan([&](const Batch<Input>& batch, AttentionPlan& plan) { attention_.list_reads(batch, &plan); });
+            for_each_plan([&](const Batch<Input>& batch, AttentionPlan& plan) { attention_.list_reads(batch, &plan); });
         });
     }
 
-    // From the layer `first` on, to the end.
+    // From layer `first` to the end.
     void run_layers(int first, Phases& phases) {
         int last = last_layer();
         for (int i = first; i < last; i++) {
@@ -153,14 +164,15 @@ class Step {
 
     Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }
 
-    // Where rows begin before they are normed.
+    // Where rows begin before their norm.
     static auto residual_of(const Batch<Input>& batch) {
         return [&at = batch.buffers](int64_t t) { return at.residual + t * at.hidden_stride; };
     }
 
-    // A product of a layer's, of rows that are normed first. Of few rows each thread norms all of them, for itself, and nobody
-    // waits for the others and reads what they have normed: 1 to 12 rows take 1 to 4 % less where memory is fast, perhaps as
-    // the cores are on different dies then, and as long where it is slow (two threads, AVX-512 with bf16, Zen 4 class EPYC).
+    // A layer's product of normalized rows. For few rows each thread normalizes all of them, so that it neither waits
+    // for the other threads nor reads their results. 1 to 12 rows take 1 to 4 % less where memory is fast, perhaps
+    // because the cores are on different dies then, and as long where it is slow (two threads, AVX-512 with bf16, Zen 4
+    // class EPYC).
     template <class Out>
     void run_normed_product(Phases& phases, const Batch<Input>& batch, const std::vector<float>& norm_weight,
                             const Linear& linear, const Out& out) {
@@ -177,26 +189,26 @@ class Step {
         });
     }
 
-    // A product of a layer's.
+    // A layer's product.
     template <class Out>
     void run_product(Phases& phases, const Linear& linear, const TiledRows<Input>& x, const Out& out) {
         times_.run(phases, LINEARS,
                    [&](Member member) { multiply<Weight>(model_, linear, x, out, member, kv_prefetcher_of(member)); });
     }
 
-    // By the cache behind the cores' own, which is measured if nobody knows.
+    // Whether the shared cache retains anything; measured if it is not known.
     bool is_cache_retaining() {
         return model_.cache_probe.retained_bytes(model_.weights.as<char>(), model_.weights.num_bytes(),
                                                  times_.since_ns()) > 0;
     }
 
-    // Whether keys and values are fetched a layer ahead, if they are kept until then: where products have time for it, and
-    // decoding rows read any.
+    // Whether to prefetch keys and values a layer ahead, provided that the cache retains them: products leave time for
+    // it, and decoding rows read any.
     bool is_kv_prefetch_worthwhile() {
         if (model_.layers.size() == 1 || !layout_.is_tiled()) return false;
         if (num_prefetch_pairs<Weight>(model_.layers[0].qkv, all_.buffers.normed) == 0) return false;
         bool is_read = false;
-        each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
+        for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
             for (const AttentionItem& item : plan.items) is_read |= uses_prefetch(item.num_rows);
         });
         return is_read;
@@ -206,8 +218,8 @@ class Step {
         return kv_prefetchers_.empty() ? nullptr : &kv_prefetchers_[member.rank];
     }
 
-    // From here on this thread fetches its part of what layer `index` reads, the one after the layer it is in; of the layer
-    // it is in nothing more, and nothing at all in the last one.
+    // From here on this thread prefetches its part of what layer `index`, the next one, reads. Ends the prefetch for
+    // the current layer; in the last layer nothing is prefetched.
     void begin_kv_prefetch(int index, Member member) {
         int last = last_layer();
         if (kv_prefetchers_.empty()) return;
@@ -219,13 +231,14 @@ class Step {
         for (const Linear* linear : {&before.output, &before.gate_up, &before.down, &layer.qkv})
             num_pairs += num_prefetch_pairs<Weight>(*linear, all_.buffers.normed) / member.count;
         int64_t tile_bytes = KEY_TILE * layout_.padded_dim() * int64_t(sizeof(Cached));
-        int64_t max_bytes = model_.cache_probe.num_bytes() / 2 / assignment_.num_concurrent;  // the other half is for what is read meanwhile
+        // The other half is for what is read meanwhile.
+        int64_t max_bytes = model_.cache_probe.num_bytes() / 2 / assignment_.num_concurrent;
         const int64_t* reads = plan.reads.data();
         kv_prefetchers_[member.rank].begin(cache_of(index), reads + plan.first_read[first], reads + plan.first_read[end],
                                            tile_bytes, max_bytes, num_pairs);
     }
 
-    // Until the cache has the layer's keys and values.
+    // The layer up to its cache write.
     void run_qkv(int index, Phases& phases) {
         const Layer& layer = model_.layers[index];
         run_normed_product(phases, all_, layer.input_norm, layer.qkv,
@@ -250,7 +263,7 @@ class Step {
         run_product(phases, layer.down, at.inner, residual);
     }
 
-    // Residuals and queries of the rows that are asked for, to where those are by themselves.
+    // Gathers residuals and queries of the selected rows.
     void gather_selected(Member member) {
         const Activations<Input>&from = all_.buffers, &to = selected_.buffers;
         parallel_for_rows(member, selected_.inputs.num_tokens, [&](int64_t i) {
@@ -267,7 +280,7 @@ class Step {
         });
     }
 
-    // Norms and rotates queries and keys, and writes keys and values into the cache.
+    // Normalizes and rotates queries and keys, and writes keys and values into the cache.
     void write_rope_and_cache(const Layer& layer, Cached* cache, Member member) {
         parallel_for_rows(member, all_.inputs.num_tokens,
                           [&](int64_t t) { rope_.run(layer, cache, t, all_.buffers.qkv + t * all_.buffers.qkv_stride); });
@@ -280,7 +293,7 @@ class Step {
     CacheLayout<Cached> layout_;
     SelectedRows selected_rows_;
     Batch<Input> all_, selected_;
-    std::vector<KvPrefetcher> kv_prefetchers_;  // of each thread, where anything is fetched a layer ahead
+    std::vector<KvPrefetcher> kv_prefetchers_;  // per thread; empty if nothing is prefetched a layer ahead
     RopeAndCacheWrite<Cached> rope_;
     AttentionStep<Input, Cached> attention_;
     OutputHead<Weight> output_head_;

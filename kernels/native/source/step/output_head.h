@@ -1,6 +1,7 @@
-// What comes after a step's layers: hidden states, logits, or the likeliest tokens of rows.
+// The output of a step: hidden states, logits, or the argmax of rows.
 //
-// Refuses to know how rows got there, and which rows are asked for.
+// The last phases of a step (final norm, head product), on all compute threads. Argmax rows use the screen
+// (argmax_screen.h) or the whole head (argmax.h). `publish_results` merges the threads' results on the calling thread.
 
 #pragma once
 
@@ -18,14 +19,14 @@ class OutputHead {
     using Member = ThreadTeam::Member;
 
   public:
-    // `is_screened`: likeliest tokens are found with the screen.
+    // `uses_screen`: argmax rows use the screen.
     OutputHead(Model& model, const StepInputs& inputs, int num_threads, bool uses_screen)
         : model_(model), shape_(model.shape), inputs_(inputs), num_threads_(num_threads), uses_screen_(uses_screen) {
         if (inputs.argmax) argmax_.resize(num_threads * argmax_stride());
         if (uses_screen_) screening_.resize(model.head, inputs.num_logits, num_threads);
     }
 
-    // Hidden states, and logits or the likeliest of them, to whoever asked for these.
+    // Writes hidden states, and logits or argmax, as requested.
     void run(const Batch<Input>& batch, PhaseTimes& times, Phases& phases) {
         const StepInputs& inputs = batch.inputs;
         const Activations<Input>& at = batch.buffers;
@@ -56,7 +57,7 @@ class OutputHead {
         });
     }
 
-    // Once all have gone through it: of what each thread has found, where that was asked for.
+    // After the region: merges what the threads found, if argmax was requested.
     void publish_results() {
         if (!inputs_.argmax) return;
         for (int64_t row = 0; row < inputs_.num_logits; row++) {
@@ -77,8 +78,8 @@ class OutputHead {
     }
 
   private:
-    // The likeliest of rows; `row(i)` is where the i-th begins before its norm. Where the screen tells little, all of the
-    // head is multiplied after it.
+    // Argmax with the screen; `row(i)` is where row i begins before its norm. Multiplies the whole head if the screen
+    // was ineffective.
     template <class Row>
     void find_screened(const TiledRows<Input>& normed, const Row& row, PhaseTimes& times, Phases& phases) {
         const ArgmaxScreen& screen = model_.screen;
@@ -118,15 +119,15 @@ class OutputHead {
         });
     }
 
-    // From what one thread has found to what the next one has: no two write to the same line.
+    // Distance of threads' entries. NOTE: the padding keeps threads from writing to the same cache line.
     int64_t argmax_stride() const { return inputs_.num_logits + 64 / int64_t(sizeof(ArgmaxToken)); }
 
     Model& model_;
     const Shape& shape_;
-    StepInputs inputs_;  // the step's; `batch.inputs` may count rows anew
+    StepInputs inputs_;  // the step's; `batch.inputs` may number rows differently
     int num_threads_;
-    std::vector<ArgmaxToken> argmax_;  // of each thread, where that is asked for
-    bool uses_screen_;              // by what follows
+    std::vector<ArgmaxToken> argmax_;  // per thread, if argmax is requested
+    bool uses_screen_;                 // by `screening_`
     ScreenedArgmax<Input> screening_;
 };
 

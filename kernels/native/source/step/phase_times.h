@@ -1,4 +1,6 @@
-// How a step goes about its phases: rows in pieces, and each part's time where somebody asks for it.
+// Helpers of a step's phases: loops over rows, and the times of the phases.
+//
+// Times are taken on rank 0 only, and only if requested.
 
 #pragma once
 
@@ -9,9 +11,9 @@
 
 namespace millrace {
 
-constexpr int64_t ROWS_PER_PIECE = 16;  // a piece of the work between products
+constexpr int64_t ROWS_PER_PIECE = 16;  // rows of a piece, in phases between products
 
-// Calls use(row) for the rows of a phase that a thread comes to take.
+// Calls use(row) for the rows of a phase that this thread takes.
 template <class Use>
 void parallel_for_rows(ThreadTeam::Member member, int64_t num, const Use& use) {
     member.parallel_for(num, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
@@ -19,15 +21,15 @@ void parallel_for_rows(ThreadTeam::Member member, int64_t num, const Use& use) {
     });
 }
 
-// The times of a step's parts, as who comes first sees them.
+// Times of a step's phases, as rank 0 sees them.
 class PhaseTimes {
   public:
     explicit PhaseTimes(bool is_enabled) : is_enabled_(is_enabled) { start(); }
 
     void start() { since_ns_ = now_ns(); }
-    int64_t since_ns() const { return since_ns_; }  // when the last phase ended
+    int64_t since_ns() const { return since_ns_; }  // end of the last phase
 
-    // A phase, whose time is that of a part of the step.
+    // Runs a phase and adds its time to `kind`.
     template <class Work>
     void run(Phases& phases, PhaseKind kind, const Work& work) {
         if (!phases.run(work) || !is_enabled_ || phases.member().rank > 0) return;
@@ -36,7 +38,7 @@ class PhaseTimes {
         since_ns_ = now;
     }
 
-    // Adds them.
+    // Adds the times to the caller's.
     void add_to(int64_t* phase_ns) const {
         for (int kind = 0; kind < NUM_PHASE_KINDS; kind++) phase_ns[kind] += elapsed_ns_[kind];
     }

@@ -4,7 +4,7 @@
 
 namespace millrace {
 
-// Compiled apart, in step_bfloat16.cpp and step_float32.cpp.
+// Compiled in separate units, step_bfloat16.cpp and step_float32.cpp.
 template <class Weight>
 void run_typed(Model& model, const StepInputs& inputs, int num_threads);
 template <class Weight>
@@ -14,7 +14,7 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
 
 namespace {
 
-// Threads that pay: one for a model that is done before another has woken up.
+// Threads that pay: one for a model that is done before another thread wakes up.
 int threads_for(const Model& model, int64_t num_rows) {
     int64_t work = model.weights_bytes() * std::max<int64_t>(1, num_rows / 4);
     return int(std::min<int64_t>(model.pool->limit.load(), std::max<int64_t>(1, work / model.min_work_per_thread)));

@@ -6,7 +6,7 @@
 namespace millrace {
 
 void StepChain::begin(int64_t number, const DecodeSlots& decode_slots, const SlotSampling& sampling, int64_t num_rows) {
-    model_.step_thread->wait(&step(number));  // one that nobody asked for
+    model_.step_thread->wait(&step(number));  // of a step that was never waited for
     std::lock_guard<std::mutex> lock(mutex_);
     fill(&step(number), number, decode_slots, sampling, num_rows);
     step(number).before = nullptr;
@@ -43,13 +43,13 @@ void StepChain::fill(ChainedStep* step, int64_t number, const DecodeSlots& decod
     step->slots.assign(decode_slots.slots, decode_slots.slots + num_rows);
     step->starts.assign(decode_slots.starts, decode_slots.starts + num_rows);
     step->decode_slots.slots = step->slots.data(), step->decode_slots.starts = step->starts.data();
-    step->places.resize(num_rows), step->token_ids.resize(num_rows), step->is_broken.resize(num_rows);
+    step->positions.resize(num_rows), step->token_ids.resize(num_rows), step->is_broken.resize(num_rows);
 }
 
 Error StepChain::run(ChainedStep& step) {
     Error error = step.before ? step.before->error : FINE;
     try {
-        if (error == FINE) error = decode_and_choose(step);
+        if (error == FINE) error = decode_and_sample(step);
     } catch (const std::bad_alloc&) {
         error = NO_MEMORY;
     }
@@ -57,9 +57,9 @@ Error StepChain::run(ChainedStep& step) {
     return error;
 }
 
-Error StepChain::decode_and_choose(ChainedStep& step) {
+Error StepChain::decode_and_sample(ChainedStep& step) {
     int64_t num_rows = int64_t(step.slots.size()), vocab_size = model_.shape.vocab_size;
-    auto is_random = [&](int64_t slot) {  // what is no slot, `decode` tells
+    auto is_random = [&](int64_t slot) {  // `decode` reports an invalid slot
         return slot >= 0 && slot < step.decode_slots.num_slots && step.sampling.is_random[slot];
     };
     bool any_random = std::any_of(step.slots.begin(), step.slots.end(), is_random);
@@ -72,9 +72,9 @@ Error StepChain::decode_and_choose(ChainedStep& step) {
     if (error != FINE) return error;
     if (any_random) {
         for (int64_t row = 0; row < num_rows; row++)  // the token after the one that was read
-            step.places[row] = step.starts[row] + 1 - step.sampling.num_prompt[step.slots[row]];
+            step.positions[row] = step.starts[row] + 1 - step.sampling.num_prompt[step.slots[row]];
         sample(model_, step.sampling,
-               {outputs.logits, num_rows, vocab_size, step.slots.data(), step.places.data(), nullptr, 0, nullptr,
+               {outputs.logits, num_rows, vocab_size, step.slots.data(), step.positions.data(), nullptr, 0, nullptr,
                 step.token_ids.data(), step.is_broken.data()});
     }
     for (int64_t row = 0; row < num_rows; row++) step.decode_slots.last_tokens[step.slots[row]] = step.token_ids[row];

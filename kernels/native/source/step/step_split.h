@@ -1,6 +1,7 @@
-// How a step is gone through: by all threads together, or by two of which each takes half of the rows.
+// How the threads divide a step: all threads share all rows, or each of two threads takes half of the rows.
 //
-// Knows who goes through which rows, and in what memory. Refuses to know what a layer is.
+// Picks the code for the cache's type, allocates the activations, and runs the region on the pool. Runs on the thread
+// that called `run_step`.
 
 #pragma once
 
@@ -12,29 +13,29 @@
 
 namespace millrace {
 
-// Rows of a step that may be taken apart, at least: each half is more than a tile. A half of one waits for memory, and fetches
-// no keys a layer ahead: 14 to 24 rows took 3 to 30 % more apart, wherever the cores were (AVX-512; with AVX2 nobody has
-// measured any of it).
+// Fewest rows of a step that may be split: each half is more than a tile. A half of one tile waits for memory, and
+// prefetches no keys a layer ahead: 14 to 24 rows took 3 to 30 % more when split, wherever the cores were (AVX-512; not
+// measured with AVX2).
 constexpr int64_t MIN_SPLIT_ROWS = 2 * (GEMM_ROWS + 1);
 
-// Whether a screen is asked for the step's likeliest tokens: not for some steps after one that it told little. Counts these.
+// Whether the step uses the argmax screen: not for some steps after one in which it was ineffective. Counts these.
 inline bool use_screen(ArgmaxScreen* screen, const StepInputs& inputs) {
-    bool are_few = 0 < inputs.num_logits && inputs.num_logits <= MAX_SCREENED_ROWS;
-    if (!inputs.argmax || !are_few || !screen->is_made()) return false;
+    bool is_in_range = 0 < inputs.num_logits && inputs.num_logits <= MAX_SCREENED_ROWS;
+    if (!inputs.argmax || !is_in_range || !screen->is_made()) return false;
     if (screen->num_steps_disabled == 0) return true;
     screen->num_steps_disabled--;
     return false;
 }
 
-// Whether each sequence of a step has one token of it, in their order.
+// Whether each sequence has one token in the step, in order.
 inline bool has_one_token_each(const StepInputs& inputs) {
     bool have = inputs.num_tokens == inputs.num_sequences;
     for (int64_t i = 0; have && i <= inputs.num_sequences; i++) have = inputs.query_starts[i] == i;
     return have;
 }
 
-// Whether the rows of a step can be taken apart: those of sequences that decode, in vectors, by two threads. Sequences share
-// blocks of earlier steps only, so that none reads what another one's row writes.
+// Whether the rows of a step can be split: rows of decoding sequences, without AMX, by two threads. Sequences share
+// blocks of earlier steps only, so that no row reads what another row of the step writes.
 template <class Weight>
 bool can_split_step(const StepInputs& inputs, int num_threads) {
     if (USES_AMX<InputOf<Weight>> || num_threads != 2 || inputs.num_tokens != inputs.num_logits || inputs.hidden)
@@ -45,9 +46,9 @@ bool can_split_step(const StepInputs& inputs, int num_threads) {
     return true;
 }
 
-// Those from sequence `first` on, of a step whose rows can be taken apart.
+// The inputs of `num` sequences from `first` on, of a step whose rows can be split.
 inline StepInputs slice_inputs(const StepInputs& inputs, int64_t first, int64_t num, int64_t vocab_size) {
-    StepInputs part = inputs;  // rows begin with 0 again, in `query_starts` and `logits_rows`, too
+    StepInputs part = inputs;  // rows are numbered from 0 again, in `query_starts` and `logits_rows`, too
     part.num_tokens = part.num_sequences = part.num_logits = num;
     part.input_ids += first, part.positions += first, part.slot_mapping += first, part.lengths += first;
     part.block_tables += first * inputs.table_width;
@@ -56,27 +57,27 @@ inline StepInputs slice_inputs(const StepInputs& inputs, int64_t first, int64_t 
     return part;
 }
 
-// Bytes of activations of each half of so many rows. They begin on lines of their own.
+// Bytes of activations of each half. Halves begin on their own cache lines.
 template <class Weight>
 int64_t half_bytes(const Model& model, int64_t num_rows) {
     return round_up(activation_bytes<InputOf<Weight>>(model, ceil_div(num_rows, 2)), 128);
 }
 
-// And of both halves, and of all of them before they are taken apart.
+// Bytes of both halves, and of all rows before the split.
 template <class Weight>
 int64_t split_bytes(const Model& model, int64_t num_rows) {
     return 2 * half_bytes<Weight>(model, num_rows) + activation_bytes<InputOf<Weight>>(model, num_rows);
 }
 
-// Returns how long that took, ns; so do the next two.
+// Returns the duration in ns; so do the next two.
 inline int64_t run_region(Model& model, int num_threads, const std::function<void(int)>& job) {
     int64_t began_ns = now_ns();
     model.pool->run(num_threads, job);
     return now_ns() - began_ns;
 }
 
-// Two threads go through layers together until both are there, as one may have its core later, then each with half of the
-// rows. One that stays alone takes both halves of the last layer.
+// Two threads go through layers together until both have joined, because one may get its core late; then each continues
+// with half of the rows. If one thread stays alone it takes both halves from the last layer on.
 template <class Weight, class Cached>
 int64_t run_split(Model& model, const StepInputs& inputs, bool uses_screen) {
     using OfRows = Step<Weight, Cached>;
@@ -90,7 +91,7 @@ int64_t run_split(Model& model, const StepInputs& inputs, bool uses_screen) {
     std::array<OfRows, 2> halves{half(0), half(1)};
     StepInputs without_outputs = inputs;
     without_outputs.logits = nullptr, without_outputs.argmax = nullptr, without_outputs.is_broken = nullptr;
-    OfRows whole(model, without_outputs, {2}, memory + 2 * bytes, false);  // after them, as what it shares is the model's
+    OfRows whole(model, without_outputs, {2}, memory + 2 * bytes, false);  // last, as its state is the model's
     int64_t elapsed_ns = run_region(model, 2, [&](int thread) {
         Phases phases(model.pool.get(), thread);
         std::optional<int> layer = whole.run_until_all_joined(phases);
@@ -98,12 +99,13 @@ int64_t run_split(Model& model, const StepInputs& inputs, bool uses_screen) {
         ThreadTeam::Member member = phases.member();
         if (member.rank == 0) model.num_layers_before_split = member.count == 1 ? -1 : *layer;
         for (int index = member.rank; index < 2; index += member.count) halves[index].resume(whole, begins[index], *layer);
-        phases.run([](const ThreadTeam::Member&) {});  // who is counted as there and has yet to see it is waited for
+        phases.run([](const ThreadTeam::Member&) {});  // waits for a thread that has joined but not yet noticed
     });
     for (OfRows* step : {&whole, &halves[0], &halves[1]}) step->publish_results();
     if (model.phase_ns) {
         whole.add_times(model.phase_ns), halves[0].add_times(model.phase_ns);
-        if (model.num_layers_before_split < 0) halves[1].add_times(model.phase_ns);  // otherwise it went beside the other
+        // Otherwise the halves ran at the same time.
+        if (model.num_layers_before_split < 0) halves[1].add_times(model.phase_ns);
     }
     return elapsed_ns;
 }
@@ -148,7 +150,8 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
                                                    : AttentionStep<Input, Weight>::scratch_bytes;
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
     int num_threads = model.pool->size();
-    int64_t num_split = USES_AMX<InputOf<Weight>> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);  // may be taken apart
+    // Rows that may be split.
+    int64_t num_split = USES_AMX<InputOf<Weight>> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);
     if (num_split >= MIN_SPLIT_ROWS) activations = std::max(activations, split_bytes<Weight>(model, num_split));
     int64_t num_screened = model.screen.is_made() ? std::min(num_logits, MAX_SCREENED_ROWS) : 0;
     int64_t screening = 0;

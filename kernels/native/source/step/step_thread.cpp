@@ -60,7 +60,7 @@ void StepThread::submit(Job* job) {
 bool StepThread::submit_after(Job* job, const Job* before) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!last_ || last_ != before) return false;
-    append(job);  // the thread runs, so nobody has to be woken
+    append(job);  // the thread is running, so it needs no wakeup
     return true;
 }
 
@@ -101,7 +101,7 @@ void StepThread::run_jobs() {
     }
 }
 
-// The one to run next; none when all is over. Waits as workers of a `Pool` do.
+// The next job; null when the queue is closed and empty. Waits as the workers of a `Pool` do.
 StepThread::Job* StepThread::next_job() {
     spin_until([this] { return has_jobs_.load(std::memory_order_acquire); });
     std::unique_lock<std::mutex> lock(mutex_);

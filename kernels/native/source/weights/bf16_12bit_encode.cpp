@@ -17,17 +17,18 @@ namespace millrace {
 
 namespace {
 
-constexpr int64_t BATCH_BYTES = 16 << 20;  // of panels that are coded at a time where their linear is
-constexpr int64_t MIN_BLOCKS_PER_RAW = 8;  // a linear with more than one whole block in so many stays as it is
+constexpr int64_t BATCH_BYTES = 16 << 20;  // of panels that are encoded at a time in place
+constexpr int64_t MIN_BLOCKS_PER_RAW = 8;  // a linear with more than one raw block per this many stays bf16
 
-// How far a byte's size is from that of the most common one; larger ones come last: of normally distributed numbers each
-// power of 4 below is a quarter as common as the one before, and above it there are soon none.
+// Distance of a byte from the most common one; larger magnitudes come last. Of normally distributed numbers each power
+// of 4 below is a quarter as common as the one before, and those above soon do not occur.
 int rarity(int byte, int most_common) {
     int below = (most_common & 127) - (byte & 127);
     return below >= 0 ? below : 128 - below;
 }
 
-// A panel's book: the most common upper bytes of one block in SAMPLED, filled up with the likeliest of the rest.
+// The codebook of a panel: the most common upper bytes in one of SAMPLED blocks, filled up with the most probable
+// others.
 Codebook make_codebook(const bf16* panel, int64_t num_blocks) {
     constexpr int64_t SAMPLED = 4;
     std::array<int32_t, 256> counts{};
@@ -44,7 +45,7 @@ Codebook make_codebook(const bf16* panel, int64_t num_blocks) {
     return book;
 }
 
-// Codes the numbers of one pair of k, [32][2]: their lower bytes, and their codes, [64] each. False if the book lacks any.
+// Encodes one pair of k, [32][2], to lower bytes and codes, [64] each. False if the codebook lacks an upper byte.
 bool encode_pair(const Codebook& book, const bf16* numbers, uint8_t* lower, __m512i* codes) {
     const __m512i first = _mm512_loadu_si512(numbers), second = _mm512_loadu_si512(numbers + PANEL);
     const __m512i low = _mm512_set1_epi16(255);
@@ -60,11 +61,11 @@ bool encode_pair(const Codebook& book, const bf16* numbers, uint8_t* lower, __m5
     return known == ~__mmask64(0);
 }
 
-// Codes a panel to `to`, and adds its whole blocks. Returns how many these are.
+// Encodes a panel to `to` and appends its raw blocks to `raw`. Returns the number of raw blocks.
 int64_t encode_panel(const bf16* panel, int64_t num_blocks, uint8_t* to, std::vector<RawBlock>* raw) {
     Codebook book = make_codebook(panel, num_blocks);
     int64_t num_raw = 0;
-    int64_t* next = &book.first_raw;  // where the next whole block is told
+    int64_t* next = &book.first_raw;  // where the index of the next raw block goes
     for (int64_t block = 0; block < num_blocks; block++, panel += BLOCK_NUMBERS) {
         uint8_t* place = to + CODEBOOK_BYTES + block * BF16_12BIT_BLOCK_BYTES;
         __m512i codes[2];
@@ -82,8 +83,8 @@ int64_t encode_panel(const bf16* panel, int64_t num_blocks, uint8_t* to, std::ve
     return num_raw;
 }
 
-// Codes linears in the order in which they lie, each to where the last one ended: never past its own beginning, as what is
-// coded is smaller.
+// Encodes the layers' linears in memory order, each to where the one before ended. This never passes a linear's own
+// start, because encoded weights are smaller.
 class Encoder {
   public:
     explicit Encoder(Model& model) : model_(model) {}
@@ -94,14 +95,14 @@ class Encoder {
         if (!can_encode(linear) || !encode_panels(linear, 0, num_panels, max_raw_blocks(linear))
             || !saves_memory(linear, num_raw_))
             return move(linear);
-        Memory raw(num_raw_ * int64_t(sizeof(RawBlock)));  // like all that may lack, before anything has changed
+        Memory raw(num_raw_ * int64_t(sizeof(RawBlock)));  // all that may fail is allocated before anything changes
         place(linear, [&](char* to) { copy_panels(linear, 0, num_panels, to), linear.type = BF16_12BIT; });
         copy_raw(raw.as<RawBlock>());
         link_raw(linear, std::move(raw));
     }
 
-    // Codes a linear that has memory of its own, within it, so many panels at a time: what is coded ends before what is not
-    // yet. Whether that is worth it is seen by going through it once before.
+    // Encodes a linear that has memory of its own, in place, a batch of panels at a time: the encoded part ends before
+    // the rest. A first pass finds whether this saves memory.
     void encode_in_place(Linear& linear) {
         if (!linear.weight.num_bytes() || !can_encode(linear)) return;
         int64_t together = std::max<int64_t>(1, BATCH_BYTES / linear.panel_bytes()), num_raw = 0;
@@ -125,7 +126,7 @@ class Encoder {
         link_raw(linear, std::move(raw));
     }
 
-    // A linear as it is, to where the last one ended.
+    // Moves a linear as it is to where the one before ended.
     void move(Linear& linear) {
         const char* from = linear.weight.as<char>();
         place(linear, [&](char* to) {
@@ -133,7 +134,7 @@ class Encoder {
         });
     }
 
-    // Bytes of all of them.
+    // Bytes of all linears so far.
     int64_t end() const { return end_; }
 
   private:
@@ -152,8 +153,9 @@ class Encoder {
         return encoded_shape(linear).weight_bytes() + num_raw * int64_t(sizeof(RawBlock)) < linear.weight_bytes();
     }
 
-    // Codes panels to the room. Room for whole blocks is set aside before the threads begin, as none of the pool's can tell
-    // of a lack; all stop once there are more of them than `most`, and that is false.
+    // Encodes panels to the workspace. NOTE: space for raw blocks is reserved before the threads start, because a pool
+    // thread cannot report a failed allocation. All threads stop once there are more than `max_raw` raw blocks; then
+    // the result is false.
     bool encode_panels(const Linear& linear, int64_t begin, int64_t end, int64_t max_raw) {
         int64_t size = encoded_shape(linear).panel_bytes(), num_blocks = linear.k / 4;
         grow(&workspace_, (end - begin) * size);
@@ -180,7 +182,7 @@ class Encoder {
         return num_raw_ <= max_raw;
     }
 
-    // Takes panels from the room to where they stay: `to` is where the first one of all does.
+    // Copies panels from the workspace to their final place; `to` is where panel 0 goes.
     void copy_panels(const Linear& linear, int64_t begin, int64_t end, char* to) {
         int64_t size = encoded_shape(linear).panel_bytes();
         model_.pool->run(num_threads(), [&](int thread) {
@@ -190,7 +192,7 @@ class Encoder {
         });
     }
 
-    // Copies whole blocks to where they stay, and returns where the next ones do.
+    // Copies raw blocks to their final place and returns the end.
     RawBlock* copy_raw(RawBlock* to) const {
         for (const auto& each : raw_) to = std::copy(each.begin(), each.end(), to);
         return to;
@@ -203,7 +205,7 @@ class Encoder {
         end_ += round_up(linear.weight_bytes(), 64);
     }
 
-    // Tells each panel's book where its whole blocks are.
+    // Stores in each panel's codebook where its raw blocks are.
     void link_raw(Linear& linear, Memory raw) const {
         auto own = raw.as<RawBlock>();
         for (int64_t panel = 0; panel < linear.num_panels(); panel++) {
@@ -215,8 +217,8 @@ class Encoder {
 
     Model& model_;
     Memory workspace_;
-    std::vector<std::vector<RawBlock>> raw_;  // of each thread's panels
-    std::vector<int64_t> num_raw_of_panel_;           // each panel
+    std::vector<std::vector<RawBlock>> raw_;  // per thread, of its panels
+    std::vector<int64_t> num_raw_of_panel_;   // per panel
     int64_t num_raw_ = 0, end_ = 0;
 };
 
@@ -229,7 +231,7 @@ void encode_bf16_12bit(Model& model) {
     auto encode = [&](Linear& linear) {
         try {
             encoder.encode(linear);
-        } catch (const std::bad_alloc&) {  // a smaller one may have enough
+        } catch (const std::bad_alloc&) {  // a smaller linear may have enough memory
             error = std::current_exception();
             encoder.move(linear);
         }

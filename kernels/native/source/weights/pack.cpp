@@ -1,4 +1,6 @@
-// From a checkpoint's rows to packed panels, one tensor at a time.
+// Packing of a checkpoint's tensors into panels, one tensor at a time, and the memory that holds them.
+//
+// Called through api.cpp on the loading thread; large tensors are packed by all threads of the pool.
 
 #include <algorithm>
 #include <atomic>
@@ -22,7 +24,7 @@ constexpr int64_t LARGE_PAGE = 2 << 20;  // bytes
 
 Memory::Memory(int64_t num_bytes) : num_bytes_(num_bytes) {
 #ifdef __linux__
-    if (num_bytes >= LARGE_PAGE) {  // so many that all begins with one, and what is before and behind it is given back
+    if (num_bytes >= LARGE_PAGE) {  // maps one page more, to start on a large page, and unmaps the rest
         mapped_bytes_ = round_up(num_bytes, LARGE_PAGE);
         void* mapped = mmap(nullptr, mapped_bytes_ + LARGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
                             0);
@@ -107,7 +109,7 @@ float half_to_float(uint16_t bits) {
     return value;
 }
 
-// Numbers [begin, begin + count) of a tensor.
+// Reads numbers [begin, begin + count) of a tensor as float32.
 void read(const void* data, DataType type, int64_t begin, int64_t count, float* to) {
     auto halves = static_cast<const uint16_t*>(data) + begin;
     if (type == FLOAT32)
@@ -118,7 +120,7 @@ void read(const void* data, DataType type, int64_t begin, int64_t count, float* 
         for (int64_t i = 0; i < count; i++) to[i] = half_to_float(halves[i]);
 }
 
-// Rounds to the type that numbers are kept in. False if one of them is not finite there.
+// Rounds to the storage type. False if a result is not finite.
 template <class T>
 bool round_all(const float* from, int64_t count, T* to) {
     int64_t num_broken = 0;
@@ -140,22 +142,22 @@ bool set_floats(std::vector<float>& to, int64_t offset, int64_t count, const voi
     return is_finite;
 }
 
-// Where row `row` of gate (half 0) or of up (half 1) is among the columns of the fused product.
+// Column of row `row` of gate (half 0) or up (half 1) in the fused gate_up product.
 int64_t interleaved(int64_t row, int half) { return row / 16 * 32 + half * 16 + row % 16; }
 
-struct RowPlacement {  // which columns of a fused linear a tensor's rows become
+struct RowPlacement {  // maps a tensor's rows to columns of a fused linear
     int64_t offset = 0;
-    int half = -1;  // of gate and up; -1: one after the other
+    int half = -1;  // 0: gate, 1: up, -1: contiguous
     int64_t column(int64_t row) const { return half < 0 ? offset + row : interleaved(row, half); }
 };
 
-struct Matrix {  // where a tensor with rows and columns is kept
+struct Matrix {  // where a matrix is stored
     Linear* linear = nullptr;
     RowPlacement place;
     int64_t num_rows = 0;
 };
 
-// None for a tensor that is no such.
+// `linear` is null for a tensor that is no matrix.
 Matrix matrix_of(Model& model, int64_t index, TensorKind kind) {
     const Shape& shape = model.shape;
     int64_t hidden = shape.hidden_size, inner = shape.intermediate_size;
@@ -184,7 +186,7 @@ void put_numbers(Linear& linear, int64_t column, const T* numbers) {
     });
 }
 
-// Puts a row where its panel has it. False if a number is not finite. `codes` [4 k] is for use meanwhile.
+// Writes a row to its panel. False if a number is not finite. `codes` [4 k] is scratch memory.
 template <class T>
 bool put_row(Linear& linear, int64_t column, const float* row, std::vector<uint8_t>& codes) {
     auto numbers = reinterpret_cast<T*>(codes.data());
@@ -222,9 +224,9 @@ bool put_row<Int4Pair>(Linear& linear, int64_t column, const float* row, std::ve
     return is_finite;
 }
 
-// Of a multiple of 8 numbers.
+// `count` must be a multiple of 8.
 bool are_finite(const bf16* numbers, int64_t count) {
-    const __m128i none = _mm_set1_epi16(0x7f80);  // the exponent that only infinity and NaN have
+    const __m128i none = _mm_set1_epi16(0x7f80);  // the exponent of infinity and NaN
     __m128i broken = _mm_setzero_si128();
     for (int64_t i = 0; i < count; i += 8) {
         __m128i exponents = _mm_and_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers + i)), none);
@@ -233,8 +235,8 @@ bool are_finite(const bf16* numbers, int64_t count) {
     return _mm_movemask_epi8(broken) == 0;
 }
 
-// Puts four rows of bf16 that are kept as they are, [4][k], in their places, from `column` on in one panel. False if one of
-// their numbers is not finite. Four pairs of k at a time: they lie one after the other, or one in each of four streams.
+// Writes four rows of bf16, [4][k], to columns `column` to `column` + 3 of one panel, without conversion. False if a
+// number is not finite. Four pairs of k at a time: they are contiguous, or one in each of four streams.
 bool put_four_rows(Linear& linear, int64_t column, const bf16* rows) {
     int64_t k = linear.k, num_pairs = k / 2, streams = num_streams(num_pairs), whole = num_pairs / 4 * 4;
     static_assert(STREAMS == 1 || STREAMS == 4, "four pairs are one of each stream");
@@ -244,7 +246,7 @@ bool put_four_rows(Linear& linear, int64_t column, const bf16* rows) {
         const bf16* from[4] = {rows + 2 * pair, rows + k + 2 * pair, rows + 2 * k + 2 * pair, rows + 3 * k + 2 * pair};
         transpose_4(from, panel + pair / streams * 2 * PANEL, stride);
     }
-    for (int64_t pair = whole; pair < num_pairs; pair++)  // in one stream: four have a whole number of pairs each
+    for (int64_t pair = whole; pair < num_pairs; pair++)  // one stream only: four streams have a multiple of four pairs
         for (int r = 0; r < 4; r++) std::memcpy(panel + pair * 2 * PANEL + 2 * r, rows + r * k + 2 * pair, 4);
     return are_finite(rows, 4 * k);
 }
@@ -255,7 +257,7 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, DataType type
     int64_t rows = matrix.num_rows, k = linear.k;
     std::atomic<bool> is_finite{true};
     int num_threads = rows * k > 1 << 16 ? pool.size() : 1;
-    const bool are_kept = std::is_same<T, bf16>::value && type == BFLOAT16;
+    const bool is_copied_bf16 = std::is_same<T, bf16>::value && type == BFLOAT16;
     pool.run(num_threads, [&](int thread) {
         std::vector<float> row(k);
         std::vector<uint8_t> codes(4 * k);
@@ -264,7 +266,7 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, DataType type
         bool finite = true;
         for (int64_t r = first * 16, end = std::min(last * 16, rows); r < end; r++) {
             int64_t column = matrix.place.column(r);
-            if (are_kept && r + 4 <= end && matrix.place.column(r + 3) == column + 3 && column % PANEL + 4 <= PANEL) {
+            if (is_copied_bf16 && r + 4 <= end && matrix.place.column(r + 3) == column + 3 && column % PANEL + 4 <= PANEL) {
                 finite &= put_four_rows(linear, column, static_cast<const bf16*>(data) + r * k);
                 r += 3;
                 continue;
@@ -277,8 +279,8 @@ bool pack_rows(Pool& pool, const Matrix& matrix, const void* data, DataType type
     return is_finite;
 }
 
-// A layer's linear's part of the memory of all, which is taken with the first of them: before, a model that is too large
-// can still be told by what is free.
+// A layer linear's part of the memory of all layers. The memory is allocated with the first linear: until then the free
+// memory still shows whether the model is too large.
 Memory layer_memory(Model& model, const Linear& linear) {
     if (!model.weights.num_bytes()) {
         const Linear& last = model.layers.back().down;
@@ -287,7 +289,7 @@ Memory layer_memory(Model& model, const Linear& linear) {
     return Memory(model.weights, linear.offset, linear.weight_bytes());
 }
 
-// Of a head that has its numbers.
+// Builds the argmax screen of a packed head.
 template <class Weight>
 void make_screen(Model& model) {
     const Linear& head = model.head;
@@ -381,7 +383,8 @@ bool pack(Model& model, int64_t index, TensorKind kind, const void* data, DataTy
     }
 }
 
-// Gives the whole pages of a file's map back: others have its ends. Who reads them again has them from the file.
+// Drops the whole pages of a file mapping; the partial pages at its ends belong to other tensors as well. A later read
+// gets them from the file again.
 void forget(const void* data, int64_t num_bytes) {
 #ifdef __linux__
     constexpr int64_t PAGE = 4096;

@@ -1,5 +1,7 @@
-"""The C interface of the native library, as ctypes sees it. A call releases the GIL while it runs; but for one that the
-event loop makes, `millrace_follow`, which takes less time than to get it back.
+"""ctypes bindings of the native library's C interface (source/step/api.cpp).
+
+Each call releases the GIL, except `millrace_follow`: the event loop calls it, and it takes less time than reacquiring
+the GIL.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from functools import cache
 from . import build, machine
 from .errors import NativeUnavailableError
 
-ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces one, for tests
-EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # and what each needs; for tests
+ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces an instruction set, for tests
+EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # what each needs; for tests
 
 
 class Shape(Structure):
@@ -82,9 +84,9 @@ class SamplingRows(Structure):
 
 
 def choose_instruction_set(asked: str | None = None) -> str:
-    """The one asked for, here or in the environment, or the best the machine has.
+    """The requested instruction set, by argument or environment, or the best that the machine has.
 
-    Raises NativeUnavailableError for one that it lacks, and where it has none of them.
+    Raises NativeUnavailableError if the machine lacks the requested one, or all of them.
     """
     asked = asked_for(asked)
     available = machine.instruction_sets()
@@ -98,13 +100,15 @@ def choose_instruction_set(asked: str | None = None) -> str:
 
 
 def asked_for(asked: str | None) -> str | None:
-    """The instruction set that is asked for, here or in the environment."""
+    """The requested instruction set, by argument or environment; None if there is none."""
     return asked or os.environ.get(ENVIRONMENT) or None
 
 
 def load_best(asked: str | None = None) -> tuple[str, ctypes.CDLL]:
-    """The instruction set of `choose_instruction_set` and its library; if nobody asks for one and a compiler is too old
-    for the best, the best that can be had. Raises NativeUnavailableError."""
+    """The instruction set of `choose_instruction_set` and its library. Raises NativeUnavailableError.
+
+    Falls back to the next best instruction set if none is requested and the compiler is too old for the best.
+    """
     chosen = choose_instruction_set(asked)
     failures = []
     for name in (chosen,) if asked_for(asked) else machine.instruction_sets():
@@ -117,7 +121,7 @@ def load_best(asked: str | None = None) -> tuple[str, ctypes.CDLL]:
 
 @cache
 def _load_once(instruction_set: str) -> ctypes.CDLL | NativeUnavailableError:
-    """The library, or why there is none: a compiler that lacks instructions is not tried again for each model."""
+    """The library, or why there is none. Cached, so that a failing compiler runs once and not once per model."""
     try:
         return load(instruction_set)
     except NativeUnavailableError as error:
@@ -126,13 +130,13 @@ def _load_once(instruction_set: str) -> ctypes.CDLL | NativeUnavailableError:
 
 @cache
 def load(instruction_set: str) -> ctypes.CDLL:
-    """The library, with its functions' types. Raises NativeUnavailableError if it can neither be found nor built."""
+    """The library with its functions' types. Raises NativeUnavailableError if it is neither found nor built."""
     try:
         path = str(build.library_path(instruction_set))
         library = ctypes.CDLL(path)
         setattr(library, "millrace_follow", ctypes.PyDLL(path).millrace_follow)  # noqa: B010
     except (build.BuildError, OSError) as error:
-        raise NativeUnavailableError(f"the native library ({instruction_set}) could not be had: {error}") from None
+        raise NativeUnavailableError(f"native library ({instruction_set}) not available: {error}") from None
     model = c_void_p
     library.millrace_is_supported.restype = c_int32
     library.millrace_model_new.restype = model

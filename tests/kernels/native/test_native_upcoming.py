@@ -45,7 +45,8 @@ EXPORT void fetch(const int64_t* places, int64_t num, int64_t tile_bytes, int64_
         KvPrefetch prefetch = prefetcher.next(num_pairs);
         out[0] = prefetch.address - reinterpret_cast<const char*>(layer);
         out[1] = prefetch.num_prefetches * KvPrefetcher::PREFETCH_BYTES;
-        if (prefetch.num_prefetches && (prefetch.num_prefetches - 1) * prefetch.interval >= num_pairs) out[1] = -1;  // some come too late
+        bool is_late = prefetch.num_prefetches && (prefetch.num_prefetches - 1) * prefetch.interval >= num_pairs;
+        if (is_late) out[1] = -1;  // some come too late
     }
 }
 // What is kept when somebody asks at [num_asked] of `asked`, and how often it was read for that by then: of [2] each.

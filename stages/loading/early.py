@@ -248,7 +248,7 @@ def _code(model: NativeModel) -> None:
     """Makes the weights smaller, where that loses nothing; what there is no memory for stays as it is."""
     before = model.weights_bytes
     try:
-        model.code_weights()
+        model.encode_bf16_12bit()
     except MemoryError as error:
         log.warning("weights.not_coded", reason=str(error))
     if model.weights_bytes < before:

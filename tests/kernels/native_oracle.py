@@ -83,9 +83,9 @@ class Checkpoint:
         model = NativeModel(self.shape, dtype, self.cos, self.sin, **settings)
         for name, tensor in self.tensors.items():
             model.set_tensor(name, tensor)
-        model._library.millrace_come_late(model._model, 0)
-        model.assume_kept(16 << 20)
-        model.assume_apart(False)
+        model._library.millrace_set_join_delay(model._model, 0)
+        model.assume_retained(16 << 20)
+        model.assume_split(False)
         return model
 
     def kept_by(self, model: NativeModel) -> Checkpoint:

@@ -49,7 +49,7 @@ def load_natively(
         most_tokens = config.num_step_tokens
         asked = (min(most_tokens - 1, most_logits), min(most_tokens, most_logits))  # not all, or all
         activations = max(model.step_bytes(most_tokens, num_asked) for num_asked in asked)
-        is_chained = config.async_scheduling and model.line_thread > 0
+        is_chained = config.async_scheduling and model.step_thread_id > 0
         of_chain = config.max_num_seqs * shape.vocab_size * 4 if is_chained else 0  # its own logits
         sizing = sizing_on_cpu(
             config,
@@ -96,7 +96,7 @@ def load_natively(
         rates=rates,
         choosing=partial(NativeChoosing, model=model, runner=runner if config.async_scheduling else None),
         call_before_computing=model.call_before_steps,
-        enter=partial(_enter, cache, None if model.line_thread else own_cpu),
+        enter=partial(_enter, cache, None if model.step_thread_id else own_cpu),
         own_cpu=own_cpu,
     )
 

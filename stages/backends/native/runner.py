@@ -74,7 +74,7 @@ class NativeRunner(ModelRunner):
     def use_chooser(self, chooser: Chooser | None) -> None:
         """From the next step on, chooses tokens that need nothing but logits in the runner, by `chooser`; None: off."""
         self._chooses = chooser is not None
-        has_line = self._native.model.line_thread > 0
+        has_line = self._native.model.step_thread_id > 0
         self._chain = Chain(self._decoding, chooser) if chooser is not None and has_line else None
 
     def foresee(self, grant: StepGrant) -> None:

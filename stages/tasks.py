@@ -1,4 +1,4 @@
-"""What a model can be asked for, and what a request asks for. Plain words, shared by the door and the server."""
+"""The tasks of a model: which one a request needs, and whether the model supports it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 from .errors import Refused
 from .messages import Request
 
-Task = Literal["generate", "embed", "score"]  # score: a number for a pair of texts, from a cross-encoder
+Task = Literal["generate", "embed", "score"]  # score: one number per pair of texts, from a cross-encoder
 
 _WHERE: dict[Task, str] = {
-    "generate": "it generates text: ask /v1/chat/completions or /v1/completions",
-    "embed": "it embeds texts: ask /v1/embeddings, /score or /rerank",
-    "score": "it scores pairs of texts: ask /score or /rerank",
+    "generate": "it generates text: use /v1/chat/completions or /v1/completions",
+    "embed": "it embeds texts: use /v1/embeddings, /score or /rerank",
+    "score": "it scores pairs of texts: use /score or /rerank",
 }
 _NOT: dict[Task, str] = {
     "generate": "this model does not generate text",
@@ -23,14 +23,14 @@ _NOT: dict[Task, str] = {
 
 
 def task_of(request: Request) -> Task:
-    """What a request asks for."""
+    """The task that a request needs."""
     if request.pooling is None:
         return "generate"
     return "score" if any(prompt.pair is not None for prompt in request.prompts) else "embed"
 
 
 def check_task(task: Task, tasks: Collection[Task]) -> None:
-    """Raises `Refused` for what is none of the model's `tasks`, and says what they are."""
+    """Raises `Refused` if `task` is not among the model's `tasks`; the message names the supported ones."""
     if task not in tasks:
         able = "; ".join(_WHERE[name] for name in _WHERE if name in tasks)
         raise Refused(f"{_NOT[task]}; {able}", code="unsupported_task", param="model")

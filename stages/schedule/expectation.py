@@ -1,23 +1,23 @@
-"""What schedule expects of the prefix cache, which only allocate can see. Plain code.
+"""Estimate of the prefix cache's hits, which only allocate can see. Plain code.
 
-A wrong guess costs no right to anything: those let in for it hold slots and no blocks, in the same order as before.
+A wrong estimate is harmless: sequences admitted too early hold slots but no blocks, and their order does not change.
 """
 
 from __future__ import annotations
 
-RATE = 0.25  # of the newest prompt in the mean
+RATE = 0.25  # weight of the newest prompt in the mean
 
 
 class FoundShare:
-    """How much of a prompt is likely found in the cache: a running mean over the prompts that began."""
+    """The share of a prompt likely found in the cache: an exponential mean over started prompts."""
 
     def __init__(self) -> None:
         self._share = 0.0
 
     def note(self, num_tokens: int, num_found: int) -> None:
-        """A prompt began, of which so many tokens were found."""
+        """Records a started prompt of `num_tokens` tokens, of which `num_found` were cached."""
         self._share += RATE * (num_found / num_tokens - self._share)
 
     def of(self, num_tokens: int) -> int:
-        """Tokens of the next prompt that are likely there."""
+        """Expected cached tokens of a prompt of `num_tokens`."""
         return int(self._share * num_tokens)

@@ -120,7 +120,7 @@ class Allocator:
                 holdings.attach(plan, row, may_fork=True)
         granted = _cut_to_budget(plan)
         if beginners:
-            granted = granted.copy()  # rows may be cut below
+            granted = granted.copy()  # not `num_wanted` itself: waiting rows have 0
             self._detach_idle(plan, beginners, granted)
         tally = self._with_blocks(plan, granted)
         if tally.num_blocks > self.pool.num_available:

@@ -117,7 +117,7 @@ class HostTier:
         return places
 
     def settle(self, completed_step: int, voided: Sequence[int], generation: int) -> list[int]:
-        """Every step up to `completed_step` is done. Returns the blocks of cached prefixes that are never written: their
+        """Every step up to `completed_step` is done. Returns the blocks of cached prefixes that are never written: the
         step was voided, or is in flight with an older generation and will not run."""
         self.pool.settle(completed_step)
         if not self._arriving:

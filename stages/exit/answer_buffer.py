@@ -1,4 +1,4 @@
-"""What has arrived of one answer and was not read yet, and how a reader takes it."""
+"""The buffer of one answer: what has arrived and is not read yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_BEGUN = Begun(NO_INTS)
 
 
 class Choice:
-    """One answer on its way to the reader: what has arrived and was not read yet."""
+    """One choice of a request, between the exit, which fills it, and the reader, which takes a `Delta`."""
 
     __slots__ = (
         "begun",
@@ -46,24 +46,24 @@ class Choice:
         self.vector: Floats | None = None  # of a pooled sequence, whole
         self.finish: Finish | None = None
         self.is_parked = False
-        self.is_told = False  # the reader knows that it has finished
+        self.is_told = False  # whether the reader has its finish reason
         self.begun = NOT_BEGUN
-        self.progress: Progress | None = None  # the last that was told, until it is read
-        self.prompt_logprobs: list[PromptLogprobs] = []  # of a prompt's first choice, if asked for; in order
-        self.num_read = 0  # tokens
-        self.num_unspoken_chars = 0  # of text that was read, and whose logprobs were not
+        self.progress: Progress | None = None  # the last report, until it is read
+        self.prompt_logprobs: list[PromptLogprobs] = []  # of a prompt's first choice, if requested; in order
+        self.num_read = 0  # tokens already read
+        self.num_unspoken_chars = 0  # characters read whose logprobs are not read yet
 
     @property
     def num_generated(self) -> int:
         return self.num_read + len(self.token_ids)
 
     def add_prompt_logprobs(self, scored: PromptLogprobs) -> None:
-        """Takes in what is new. After a preemption a prompt is scored again, and may be from its beginning."""
+        """Adds new positions. Drops parts that repeat known ones: a preempted prompt is scored again."""
         if not self.prompt_logprobs or scored.end > self.prompt_logprobs[-1].end:
             self.prompt_logprobs.append(scored)
 
     def take(self) -> Delta | None:
-        """What is new, or None. Tokens without text yet (half a character, a held-back stop string) are news too."""
+        """Takes what is new, or None. Tokens count even if their text is still held back."""
         is_end = self.finish is not None and not self.is_told
         progress, self.progress = self.progress, None
         if not self.token_ids and not is_end:
@@ -81,8 +81,8 @@ class Choice:
         return Delta(self.index, text, token_ids, logprobs, reason, finish.stop_reason, finish.score, self.vector)
 
     def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Those whose text has been spoken, so that their texts joined are the text. What a stop string took from the
-        text, it takes from the logprobs too."""
+        """Takes the logprobs whose text has been read, so that their joined texts equal the text. Text cut off by
+        a stop string is cut off here too."""
         taken: list[TokenLogprobs] = []
         for entry in self.logprobs:
             if len(entry.token) > self.num_unspoken_chars:

@@ -225,4 +225,4 @@ def is_quick(prompt: Prompt) -> bool:
 
 
 def _failed() -> Failed:
-    return Failed("the tokenizer failed on this prompt; the server log has the details", code="tokenizer_error")
+    return Failed("the tokenizer failed on this prompt; the log has more", code="tokenizer_error")

@@ -78,13 +78,13 @@ def prompts_grant(lengths: list[int], block_size: int) -> StepGrant:
     )
 
 
-TARGET_TOKENS = 180  # of a prompt: what a CPU computes of one in the target's time keeps it busy
+TARGET_TOKENS = 180  # prompt tokens that keep a CPU busy; the measured target is the time they take
 
 
-TARGETS_MS = (50.0, 100.0)  # of what that may come to: few read faster than ten tokens a second
+TARGETS_MS = (50.0, 100.0)  # bounds of that target; few people read faster than ten tokens a second
 
 
 def target_ms_for(token_s: float) -> float:
-    """The target of an engine that takes so long for a token of a prompt: what `TARGET_TOKENS` take, within bounds."""
+    """The target time if a prompt token takes `token_s`: that of `TARGET_TOKENS` tokens, within `TARGETS_MS`."""
     least_ms, most_ms = TARGETS_MS
     return min(max(least_ms, 1e3 * TARGET_TOKENS * token_s), most_ms)

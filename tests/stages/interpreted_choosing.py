@@ -50,7 +50,7 @@ def test_half_precision_logits_do(params: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_greedy_rows_get_the_tokens_and_logprobs_of_the_other_sampler_whatever_they_ask(mode: Any) -> None:
+def test_greedy_rows_get_the_tokens_and_logprobs_of_the_other_sampler_in_all_cases(mode: Any) -> None:
     vocab, num_slots, rng = 300, 6, np.random.default_rng(0)
     ours, theirs = (
         Sampler(torch.zeros(num_slots, dtype=torch.int64), vocab, 64, (vocab - 1,), logprobs_mode=mode, **more)

@@ -147,7 +147,7 @@ def serve_scripted(asks: Sequence[Ask], max_num_seqs: int, **settings: Any) -> W
     ],
     ids=["ample room on the host", "no host", "room for little on the host"],
 )
-def test_requests_in_a_quarter_of_the_memory_are_answered_right_and_little_is_computed_twice(
+def test_requests_in_a_quarter_of_the_memory_are_answered_with_little_computed_twice(
     num_cpu_blocks: int, ways: set[str], max_recomputed: float
 ) -> None:
     num_requests = NUM_REQUESTS if len(ways) == 1 else NUM_REQUESTS // 4

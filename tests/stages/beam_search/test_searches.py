@@ -252,7 +252,7 @@ async def test_the_steps_of_a_search_keep_its_place_in_the_line(env: SimEnv):
         ({"prompt": [999]}, "prompt"),
     ],
 )
-def test_what_can_not_be_searched_is_refused(options, param):
+def test_an_unsupported_search_is_refused(options, param):
     async def work(engine: ScriptedEngine) -> Any:
         return await outcome(engine.beam_search(**{"prompt": "abc", "width": 2, **options}))
 

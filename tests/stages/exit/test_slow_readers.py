@@ -45,7 +45,7 @@ async def _until(condition: Any) -> None:
     raise AssertionError("it never came to that")
 
 
-def test_an_answer_that_nobody_reads_stops_soon_and_goes_on_when_it_is_read(scripted: Any):
+def test_an_answer_that_is_not_read_stops_soon_and_continues_when_it_is_read(scripted: Any):
     async def main(engine: Any) -> None:
         request = _request("stalled", 0, 200)
         outbox = await engine.submit(request)
@@ -196,7 +196,7 @@ class Parked:
 
 
 @sim_test(seeds=1)
-async def test_the_next_read_unparks_all_choices_of_a_request_and_no_other_read_says_anything(env: SimEnv):
+async def test_the_next_read_unparks_all_choices_of_a_request_and_later_reads_do_nothing(env: SimEnv):
     them = Parked(stall_s=10.0)
     them.park(0, 2)
     assert them.said == [(7, "park"), (9, "park")]
@@ -221,7 +221,7 @@ async def test_a_choice_that_finished_while_it_was_parked_is_not_unparked(env: S
 
 
 @sim_test(seeds=1)
-async def test_a_request_has_its_time_from_its_first_parked_choice_and_again_after_each_read(env: SimEnv):
+async def test_a_requests_time_runs_from_its_first_parked_choice_and_anew_after_each_read(env: SimEnv):
     them = Parked(stall_s=10.0)
     them.park(0)
     await env.sleep(9.0)

@@ -115,7 +115,7 @@ def test_a_budget_that_makes_no_sense_is_refused(fields):
 
 
 def test_a_budget_and_a_form_of_the_answer_are_refused_together():
-    with pytest.raises(Refused, match="thinking_budget: not with structured_outputs"):
+    with pytest.raises(Refused, match="thinking_budget: must not be set with structured_outputs"):
         SamplingParams(thinking_budget=budget(1), structured_outputs=StructuredOutputs(json_object=True))
 
 

@@ -47,7 +47,7 @@ def test_penalties_bias_and_least_lengths_are_the_devices_own_business(checkpoin
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_log_probabilities_come_with_the_tokens_and_nobody_waits(checkpoint: Path, mode: str) -> None:
+def test_log_probabilities_come_with_the_tokens_and_no_step_waits(checkpoint: Path, mode: str) -> None:
     asks = among_plain(greedy(9, logprobs=5), greedy(9, logprobs=0, presence_penalty=1.0), greedy(9, logprobs=20))
     right, ran = both(checkpoint, asks, late(), logprobs_mode=mode)
     assert ran.answers == right.answers and ran.num_attended == 0
@@ -64,7 +64,7 @@ def _same_logprobs(ours: RequestOutput, theirs: RequestOutput) -> None:
         assert [top[3] for top in this.top] == pytest.approx([top[3] for top in that.top], abs=1e-5)
 
 
-def test_grammars_limits_and_scored_prompts_are_attended_and_the_others_are_not_delayed_wrongly(
+def test_grammars_limits_and_scored_prompts_wait_and_others_are_not_delayed_wrongly(
     checkpoint: Path,
 ) -> None:
     digits = StructuredOutputs(regex="[0-9]{4}(-[0-9]{2})?")

@@ -133,7 +133,7 @@ def played(scene: str, settings: str, has_odd: bool = True) -> Watch:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("scene", SCENES)
-def test_nobody_waits_for_more_than_50_who_came_later(scene: str, settings: str):
+def test_no_request_waits_for_more_than_50_later_ones(scene: str, settings: str):
     watch = played(scene, settings)
     (odd,) = watch.ids_of(SCENES[scene].odd_prompt)
     num_later = sum(sequence_id > odd for sequence_id in watch.admitted)

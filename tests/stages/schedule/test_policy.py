@@ -120,7 +120,7 @@ def test_policies_are_named_by_import_path():
         ("no.such.module:Class", "No module named"),
         ("json:NoSuchClass", "has no attribute 'NoSuchClass'"),
         (f"{__name__}:NotAPolicy", "must be a subclass"),
-        (f"{__name__}:NeedsMore", "is made without arguments"),
+        (f"{__name__}:NeedsMore", "must be constructible without arguments"),
     ],
 )
 def test_what_is_no_policy_is_refused_with_the_reason(name: str, complaint: str):
@@ -129,7 +129,7 @@ def test_what_is_no_policy_is_refused_with_the_reason(name: str, complaint: str)
 
 
 def test_ageing_with_a_policy_that_knows_none_is_refused():
-    with pytest.raises(ConfigError, match="only scheduler = priority knows ageing"):
+    with pytest.raises(ConfigError, match="must be unset unless scheduler = priority"):
         make_policy(EngineConfig(scheduler="fifo", priority_ageing_s=1.0))
 
 

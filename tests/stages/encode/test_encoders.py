@@ -135,7 +135,7 @@ def test_pooling_and_limits_are_read_from_the_checkpoint_unless_told_otherwise(t
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
     assert load(tmp_path).info.max_model_len == 64
     assert load(tmp_path, max_model_len=32).info.max_model_len == 32
-    with pytest.raises(ConfigError, match="max_model_len = 65: the model reads at most 64 tokens"):
+    with pytest.raises(ConfigError, match="max_model_len = 65: must be at most 64"):
         load(tmp_path, max_model_len=65)
     change_config(tmp_path, matryoshka_dimensions=[8, 16])
     pooling = load(tmp_path).info.pooling

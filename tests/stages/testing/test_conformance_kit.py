@@ -237,5 +237,5 @@ def test_a_stage_with_ports_of_its_own_is_refused_with_their_names() -> None:
     class Forks(Stage[Note, Note]):
         outputs = {"left": Note, "right": Note}
 
-    with pytest.raises(ValueError, match="has the ports in, left, right: the kit knows stages with in and out"):
+    with pytest.raises(ValueError, match="has the ports in, left, right: must be in and out"):
         conformance(Forks, make_note)

@@ -115,5 +115,5 @@ def test_what_only_the_native_step_does_is_refused_elsewhere_with_what_to_do(ask
 
 def test_without_a_native_library_quantization_is_refused_and_not_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MILLRACE_INSTRUCTION_SET", "none of them")
-    with pytest.raises(ConfigError, match="quantization = int8.*only the native step.*none of them"):
+    with pytest.raises(ConfigError, match="quantization = int8.*only the native backend.*none of them"):
         LLM(config=EngineConfig(**SMALL, quantization="int8"))

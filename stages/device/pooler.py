@@ -13,7 +13,7 @@ class Pooler:
     """The pooling state of each slot, shared by the runner and the sampler.
 
     The runner adds the hidden states of each step with pooled rows. The sampler takes the vectors of the sequences
-    whose prompts are complete. `sums` is [S, H] f32 zeros on the device, one row a slot, H the hidden size.
+    whose prompts are complete. `sums` is [S, H] f32 zeros on the device, one row per slot, H the hidden size.
 
     Chunks of a prompt arrive in order. A sequence that restarts, after a preemption or a void step, starts from zero.
     """

@@ -42,7 +42,7 @@ class PromptRun:
 
 
 class ScoredPrompts:
-    """The slots whose prompts are scored."""
+    """The slots with prompts to score."""
 
     def __init__(self, num_slots: int) -> None:
         self._started: list[Started | None] = [None] * num_slots

@@ -82,7 +82,5 @@ def _max_model_len(config: EngineConfig, longest: int) -> int:
         return longest
     assert isinstance(config.max_model_len, int)
     if config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len = {config.max_model_len}: must be at most {longest}, the model's maximum"
-        )
+        raise ConfigError(f"max_model_len = {config.max_model_len}: must be at most {longest}, the model's maximum")
     return config.max_model_len

@@ -35,7 +35,7 @@ NEVER = -2  # a step; none follows it
 class NativeRunner(ModelRunner):
     """As `ModelRunner`, but a step whose rows all read their newest token is one C++ call.
 
-    The cache is told which blocks are used, and when a step starts and ends.
+    The runner reports to the cache which blocks are used, and when a step starts and ends.
 
     After `use_chooser`, a step announced by `foresee` may have its tokens chosen with its forward pass. If all tokens
     are greedy, no logits are made. If every row is a decode row that needs nothing but logits, the step is a link of a

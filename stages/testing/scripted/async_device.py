@@ -62,7 +62,7 @@ class LateScript(ScriptedModel):
         max_step_tokens: int,
     ) -> None:
         super().__init__(num_blocks, block_size, num_slots, max_model_len, script, env, 0.0, num_host_blocks)
-        assert script.answer is None and script.period is None, "an asynchronous script supports neither answer nor period"
+        assert script.answer is None and script.period is None, "an asynchronous script has no answer or period"
         dice = env.random("streams")
         self._dice = env.random("attended")
         self._attended_share = self._dice.choice(ATTENDED)

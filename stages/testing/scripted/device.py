@@ -251,8 +251,8 @@ class ScriptedModel:
                 continue
             if started.pooling.needs_every_position and self._num_seen[slot] != started.num_prompt:
                 self.violations.append(
-                    f"step {grant.step} pools sequence {started.sequence_id}, of whose {started.num_prompt} tokens "
-                    f"{self._num_seen[slot]} were computed"
+                    f"step {grant.step} pools sequence {started.sequence_id}, with {started.num_prompt} prompt tokens, "
+                    f"of which {self._num_seen[slot]} were computed"
                 )
             vector = started.pooling.finish(self.script.vector(context))
             pooled[slot] = Pooled(started.sequence_id, vector, Begun(started.token_ids, started.num_cached))

@@ -179,7 +179,7 @@ def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
     if host is not None:
         assert not len(host), f"{len(host)} sequences are on the host and none runs"
         assert host.pool.num_in_use == 0, f"{host.pool.num_in_use} host blocks are in use and no sequence runs"
-        assert host.pool.num_quarantined == 0, f"{host.pool.num_quarantined} host blocks are quarantined and no step is in flight"
+        assert host.pool.num_quarantined == 0, f"{host.pool.num_quarantined} host blocks are quarantined, for no step"
     if parts.allocate.allocator.cache is not None:
         parts.allocate.allocator.cache.check()
     assert pool.num_in_use == 0, f"{pool.num_in_use} blocks are in use and no sequence runs"
@@ -192,7 +192,7 @@ def check_quiet(parts: EngineParts, model: ScriptedModel) -> None:
     for name, channel in parts.pipeline.channels.items():
         stats = channel.stats()
         assert stats.depth == 0 and channel.num_waiting == 0, f"channel {name} still holds {stats.depth}"
-        assert channel.num_promised == 0, f"channel {name} reserves room for {channel.num_promised} senders that have ended"
+        assert channel.num_promised == 0, f"channel {name} reserves room for {channel.num_promised} ended senders"
         assert stats.high_water <= stats.capacity, f"channel {name} held {stats.high_water} of {stats.capacity}"
         assert stats.num_sent == stats.num_received, f"channel {name} lost items"
 

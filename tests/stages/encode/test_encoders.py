@@ -109,7 +109,7 @@ def test_there_is_nothing_to_record_of_an_encoder(tmp_path: Path):
     assert not (tmp_path / "run.jsonl").exists()
 
 
-# -- what a checkpoint may say
+# -- the checkpoint's settings
 
 
 def load(folder: Path, **settings: Any) -> Any:

@@ -218,9 +218,7 @@ async def test_every_step_is_answered_once_in_order_and_when_the_device_is_done_
             while sent < 12 and sent - answered < 2:
                 await pipeline.channel("execute.in").send(decode(0, step=sent, generation=generation))
                 sent += 1
-            item = await anext(
-                feedback
-            )  # a credit that never comes back is a deadlock, which the simulated loop reports
+            item = await anext(feedback)  # a lost credit is a deadlock, which the simulated loop reports
             ran_before = list(model.ran)
             assert item.step == answered
             answered += 1

@@ -208,9 +208,7 @@ def test_a_stage_that_stands_still_over_there_is_found_from_here_with_where_it_w
         (None, "max_model_len = 1: must be at least 2"),
     ],
 )
-def test_what_cannot_be_served_is_reported_as_in_one_process(
-    tmp_path: Path, config: str | None, complaint: str
-) -> None:
+def test_what_cannot_be_served_is_reported_as_inline(tmp_path: Path, config: str | None, complaint: str) -> None:
     options: dict[str, Any] = {"max_model_len": 1}
     if config is not None:
         (tmp_path / "config.json").write_text(config)

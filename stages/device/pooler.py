@@ -1,4 +1,7 @@
-"""Pooling: sums the hidden states of pooled sequences, slot by slot, into vectors. Used on the device thread only."""
+"""Pooling: sums the hidden states of pooled sequences, slot by slot, into vectors.
+
+Used on the device thread only.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ class Pooler:
         self._arrays.add_rows(self.sums, slots, hidden)
 
     def take(self, slots: Indices) -> dict[int, Pooled]:
-        """The results of the sequences in `slots` [P], by slot. Their prompts are computed; their slots are cleared."""
+        """The results of the sequences in `slots` [P], by slot.
+
+        Their prompts are computed; their slots are cleared.
+        """
         vectors = self._arrays.on_host(self._arrays.take(self.sums, slots))
         pooled = {}
         for slot, vector in zip(slots.tolist(), vectors, strict=True):

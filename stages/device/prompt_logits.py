@@ -1,8 +1,8 @@
-"""Log-probabilities of prompt tokens (`prompt_logprobs`), computed in pieces. Used on the device thread only.
+"""Log-probabilities of prompt tokens (`prompt_logprobs`), computed in pieces.
 
-The logits of a long prompt take gigabytes. So the forward pass hands the sampler the last hidden states and a function
-from them to logits. The sampler computes one bounded piece at a time, and keeps each token's log-probability, its rank
-and the k likeliest tokens.
+Used on the device thread only. The logits of a long prompt take gigabytes. So the forward pass hands the sampler the
+last hidden states and a function from them to logits. The sampler computes one bounded piece at a time, and keeps each
+token's log-probability, its rank and the k likeliest tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIECE_BYTES = 32 * 2**20  # of logits at a time, as float32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsWithPrompts:
-    """The result of a forward pass, instead of plain logits, when the prompt of some row is scored."""
+    """The result of a forward pass, instead of plain logits, when a step scores a prompt."""
 
     sampled: Array  # [L, V] as without scored prompts
     runs: Sequence[PromptRun]
@@ -31,7 +31,7 @@ class LogitsWithPrompts:
     max_rows: int  # of a piece; the sampler has memory for this many rows of logits
 
     def pieces(self) -> Iterator[tuple[int, slice, Array]]:
-        """Yields pieces of at most `PIECE_BYTES`: (index of the run, its tokens, their logits [n, V] f32).
+        """Yields pieces of at most `PIECE_BYTES`: (index of the run, its tokens, logits [n, V] f32).
 
         The logits of a token are computed from the hidden state of the token before it.
         """

@@ -1,4 +1,4 @@
-"""The asyncio API of an engine: generate, chat, beam search, embed and score, one request a call.
+"""The asyncio API of an engine: generate, chat, beam search, embed and score.
 
 Implemented with requests and outboxes only; does not depend on any stage.
 """
@@ -26,7 +26,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Asking(ABC):
-    """The API methods of an engine, to be called on its event loop. `Engine` documents the abstract ones."""
+    """The API methods of an engine, to be called on its event loop.
+
+    `Engine` documents the abstract ones.
+    """
 
     def __init__(self) -> None:
         self._request_numbers = itertools.count()
@@ -112,11 +115,11 @@ class Asking(ABC):
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> RequestOutput:
-        """The `width` likeliest answers to a prompt, best first, each with its score. `BeamParams` defines the score.
+        """The `width` likeliest answers to a prompt, best first, each with its score.
 
-        `params` may set stop strings and ids, min_tokens, ignore_eos and logprobs. Parameters that choose among tokens
-        are refused; n and max_tokens are ignored. Cancelling the caller ends the search. Raises `RequestError` if it
-        fails.
+        `BeamParams` defines the score. `params` may set stop strings and ids, min_tokens, ignore_eos and logprobs.
+        Parameters that choose among tokens are refused; n and max_tokens are ignored. Cancelling the caller ends the
+        search. Raises `RequestError` if it fails.
         """
         beams = BeamParams(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
         chosen = replace(params or SamplingParams(temperature=0.0), n=width, max_tokens=max_tokens)
@@ -136,9 +139,10 @@ class Asking(ABC):
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> EmbeddingRequestOutput:
-        """The embedding of a prompt: one vector pooled from its hidden states, of length 1 unless `pooling` differs.
+        """The embedding of a prompt: one vector pooled from its hidden states.
 
-        It is scheduled together with sequences that generate. Raises `RequestError` if it fails.
+        Its length is 1, unless `pooling` says otherwise. It is scheduled together with sequences that generate. Raises
+        `RequestError` if it fails.
         """
         request = pooled_request(
             self._request_id(request_id),
@@ -161,7 +165,7 @@ class Asking(ABC):
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each document answers its query, in order: one query for all documents, or one each.
+        """How well each document answers its query: one query for all documents, or one each.
 
         The score is that of a cross-encoder model, or with any other model the cosine of two embeddings.
         """

@@ -46,11 +46,12 @@ log = get_logger("millrace.stages")
 
 
 class Engine(EngineBooks, Asking):
-    """Serves one model. Use it as an async context manager, or call `start` and `stop`; it starts once.
+    """Serves one model.
 
-    Leaving the context frees everything: memory, threads, tasks. Requests in progress then end with `abort`. All
-    methods must be called on the event loop that started the engine. It keeps no global state and handles no signals,
-    so a process may have several engines.
+    Use it as an async context manager, or call `start` and `stop`; it starts once. Leaving the context frees
+    everything: memory, threads, tasks. Requests in progress then end with `abort`. All methods must be called on the
+    event loop that started the engine. It keeps no global state and handles no signals, so a process may have several
+    engines.
 
     `config` and `overrides` are those of `EngineConfig`. With the caller's own `env`, threads end when the caller
     closes it. For a `logits_processor` see `LogitsProcessor`. `opening` is the model's `Opening`, if it has started
@@ -85,10 +86,10 @@ class Engine(EngineBooks, Asking):
     # -- custom stages
 
     def insert(self, stage: Stage[Any, Any], after: str, *, name: str | None = None) -> None:
-        """Inserts a custom stage after the stage `after`: "intake", "tokenize", ... "detokenize". Call before `start`.
+        """Inserts a custom stage after the stage `after`: "intake", "tokenize", ... "detokenize".
 
-        `start` refuses a stage whose ports do not fit there, and says what would. The stage sees every request,
-        including the engine's own warm-up requests (request id "warm-up").
+        Call before `start`. `start` refuses a stage whose ports do not fit there, and says what would. The stage sees
+        every request, including the engine's own warm-up requests (request id "warm-up").
         """
         self._edit(lambda pipeline: pipeline.insert(stage, after, name=name))
         self._step_plainly(after)
@@ -99,7 +100,10 @@ class Engine(EngineBooks, Asking):
         self._step_plainly(name)
 
     def _step_plainly(self, name: str) -> None:
-        """Gives a custom stage next to the device plain steps: with logits, and without drafts unless configured."""
+        """Gives a custom stage next to the device steps with logits, and without drafts.
+
+        Drafts stay if they are configured explicitly.
+        """
         if name in ("execute", "sample"):
             speculation = "off" if self.config.speculation == "auto" else self.config.speculation
             self.config = replace(self.config, speculation=speculation, async_scheduling=False)
@@ -174,7 +178,7 @@ class Engine(EngineBooks, Asking):
 
     @property
     def _computes_here(self) -> bool:
-        """Whether threads of this process compute the steps, so that all other threads compete with them for cores."""
+        """Whether threads of this process compute the steps, and so compete for its cores."""
         return self._info is not None and self._info.attention_backend == "native"
 
     def _faults(self, pipeline: Pipeline) -> list[Fault]:
@@ -192,7 +196,10 @@ class Engine(EngineBooks, Asking):
         return list(pipeline.stages)
 
     async def _load(self) -> tuple[Any, Phases]:
-        """Loads the model in a thread; returns it with the time of each phase. The scripted engine overrides this."""
+        """Loads the model in a thread; returns it with the time of each phase.
+
+        The scripted engine overrides this.
+        """
         loaded = await self._env.run_in_thread(_load, self.config, self._env, self._opening)
         self._opening = None  # it holds the model, too
         return loaded
@@ -254,7 +261,10 @@ class Engine(EngineBooks, Asking):
         return 0
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Stops admitting requests and waits for those in progress; False if some are left after `timeout_s`."""
+        """Stops admitting requests and waits for the rest; False if some are left.
+
+        Waits for at most `timeout_s`.
+        """
         return await self.pipeline.drain(timeout_s)
 
     async def __aenter__(self) -> Engine:
@@ -267,7 +277,7 @@ class Engine(EngineBooks, Asking):
     # -- requests
 
     async def submit(self, request: Request, *, wait: bool = False, deadline_s: float | None = None) -> RequestOutbox:
-        """Submits a request of any number of prompts, and returns the outbox from which to read its answers.
+        """Submits a request, and returns the outbox from which to read its answers.
 
         The caller reads the outbox to its end, or calls `abort`. When the entry channel is full, raises `Overloaded`
         with `wait` False, and waits with `wait` True. Raises `NotServing` when the engine is not ready. A grammar is
@@ -283,9 +293,9 @@ class Engine(EngineBooks, Asking):
         return self._open_door().submit_search(request, beams, deadline_s)
 
     async def render(self, request: Request) -> tuple[list[Ints], SamplingParams]:
-        """A request's prompts as token ids, and its params with the values that depend on them; computes nothing.
+        """A request's prompts as token ids, and its params with the values that depend on them.
 
-        Raises `Refused` where the intake and tokenize stages would.
+        Computes no step. Raises `Refused` where the intake and tokenize stages would.
         """
         return await Door(self._require_parts(), self._env).render(request)
 
@@ -295,13 +305,19 @@ class Engine(EngineBooks, Asking):
         return Door(self._require_parts(), self._env)
 
     def abort(self, request_id: str, cause: str = "cancel") -> bool:
-        """Ends a request early; its blocks become free within a few steps. False if it is not in progress."""
+        """Ends a request early; its blocks become free within a few steps.
+
+        Returns False if it is not in progress.
+        """
         return self._parts is not None and self._parts.pipeline.cancel(request_id, cause)
 
     # -- text
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt. Blocks the event loop; for long prompts use `encoder` in a thread."""
+        """Token ids of a plain prompt.
+
+        Blocks the event loop; for long prompts use `encoder` in a thread.
+        """
         return self.encoder.encode_text(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

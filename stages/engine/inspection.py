@@ -108,7 +108,7 @@ class EngineBooks:
 
     @property
     def idle_gaps_us(self) -> Histogram | None:
-        """Idle microseconds of the device between two steps while there was work, over all steps so far.
+        """Idle microseconds of the device between two steps while there was work, of all steps.
 
         None if the device is not asynchronous.
         """

@@ -1,4 +1,7 @@
-"""`LLM`: the blocking API, for scripts and notebooks. Lists of prompts in, lists of answers out."""
+"""`LLM`: the blocking API, for scripts and notebooks.
+
+Lists of prompts in, lists of answers out.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
-    """A model with blocking calls: `LLM(model="...").generate(["Once", "Twice"], SamplingParams(max_tokens=20))`.
+    """A model with blocking calls, for scripts and notebooks.
+
+        LLM(model="...").generate(["Once", "Twice"], SamplingParams(max_tokens=20))
 
     The engine runs on an event loop and thread of its own. Calls block the calling thread, and also work inside a
     running event loop. Several threads may call at the same time. Close it, or use it as a context manager.
@@ -100,7 +105,10 @@ class LLM:
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[RequestOutput]:
-        """The `width` likeliest answers to each prompt, best first. `options` are those of `Engine.beam_search`."""
+        """The `width` likeliest answers to each prompt, best first.
+
+        `options` are those of `Engine.beam_search`.
+        """
 
         async def search(prompt: PromptLike) -> AsyncIterator[RequestOutput]:
             yield await self._engine.beam_search(prompt, width, max_tokens, **options)
@@ -124,8 +132,10 @@ class LLM:
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Any
     ) -> list[ScoringRequestOutput]:
-        """How well each document answers its query: one query for all documents, or one each. `options` are those of
-        `Engine.score`."""
+        """How well each document answers its query: one query for all documents, or one each.
+
+        `options` are those of `Engine.score`.
+        """
         pairs = Pairs(as_texts(queries), as_texts(documents))
 
         async def score() -> list[ScoringRequestOutput]:

@@ -1,4 +1,4 @@
-"""Embeddings and scores: builds their requests, and turns the vectors that come back into results."""
+"""Embeddings and scores: builds their requests, and turns vectors into results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def as_texts(texts: str | Sequence[str]) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Queries, and the documents to score against them: one query for all documents, or one each.
+    """Queries and documents to score: one query for all documents, or one each.
 
     A cross-encoder model scores each pair. With any other model the texts are embedded, each query once, and the score
     is the cosine of their embeddings.

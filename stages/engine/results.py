@@ -11,7 +11,7 @@ from ..params import SamplingParams
 
 
 async def read_outputs(outbox: RequestOutbox, kind: OutputKind = "delta") -> AsyncIterator[RequestOutput]:
-    """Yields the `RequestOutput`s of an outbox: deltas, cumulative ones, or one final output, by `kind`."""
+    """Yields the outputs of an outbox: deltas, cumulative ones, or one final output."""
     request = outbox.request
     choices = [_empty(index, request.params) for index in range(request.num_sequences)]
     given, prompt_ids = request.prompts[0].token_ids, None

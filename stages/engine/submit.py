@@ -1,4 +1,4 @@
-"""Submits requests to a running engine: tries grammars, starts beam searches, and traces requests that are shed."""
+"""Submits requests to a running engine: grammars, beam searches, trace of shed requests."""
 
 from __future__ import annotations
 

@@ -75,7 +75,10 @@ def _mixed(info: ModelInfo, batch: Batch) -> Iterator[Request]:
 
 
 def _ways(info: ModelInfo) -> Iterator[tuple[str, SamplingParams]]:
-    """The ways of choosing tokens, by name. The last three make the step attended: the host reads the logits."""
+    """The ways of choosing tokens, by name.
+
+    The last three make the step attended: the host reads the logits.
+    """
     drawn = SamplingParams(max_tokens=_num_tokens(info), top_p=0.9, seed=0, ignore_eos=True)
     yield "truncated", drawn
     yield "edited", _greedy(WARM_UP_TOKENS, info, repetition_penalty=1.1)

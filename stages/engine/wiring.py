@@ -1,4 +1,7 @@
-"""Wiring: builds the stages of an engine and joins them into a pipeline. Starts and stops nothing."""
+"""Wiring: builds the stages of an engine and joins them into a pipeline.
+
+Starts and stops nothing.
+"""
 
 from __future__ import annotations
 
@@ -140,9 +143,10 @@ class CoreStages:
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
 
     def record(self, path: Path, config: EngineConfig, env: Env) -> Recorder:
-        """Starts a recording. Call before the pipeline starts; the caller closes the recorder after it has stopped.
+        """Starts a recording.
 
-        Raises `ConfigError` for a file that cannot be created.
+        Call before the pipeline starts; the caller closes the recorder after it has stopped. Raises `ConfigError` for a
+        file that cannot be created.
         """
         engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
         lookup = (config.prompt_lookup_min, config.prompt_lookup_max) if engine.most_drafts else None

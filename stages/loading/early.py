@@ -1,4 +1,4 @@
-"""The first part of model loading: files, sizes, choice of the backend, and the weights of the native library.
+"""The first part of model loading: files, sizes, choice of the backend, native weights.
 
 Packing weights takes most of the start-up time and needs no Python. So this runs on a thread of its own, before most
 modules are imported, and imports little itself. On a CPU it chooses the native library, unless a setting needs more
@@ -121,7 +121,7 @@ class Opening:
     def _load_native_model(
         self, root: Path, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
     ) -> NativeModel | str:
-        """The native model with its weights, or the reason why the library cannot run it on this machine.
+        """The native model with its weights, or the reason why it cannot run on this machine.
 
         Raises `ConfigError` if the weights do not fit the memory, and `CheckpointError`.
         """
@@ -156,7 +156,7 @@ def resolve(config: EngineConfig) -> Path:
 
 
 def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
-    """The setting that the native library does not support, and the reason; None: all are supported."""
+    """The setting that the native library does not support, and why; None if it supports all."""
     if config.attention_backend not in ("auto", "native"):
         return f"attention_backend = {config.attention_backend}"
     if config.device == "cuda" or (config.device == "auto" and has_cuda_driver()):
@@ -171,7 +171,10 @@ def _why_not_native(config: EngineConfig, shape: ModelConfig) -> str | None:
 
 
 def require_torch(config: EngineConfig, reason: str) -> None:
-    """Raises `ConfigError` if torch does not support the settings either. `reason`: why the library does not run."""
+    """Raises `ConfigError` if torch does not support the settings either.
+
+    `reason`: why the library does not run.
+    """
     asked = _native_only(config)
     if asked is not None:
         raise ConfigError(f"{asked}: only the native backend supports that, and it does not run here: {reason}")
@@ -180,7 +183,7 @@ def require_torch(config: EngineConfig, reason: str) -> None:
 
 
 def _native_only(config: EngineConfig) -> str | None:
-    """The setting that only the native library supports, with the alternatives; None: there is none."""
+    """The setting that only the native library supports, with the alternatives; or None."""
     if config.quantization is not None:
         return f"quantization = {config.quantization} (leave it out, or use device = cpu with attention_backend = auto)"
     if config.kv_cache_dtype == "int8":
@@ -189,7 +192,10 @@ def _native_only(config: EngineConfig) -> str | None:
 
 
 def has_cuda_driver() -> bool:
-    """Whether this machine may have a GPU. Only then is torch imported to find out, which takes a second."""
+    """Whether this machine may have a GPU.
+
+    Only then is torch imported to find out, which takes a second.
+    """
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -203,7 +209,10 @@ def has_cuda_driver() -> bool:
 def _make_native_model(
     config: EngineConfig, shape: ModelConfig, max_model_len: int, threads: ComputeThreads
 ) -> NativeModel:
-    """A native model without weights. Raises `NativeUnavailableError` and `UnsupportedModelError`."""
+    """A native model without weights.
+
+    Raises `NativeUnavailableError` and `UnsupportedModelError`.
+    """
     return NativeModel(
         native_shape(shape),
         cast(DType, config.dtype_of(shape.dtype)),
@@ -252,7 +261,10 @@ def _fill(model: NativeModel, source: Source, names: Iterable[str]) -> None:
 
 
 def _code(model: NativeModel) -> None:
-    """Compresses weights without loss. Tensors for which there is not enough memory stay as they are."""
+    """Compresses weights without loss.
+
+    Tensors for which there is not enough memory stay as they are.
+    """
     before = model.weights_bytes
     try:
         model.code_weights()

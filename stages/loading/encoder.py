@@ -1,4 +1,7 @@
-"""Loads an encoder model, as `model.py` loads a model that generates. Imports torch, and later transformers."""
+"""Loads an encoder model, as `model.py` loads a model that generates.
+
+Imports torch, and later transformers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def load_encoder(
     phases: Phases,
     threads: ComputeThreads,
 ) -> LoadedEncoder:
-    """Loads the encoder model in `root`. Blocks until done; run it in a thread. Raises as `load_model` does."""
+    """Loads the encoder model in `root`. Blocks until done; run it in a thread.
+
+    Raises as `load_model` does.
+    """
     if config.load_format == "dummy":
         raise ConfigError("load_format = dummy: must be auto for an encoder model, which has no random weights")
     if config.quantization is not None or config.kv_cache_dtype != "auto":

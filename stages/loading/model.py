@@ -63,13 +63,13 @@ class LoadedModel:
     own_cpu: int | None = None  # as in `Computing`
 
     def make_decoder(self, params: SamplingParams) -> IncrementalDecoder:
-        """A decoder for an answer, which continues its prompt: a leading space belongs to the answer."""
+        """A decoder for an answer. The answer continues its prompt, so a leading space is its own."""
         return IncrementalDecoder(self.text_table, params.skip_special_tokens, continues=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelText:
-    """The loaded parts of a model in a process that has the stages of text and computes no steps."""
+    """The loaded parts of a model in a process of text stages, which computes no steps."""
 
     own_cpu: ClassVar[int | None] = None  # computes no steps
 
@@ -84,9 +84,10 @@ class ModelText:
 
 
 def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], ModelText]:
-    """Loads the parts of a model that handle text. Returns a function of the `ModelInfo` of the engine process.
+    """Loads the parts of a model that handle text.
 
-    Blocks until done; run it in a thread. Raises as `load_model` does, and `ConfigError` for an encoder model.
+    Returns a function of the `ModelInfo` of the engine process. Blocks until done; run it in a thread. Raises as
+    `load_model` does, and `ConfigError` for an encoder model.
     """
     root = resolve(config)
     if is_bidirectional(root):
@@ -237,7 +238,10 @@ class _Text:
 
 
 def _read_text(config: EngineConfig, root: Path, shape: ModelConfig, model_id: str, phases: Phases) -> _Text:
-    """Reads tokenizer, chat template and defaults. Runs on a thread of its own, while weights are loaded."""
+    """Reads tokenizer, chat template and defaults.
+
+    Runs on a thread of its own, while weights are loaded.
+    """
     with phases("tokenizer"):
         tokenizer = Tokenizer.read(root)
         template = ChatTemplate(config.chat_template, tokenizer) if config.chat_template else None

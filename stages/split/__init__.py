@@ -1,4 +1,6 @@
-"""An engine in two processes: HTTP and text in the front process, the step loop in the engine process.
+"""An engine in two processes: the front process (HTTP, text) and the engine process.
+
+The engine process runs the step loop.
 
 Owns: the link between the two, the engine process, and the table of requests in flight.
 In: requests, in the front process.

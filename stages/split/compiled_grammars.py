@@ -1,4 +1,7 @@
-"""The grammars of live requests, compiled once in the engine process. The front process has tried them before."""
+"""The grammars of live requests, compiled once in the engine process.
+
+The front process has tried them before.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ log = get_logger("millrace.stages")
 
 
 class KeptGrammars:
-    """Compiles a grammar, in a thread, when its first request arrives, and keeps it while any request uses it.
+    """Compiles a grammar when its first request arrives, and keeps it while it is used.
 
-    An answer that starts before that compiles the grammar by itself.
+    Compiles in a thread. An answer that starts before that compiles the grammar by itself.
     """
 
     def __init__(self, grammars: Grammars, env: Env) -> None:

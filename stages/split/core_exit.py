@@ -26,7 +26,10 @@ class CoreOutbox:
         self._post = post
 
     def end(self, cause: str, error: BaseException | None) -> None:
-        """Reports a failure of the request to the front process. A dead pipeline is not the request's failure."""
+        """Reports a failure of the request to the front process.
+
+        A dead pipeline is not the request's failure.
+        """
         if cause == "error" and not isinstance(error, NotServing):
             self._post(RequestFailed.of(self.request_id, error))
 
@@ -35,7 +38,10 @@ class CoreOutbox:
 
 
 class CoreExit(Exit[CoreOutbox]):
-    """The live requests: `take` each before it is scheduled, `forget` it when the front process reports its end."""
+    """The live requests of the engine process.
+
+    Call `take` before a request is scheduled, and `forget` when the front process reports its end.
+    """
 
     def __init__(self, post: Callable[[Any], None]) -> None:
         super().__init__()

@@ -102,7 +102,10 @@ class EngineProcess:
     # -- starting
 
     async def _start(self) -> bool:
-        """Loads the model and starts the stages. Returns whether it succeeded; reports a failure to the front."""
+        """Loads the model and starts the stages; returns whether it succeeded.
+
+        Reports a failure to the front process.
+        """
         setup = await self._setup
         if setup.log is not None:
             logs.configure(**setup.log)

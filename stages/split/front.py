@@ -1,4 +1,4 @@
-"""The front process's stages (intake, tokenize, detokenize, exit), and the views that stand for the step loop."""
+"""The front process's stages, and the views that stand for the step loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class TriedGrammars(Grammars):
 
 
 class FrontParts(TextParts):
-    """The joined stages of the front process. `requests` and `tokens` connect it to the engine process."""
+    """The joined stages of the front process.
+
+    `requests` and `tokens` connect it to the engine process.
+    """
 
     def __init__(
         self,
@@ -91,9 +94,10 @@ def make_ends(
 
 
 def show_the_loop(parts: FrontParts, config: EngineConfig, now_s: float) -> Mirror:
-    """Adds views of the engine process's stages and channels to a running pipeline, in the order of the data flow.
+    """Adds views of the engine process's stages and channels to a running pipeline.
 
-    Observers then see all seven stages. Returns the `Mirror` that updates the views.
+    They are in the order of the data flow. Observers then see all seven stages. Returns the `Mirror` that updates the
+    views.
     """
     pipeline = parts.pipeline
     loop = build_core_pipeline(*map(_Ports, CORE.values()), steps_in_flight=config.steps_in_flight)

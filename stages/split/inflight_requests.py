@@ -1,4 +1,4 @@
-"""Requests in flight: what the front process keeps of each, so that another engine process can resume it.
+"""Requests in flight: the front process's copy of each, to resume it after a crash.
 
 These are the prompts and params sent, and the tokens received.
 """
@@ -43,7 +43,10 @@ class LiveTable:
         return request_id in self._live
 
     def sent(self, request: TokenRequest) -> None:
-        """Records a prompt sent to the engine process. Sending it again, to another one, changes nothing."""
+        """Records a prompt sent to the engine process.
+
+        Sending it again, to another one, changes nothing.
+        """
         if request.generated is not None:
             return
         self._live.setdefault(request.request_id, _Live()).prompts.append(request)

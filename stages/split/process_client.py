@@ -1,4 +1,4 @@
-"""The front process's client of one engine process: starts it, sends it messages, and notices its end."""
+"""The client of one engine process: starts it, sends it messages, and notices its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class EngineDied(Exception):
 
 
 class EngineClient:
-    """One engine process. Call `start` once. `died` resolves with how it ended, unless `stop` was called."""
+    """One engine process. Call `start` once.
+
+    `died` resolves with how it ended, unless `stop` was called.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,10 @@ class EngineClient:
         return None if self._child is None else self._child.pid
 
     async def start(self, setup: Setup, files: Sequence[int]) -> Ready:
-        """Starts the process, and returns when its stages run. Raises what its start raised, or `EngineDied`."""
+        """Starts the process, and returns when its stages run.
+
+        Raises what its start raised, or `EngineDied`.
+        """
         self._child = await Child.start(self._module, files, _environment())
         self._link = Link(self._child.sock, CODEC, self._hear, self._lost)
         self._link.add_outbound(self._requests)
@@ -78,7 +84,10 @@ class EngineClient:
                 log.error("link.refused", word=type(word).__name__, reason=str(error))
 
     async def ask(self, what: str, faults: Sequence[Fault] = (), timeout_s: float = ANSWER_S) -> Any:
-        """Sends a question, and waits for its answer. Raises `EngineDied`, or `TimeoutError` after `timeout_s`."""
+        """Sends a question, and waits for its answer.
+
+        Raises `EngineDied`, or `TimeoutError` after `timeout_s`.
+        """
         if self._link is None or not self._link.is_open:
             raise EngineDied("the engine process has ended")
         number = next(self._numbers)
@@ -161,7 +170,7 @@ class EngineClient:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of this process, without the server's secrets, and with this process's module path."""
+    """This process's environment and module path, without the server's secrets."""
     secret = ("MILLRACE_API_KEY", "MILLRACE_ADMIN_KEY", "MILLRACE_SSL")
     told = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
     ours = [path or os.getcwd() for path in sys.path]

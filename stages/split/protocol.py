@@ -1,4 +1,4 @@
-"""The messages between front process and engine process, besides the items of the two channels between them.
+"""The messages between front process and engine process, besides the items of channels.
 
     Setup, Gone, Causes, Ask, Stop                     front  -> engine
     Ready, NotStarted, RequestFailed, Served, Admitted,

@@ -1,6 +1,7 @@
-"""Views of the engine process's state for observers in the front process, with the attribute names of the real objects.
+"""Views of the engine process's state, for observers in the front process.
 
-Updated from `Books` a few times a second, and on request. Plain data.
+Their attributes have the names of the real objects. Updated from `Books` a few times a second, and on request. Plain
+data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`SplitEngine`: an engine whose step loop runs in a process of its own, so that HTTP and text never delay a step.
+"""`SplitEngine`: an engine whose step loop runs in a process of its own.
 
-To its callers it is an `Engine`. When the engine process dies, another one is started, and resumes every request where
-the first stopped. No token is sent twice. All code here runs on the front process's event loop.
+So HTTP and text never delay a step. To its callers it is an `Engine`. When the engine process dies, another one is
+started, and resumes every request where the first stopped. No token is sent twice. All code here runs on the front
+process's event loop.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ log = get_logger("millrace.stages")
 
 
 class SplitEngine(Engine):
-    """As `Engine`. The engine process reports its state a few times a second; `refresh` requests it now."""
+    """An `Engine` whose step loop runs in the engine process.
+
+    The engine process reports its state a few times a second; `refresh` requests it now.
+    """
 
     mode = "split"
     module = MODULE  # that the process runs
@@ -254,7 +258,10 @@ class SplitEngine(Engine):
         return True
 
     async def _start_again(self) -> bool:
-        """Starts a process; returns whether it runs. Its steps are numbered after those of the last one."""
+        """Starts a process; returns whether it runs.
+
+        Its steps are numbered after those of the last one.
+        """
         if self._is_worn_out():
             return False
         self._deaths_s.append(self._env.now())
@@ -274,7 +281,10 @@ class SplitEngine(Engine):
         return len(self._deaths_s) == MAX_DEATHS and self._env.now() - self._deaths_s[0] < DEATHS_S
 
     def _look(self, late_s: float) -> None:
-        """Checks, once a second while requests are live, that the engine process makes progress; kills it if not."""
+        """Checks that the engine process makes progress; kills it if not.
+
+        Once a second, while requests are live.
+        """
         if self._away is not None or self._client is None or not self._front().exit.live:
             self._num_unheard = 0
             return

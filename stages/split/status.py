@@ -1,4 +1,7 @@
-"""Reads the status of the engine process, for observers in the front process. Changes nothing."""
+"""Reads the status of the engine process, for observers in the front process.
+
+Changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ DRAFT_FIGURES = ("num_tokens", "num_drafting", "num_drafts", "num_draft_tokens",
 
 
 def read_books(core: CoreStages, pipeline: Pipeline, told_here: Collection[str], *, with_blocks: bool = False) -> Books:
-    """The current status. `told_here` names the channels that the front process cannot see by itself."""
+    """The current status.
+
+    `told_here` names the channels that the front process cannot see by itself.
+    """
     scheduler, allocator = core.schedule.scheduler, core.allocate.allocator
     tables, cache, host = allocator.tables, allocator.cache, allocator.host
     num_held = np.asarray(tables.num_blocks, np.int32)

@@ -1,4 +1,4 @@
-"""Tools for tests of stages and of servers: an engine without a model, and the conformance kit.
+"""Test tools for stages and servers: an engine without a model, and the conformance kit.
 
 Owns: nothing.
 In: a script of answers, or a custom stage.

@@ -313,7 +313,10 @@ class _Poison:
 
 
 class _Door(Stage[Any, Any]):
-    """The entry stage. With it, the channel before the stage under test has the caller's capacity."""
+    """The entry stage.
+
+    With it, the channel before the stage under test has the caller's capacity.
+    """
 
     async def handle(self, batch: Sequence[Any], out: Outlet[Any]) -> None:
         for item in batch:

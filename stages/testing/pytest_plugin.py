@@ -23,9 +23,10 @@ Main = Callable[[ScriptedEngine], Awaitable[Any]]
 
 @pytest.fixture
 def scripted() -> Callable[..., Any]:
-    """A function that runs `async def main(engine)` with a started scripted engine, and returns its result.
+    """A function that runs `async def main(engine)` with a scripted engine.
 
-    Each call has an event loop of its own. Keyword arguments are those of `scripted_engine`.
+    It returns the result of `main`. Each call has an event loop of its own. Keyword arguments are those of
+    `scripted_engine`.
     """
 
     def run(main: Main, **options: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Loads the native backend for a model whose weights are packed: KV cache, runner, measured rates. No torch."""
+"""Loads the native backend of a model with packed weights. No torch.
+
+Makes the KV cache and the runner, and measures rates.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def load_natively(
     phases: Phases,
     threads: ComputeThreads,
 ) -> Computing:
-    """Makes the backend of a model that has its weights. Raises `ConfigError` if the KV cache does not fit."""
+    """Makes the backend of a model that has its weights.
+
+    Raises `ConfigError` if the KV cache does not fit.
+    """
     sizes, cache_dtype = model.shape, model.cache_dtype
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
@@ -104,7 +110,7 @@ def load_natively(
 
 
 def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
-    """Blocks to touch in advance: all of a cache of configured size, at most a quarter of any other."""
+    """Blocks to touch in advance: all of a cache of configured size, else at most a quarter."""
     if config.kv_cache_bytes is not None or config.num_gpu_blocks is not None:
         return memory.num_blocks
     return min(-(-TOKENS_AHEAD // config.block_size), memory.num_blocks // 4)

@@ -1,9 +1,10 @@
-"""The asynchronous scripted device: the script of `device.py` on simulated streams, through the real `StepLine`.
+"""The asynchronous scripted device: the script of `device.py` on simulated streams.
 
-`ScriptedModel` computes a step when it is called. This one is launched, copied to and waited for as a GPU is, on
-streams that run as late and in as unusual an order as events allow. It keeps token ids where a GPU keeps keys and
-values. It reads each history back by the inputs that the `StepLine` made, and chooses tokens by what it read. So a
-missing wait, or a block that is reused too early, changes an answer or is reported as a violation.
+Steps go through the real `StepLine`. `ScriptedModel` computes a step when it is called. This one is launched, copied to
+and waited for as a GPU is, on streams that run as late and in as unusual an order as events allow. It keeps token ids
+where a GPU keeps keys and values. It reads each history back by the inputs that the `StepLine` made, and chooses tokens
+by what it read. So a missing wait, or a block that is reused too early, changes an answer or is reported as a
+violation.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ class LateScript(ScriptedModel):
             self.line.capture(env.now)
 
     def forward(self, grant: StepGrant) -> Any:
-        """Submits the forward pass. Faults strike after that: their error must be reported when the step ends."""
+        """Submits the forward pass.
+
+        Faults strike after that: their error must be reported when the step ends.
+        """
         self._check_stream(grant)
         is_attended = len(grant.slots) > 0 and self._dice.random() < self._attended_share
         kind = int(self._kind_dice.random() < self._other_share)
@@ -121,7 +125,10 @@ class LateScript(ScriptedModel):
             self.violations.append(f"step {grant.step} comes from a thread that uses stream {self.streams.used}")
 
     def _attend(self, grant: StepGrant) -> Step:
-        """Computes the forward pass of an attended step at once, which reveals work that is still in progress."""
+        """Computes the forward pass of an attended step at once.
+
+        This reveals work that is still in progress.
+        """
         step = self.line.attend(grant)
         batch = Batch(len(grant.slots), grant.num_computed, bool((grant.num_tokens == 1).all()))
         self.work.make_inputs(batch)
@@ -184,7 +191,7 @@ class ScriptWork:
         step_state.make_inputs(self._memory.diff, self.slots, self._part(batch), self._block_size)
 
     def forward(self, batch: Batch) -> None:
-        """Writes the tokens to the places in the inputs, and reads the histories of the sampled rows."""
+        """Writes tokens to the places in the inputs, and reads the histories of sampled rows."""
         inputs = self._part(batch)
         written = (inputs.slot_mapping >= 0).nonzero()[0]
         places = inputs.slot_mapping[written]

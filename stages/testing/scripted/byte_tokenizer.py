@@ -37,7 +37,7 @@ class ByteTokenizer:
         return list(text.encode(errors="replace"))
 
     def encode_chat(self, chat: ChatPrompt) -> list[int]:
-        """Each message between its role's token and <|end|>, then the start of the assistant's message."""
+        """Each message between its role's token and <|end|>, then the assistant's role token."""
         ids: list[int] = []
         for message in chat.messages:
             token = f"<|{message.get('role', 'user')}|>"

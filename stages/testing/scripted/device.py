@@ -1,4 +1,4 @@
-"""The scripted device: a device without a model, with predictable answers, that detects every misplaced token.
+"""The scripted device: no model, predictable answers, and checks for misplaced tokens.
 
 It keeps a "cache" of token ids where a real device keeps keys and values. It writes each token to the place in the
 block tables, reads each sequence's whole history back through them, and derives the next token from what it read. So a
@@ -44,11 +44,11 @@ POISON = -2  # a place that a step in flight may write
 
 
 class ScriptedModel:
-    """The runner and sampler of a scripted device. Their methods run on the same threads as those of a real one.
+    """The runner and sampler of a scripted device.
 
-    Errors that a real device would not notice are collected in `violations`, one sentence each. `env` has the fault
-    points `device.out_of_memory`, `device.copy` and `device.nan_row`. A forward pass takes `step_s` of real time on the
-    device thread.
+    Their methods run on the same threads as those of a real one. Errors that a real device would not notice are
+    collected in `violations`, one sentence each. `env` has the fault points `device.out_of_memory`, `device.copy` and
+    `device.nan_row`. A forward pass takes `step_s` of real time on the device thread.
     """
 
     def __init__(
@@ -101,7 +101,10 @@ class ScriptedModel:
     # -- a step
 
     def announce(self, grant: StepGrant) -> None:
-        """A grant was issued: until `complete`, its new blocks may be written at any time. On the event loop."""
+        """A grant was issued: until `complete`, its new blocks may be written at any time.
+
+        On the event loop.
+        """
         new, new_on_host = self._books.announce(grant)
         if grant.copies:  # blocks that are copied out first are poisoned after that
             self._copied[grant.step] = np.intersect1d(new, _copied_out(grant))
@@ -203,7 +206,7 @@ class ScriptedModel:
         """Does nothing: a script needs no preparation, and ignores grammars."""
 
     def sample(self, grant: StepGrant, logits: Hashes) -> StepTokens:
-        """One token for each sampled row whose sequence goes on, and one more for each accepted draft.
+        """One token for each live sampled row, and one more for each accepted draft.
 
         Rows whose sequence has ended are left out.
         """
@@ -260,7 +263,10 @@ class ScriptedModel:
         return pooled
 
     def _check_contents(self, grant: StepGrant, contexts: Hashes, rows: Indices) -> None:
-        """Checks that `rows` of the logits were read from the right history, and that the step left it unchanged."""
+        """Checks that `rows` of the logits were read from the right history.
+
+        The step must also have left it unchanged.
+        """
         slots = grant.logits_slots[rows]
         is_ours = ~self._is_finished[slots]
         after = self._read_back(grant)
@@ -274,7 +280,10 @@ class ScriptedModel:
     def _check_drafted(
         self, grant: StepGrant, slots: Indices, places: Indices, tokens: Indices, contexts: Hashes
     ) -> None:
-        """Checks that each accepted token was chosen by its sequence's history, earlier tokens of the step included."""
+        """Checks that each accepted token was chosen by its sequence's history.
+
+        The history includes earlier tokens of the step.
+        """
         expected, terms = self._contexts.tolist(), self._terms(slots, places, tokens).tolist()
         for row, slot in enumerate(slots.tolist()):
             if contexts[row] != expected[slot]:
@@ -337,7 +346,7 @@ def _copied_out(grant: StepGrant) -> Ints:
 
 
 class ScriptedDevice(Device):
-    """A `Device` that also reports to its scripted model when a grant is issued and when it ends."""
+    """A `Device` that also reports to its scripted model when a grant is issued and ends."""
 
     def __init__(self, model: ScriptedModel) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""The scripted engine: an engine without a model, for tests. Import it from `millrace.stages.testing`.
+"""The scripted engine: an engine without a model, for tests.
 
-It is the real engine with all seven stages. A scripted device (see `device.py`) replaces the model.
+Import it from `millrace.stages.testing`. It is the real engine with all seven stages. A scripted device (see
+`device.py`) replaces the model.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Answer = str | Callable[[str], str]
 
 
 class ScriptedEngine(Engine):
-    """An `Engine` whose device is scripted: same interface, no weights, no torch, ready in milliseconds.
+    """An `Engine` with a scripted device: same API, no weights, no torch, ready in milliseconds.
 
     `model` is the scripted device. Leaving the context raises AssertionError for the violations it saw.
     """
@@ -68,7 +69,10 @@ class ScriptedEngine(Engine):
         return self._core()
 
     async def check_quiet(self, timeout_s: float = 5.0) -> None:
-        """Waits until nothing is left of any request. Raises AssertionError if something is, after `timeout_s`."""
+        """Waits until nothing is left of any request.
+
+        Raises AssertionError if something is, after `timeout_s`.
+        """
         deadline = self._env.now() + timeout_s
         while self._env.now() < deadline:
             with suppress(AssertionError):
@@ -101,7 +105,7 @@ def scripted_engine(
     is_late: bool = False,
     **overrides: Any,
 ) -> ScriptedEngine:
-    """An engine without a model, used like an `Engine`: `async with scripted_engine() as engine`.
+    """An engine without a model: `async with scripted_engine() as engine`.
 
     `answer` is the answer to every prompt, or a function from the prompt's text to it. The text of a chat prompt is
     like `<|user|>Hi<|end|><|assistant|>`. Without `answer` and `script`, answers are letters drawn from a hash of the
@@ -127,7 +131,7 @@ def _as_tokens(answer: Answer) -> Callable[[Sequence[int], int], Sequence[int]]:
 
 
 class ScriptedPipeline(EngineParts):
-    """A pipeline with a scripted device, not started, and its parts, for tests that inspect them."""
+    """A pipeline with a scripted device, not started, and its parts, for inspection in tests."""
 
     def __init__(self, config: EngineConfig, model: ScriptedModel) -> None:
         super().__init__(config, _loaded(config, model), _device(model))

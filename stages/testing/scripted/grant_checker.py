@@ -36,9 +36,10 @@ class GrantBooks:
         self._last_step = -1
 
     def announce(self, grant: StepGrant) -> tuple[Ints, Ints]:
-        """Checks the grant and records its blocks. Returns its new blocks, on the device and on the host.
+        """Checks the grant and records its blocks.
 
-        Invalid block ids are left out, and so are blocks from the prefix cache, which no step may write.
+        Returns its new blocks, on the device and on the host. Invalid block ids are left out, and so are blocks from
+        the prefix cache, which no step may write.
         """
         if grant.step != self._last_step + 1 and self._last_step >= 0:
             self._complain(grant, f"follows step {self._last_step}: steps have no gaps")

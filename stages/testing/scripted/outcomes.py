@@ -1,4 +1,4 @@
-"""Outcomes: turns the results of an asynchronous scripted device into tokens for the later stages.
+"""Outcomes: turns results of an asynchronous scripted device into tokens.
 
 One row per slot, filled when a sequence starts there. The host itself checks stop ids that do not fit the device's
 table.
@@ -14,7 +14,10 @@ from ...messages import FinishReason, Ints, Started, StepGrant, StepTokens
 
 
 class Outcomes:
-    """The progress of each slot's sequence, by the results so far. Results are applied in the order of steps."""
+    """The progress of each slot's sequence, by the results so far.
+
+    Results are applied in the order of steps.
+    """
 
     def __init__(self, num_slots: int, ends: Ends) -> None:
         self.ends = ends
@@ -30,7 +33,7 @@ class Outcomes:
         return not self.is_over.all()
 
     def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
-        """Applies a step's result, and returns the tokens of rows whose sequences had not ended before.
+        """Applies a step's result, and returns the tokens of rows that had not ended before.
 
         `told` [2, L] is the device's result for the sampled rows: token ids, -1 where a sequence had ended before; and
         how each ends, see `step_state.FINISHED`.

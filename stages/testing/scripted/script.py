@@ -1,4 +1,4 @@
-"""`Script`: the answers of a scripted device, from a hash of all earlier tokens or from a function."""
+"""`Script`: the answers of a scripted device, by a hash of earlier tokens or a function."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ class Script:
         return np.where(is_end, np.int32(EOS), _LETTERS[(z & np.uint64(31)).astype(np.intp)]).astype(np.int32)
 
     def expected(self, prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> list[int]:
-        """The whole answer to a prompt, EOS or stop token id included; `params.max_tokens` must be a number."""
+        """The whole answer to a prompt, EOS or stop token id included.
+
+        `params.max_tokens` must be a number.
+        """
         assert params.max_tokens is not None
         seed = seed_of(params, choice_seed(params.seed or 0, choice))
         written = None if self.answer is None else [*self.answer(list(prompt), seed), EOS]

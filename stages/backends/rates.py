@@ -19,7 +19,7 @@ RATE_RUNS = 4  # of it; the first reads weights that are not in memory yet, and 
 def measure_rates(
     runner: ModelRunner, config: EngineConfig, max_model_len: int, num_host_blocks: int, clock: Callable[[], float]
 ) -> Rates:
-    """Measures seconds per copied block and per computed prompt token, the best of some runs each."""
+    """Measures seconds per copied block and per prompt token, each the best of some runs."""
     token_s = measure_token_s(runner, config, max_model_len, clock)
     prompt = _rate_grant(config, max_model_len)
     num_copied = min(len(prompt.table_blocks), num_host_blocks)

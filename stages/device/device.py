@@ -78,9 +78,9 @@ class DeviceFault(Exception):
 class Device:
     """Runs the phases of all steps in order on one thread, whatever order they are submitted in.
 
-    See `StepQueue`. When a phase raises, its step is void. Later steps of the same or an older generation are void too:
-    they raise `StepFell` instead of running. A grant of a higher generation runs again. A step submitted to one phase
-    must be submitted to all phases: the thread waits for it.
+    When a phase raises, its step is void. Later steps of the same or an older generation are void too: they raise
+    `StepFell` instead of running. A grant of a higher generation runs again.
+    NOTE: a step submitted to one phase must be submitted to all phases: the thread waits for it (see `StepQueue`).
     """
 
     is_late: ClassVar[bool] = False  # whether it is asynchronous: it finishes a step later than its thread does
@@ -103,7 +103,7 @@ class Device:
         self._now_ns: Callable[[], int] = _never
         self._tracer: Tracer | None = None
         self._sources = [0, 0]  # of the stages, by phase, in the trace
-        # owned by the device thread
+        # Written by the device thread; `_void_generation` of an asynchronous device also by its completion thread.
         self._enter_error: BaseException | None = None
         self._last_end_ns = 0  # of a phase
         self._last_forwarded = -1  # step

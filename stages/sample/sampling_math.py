@@ -433,7 +433,10 @@ def score(logits: Array, token_ids: Longs, num_top: int) -> Scores:
 
 
 def top_logprobs(logits: Array, token_ids: Longs, num_top: Longs) -> list[TopLogprobs]:
-    """Log-probabilities by `logits` [n, V] of the chosen `token_ids` and the `num_top` likeliest."""
+    """Log-probabilities under `logits` [n, V]: of the chosen tokens and of the likeliest.
+
+    Both `token_ids` and `num_top` are [n].
+    """
     scores = score(arrays_of(logits).floats(logits), token_ids, min(int(num_top.max()), logits.shape[1]))
     return told(scores, num_top)
 

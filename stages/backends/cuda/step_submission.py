@@ -12,8 +12,8 @@ concurrently with the steps around it:
 
 A step has ended when its results and its copies are on the host.
 
-A step whose logits the host must see is *attended*: the device thread waits for all earlier steps, computes it, and has
-all of it when that call returns.
+A step whose logits the host must see is *attended*: the device thread waits for all earlier steps and then computes it.
+The step has ended when that computation returns.
 """
 
 from __future__ import annotations

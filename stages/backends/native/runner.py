@@ -40,10 +40,10 @@ class NativeRunner(ModelRunner):
     After `use_chooser`, a step announced by `foresee` may have its tokens chosen with its forward pass. If all tokens
     are greedy, no logits are made. If every row is a decode row that needs nothing but logits, the step is a link of a
     chain. `foresee` then hands it to the library, which starts it as soon as the previous link ends: no Python runs
-    between the two. With more than two steps in flight, links are started one by one instead.
+    between the two. With more than two steps in flight the loop is further ahead, and links are started one by one.
 
     The columns belong to the device thread. `foresee`, on the event loop, may still write block tables: a step is
-    handed over only directly after a running link with the same slots. So all its sequences were started before, and
+    handed over only directly after a running link that has all of its slots. So its sequences were started before, and
     the entries it writes lie beyond those that the running link reads.
     """
 

@@ -1,4 +1,4 @@
-"""Trial steps that run before an engine serves: the largest one, to measure memory, and others to measure rates."""
+"""Trial steps before an engine serves, to measure memory and rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATE_RUNS = 4  # of it; the first reads weights that are not in memory yet, and 
 def measure_rates(
     runner: ModelRunner, config: EngineConfig, max_model_len: int, num_host_blocks: int, clock: Callable[[], float]
 ) -> Rates:
-    """Measures the seconds to copy a block to the host and to compute a prompt token; each the best of some runs."""
+    """Measures seconds per copied block and per prompt token, each the best of some runs."""
     token_s = measure_token_s(runner, config, max_model_len, clock)
     prompt = _rate_grant(config, max_model_len)
     num_copied = min(len(prompt.table_blocks), num_host_blocks)
@@ -57,7 +57,7 @@ def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
 
 
 def prompts_grant(lengths: list[int], block_size: int) -> StepGrant:
-    """A step that computes prompts of token 0 with these lengths, in consecutive blocks from block 0."""
+    """A step that computes prompts of token 0 with these lengths, in blocks from 0 on."""
     blocks = [-(-length // block_size) for length in lengths]
     slots = np.arange(len(lengths))
     params = SamplingParams(max_tokens=1)

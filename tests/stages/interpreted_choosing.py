@@ -1,5 +1,5 @@
-"""The sampler whose choices Triton kernels make, in Triton's interpreter: all that
-`tests/stages/sample/test_sampler.py` says of samplers, and that both kinds choose the same where nothing is drawn.
+"""The sampler with Triton kernels, in Triton's interpreter: all tests of `tests/stages/sample/test_sampler.py`, and a
+comparison with the plain sampler where nothing is drawn at random.
 
 Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest` of this file.
 """

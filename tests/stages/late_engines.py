@@ -1,4 +1,4 @@
-"""Whole engines on a real model of some thousand weights, whose device is waited for, or late."""
+"""Whole engines with a real model of some thousand weights, on a synchronous or an asynchronous device."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Walk:
         self._placed: dict[int, int] = {}  # blocks
 
     def steps(self, num_steps: int, *, only_decode: float = 0.5) -> Iterator[StepGrant]:
-        """`only_decode`: how often nobody new is let in."""
+        """`only_decode`: how often no new sequence is admitted."""
         for step in range(num_steps):
             started = [] if self._dice.random() < only_decode else self._let_in()
             slots = [slot for slot in self.tokens if self._dice.random() < 0.9]

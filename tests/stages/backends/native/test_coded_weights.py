@@ -1,4 +1,4 @@
-"""An engine keeps its weights in 12 bits a number where that is faster, and nobody can tell by its answers."""
+"""Weights in 12 bits a number, where that is faster: the answers are unchanged."""
 
 from __future__ import annotations
 

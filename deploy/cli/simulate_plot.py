@@ -1,4 +1,4 @@
-"""Pictures of `millrace simulate`. Imports matplotlib, an optional extra."""
+"""Plots of `millrace simulate`. Imports matplotlib, an optional extra."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PANELS = {  # title -> its curves
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Four panels, the runs from left to right. The format is the file's ending."""
+    """Writes four panels with the runs from left to right. The suffix of `path` chooses the format."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

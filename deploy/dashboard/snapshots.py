@@ -132,9 +132,7 @@ def request_row(engine: Engine, outbox: RequestOutbox) -> dict[str, Any]:
         "num_cached_tokens": outbox.num_cached_tokens,
         "num_generated_tokens": outbox.num_generated_tokens,
         "max_tokens": sum(sequence.limit - sequence.num_prompt for sequence in sequences) or None,
-        "num_blocks": sum(
-            int(engine.block_tables.num_blocks[slot]) for slot in slots
-        ),  # faster than an array
+        "num_blocks": sum(int(engine.block_tables.num_blocks[slot]) for slot in slots),  # faster than an array
         "priority": request.priority,
         "num_preempted": sum(sequence.num_preempted for sequence in sequences),
     }

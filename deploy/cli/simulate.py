@@ -41,7 +41,7 @@ COLUMNS = {  # figure -> heading and digits
     "itl_p50_ms": ("ITL p50", 2),
     "itl_p99_ms": ("p99 ms", 2),
     "preemptions": ("preempted", 0),
-    "turned_away": ("turned away", 0),
+    "turned_away": ("refused", 0),
     "cache_hit_rate": ("cached", 3),
     "device_busy": ("busy", 3),
 }

@@ -30,8 +30,8 @@ def only_what_stays_is_frozen() -> Iterator[None]:
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, seen: list[bool], error: Exception | None = None) -> int:
-    """The command's exit code after a stop once it is ready. `seen`: whether the collector was on, at the engine's start
-    and then at the server's."""
+    """The command's exit code after a stop once it is ready. `seen`: whether the collector was on, at the start of the
+    engine and then of the server."""
 
     @asynccontextmanager
     async def engine(*_: Any) -> AsyncIterator[ScriptedEngine]:

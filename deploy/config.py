@@ -20,7 +20,7 @@ class ServerConfig:
     """The settings of `serve` besides the engine's. Read once, checked once, at the start."""
 
     # processes
-    mode: Literal["auto", "inline", "split"] = "auto"  # split: the step loop in its own process; see modes.py
+    mode: Literal["auto", "inline", "split"] = "auto"  # split: the step loop in its own process; see cli/serve.py
 
     # addresses
     host: str = "127.0.0.1"  # loopback; any other address needs a key, or allow_no_key

@@ -1,20 +1,29 @@
-"""The choice of kernels: one set of functions with the same signatures, from PyTorch or from Triton.
+"""The interface of a kernel backend: what each kernel takes and returns, and the choice of a backend by name.
 
-Triton is imported only when chosen, so that the CPU path works where it is not installed.
+A backend is a folder with a module `kernel_set.py` that offers every member of `KernelSet` and `SamplingKernels` under
+the protocol's names: `kernels/reference` in plain PyTorch, `kernels/triton` for GPUs. Triton is imported only if it is
+chosen.
+
+Letters in shapes:
+
+    T  new tokens of a step           H  query heads                       N  blocks of the cache
+    S  sequences; slots               G  key/value heads, H % G == 0       B  tokens of a block
+    L  rows of logits                 D  size of a head, or of a row       M  blocks of a row of a block table
+    V  tokens in the vocabulary       P  positions of the rotary tables
+
+Floating tensors are f32, bf16 or f16, of one type in a call; sums are in f32.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from .layout.work_lists import AttentionPlan, AttentionShape
-from .reference import layers_and_attention as reference
+from .reference import kernel_set as torch_kernels
 
 BackendName = Literal["torch", "triton"]
 
@@ -23,23 +32,130 @@ class BackendUnavailableError(RuntimeError):
     """The chosen backend cannot run here; the message says what is missing and what to do."""
 
 
-class PlanAttention(Protocol):
-    """`reference.plan_attention`."""
+def load(name: BackendName) -> KernelSet:
+    """The decoder's kernels of that backend, ready to call.
 
-    def __call__(
+    Raises BackendUnavailableError if `triton` is chosen where it is not installed, or where there is neither a GPU nor
+    its interpreter (TRITON_INTERPRET=1, set before the process starts).
+    """
+    if name == "torch":
+        return torch_kernels
+    if name != "triton":
+        raise ValueError(f"attention_backend = {name!r}: must be 'torch' or 'triton'")
+    if importlib.util.find_spec("triton") is None:
+        raise BackendUnavailableError(
+            "attention_backend = triton: the package triton is not installed (it exists for Linux only); "
+            "install it with `pip install triton`, or choose attention_backend = torch"
+        )
+    from .triton import kernel_set as triton_kernels
+    from .triton.launch import IS_INTERPRETED
+
+    if not (torch.cuda.is_available() or IS_INTERPRETED):
+        raise BackendUnavailableError(
+            "attention_backend = triton: no CUDA device is visible to torch; choose attention_backend = torch, or, to "
+            "check the kernels slowly on a CPU, start the process with TRITON_INTERPRET=1 and dtype = float32"
+        )
+    return triton_kernels
+
+
+def load_sampling(name: BackendName) -> SamplingKernels:
+    """The sampling kernels of that backend. `load` checks whether they can run here."""
+    if name == "torch":
+        return torch_kernels
+    from .triton import kernel_set as triton_kernels
+
+    return triton_kernels
+
+
+class KernelSet(Protocol):
+    """The kernels of a decoder: norms, activation, rotary positions and cache write, attention, block copies.
+
+    A result is a new, contiguous tensor unless the docstring says otherwise.
+    """
+
+    @property
+    def name(self) -> BackendName:
+        """The backend's name, as `load` takes it."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Scales each row to unit mean square, then by `weight`; rounds to x's type between the two, as transformers'
+        Llama does.
+
+        x       [T, D] or [T, H, D]   contiguous in D
+        weight  [D]                   as x
+
+        Returns the shape and type of x.
+        """
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then `rms_norm(residual)`.
+
+        x, residual  [T, D]   contiguous in D
+        weight       [D]      as x
+
+        Returns [T, D] as x.
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of a fused projection.
+
+        gate_up  [T, 2F]   gate first
+
+        Returns [T, F] as gate_up.
+        """
+
+    def attention_prologue(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Norms of heads, rotary positions and the cache write: between a layer's fused projection and its attention.
+
+        The pairs that rotate are the two halves of a head's first D_rot numbers (`rotate_half`, NeoX).
+
+        qkv             [T, H + 2G, D]       queries, keys, values; contiguous in D; may be overwritten, so its content
+                                             is undefined afterwards
+        q_norm, k_norm  [D]                  as qkv; both None = heads are not normed
+        cos, sin        [P, D_rot / 2] f32   D_rot <= D; the rest of each head is not rotated; never written to
+        positions       [T] i64              row of the tables, 0 <= position < P
+        k/v_cache       [N, G, B, D]         as qkv, or float8_e4m3fn; one layer's view of the cache; any strides
+        slot_mapping    [T] i64              block * B + offset in the block; negative = nothing is written
+        k/v_scale       [G] f32              for a float8_e4m3fn cache only: numbers are divided by it, then clamped to
+                                             +-448
+
+        Returns the queries, [T, H, D] as qkv, contiguous in D; they may share its memory.
+        """
+
+    def plan_attention(
         self,
         shape: AttentionShape,
         lengths: Tensor,
         query_starts: Tensor | None,
         num_tokens: int,
         num_processors: int | None = None,
-    ) -> AttentionPlan | None: ...
+    ) -> AttentionPlan | None:
+        """What the attention calls of one step share, made once a step and passed to them as `plan`.
 
+        shape                           of the model's layers, with each of their windows
+        lengths         [S] i32         tokens in the cache, the new ones included; 0 is a padding row
+        query_starts    [S + 1] i32     as in `paged_attention`; None for `paged_decode`
+        num_tokens                      rows of q
+        num_processors                  multiprocessors to share the work among; None = the device's
 
-class PagedDecode(Protocol):
-    """`reference.paged_decode`."""
+        Returns None if the backend needs no plan. A plan holds for these `lengths` and `query_starts` only.
+        """
 
-    def __call__(
+    def paged_decode(
         self,
         q: Tensor,
         k_cache: Tensor,
@@ -53,13 +169,23 @@ class PagedDecode(Protocol):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         plan: AttentionPlan | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Attention of one new token per sequence over its cached tokens.
 
+        q             [S, H, D]      contiguous in D
+        k/v_cache     [N, G, B, D]   as q, or float8_e4m3fn; one layer's view of the cache; any strides
+        block_tables  [S, M] i32     block ids in token order; entries past the length are never followed
+        lengths       [S] i32        tokens in the cache, the new one included; 0 is a padding row
+        scale                        multiplies q @ k before the softmax, usually D ** -0.5
+        window                       sees only the last `window` tokens, the new one included; None = sees all
+        soft_cap                     scores become soft_cap * tanh(score / soft_cap); None = no cap
+        k/v_scale     [G] f32        keys and values are the cache's numbers times this; None = 1
+        plan                         from `plan_attention` for this step; None = made for this call
 
-class PagedAttention(Protocol):
-    """`reference.paged_attention`."""
+        Returns [S, H, D] as q; padding rows are zero. The content of unused cache slots, NaN included, has no effect.
+        """
 
-    def __call__(
+    def paged_attention(
         self,
         q: Tensor,
         k_cache: Tensor,
@@ -74,89 +200,116 @@ class PagedAttention(Protocol):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         plan: AttentionPlan | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Causal attention of each sequence's new tokens over its cached tokens: prefill, chunks, decode, any mix.
+
+        q                         [T, H, D]      new tokens of all sequences, one after another; contiguous in D
+        k/v_cache                 [N, G, B, D]   as in `paged_decode`; the new keys and values are already in it
+        block_tables              [S, M] i32     block ids in token order; entries past the length are never followed
+        query_starts              [S + 1] i32    sequence s owns rows [query_starts[s], query_starts[s + 1]) of q
+        lengths                   [S] i32        tokens in the cache, the new ones included; 0 is a padding row
+        scale                                    multiplies q @ k before the softmax
+        window                                   a token sees only the last `window` tokens, itself included; None = all
+        soft_cap, k/v_scale, plan                as in `paged_decode`
+
+        With n new tokens, token j sees the cache positions [0, lengths[s] - n + j].
+
+        Returns [T, H, D] as q; rows of padding sequences, and rows past query_starts[S], are zero.
+        """
+
+    def copy_blocks(self, data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None:
+        """Copies whole blocks of the cache, all layers.
+
+        data                   [..., N, ...]  contiguous; axis `axis` counts blocks
+        sources, destinations  [C] i64        block `destinations[i]` becomes a copy of block `sources[i]`; no block is
+                                              in both
+        """
 
 
-class AttentionPrologue(Protocol):
-    """`reference.attention_prologue`."""
+class SamplingKernels(Protocol):
+    """The kernels that edit logits, choose tokens from them and score tokens.
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> Tensor: ...
+    logits     [L, V]          f32, bf16 or f16, contiguous in V; computed on in f32
+    rows       [S, WIDTH] i32  each slot's sampling parameters, as `kernels/layout/sampling_rows.py` packs them
+    slots      [L] i32 | i64   the slot of each row of logits; -1 is a padding row
+    positions  [L] i32 | i64   the absolute position of the token to choose
 
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """The kernels of a decoder. Each does what its namesake in `kernels/reference/layers_and_attention.py` says."""
-
-    name: BackendName
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    attention_prologue: AttentionPrologue
-    silu_mul: Callable[[Tensor], Tensor]
-    plan_attention: PlanAttention
-    paged_decode: PagedDecode
-    paged_attention: PagedAttention
-    copy_blocks: Callable[[Tensor, int, Tensor, Tensor], None]
-
-
-def load(name: BackendName) -> Backend:
-    """The kernels of that name, ready to call.
-
-    Raises BackendUnavailableError if `triton` is chosen where it is not installed, or where there is neither a GPU nor
-    its interpreter (TRITON_INTERPRET=1, set before the process starts).
+    `choose`, `thresholds` and `score` read only the first 6 numbers of a slot's row, so narrower rows serve them.
+    The result for a row depends on that row alone: not on the number, the content or the order of the others. A row is
+    *broken* if it has no finite maximum: if it holds NaN or +inf, or only -inf.
     """
-    if name == "torch":
-        return Backend(
-            name,
-            reference.rms_norm,
-            reference.add_rms_norm,
-            reference.attention_prologue,
-            reference.silu_mul,
-            reference.plan_attention,
-            reference.paged_decode,
-            reference.paged_attention,
-            reference.copy_blocks,
-        )
-    if name != "triton":
-        raise ValueError(f"attention_backend = {name!r}: must be 'torch' or 'triton'")
-    if importlib.util.find_spec("triton") is None:
-        raise BackendUnavailableError(
-            "attention_backend = triton: the package triton is not installed (it exists for Linux only); "
-            "install it with `pip install triton`, or choose attention_backend = torch"
-        )
-    from .triton import attention as triton_attention
-    from .triton import attention_plan as triton_plan
-    from .triton import attention_prologue as triton_prologue
-    from .triton import block_copy as triton_copy
-    from .triton import launch as triton_launch
-    from .triton import layers as triton_layers
 
-    if not (torch.cuda.is_available() or triton_launch.IS_INTERPRETED):
-        raise BackendUnavailableError(
-            "attention_backend = triton: no CUDA device is visible to torch; choose attention_backend = torch, or, to "
-            "check the kernels slowly on a CPU, start the process with TRITON_INTERPRET=1 and dtype = float32"
-        )
-    return Backend(
-        name,
-        triton_layers.rms_norm,
-        triton_layers.add_rms_norm,
-        triton_prologue.attention_prologue,
-        triton_layers.silu_mul,
-        triton_plan.plan_attention,
-        triton_attention.paged_decode,
-        triton_attention.paged_attention,
-        triton_copy.copy_blocks,
-    )
+    def choose(
+        self, logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None = None
+    ) -> Tensor:
+        """One token for each row: the likeliest at temperature 0, else one drawn by its probability (Gumbel-max).
+
+        least  [L] f32   tokens with a smaller logit are not drawn; None = no limit; ignored at temperature 0
+
+        Returns token ids [L] i64, the lowest among equals; -1 for a broken row, 0 for padding. Logits divided by the
+        temperature are f32, so below a temperature of about 1e-5 the noise is lost and equals go to the lowest id.
+        """
+
+    def thresholds(self, logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+        """The least logit of each row that top_k, then top_p, then min_p keep, [L] f32; `least` of `choose`.
+
+        top_k keeps the logits at or above the k-th largest. Of those, renormalised, top_p keeps the fewest of the
+        largest whose joint probability reaches top_p, and all equals of the last. min_p keeps tokens at least min_p
+        times as likely as the likeliest. So ties are kept whole.
+
+        -inf where all are kept, in broken rows, in padding, and at temperature 0.
+        """
+
+    def edit(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        counts: Tensor,
+        biased_ids: Tensor,
+        bias: Tensor,
+        end_ids: Tensor,
+        masks: Tensor | None = None,
+        mask_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Applies penalties, the grammar's mask, logit bias and the minimum length, in this order.
+
+        counts      [S, V] i16   occurrences of each token (`sampling_rows.count`); read only where a penalty is set
+        biased_ids  [S, K] i32   the first NUM_BIASED of a row count; no id twice
+        bias        [S, K] f32   added to the logits of `biased_ids`
+        end_ids     [S, E] i32   the first NUM_ENDS of a row get -inf before END_POSITION
+        masks       [W', W] i32  bit t % 32 of word t // 32 allows token t; W >= ceil(V / 32)
+        mask_rows   [L] i64      the row of `masks` for each row of logits; negative = every token is allowed
+
+        Returns new logits, [L, V] f32. `masks` and `mask_rows` are given together.
+        """
+
+    def count_tokens(self, counts: Tensor, rows: Tensor, slots: Tensor, token_ids: Tensor) -> None:
+        """Counts one token for each of `slots` in place, where the slot has a penalty. No slot occurs twice.
+
+        counts     [S, V] i16   stops at `sampling_rows.MAX_COUNT`
+        token_ids  [L] i64
+        """
+
+    def score(
+        self,
+        logits: Tensor,
+        row_ids: Tensor,
+        token_ids: Tensor,
+        num_top: int,
+        rows: Tensor | None = None,
+        slots: Tensor | None = None,
+        least: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The log-probability and rank of a token in some rows of logits, and the likeliest tokens there.
+
+        row_ids      [n] i64   into the rows of `logits`, `token_ids`, `slots` and `least`
+        token_ids    [L] i64
+        num_top                k, at most V
+        rows, slots            if given, probabilities are those of the draw: at the slot's temperature, unless that is
+                               0, and 0 for tokens below `least` [L] f32, if that is given too
+
+        Returns log-probabilities [n] f32 and ranks [n] i64 (1 is the likeliest) of the tokens; then ids [n, k] i64 and
+        log-probabilities [n, k] f32 of the likeliest, the lowest id first among equals. A broken row's are undefined.
+        """

@@ -1,5 +1,8 @@
-"""Models: configuration, weights, decoder, KV cache, tokenizer and chat template.
+"""Models: configuration, weights, decoder, KV cache, encoders, tokenizer and chat template.
 
-Knows kernels and tensors; nothing of requests, stages or HTTP. Importing `config`, `tokenizer`, `detokenizer`, `chat`,
-`generation` or `hub` does not import torch, so that everything in front of the device starts without it.
+Owns: what a checkpoint is and how a step of its model is computed. Does not depend on requests, stages or HTTP.
+In: a checkpoint's folder or Hub id; step inputs, or texts.
+Out: logits and hidden states, or token ids and texts.
+Imports: `kernels`, in `model/decoder` only. `checkpoint`, `text` and the root except `profiler` do not import torch.
+Start with: `config.py`, then `decoder/decoder.py`.
 """

@@ -1,7 +1,7 @@
-"""A decoder's shape, read from a checkpoint's config.json. No torch here: it is read before a device is chosen.
+"""The configuration of a decoder, read from a checkpoint's config.json. Does not import torch.
 
-Read for Llama 2 and 3, Mistral, Qwen2, Qwen2.5 and Qwen3 (dense), in the form transformers 4 writes (`rope_theta`,
-`rope_scaling`, `torch_dtype`) and in that of transformers 5 (`rope_parameters`, `dtype`).
+Supports Llama 2 and 3, Mistral, Qwen2, Qwen2.5 and Qwen3 (dense), as written by transformers 4 (`rope_theta`,
+`rope_scaling`, `torch_dtype`) and by transformers 5 (`rope_parameters`, `dtype`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class RopeConfig:
     kind: str = "default"  # default | linear | dynamic | llama3 | yarn
     theta: float = 10_000.0
     dim: int  # rotated elements of a head, from its start; even
-    factor: float = 1.0  # context is stretched by this
-    original_max_position: int  # context the model was first trained with
+    factor: float = 1.0  # by which the context is stretched
+    original_max_position: int  # context of the original training
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: whole numbers at the ramp's ends
+    truncate: bool = True  # yarn: the ramp begins and ends at whole numbers
     attention_factor: float = 1.0  # multiplies cos and sin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a decoder computes, whatever the family.
+    """The shape and options of a decoder, independent of its family.
 
     KV bytes per token = 2 * num_layers * num_kv_heads * head_dim * dtype size.
     """
@@ -49,24 +49,24 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    vocab_size: int  # rows of the embedding; the tokenizer may know fewer ids
+    vocab_size: int  # rows of the embedding; the tokenizer may have fewer ids
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int  # longest sequence, prompt and output together
     sliding_windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
     tie_word_embeddings: bool
-    has_head: bool = True  # False: there are no logits, as the checkpoint was saved without its output layer
+    has_head: bool = True  # False = no logits, as the checkpoint was saved without its output layer
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool
     has_qk_norm: bool  # RMSNorm over each head of q and k, before rotation
-    dtype: str  # one of DTYPES: what the checkpoint says; float32 if it says nothing
+    dtype: str  # one of DTYPES, from the checkpoint; float32 if it names none
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     @classmethod
     def read(cls, root: Path) -> ModelConfig:
-        """The configuration of the checkpoint in `root`. Raises CheckpointError naming the key that does not fit."""
+        """The configuration of the checkpoint in `root`. Raises CheckpointError naming the wrong key."""
         values = read_json(root, "config.json")
         if values is None:
             raise CheckpointError(f"{root}: no config.json, so this is not a model directory in Hugging Face format")
@@ -80,13 +80,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a model_type implies when config.json does not say it."""
+    """The defaults of a model_type for keys that config.json lacks."""
 
     num_kv_heads: int | None = None  # None = as many as query heads
     head_dim: int | None = None  # None = hidden_size / num_attention_heads
     max_position_embeddings: int = 2048
     sliding_window: int | None = None
-    is_window_opt_in: bool = False  # `use_sliding_window` must be true for a window to hold
+    is_window_opt_in: bool = False  # a window applies only if `use_sliding_window` is true
     qkv_bias: bool | None = None  # None = the key `attention_bias`
     output_bias: bool | None = None  # None = the key `attention_bias`
     has_mlp_bias_key: bool = False
@@ -176,7 +176,7 @@ def _refuse_what_is_not_built(keys: _Keys) -> None:
 
 
 def _parse_windows(keys: _Keys, family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window: all layers have it, or those `layer_types` names, or those from max_window_layers on."""
+    """The window of each layer: of all layers, of those in `layer_types`, or of those from max_window_layers on."""
     window: int | None = None
     if family.sliding_window is not None:
         is_on = keys.flag("use_sliding_window", False) if family.is_window_opt_in else True
@@ -201,7 +201,7 @@ def _parse_rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         keys.fail("rope_parameters" if values.get("rope_parameters") else "rope_scaling", "must be an object")
-    if "full_attention" in scaling:  # transformers 5 may give them per layer type; the four families use one
+    if "full_attention" in scaling:  # transformers 5 may give them by layer type; the four families use one
         scaling = scaling["full_attention"]
     rope = _Keys(scaling, f"{keys.source}, rope parameters")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -233,7 +233,7 @@ def _parse_rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
 
 
 def _yarn_attention_factor(rope: _Keys, factor: float) -> float:
-    """What YaRN multiplies cos and sin with, so that attention stays as sharp over a longer context."""
+    """YaRN's factor of cos and sin, which keeps attention equally sharp over a longer context."""
 
     def sharpness(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -244,7 +244,7 @@ def _yarn_attention_factor(rope: _Keys, factor: float) -> float:
 
 
 def _longest_sequence(rope: RopeConfig, max_position: int) -> int:
-    """YaRN checkpoints may state the length before stretching (Qwen2.5) or after it."""
+    """The longest sequence. YaRN checkpoints give the length before stretching (Qwen2.5) or after it."""
     return max(max_position, int(rope.factor * rope.original_max_position)) if rope.kind == "yarn" else max_position
 
 
@@ -288,7 +288,7 @@ class _Keys:
         return bool(value)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id, a list of ids, or nothing."""
+        """The ids of a key that holds one id, a list of ids, or nothing."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):

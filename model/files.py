@@ -1,7 +1,7 @@
-"""Opening a checkpoint's files: regular files of bounded size inside the checkpoint, and nothing else.
+"""Opens a checkpoint's files: only regular files of bounded size inside the checkpoint.
 
-A Hub cache keeps a snapshot as symlinks into its own `blobs` folder; those are followed. Any other link that leaves the
-checkpoint is refused with the same words whether its target exists or not.
+A Hub cache stores a snapshot as symlinks into its `blobs` folder; those are followed. Any other link out of the
+checkpoint is refused, with the same message whether its target exists or not.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ def read_text(root: Path, name: str) -> str | None:
 
 
 def read_bytes(root: Path, name: str) -> bytes | None:
-    """What is in `root/name`, or None when there is no such file."""
+    """The content of `root/name`, or None when there is no such file."""
     path = _bounded_file(root, name)
     return None if path is None else path.read_bytes()
 
 
 def refuse_code(root: Path, name: str, values: dict[str, Any], path: str = "") -> None:
-    """Raise CheckpointError if a configuration, at any depth, names code to import or an attention function to load."""
+    """Raises CheckpointError if a configuration, at any depth, names code or an attention function to load."""
     for key, value in values.items():
         if key in ("auto_map", "_attn_implementation_internal", "custom_pipelines") and value:
             raise CheckpointError(
-                f"{name} ({root}): {path}{key} asks for code outside this program, which is never run; "
+                f"{name} ({root}): {path}{key} requires code outside this program, which is never run; "
                 "use a checkpoint whose architecture is built in, and remove the key"
             )
         children = value if isinstance(value, list) else [value]
@@ -81,7 +81,7 @@ def refuse_code(root: Path, name: str, values: dict[str, Any], path: str = "") -
 
 
 def _bounded_file(root: Path, name: str) -> Path | None:
-    """As `checkpoint_file`, of a file that is to be read whole. Raises CheckpointError for one that is too large."""
+    """As `checkpoint_file`, for a file to be read whole. Raises CheckpointError if it is larger than JSON_BYTES."""
     path = checkpoint_file(root, name)
     size = 0 if path is None else path.stat().st_size
     if size > JSON_BYTES:
@@ -90,7 +90,7 @@ def _bounded_file(root: Path, name: str) -> Path | None:
 
 
 def _allowed_places(root: Path) -> list[Path]:
-    """Where a checkpoint's files may really lie: under the checkpoint, or among the blobs of the Hub cache it is in."""
+    """The folders that files may resolve to: the checkpoint, and the blobs of the Hub cache it is in."""
     real = root.resolve()
     places = [real]
     repository = real.parent.parent

@@ -1,7 +1,7 @@
-"""How a checkpoint makes one vector of a text: which positions count, and how short the vector may be cut.
+"""The pooling of a checkpoint: which positions of a text make its embedding, and the lengths it may be cut to.
 
-Read from what sentence-transformers writes beside a model (`modules.json`, `1_Pooling/config.json`) and from
-config.json. No torch here.
+Read from the files that sentence-transformers writes beside a model (`modules.json`, `1_Pooling/config.json`) and from
+config.json. Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _MODES: dict[str, PoolingKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """What a model's embeddings are, as the checkpoint says.
+    """How a model's embeddings are made, from the checkpoint.
 
-    A model trained for it ("matryoshka") gives useful embeddings when they are cut: to the lengths in `dimensions`, or
-    to any length if that is empty. With None they are whole or nothing.
+    The embeddings of a "matryoshka" model may be cut: to the lengths in `dimensions`, or to any length if that is
+    empty. None = they cannot be cut.
     """
 
     kind: PoolingKind
-    size: int  # numbers of a whole embedding
+    size: int  # numbers in a whole embedding
     dimensions: tuple[int, ...] | None = None
 
     def allows(self, dimensions: int) -> bool:
-        """Whether embeddings may be cut to so many numbers."""
+        """Whether embeddings may be cut to `dimensions` numbers."""
         if dimensions == self.size:
             return True
         if self.dimensions is None or not 1 <= dimensions <= self.size:
@@ -45,7 +45,7 @@ class PoolingConfig:
         return not self.dimensions or dimensions in self.dimensions
 
     def describe_dimensions(self) -> str:
-        """Which lengths there are, for an error."""
+        """The allowed lengths, for an error message."""
         if self.dimensions is None:
             return f"this model's embeddings have {self.size} numbers and were not trained to be cut; leave it out"
         if self.dimensions:
@@ -54,22 +54,28 @@ class PoolingConfig:
 
 
 def read_pooling(root: Path, size: int, default: PoolingKind, override: PoolingKind | None = None) -> PoolingConfig:
-    """The pooling of the checkpoint in `root`, whose hidden states have `size` numbers; `default` where it says
-    nothing, `override` whatever it says. Raises CheckpointError for modules and modes that are not built."""
+    """The pooling of the checkpoint in `root`, whose hidden states have `size` numbers.
+
+    `override` replaces the checkpoint's pooling; `default` applies if it has none. Raises CheckpointError for modules
+    and modes that are not supported.
+    """
     folder = _pooling_folder(root)
     kind = override or (None if folder is None else _kind(root, folder)) or default
     return PoolingConfig(kind=kind, size=size, dimensions=_dimensions(root, size))
 
 
 def longest_text(root: Path) -> int | None:
-    """Tokens that sentence-transformers cuts texts to for this model, if the checkpoint says so."""
+    """The number of tokens that sentence-transformers cuts texts to for this model; None if there is no limit."""
     values = read_json(root, "sentence_bert_config.json") or {}
     length = values.get("max_seq_length")
     return length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None
 
 
 def _pooling_folder(root: Path) -> str | None:
-    """Where modules.json has the pooling's configuration. What else it names must change nothing but lengths."""
+    """The folder of the pooling configuration, from modules.json; None if it names none.
+
+    Raises CheckpointError for other modules, unless they leave embeddings' directions unchanged.
+    """
     text = read_text(root, "modules.json")
     if text is None:
         return None

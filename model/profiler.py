@@ -1,4 +1,4 @@
-"""torch's profiler over a window of time, whatever threads work in it. Knows torch, and no server."""
+"""torch's profiler over a window of time, for all threads of the process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class TorchProfiler:
-    """One window: `start`, then `stop`, both on one thread. Operators of all threads are in it, and what a GPU does."""
+    """One window: call `start`, then `stop`, on one thread. Records operators of all threads, and the GPU's work."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -20,10 +20,13 @@ class TorchProfiler:
         self._profile = profile(activities=activities, experimental_config=config)
 
     def start(self) -> None:
-        """From now on."""
+        """Starts recording."""
         self._profile.start()
 
     def stop(self, path: Path) -> None:
-        """Writes what was seen since to `path`, as Chrome and Perfetto read it. Takes about as long as it was on."""
+        """Stops recording and writes the trace to `path`, in the format of Chrome and Perfetto.
+
+        Takes about as long as the window was.
+        """
         self._profile.stop()
         self._profile.export_chrome_trace(str(path))

@@ -126,14 +126,14 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What capturing took."""
+    """The captured sizes, and the time and memory that capturing took."""
 
     batches: tuple[Batch, ...]  # in the order of capture
     seconds: float
     num_bytes: int
 
     def to_event(self) -> dict[str, object]:
-        """The fields of its log line."""
+        """The fields of the log event."""
         return {
             "decode_rows": [batch.num_rows for batch in reversed(self.batches) if batch.is_decode],
             "mixed_tokens": [batch.num_tokens for batch in reversed(self.batches) if not batch.is_decode],

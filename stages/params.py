@@ -177,13 +177,13 @@ MAX_MARKER_TOKENS = 16
 class ThinkingBudget:
     """At most `num_tokens` tokens between `start_ids` and `end_ids`; then `end_ids` are forced.
 
-    Only the first thoughts of an answer have a budget. The first id of a marker must occur in it once.
+    Only the first thinking section of an answer has a budget. The first id of a marker must occur in it only once.
     """
 
     num_tokens: int
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
-    is_open: bool = False  # the answer begins among thoughts
+    is_open: bool = False  # the answer starts inside the thinking section
 
     def __post_init__(self) -> None:
         if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int) or self.num_tokens < 0:

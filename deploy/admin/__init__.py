@@ -3,6 +3,6 @@
 Owns: the running profile of torch's profiler.
 In: admin requests.
 Out: JSON about the change, traces and profiles.
-Imports: the root of `deploy`, `http`, `metrics`, `api`.
+Imports: the root of `deploy`, `http`, `api`.
 Start with: `routes.py`.
 """

@@ -20,7 +20,7 @@ from ...runtime.env.log import get_logger
 from ..api.service import Service
 from ..errors import ApiError
 from ..http.query_params import whole_number
-from ..server.routes import answer
+from ..http.responses import answer
 
 if TYPE_CHECKING:
     from ...model.profiler import TorchProfiler

@@ -18,7 +18,7 @@ from ...runtime.trace.perfetto import chrome_trace
 from ...runtime.trace.tracer import Tracer
 from ..api.service import Service
 from ..errors import ApiError
-from ..server.routes import answer, expect
+from ..http.responses import answer, expect
 from .profiler import Profiler
 
 DEFAULT_TRACE_S, MAX_TRACE_S = 30.0, 3_600.0  # on a busy server the trace covers less

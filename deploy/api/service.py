@@ -15,7 +15,7 @@ from ...runtime.pipeline import Health
 from ..config import ServerConfig
 from ..errors import ApiError, not_serving, shorten
 from ..metrics.watchdog import Oversight
-from .openai.chat_format import Speech, check_parsers
+from .chat_format import Speech, check_parsers
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine

@@ -23,9 +23,9 @@ from ..dashboard.viewers import Viewers
 from ..errors import ApiError
 from ..http.listener import Runner, Site
 from ..http.origin_check import Gate, guard
+from ..http.package_version import package_version
 from ..server.middleware import identify
 from ..server.pages import Pages
-from ..server.routes import package_version
 from ..websocket.peer import TRY_AGAIN_LATER, Peer
 
 MAX_VIEWERS = 8  # each holds the engine state of one moment in memory

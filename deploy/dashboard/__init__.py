@@ -3,6 +3,6 @@
 Owns: the viewers, and what was sent to each.
 In: the engine's counters and trace, or a recording.
 Out: `GET /dashboard/feed`.
-Imports: the root of `deploy`, `http`, `metrics`, `api`, `websocket`, `inspect`, `server`.
-Start with: `feed.py`, then `viewer.py`.
+Imports: the root of `deploy`, `http`, `metrics`, `api`, `api/schema`, `websocket`, `inspect`.
+Start with: `feed.py`, then `live.py`.
 """

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import NotServing
-from ..api.openai.bodies import Body
+from ..api.schema.body import Body
 from ..errors import ApiError
 from ..websocket.peer import Peer
 from . import snapshots
 from .block_map import BlockMap
 from .derived import NowAndThen, explain, find_bottleneck
+from .live_sources import LiveSources
 from .messages import Cancel, Hello, Topics, Window
 from .timeline import Timeline
 from .viewer import INTERVAL_S, Read, Update, Viewer
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
-    from .feed import Feed
 
 log = get_logger("millrace.deploy")
 
@@ -32,31 +32,31 @@ log = get_logger("millrace.deploy")
 class LiveViewer(Viewer):
     """A viewer on one socket of a running server."""
 
-    def __init__(self, feed: Feed, peer: Peer) -> None:
-        super().__init__(peer, feed.service.config)
-        self._feed = feed
-        self._service = feed.service
+    def __init__(self, sources: LiveSources, peer: Peer) -> None:
+        super().__init__(peer, sources.service.config)
+        self._sources = sources
+        self._service = sources.service
         self._owner = ""  # of its API key
         self._is_admin = False  # may see and cancel all requests
         self._blocks = BlockMap()
         self._timeline: Timeline | None = None  # of the request in topic `request`
-        self._explained: NowAndThen[dict[str, Any]] = NowAndThen(feed.threads)
+        self._explained: NowAndThen[dict[str, Any]] = NowAndThen(sources.threads)
         self._is_explained = False  # the request is over, and `_explained` is final
 
     # -- messages of the viewer
 
     def check(self, hello: Hello) -> None:
         """Checks the keys of the hello. Raises `ApiError` for a missing or wrong key."""
-        feed = self._feed
-        if feed.keys:
-            owner = feed.keys.holder(hello.key or "")
+        sources = self._sources
+        if sources.keys:
+            owner = sources.keys.holder(hello.key or "")
             if owner is None:
                 wrong = "is wrong" if hello.key else "is missing"
                 raise ApiError("invalid_api_key", f"the API key {wrong}; send it as key in the hello")
             self._owner = owner
         if hello.admin_key:
-            holder = feed.admin_keys.holder(hello.admin_key)
-            if not feed.admin_keys or holder is None:
+            holder = sources.admin_keys.holder(hello.admin_key)
+            if not sources.admin_keys or holder is None:
                 raise ApiError("invalid_api_key", "the admin key is wrong")
             self._is_admin = True
 
@@ -64,10 +64,10 @@ class LiveViewer(Viewer):
         """The server's hello, with the permissions of this viewer."""
         return {
             "type": "hello",
-            "version": self._feed.version,
+            "version": self._sources.version,
             "models": list(self._service.model_names),
             "interval_s": INTERVAL_S,
-            "has_admin_key": bool(self._feed.admin_keys),
+            "has_admin_key": bool(self._sources.admin_keys),
             "can_cancel": self._is_admin,
         }
 
@@ -87,13 +87,13 @@ class LiveViewer(Viewer):
             self._blocks = BlockMap()
         if topics.request != self.topics.request:
             self._timeline, self._is_explained = None, False
-            self._explained = NowAndThen(self._feed.threads)
+            self._explained = NowAndThen(self._sources.threads)
 
     # -- updates to the viewer
 
     async def think(self) -> None:
         """Refreshes the bottleneck and the explained request, if subscribed and due."""
-        engine, feed = self._service.engine, self._feed
+        engine, sources = self._service.engine, self._sources
         with suppress(NotServing):
             if engine is None or not engine.has_core:
                 return
@@ -101,8 +101,8 @@ class LiveViewer(Viewer):
             await engine.refresh(with_blocks=topics.blocks is not None, with_stacks=topics.loop is not None)
             tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
             if self.topics.overview is not None:
-                parts, names = feed.trace_log(engine).window()
-                await feed.bottleneck.refresh(partial(find_bottleneck, parts, names, now_ns))
+                parts, names = sources.trace_log(engine).window()
+                await sources.bottleneck.refresh(partial(find_bottleneck, parts, names, now_ns))
             timeline = self._timeline
             if timeline is not None and timeline.sequence_id is not None and not self._is_explained:
                 is_over = timeline.is_over
@@ -127,15 +127,15 @@ class LiveViewer(Viewer):
         service, window = self._service, self.topics.requests or Window()
         trees: dict[str, Callable[[], Any]] = {
             "overview": lambda: (
-                snapshots.overview(engine, service.health) | {"bottleneck": self._feed.bottleneck.value}
+                snapshots.overview(engine, service.health) | {"bottleneck": self._sources.bottleneck.value}
             ),
             "pipeline": lambda: snapshots.pipeline(engine),
             "requests": lambda: snapshots.requests(
                 engine, window.offset, window.limit, newest_first=window.newest_first, only=self._own_requests()
             ),
             "request": lambda: self._look_at(engine),
-            "recent": lambda: {"rows": [told for owner, told in self._feed.recent if self._sees(owner)]},
-            "latency": lambda: {} if (times := self._feed.metrics.latencies) is None else snapshots.latency(times),
+            "recent": lambda: {"rows": [told for owner, told in self._sources.recent if self._sees(owner)]},
+            "latency": lambda: {} if (times := self._sources.metrics.latencies) is None else snapshots.latency(times),
             "loop": lambda: snapshots.loop_health(engine, service.oversight),
             "config": lambda: {"rows": snapshots.configuration(engine, service)},
         }
@@ -144,7 +144,7 @@ class LiveViewer(Viewer):
             self.tree(name, trees[name](), update)
 
         def steps(name: str, update: Update) -> None:
-            trace = self._feed.trace_log(engine)
+            trace = self._sources.trace_log(engine)
 
             def since(number: int) -> tuple[list[Any], int]:
                 rows, count = trace.steps_since(number)
@@ -153,7 +153,7 @@ class LiveViewer(Viewer):
             self.grown(name, since, trace.num_skipped, update)
 
         def incidents(name: str, update: Update) -> None:
-            trace = self._feed.trace_log(engine)
+            trace = self._sources.trace_log(engine)
             self.grown(name, trace.incidents_since, trace.num_skipped, update)
 
         def blocks(name: str, update: Update) -> None:
@@ -181,13 +181,13 @@ class LiveViewer(Viewer):
 
     def _own_requests(self) -> frozenset[str] | None:
         """Ids of the live requests that the viewer may see; None: all."""
-        if self._is_admin or not self._feed.keys:
+        if self._is_admin or not self._sources.keys:
             return None
         live = self._service.live
         return frozenset(request_id for request_id, one in live.items() if one.owner == self._owner)
 
     def _may_see(self, request_id: str) -> bool:
-        if self._is_admin or not self._feed.keys:
+        if self._is_admin or not self._sources.keys:
             return True
         service = self._service
         live = service.live.get(request_id) or service.ended.get(request_id)

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..api.openai.bodies import Body
+from ..api.schema.body import Body
 from ..api.schema.validation import read_typed
 from ..http.api_keys import MAX_KEY_CHARS
-from ..websocket.envelopes import MAX_ID_CHARS
+from ..http.request_context import MAX_ID_CHARS
 
 MAX_OFFSET = 2**31 - 1
 MAX_TIME_S, MAX_SPEED = 1e9, 1_000.0

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-from ..api.openai.bodies import Body
+from ..api.schema.body import Body
 from ..config import ServerConfig
 from ..errors import ApiError
 from ..websocket.peer import Peer

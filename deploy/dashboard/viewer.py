@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from ...runtime.env.log import get_logger
-from ..api.openai.bodies import Body
+from ..api.schema.body import Body
 from ..config import ServerConfig
 from ..errors import ApiError
 from ..http.websocket_frames import POLICY_VIOLATION

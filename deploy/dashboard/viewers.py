@@ -10,7 +10,7 @@ from aiohttp import web
 from ...runtime.env.log import get_logger
 from ..config import ServerConfig
 from ..errors import ApiError, unforeseen
-from ..server.middleware import REQUEST_ID
+from ..http.request_context import REQUEST_ID
 from ..websocket.peer import INTERNAL_ERROR, TRY_AGAIN_LATER, Peer
 from .viewer import Viewer
 

@@ -3,6 +3,6 @@
 Owns: the times of recently ended requests, for those that the trace no longer covers.
 In: queries.
 Out: JSON.
-Imports: the root of `deploy`, `http`, `metrics`, `api`.
+Imports: the root of `deploy`, `http`, `api`.
 Start with: `routes.py`.
 """

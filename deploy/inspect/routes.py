@@ -19,8 +19,8 @@ from ..api.service import MAX_ENDED, Live, Service
 from ..errors import ApiError, shorten
 from ..http.api_keys import Keys
 from ..http.query_params import whole_number
-from ..server.middleware import OWNER
-from ..server.routes import answer
+from ..http.request_context import OWNER
+from ..http.responses import answer
 from .request_history import Remembered
 
 if TYPE_CHECKING:

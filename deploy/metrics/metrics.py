@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
     from ...stages.exit.outboxes import RequestOutbox
     from ...stages.schedule.speculation import Speculation
-    from ..api.service import Service
     from .otlp_export import Telemetry
+    from .watchdog import Oversight
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 CAUSES = ("cancel", "disconnect", "deadline", "stalled_reader", "server_shutdown", "abort")
@@ -36,8 +36,9 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class Metrics:
     """One server's metrics. `watch` once the engine is there; `render` at any time."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, oversight: Oversight) -> None:
+        self._oversight = oversight
+        self._model_name = ""
         self._engine: Engine | None = None
         self._latencies: Latencies | None = None
         self.telemetry: Telemetry | None = None  # whose counts are told, too
@@ -49,8 +50,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def watch(self, engine: Engine) -> None:
-        """From now on the engine's requests are counted."""
+    def watch(self, engine: Engine, model_name: str) -> None:
+        """From now on the engine's requests are counted, under that name."""
+        self._model_name = model_name
         self._engine, self._latencies = engine, Latencies(engine)
         engine.exit.on_end.append(self._request_ended)
         engine.exit.on_start.append(self._latencies.request_started)
@@ -96,11 +98,10 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client at each scrape."""
-        names = self._service.model_names
-        labels = {"model_name": names[0] if names else "", "engine": "0"}
+        labels = {"model_name": self._model_name, "engine": "0"}
         yield from self._rejections()
-        yield from self._service.oversight.meter.collect()
-        yield counter("millrace:stalls", "Times that something stood still.", self._service.oversight.num_stalls, {})
+        yield from self._oversight.meter.collect()
+        yield counter("millrace:stalls", "Times that something stood still.", self._oversight.num_stalls, {})
         sent, dropped = (0, 0) if self.telemetry is None else (self.telemetry.num_sent, self.telemetry.num_dropped)
         yield counter("millrace:otlp_requests_sent", "Requests that a collector was told of.", sent, {})
         yield counter("millrace:otlp_requests_dropped", "Requests that it could not be told of.", dropped, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,8 @@ from ...runtime.env.log import get_logger
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
-    from .metrics import Metrics
+
+NumTokens = Callable[["Engine"], tuple[int, int]]  # so far: of prompts, and generated
 
 log = get_logger("millrace.deploy")
 
@@ -29,9 +31,9 @@ class _Counts:
 class StatsLine:
     """One engine's. `look` says it whenever `interval_s` have passed and something was under way meanwhile."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, interval_s: float) -> None:
+    def __init__(self, engine: Engine, num_tokens: NumTokens, interval_s: float) -> None:
         self._engine = engine
-        self._metrics = metrics
+        self._num_tokens = num_tokens
         self._interval_s = interval_s
         self._last_s = engine.pipeline.env.now()
         self._last = self._counts()
@@ -74,7 +76,7 @@ class StatsLine:
         )
 
     def _counts(self) -> _Counts:
-        num_prompt, num_generated = self._metrics.num_tokens(self._engine)
+        num_prompt, num_generated = self._num_tokens(self._engine)
         if not self._engine.has_core:
             return _Counts(num_prompt, num_generated, 0, 0, 0, 0, 0, 0)
         cache = self._engine.prefix_cache

@@ -20,11 +20,10 @@ from ...runtime.trace.tracer import EventKind
 from ...runtime.watch import Watch
 from ..config import ServerConfig
 from .loop_meter import LoopGuard, LoopMeter
-from .stats_line import StatsLine
+from .stats_line import NumTokens, StatsLine
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
-    from .metrics import Metrics
 
 log = get_logger("millrace.deploy")
 
@@ -46,10 +45,10 @@ class Oversight:
         self._watch: Watch | None = None
         self._next_look_s = 0.0
 
-    def watch(self, engine: Engine, metrics: Metrics) -> None:
-        """From now on."""
+    def watch(self, engine: Engine, num_tokens: NumTokens) -> None:
+        """From now on. `num_tokens` is what the line of statistics counts."""
         self._engine = engine
-        self._stats = StatsLine(engine, metrics, self._stats_interval_s)
+        self._stats = StatsLine(engine, num_tokens, self._stats_interval_s)
         engine.pipeline.on_crash.append(self._crashed)
         self._guard = LoopGuard(self.meter, self._timeout_s, self._loop_stalled)
         self._guard.start()

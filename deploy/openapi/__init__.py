@@ -1,8 +1,8 @@
 """The OpenAPI document and its page, from the table of operations.
 
-Owns: the shapes of answers.
+Owns: nothing.
 In: the operations and the bodies' models.
 Out: `GET /openapi.json`, `GET /docs`.
-Imports: the root of `deploy`, `http`, `api`, `inspect`, `websocket`.
+Imports: the root of `deploy`, `http`, `api`; `shapes` <- `operations`, which also imports each API, `inspect`, `admin`.
 Start with: `document.py`; `operations/` is the table.
 """

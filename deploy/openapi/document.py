@@ -12,8 +12,8 @@ from pydantic.json_schema import models_json_schema
 from ..api.schema.hints import ModelLimits, Schema, settle
 from ..config import ServerConfig
 from ..http.body_reader import MAX_CHUNKS
-from . import shapes
 from .operations import OPERATIONS, Content, Operation
+from .shapes import openai as shapes
 
 REF = "#/components/schemas/{model}"
 SECURITY_SCHEMES: dict[str, Schema] = {

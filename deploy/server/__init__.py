@@ -3,6 +3,6 @@
 Owns: the aiohttp application.
 In: connections.
 Out: every route of the server.
-Imports: all of `deploy` but `cli`.
+Imports: all of `deploy` but `cli`; no other room makes the routing table.
 Start with: `server.py`, then `routes.py`.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -17,21 +16,12 @@ from ..errors import ApiError, describe, shorten, unforeseen
 from ..http.api_keys import Keys
 from ..http.connections import error_response
 from ..http.origin_check import Gate
-from ..http.trace_context import CURRENT, TraceContext, read_traceparent
-
-REQUEST_ID = web.RequestKey("request_id", str)
-OWNER = web.RequestKey("owner", str)
-TRACE = web.RequestKey("trace", TraceContext)
+from ..http.request_context import OWNER, REQUEST_ID, TRACE, settled_id
+from ..http.trace_context import CURRENT, read_traceparent
 
 NO_KEYS = Keys(())
-_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 log = get_logger("millrace.deploy")
-
-
-def settled_id(wanted: str | None) -> str:
-    """The id a client wants for its request, or one of ours if it wants none or one that has no place in a header."""
-    return wanted if wanted is not None and _ID_PATTERN.fullmatch(wanted) else uuid.uuid4().hex
 
 
 def identify(count_rejection: Callable[[str], object]) -> Middleware:

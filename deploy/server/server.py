@@ -20,6 +20,7 @@ from ..config import ServerConfig
 from ..http.api_keys import Keys
 from ..http.listener import Runner, Site
 from ..http.origin_check import Gate, guard
+from ..http.package_version import package_version
 from ..http.tls import tls_context
 from ..inspect.routes import Inside
 from ..metrics.metrics import Metrics
@@ -27,7 +28,7 @@ from ..metrics.otlp_export import Telemetry
 from ..openapi.docs_page import Docs
 from .middleware import NO_KEYS, add_headers, check_keys, identify
 from .request_log import RequestLog
-from .routes import Routes, package_version
+from .routes import Routes
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
@@ -49,7 +50,7 @@ class Server:
         self.config = config
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="millrace-http")  # long bodies and prompts
         self.service = Service(config, self._threads)
-        self.metrics = Metrics(self.service)
+        self.metrics = Metrics(self.service.oversight)
         endpoint = config.otlp_traces_endpoint
         self.telemetry = None if endpoint is None else Telemetry(endpoint, package_version(), self._threads)
         self.metrics.telemetry = self.telemetry
@@ -85,11 +86,11 @@ class Server:
     def attach(self, engine: Engine) -> None:
         """From now on requests are served."""
         self.service.attach(engine)
-        self.metrics.watch(engine)
+        self.metrics.watch(engine, self.service.model_names[0])
         self._sockets.watch(engine)
         self._routes.feed.watch(engine)
         self._inside.remembered.watch(engine)
-        self.service.oversight.watch(engine, self.metrics)
+        self.service.oversight.watch(engine, self.metrics.num_tokens)
         if self.telemetry is not None:
             self.telemetry.watch(engine, self.service.model_names[0])
         if self.config.log_requests:

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ApiError, not_serving
+from .context import SocketContext
 from .envelopes import error_message, parse
 from .peer import GOING_AWAY, INVALID_PAYLOAD, Peer
-
-if TYPE_CHECKING:
-    from .hub import Hub
 
 
 class SocketSession:
     """What one socket has under way. `run` returns, or is cancelled, when the socket is gone."""
 
-    def __init__(self, hub: Hub, peer: Peer, owner: str) -> None:
+    def __init__(self, context: SocketContext, peer: Peer, owner: str) -> None:
         self.peer = peer
         self.owner = owner
-        self._hub = hub
+        self._context = context
 
     @property
     def is_idle(self) -> bool:
@@ -44,7 +42,7 @@ class SocketSession:
         try:
             while (data := await self.peer.receive()) is not None:
                 try:
-                    raw = await self._hub.compute(len(data), parse, data, self._hub.config.max_body_bytes)
+                    raw = await self._context.compute(len(data), parse, data, self._context.config.max_body_bytes)
                 except ApiError as error:
                     await self.peer.end(INVALID_PAYLOAD, error)
                     continue
@@ -54,11 +52,11 @@ class SocketSession:
 
     def end_if_drained(self) -> None:
         """Says goodbye if the server is to stop and nothing is under way here."""
-        if self._hub.service.is_draining and self.is_idle:
-            self._hub.spawn(self.peer.end(GOING_AWAY, not_serving(self._hub.service.health)))
+        if self._context.service.is_draining and self.is_idle:
+            self._context.spawn(self.peer.end(GOING_AWAY, not_serving(self._context.service.health)))
 
     async def _tell(self, error: ApiError, about: Mapping[str, Any]) -> None:
         """Says what is wrong, and with which message."""
-        self._hub.metrics.count_rejection(error.code)
+        self._context.metrics.count_rejection(error.code)
         with suppress(ConnectionError):  # nobody is there to be told
             await self.peer.send(error_message(error, about))

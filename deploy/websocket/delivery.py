@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import orjson
 
@@ -16,17 +16,31 @@ from ..errors import ApiError
 from .window import Window
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .peer import Peer
 
 
-class Delivery:
+class Recipient(Protocol):
+    """The session in which messages reach a client."""
+
+    peer: Peer
+    num_kept: int  # bytes of messages in the windows of its requests
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its requests may leave more messages unacknowledged."""
+
+
+R = TypeVar("R", bound=Recipient)
+
+
+class Delivery(Generic[R]):
     """The way to the client of request `id`. `bell` is set whenever there may be room again.
 
     With `keep`, messages are kept until the client has acknowledged them, and while too many are not, there is no room.
     """
 
-    def __init__(self, id: str, session: Session, keep: bool) -> None:
-        self.session: Session | None = session
+    def __init__(self, id: str, session: R, keep: bool) -> None:
+        self.session: R | None = session
         self.bell = asyncio.Event()
         self._name = b'"id":' + orjson.dumps(id)
         self._window = Window(keep)
@@ -89,7 +103,7 @@ class Delivery:
             raise ApiError("invalid_value", message, param="last")
         self._check_sent(last)
 
-    async def resume(self, session: Session, last: int) -> None:
+    async def resume(self, session: R, last: int) -> None:
         """Goes on in another session, behind message `last`."""
         self.leave()
         self._window.acknowledge(last)
@@ -113,7 +127,7 @@ class Delivery:
         if last > self._window.last:
             raise ApiError("invalid_value", f"last = {last}: the last sent is {self._window.last}", param="last")
 
-    async def _send(self, session: Session, message: bytes) -> None:
+    async def _send(self, session: R, message: bytes) -> None:
         """A client that is gone is for its session to notice."""
         with suppress(ConnectionError):
             await session.peer.send(message)

@@ -11,14 +11,13 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field
 
-from ..api.openai.bodies import Body
+from ..api.schema.body import Body
 from ..api.schema.validation import read_typed
 from ..errors import ApiError
 from ..http.json_limits import JsonLimits, parse_object
+from ..http.request_context import MAX_ID_CHARS
 
 MAX_CREDIT = 2**31 - 1
-
-MAX_ID_CHARS = 128
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 

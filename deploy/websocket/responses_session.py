@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -13,12 +13,10 @@ from ...runtime.env.log import bound
 from ..api.openai.generation import told
 from ..api.responses.service import Asked, Responses
 from ..errors import ApiError, shorten
+from ..http.request_context import MAX_ID_CHARS
 from .base_session import SocketSession
-from .envelopes import MAX_ID_CHARS
+from .context import SocketContext
 from .peer import Peer
-
-if TYPE_CHECKING:
-    from .hub import Hub
 
 CREATE = "response.create"
 
@@ -27,8 +25,8 @@ class ResponsesSession(SocketSession):
     """What one such socket has under way: responses one after another, or with a `stream_id`, one after another of the
     same id and beside those of others. All of them end with the socket."""
 
-    def __init__(self, hub: Hub, peer: Peer, owner: str, client_id: str, responses: Responses) -> None:
-        super().__init__(hub, peer, owner)
+    def __init__(self, context: SocketContext, peer: Peer, owner: str, client_id: str, responses: Responses) -> None:
+        super().__init__(context, peer, owner)
         self._client_id = client_id
         self._responses = responses
         self._lanes: dict[str | None, asyncio.Task[None]] = {}  # the last of each stream_id
@@ -46,14 +44,14 @@ class ResponsesSession(SocketSession):
         lane = raw.pop("stream_id", None)
         try:
             _check(raw, lane)
-            if len(self._tasks) >= self._hub.config.ws_max_streams:
+            if len(self._tasks) >= self._context.config.ws_max_streams:
                 message = f"{len(self._tasks)} responses are under way on this socket: wait for one to end"
                 raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
-            asked = await self._hub.compute(num_bytes, self._responses.read, _body(raw))
+            asked = await self._context.compute(num_bytes, self._responses.read, _body(raw))
         except ApiError as error:
             await self._tell(error, _of(lane))
             return
-        task = self._lanes[lane] = self._hub.spawn(self._answer(asked, lane, self._lanes.get(lane)))
+        task = self._lanes[lane] = self._context.spawn(self._answer(asked, lane, self._lanes.get(lane)))
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._is_over(task, lane))
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..api.openai.generation import ENDPOINTS
 from ..errors import ApiError, shorten
+from ..http.request_context import MAX_ID_CHARS
 from .base_session import SocketSession
 from .envelopes import (
     KINDS,
-    MAX_ID_CHARS,
     Cancel,
     Create,
     Credit,
@@ -20,9 +20,7 @@ from .envelopes import (
 )
 from .peer import Peer
 from .stream import Stream
-
-if TYPE_CHECKING:
-    from .hub import Hub
+from .stream_registry import StreamRegistry
 
 MAX_KEPT_BYTES = 16 * 1024 * 1024  # of messages that one socket's client may leave unacknowledged, over all requests
 
@@ -30,8 +28,9 @@ MAX_KEPT_BYTES = 16 * 1024 * 1024  # of messages that one socket's client may le
 class Session(SocketSession):
     """What one socket has under way; its requests end with it, but for those that may be resumed."""
 
-    def __init__(self, hub: Hub, peer: Peer, owner: str) -> None:
-        super().__init__(hub, peer, owner)
+    def __init__(self, registry: StreamRegistry[Stream], peer: Peer, owner: str) -> None:
+        super().__init__(registry.context, peer, owner)
+        self._registry = registry
         self.num_kept = 0  # bytes of messages in the windows of its streams
         self._streams: dict[str, Stream] = {}
 
@@ -62,7 +61,7 @@ class Session(SocketSession):
 
     async def take(self, raw: dict[str, Any], num_bytes: int) -> None:
         try:
-            await self._do(read_envelope(raw, self._hub.config.strict_fields), num_bytes)
+            await self._do(read_envelope(raw, self._context.config.strict_fields), num_bytes)
         except ApiError as error:
             await self._tell(error, _what_of(raw))
 
@@ -80,16 +79,18 @@ class Session(SocketSession):
 
     async def _create(self, create: Create, num_bytes: int) -> None:
         self._check_id(create.id)
-        limit = self._hub.config.ws_max_streams
+        limit = self._context.config.ws_max_streams
         if len(self._streams) >= limit:
             message = f"{limit} requests are under way on this socket: wait for one to end, or open another socket"
             raise ApiError("rate_limit_exceeded", message, retry_after_s=1.0)
         kind, shape = ENDPOINTS[create.endpoint]
-        order = await self._hub.compute(num_bytes, self._hub.generation.order, kind, create.body | {"stream": True})
-        self.add(Stream(self._hub, self, create, order, shape))
+        order = await self._context.compute(
+            num_bytes, self._context.generation.order, kind, create.body | {"stream": True}
+        )
+        self.add(Stream(self._registry, self, create, order, shape))
 
     async def _resume(self, envelope: Resume) -> None:
-        stream = self._hub.find(envelope.token, envelope.id, self.owner)
+        stream = self._registry.find(envelope.token, envelope.id, self.owner)
         if self._streams.get(envelope.id) is not stream:
             self._check_id(envelope.id)
         await stream.resume(self, envelope.last, envelope.credit)

@@ -8,25 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...runtime.env.log import bound
 from ..api.openai.answers import Answer
 from ..api.openai.chunks import Chunks
 from ..api.openai.generation import Order, in_terms_of, told
 from ..errors import ApiError, not_serving
-from ..server.middleware import settled_id
-from .delivery import Delivery
+from ..http.request_context import settled_id
+from .delivery import Delivery, Recipient
 from .envelopes import Create, error_members, members
+from .stream_registry import StreamRegistry
 
 if TYPE_CHECKING:
     from ...stages.exit.outboxes import RequestOutbox
-    from .hub import Hub
-    from .session import Session
 
 
 class Cancelled(Exception):
     """The client wants no more of it."""
+
+
+class StreamSession(Recipient, Protocol):
+    """The session that a stream belongs to."""
+
+    owner: str  # of its API key
+
+    def add(self, stream: Stream) -> None:
+        """A request is this session's from now on."""
+
+    def drop(self, stream: Stream) -> None:
+        """It is not any more."""
 
 
 class Stream:
@@ -35,12 +46,20 @@ class Stream:
     It belongs to the session that made it. With a `token` it outlives that for a while, and may go on in another.
     """
 
-    def __init__(self, hub: Hub, session: Session, create: Create, order: Order, shape: type[Answer]) -> None:
+    def __init__(
+        self,
+        registry: StreamRegistry[Stream],
+        session: StreamSession,
+        create: Create,
+        order: Order,
+        shape: type[Answer],
+    ) -> None:
         self.id = create.id
         self.owner = session.owner
         self.token = secrets.token_urlsafe(18) if create.resume else None
-        self.delivery = Delivery(create.id, session, keep=create.resume)
-        self._hub = hub
+        self.delivery: Delivery[StreamSession] = Delivery(create.id, session, keep=create.resume)
+        self._registry = registry
+        self._context = registry.context
         self._order = order
         self._shape = shape
         self._credit = create.credit
@@ -57,8 +76,8 @@ class Stream:
         self._starved_s = 0.0
         self._num_chunks = 0
         if create.resume:
-            hub.keep(self)
-        self._task = hub.spawn(self._run())
+            registry.keep(self)
+        self._task = self._context.spawn(self._run())
 
     # -- what its client says
 
@@ -75,10 +94,10 @@ class Stream:
     def cancel(self) -> None:
         """Ends it: `usage` and `done` come next, whatever is waiting."""
         self._is_cancelled = True
-        self._hub.abort(self._answer_id)
+        self._registry.abort(self._answer_id)
         self.delivery.bell.set()
 
-    async def resume(self, session: Session, last: int, credit: int | None) -> None:
+    async def resume(self, session: StreamSession, last: int, credit: int | None) -> None:
         """Goes on in another session, behind message `last`, with new credit if given. `ApiError` if what follows that
         message is not kept."""
         self.delivery.check_resumption(last)
@@ -88,7 +107,7 @@ class Stream:
         self._stop_expiry()
         if credit is not None:
             self._credit = max(0, credit - self.delivery.num_after(last))
-        self._hub.take_back(self)
+        self._registry.take_back(self)
         session.add(self)
         await self.delivery.resume(session, last)
         if self._is_done:
@@ -99,7 +118,7 @@ class Stream:
     def leave(self, cause: str, for_good: bool) -> None:
         """Its session is over. It ends too, unless it may be resumed."""
         self.delivery.leave()
-        if for_good or self.token is None or not self._hub.adopt(self):
+        if for_good or self.token is None or not self._registry.adopt(self):
             self.stop(cause)
         elif self._expiry is None:
             self._expire_later()
@@ -116,7 +135,7 @@ class Stream:
 
     def _expire_later(self) -> None:
         self._stop_expiry()
-        self._expiry = self._loop.call_later(self._hub.config.ws_resume_window_s, self.stop)
+        self._expiry = self._loop.call_later(self._context.config.ws_resume_window_s, self.stop)
 
     def _stop_expiry(self) -> None:
         if self._expiry is not None:
@@ -126,7 +145,7 @@ class Stream:
     def _forget(self) -> None:
         """Nobody can find it any more."""
         self._stop_expiry()
-        self._hub.forget(self)
+        self._registry.forget(self)
         if self.delivery.session is not None:
             self.delivery.session.drop(self)
 
@@ -136,20 +155,20 @@ class Stream:
         request_id = settled_id(self._order.body.request_id or self.id)
         with bound(request_id=request_id):
             try:
-                self._answer_id = self._hub.open(self, self._shape.PREFIX, request_id)
+                self._answer_id = self._registry.open(self, self._shape.PREFIX, request_id)
                 await self._answer()
             except Exception as error:
                 if self._cause == "disconnect":
                     self._cause = "error"
                 known = told(in_terms_of(self._order.body, error, request_id), request_id)
-                self._hub.metrics.count_rejection(known.code)
+                self._context.metrics.count_rejection(known.code)
                 await self._put_last(b"error", error_members(known))
             finally:
                 if self._answer_id:
-                    self._hub.close_request(self._answer_id, self._cause)
+                    self._registry.close_request(self._answer_id, self._cause)
 
     async def _answer(self) -> None:
-        generation, order = self._hub.generation, self._order
+        generation, order = self._context.generation, self._order
         await self.delivery.tell(b"created", self._created())
         self._outbox = await generation.submit(self._answer_id, order)
         answer = generation.answer(self._shape, self._answer_id, order)
@@ -196,7 +215,7 @@ class Stream:
             if not self.delivery.is_open:
                 deadline_s = None  # its time is that of the resume window
             elif deadline_s is None:
-                deadline_s = self._loop.time() + self._hub.config.stalled_reader_s
+                deadline_s = self._loop.time() + self._context.config.stalled_reader_s
             await self._wait_for_bell(deadline_s)
         self._starved_s += self._loop.time() - began_s
 
@@ -214,7 +233,7 @@ class Stream:
         if self._outbox.cause == "stalled_reader":
             raise self._stalled()
         if self._outbox.cause == "server_shutdown":
-            raise not_serving(self._hub.service.health)
+            raise not_serving(self._context.service.health)
         raise Cancelled
 
     async def _wait_for_bell(self, deadline_s: float | None) -> None:
@@ -235,7 +254,7 @@ class Stream:
     def _created(self) -> bytes:
         said: dict[str, Any] = {"request_id": self._answer_id}
         if self.token is not None:
-            said |= {"token": self.token, "resume_window_s": self._hub.config.ws_resume_window_s}
+            said |= {"token": self.token, "resume_window_s": self._context.config.ws_resume_window_s}
         if self._order.ignored:
             said["ignored_fields"] = [name[:64] for name in self._order.ignored[:32]]
         return members(said)

@@ -1,8 +1,8 @@
-"""Checks of the Triton kernels without a GPU: cross-compilation and roofline costs.
+"""Checks of the Triton kernels: cross-compilation without a GPU, and roofline costs.
 
-Owns: the compile cases and the floors of bytes and operations.
+Owns: the list of kernel configurations in use, and the least bytes and operations of each kernel.
 In: kernels and shapes.
-Out: compiled code inspected for spills and copies; seconds at the roofline.
-Imports: all of `kernels`.
+Out: the compiled code's registers, spills and copies; seconds at the roofline.
+Imports: `kernels/layout`, `kernels/triton`.
 Start with: `compile_check.py`; run it as `python -m millrace.kernels.checks.compile_check`.
 """

@@ -1,27 +1,147 @@
-"""What the compile check compiles of the kernels around attention: one case for each shipped configuration."""
+"""The kernel launches that the compile check compiles: one case for each configuration in use."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..layout import sampling_rows
+from ..layout import sampling_rows, step_state
+from ..layout.work_lists import AttentionShape, extend_tiling
+from ..triton import attention as triton_attention
+from ..triton import attention_plan as triton_plan
 from ..triton import attention_prologue as triton_prologue
 from ..triton import block_copy as triton_copy
+from ..triton import layers as triton_layers
 from ..triton import logit_edits as triton_edits
 from ..triton import sampling as triton_sampling
+from ..triton import step_state as triton_step
 from ..triton import thresholds as triton_thresholds
-from .compile_check import TYPE_NAMES, Case
 
-FP8_ARCH = 89  # the first whose compiler knows e4m3
+NUM_PROCESSORS = 132  # of an H200
+FP8_ARCH = 89  # the first architecture with e4m3
+TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A configuration in use: one launch of one kernel, or two if partial sums are merged."""
+
+    name: str
+    launch: Callable[[], object]  # on meta tensors
+    copies_ahead: bool = False  # has loops over cached tokens, whose loads must be asynchronous
+    uses_wgmma: bool = False  # must have warpgroup matrix instructions on sm_90
+    least_arch: int = 80  # compute capability, as in `SHARED_BYTES`
+
+
+def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Case]:
+    """Every configuration in use on that chip, for these head sizes and types."""
+    cases = step_cases() + [case for dtype in dtypes for case in layer_cases(dtype)]
+    cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
+    small = torch.float8_e4m3fn
+    cases += [case for dim in head_dims for case in attention_cases(dim, torch.bfloat16, cache_dtype=small)]
+    cases += [case for dim in head_dims for case in group_cases(dim)]
+    cases += [case for dim in head_dims for dtype in dtypes for case in prologue_cases(arch, dim, dtype)]
+    cases += copy_cases() + [case for dtype in dtypes for case in sampling_cases(dtype)]
+    return [case for case in cases if arch >= case.least_arch]
+
+
+def layer_cases(dtype: torch.dtype) -> list[Case]:
+    """Norms and activation at the widths of an 8B model."""
+    x = _meta(64, 4096, dtype=dtype)
+    weight = _meta(4096, dtype=dtype)
+    q, _, _ = _qkv(32, 8, 128, dtype)
+    name = TYPE_NAMES[dtype]
+    return [
+        Case(f"rms_norm {name}", lambda: triton_layers.rms_norm(x, weight, 1e-5)),
+        Case(f"rms_norm heads {name}", lambda: triton_layers.rms_norm(q, weight[:128], 1e-6)),
+        Case(f"add_rms_norm {name}", lambda: triton_layers.add_rms_norm(x, x, weight, 1e-5)),
+        Case(f"silu_mul {name}", lambda: triton_layers.silu_mul(_meta(64, 2 * 14336, dtype=dtype))),
+    ]
+
+
+def attention_cases(
+    head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16, cache_dtype: torch.dtype | None = None
+) -> list[Case]:
+    """Decode, and extend in a mixed batch, each with lists and merge: plain, with a window, a cap, fixed cuts."""
+    q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
+    tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
+    lengths, starts = _meta(64, dtype=torch.int32), _meta(65, dtype=torch.int32)
+    scales = _meta(8, dtype=torch.float32) if cache_dtype else None
+
+    def shape_of(window: int | None, is_fixed: bool = False) -> AttentionShape:
+        return AttentionShape(8 * group, 8, head_dim, dtype, cache_dtype or dtype, (window,), is_fixed)
+
+    def attend(kind: str, window: int | None, soft_cap: float | None, is_fixed: bool) -> None:
+        plan = triton_plan.plan_attention(
+            shape_of(window, is_fixed), lengths, None if kind == "decode" else starts, 64, NUM_PROCESSORS
+        )
+        work = plan.decode[window] if kind == "decode" else plan.extend[window]
+        out = torch.empty_like(q)
+        triton_attention.attend(out, work, plan.partials, *tensors, head_dim**-0.5, window, soft_cap, scales, scales)
+
+    def case(kind: str, window: int | None = None, soft_cap: float | None = None, is_fixed: bool = False) -> Case:
+        options = f"{' window' if window else ''}{' cap' if soft_cap else ''}{' fixed' if is_fixed else ''}"
+        types = TYPE_NAMES[dtype] + (f" {TYPE_NAMES[cache_dtype]}" if cache_dtype else "")
+        return Case(
+            f"{kind}{options} {head_dim} {types}",
+            lambda: attend(kind, window, soft_cap, is_fixed),
+            copies_ahead=True,
+            uses_wgmma=kind == "extend"
+            and dtype != torch.float32
+            and extend_tiling(shape_of(window), 90).block_m >= 64,
+            least_arch=90 if cache_dtype else 80,
+        )
+
+    plain = [case("decode"), case("extend")]
+    others: list[tuple[int | None, float | None, bool]] = [(4096, None, False), (None, 50.0, False), (None, None, True)]
+    return [*plain, *(case(kind, *options) for options in others for kind in ("decode", "extend"))]
+
+
+def group_cases(head_dim: int) -> list[Case]:
+    """Other numbers of query heads to a key/value head, as models have, in bfloat16, over a cache of either type.
+
+    The group size changes register use: with 2 heads, two programs instead of three once fitted, which made an H200 a
+    third slower.
+    """
+    sizes = [(group, cache) for group in (1, 2, 8) for cache in (None, torch.float8_e4m3fn)]
+    return [
+        replace(case, name=f"{case.name} group {group}")
+        for group, cache in sizes
+        for case in attention_cases(head_dim, torch.bfloat16, group, cache_dtype=cache)[:2]
+    ]
+
+
+def step_cases() -> list[Case]:
+    """The state of 256 sequences of at most 32k tokens, and a step of 256 rows and 1,024 tokens."""
+    ints, longs = torch.int32, torch.int64
+    tables = _meta(256, 2048, dtype=ints)
+    slots = step_state.SlotState(_meta(256, step_state.STATE_WIDTH, dtype=ints), _meta(256, 32768, dtype=ints), tables)
+    tokens, rows, row_ids = _meta(1024, dtype=longs), _meta(256, dtype=ints), _meta(256, dtype=longs)
+    buffers = step_state.StepBuffers(tokens, tokens, tokens, tables, _meta(257, dtype=ints), rows, row_ids, rows)
+    diff, out = _meta(8192, dtype=ints), _meta(2, 256, dtype=ints)
+    return [
+        Case("step news", lambda: triton_step.take_news(diff, slots)),
+        Case("step inputs", lambda: triton_step.make_inputs(diff, slots, buffers, 16)),
+        Case("step settle", lambda: triton_step.settle(out, row_ids, rows, slots)),
+    ]
 
 
 def prologue_cases(
     arch: int, head_dim: int, dtype: torch.dtype, num_heads: int = 32, num_groups: int = 8
 ) -> list[Case]:
-    """With and without norms of heads, half of a head rotated, and an fp8 cache where the chip has it."""
+    """With and without norms of heads, with half of a head rotated, and with an fp8 cache if the chip has fp8."""
 
     def prologue(num_pairs: int, has_norms: bool, is_fp8: bool) -> Tensor:
         num_heads, num_groups = 32, 8
@@ -53,7 +173,7 @@ def copy_cases() -> list[Case]:
 
 
 def sampling_cases(dtype: torch.dtype) -> list[Case]:
-    """The sampler's kernels at the vocabulary of Qwen3, and at one whose rows are not aligned."""
+    """The sampling kernels at the vocabulary of Qwen3, and at one whose rows are not aligned."""
     return [
         *_sampling_cases(dtype, 151_936, f"{TYPE_NAMES[dtype]}"),
         *_sampling_cases(dtype, 50_257, f"50257 {TYPE_NAMES[dtype]}")[:3],
@@ -84,11 +204,18 @@ def _sampling_cases(dtype: torch.dtype, vocab_size: int, name: str) -> list[Case
     ]
 
 
-def all_cases(arch: int, head_dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Case]:
-    """Every shipped configuration for that chip."""
-    prologues = [case for dim in head_dims for dtype in dtypes for case in prologue_cases(arch, dim, dtype)]
-    return prologues + copy_cases() + [case for dtype in dtypes for case in sampling_cases(dtype)]
-
-
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _qkv(num_heads: int, num_groups: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of one fused projection of 64 tokens."""
+    heads = _meta(64, num_heads + 2 * num_groups, head_dim, dtype=dtype)
+    keys_end = num_heads + num_groups
+    return heads[:, :num_heads], heads[:, num_heads:keys_end], heads[:, keys_end:]
+
+
+def _caches(num_groups: int, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One layer of 32, block-major: [N, layers, 2, G, B, D]."""
+    kv = _meta(1024, 32, 2, num_groups, block_size, head_dim, dtype=dtype)
+    return kv[:, 5, 0], kv[:, 5, 1]

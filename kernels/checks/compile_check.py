@@ -1,11 +1,17 @@
-"""Cross-compiles every Triton kernel as its launcher would launch it, with no GPU there, and inspects the code.
+"""Cross-compiles every Triton kernel as its launcher would launch it, without a GPU, and inspects the code.
 
-    python -m millrace.kernels.checks.compile_check            # all, for sm_90 and sm_80; exit status 1 on trouble
+    python -m millrace.kernels.checks.compile_check            # all, for sm_90 and sm_80; exit status 1 on a problem
     python -m millrace.kernels.checks.compile_check --quick    # head sizes 64 and 128 in bfloat16
 
-What it holds: no spilled register in a loop over tokens and hardly any outside, shared memory within the chip's limit,
-asynchronous copies in the loops over cached tokens, room on a multiprocessor for as many programs as are launched for
-each, and on sm_90 warpgroup matrix instructions in the extend kernel. Speed it cannot tell.
+It checks:
+
+- no spilled register in a loop over tokens, and at most STACK_BYTES outside;
+- shared memory within the chip's limit;
+- asynchronous copies in the loops over cached tokens;
+- room on a multiprocessor for all programs that are launched for it;
+- on sm_90, warpgroup matrix instructions in the extend kernel.
+
+It does not measure speed. `compile_cases.py` lists the launches.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -19,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,45 +36,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from ..layout import step_state
-from ..layout.work_lists import REGISTERS, AttentionShape, extend_tiling
+from ..layout.work_lists import REGISTERS
 from ..triton import attention as triton_attention
 from ..triton import attention_plan as triton_plan
 from ..triton import launch as triton_launch
-from ..triton import layers as triton_layers
-from ..triton import step_state as triton_step
+from .compile_cases import NUM_PROCESSORS, TYPE_NAMES, Case, all_cases
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block may have
-PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # blocks on one multiprocessor, each with 1 KiB of its own more
-NUM_PROCESSORS = 132  # of an H200
-# A thread's, for values outside loops over tokens: Triton 3.6 (PyTorch 2.11's) and 3.7 (2.13's) keep one of fp8 extend
-# there, read once an item, and 3.6 some of a row's threshold.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # most of a block
+PROCESSOR_SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}  # of a multiprocessor; each block takes 1 KiB more
+# Stack of a thread that is allowed outside loops over tokens. Triton 3.6 (PyTorch 2.11) and 3.7 (2.13) spill a value of
+# fp8 extend that is read once an item; 3.6 also spills some of `thresholds`.
 STACK_BYTES = {"3.6": 32, "3.7": 8}.get(".".join(triton.__version__.split(".")[:2]), 0)
-TYPE_NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.uint8: "u8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A configuration that is shipped: one launch of one kernel (or two, where pieces are merged)."""
-
-    name: str
-    launch: Callable[[], object]  # on meta tensors
-    copies_ahead: bool = False  # loops over cached tokens, whose loads must be asynchronous
-    uses_wgmma: bool = False  # on sm_90
-    least_arch: int = 80  # compute capability, as in `SHARED_BYTES`
 
 
 class Launch(NamedTuple):
-    """What a launcher passed: the kernel and its arguments by name, compile options among them."""
+    """A launch as recorded: the kernel, its grid, its arguments by name, and the compile options."""
 
     kernel: JITFunction[Any]
     grid: tuple[int, ...]
@@ -78,22 +60,22 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the compiler made of a kernel."""
+    """The resources and instructions of a compiled kernel."""
 
     name: str
     arch: int
-    num_programs: int  # launched, for each of NUM_PROCESSORS
+    num_programs: int  # launched for each of NUM_PROCESSORS
     num_warps: int
-    registers: int  # a thread
-    stack_bytes: int  # a thread; spilled registers lie there
+    registers: int  # of a thread
+    stack_bytes: int  # of a thread; holds spilled registers
     local_bytes: int
-    shared_bytes: int  # a block
+    shared_bytes: int  # of a block
     num_async_copies: int
     num_warpgroup_dots: int
     num_loop_spills: int = 0  # see `spills_in_loops`
 
     def problems(self, case: Case) -> list[str]:
-        """What is wrong with it, in sentences; empty if nothing."""
+        """A description of each failed check; empty if all pass."""
         found = []
         if self.stack_bytes > STACK_BYTES or self.local_bytes or self.num_loop_spills:
             found.append(
@@ -115,96 +97,18 @@ class Report:
 
     @property
     def occupancy(self) -> int:
-        """Blocks for which a multiprocessor has registers (given out to a warp by 8 a thread) and shared memory."""
+        """Blocks that fit on a multiprocessor by registers (8 a thread is a warp's unit) and shared memory."""
         by_registers = REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.num_warps)
         return min(by_registers, PROCESSOR_SHARED_BYTES[self.arch] // (self.shared_bytes + 1024))
 
 
-def layer_cases(dtype: torch.dtype) -> list[Case]:
-    """The small kernels at the widths of an 8B model."""
-    x = _meta(64, 4096, dtype=dtype)
-    weight = _meta(4096, dtype=dtype)
-    q, _, _ = _qkv(32, 8, 128, dtype)
-    name = TYPE_NAMES[dtype]
-    return [
-        Case(f"rms_norm {name}", lambda: triton_layers.rms_norm(x, weight, 1e-5)),
-        Case(f"rms_norm heads {name}", lambda: triton_layers.rms_norm(q, weight[:128], 1e-6)),
-        Case(f"add_rms_norm {name}", lambda: triton_layers.add_rms_norm(x, x, weight, 1e-5)),
-        Case(f"silu_mul {name}", lambda: triton_layers.silu_mul(_meta(64, 2 * 14336, dtype=dtype))),
-    ]
-
-
-def attention_cases(
-    head_dim: int, dtype: torch.dtype, group: int = 4, block_size: int = 16, cache_dtype: torch.dtype | None = None
-) -> list[Case]:
-    """Decode, and extend as in a mixed batch, each with lists and merge: plain, with a window, a cap, fixed cuts."""
-    q, _, _ = _qkv(8 * group, 8, head_dim, dtype)
-    tensors = (q, *_caches(8, block_size, head_dim, cache_dtype or dtype), _meta(64, 512, dtype=torch.int32))
-    lengths, starts = _meta(64, dtype=torch.int32), _meta(65, dtype=torch.int32)
-    scales = _meta(8, dtype=torch.float32) if cache_dtype else None
-
-    def shape_of(window: int | None, is_fixed: bool = False) -> AttentionShape:
-        return AttentionShape(8 * group, 8, head_dim, dtype, cache_dtype or dtype, (window,), is_fixed)
-
-    def attend(kind: str, window: int | None, soft_cap: float | None, is_fixed: bool) -> None:
-        plan = triton_plan.plan_attention(
-            shape_of(window, is_fixed), lengths, None if kind == "decode" else starts, 64, NUM_PROCESSORS
-        )
-        work = plan.decode[window] if kind == "decode" else plan.extend[window]
-        out = torch.empty_like(q)
-        triton_attention.attend(out, work, plan.partials, *tensors, head_dim**-0.5, window, soft_cap, scales, scales)
-
-    def case(kind: str, window: int | None = None, soft_cap: float | None = None, is_fixed: bool = False) -> Case:
-        options = f"{' window' if window else ''}{' cap' if soft_cap else ''}{' fixed' if is_fixed else ''}"
-        types = TYPE_NAMES[dtype] + (f" {TYPE_NAMES[cache_dtype]}" if cache_dtype else "")
-        return Case(
-            f"{kind}{options} {head_dim} {types}",
-            lambda: attend(kind, window, soft_cap, is_fixed),
-            copies_ahead=True,
-            uses_wgmma=kind == "extend"
-            and dtype != torch.float32
-            and extend_tiling(shape_of(window), 90).block_m >= 64,
-            least_arch=90 if cache_dtype else 80,
-        )
-
-    plain = [case("decode"), case("extend")]
-    others: list[tuple[int | None, float | None, bool]] = [(4096, None, False), (None, 50.0, False), (None, None, True)]
-    return [*plain, *(case(kind, *options) for options in others for kind in ("decode", "extend"))]
-
-
-def group_cases(head_dim: int) -> list[Case]:
-    """As many query heads to a key/value head as models have, in bfloat16, over a cache of either kind. The same lines
-    take other registers: of 2 heads so many that two programs of three fitted, and an H200 took a third longer."""
-    sizes = [(group, cache) for group in (1, 2, 8) for cache in (None, torch.float8_e4m3fn)]
-    return [
-        replace(case, name=f"{case.name} group {group}")
-        for group, cache in sizes
-        for case in attention_cases(head_dim, torch.bfloat16, group, cache_dtype=cache)[:2]
-    ]
-
-
-def step_cases() -> list[Case]:
-    """The state of 256 sequences of at most 32k tokens, and a step of so many rows and 1,024 tokens."""
-    ints, longs = torch.int32, torch.int64
-    tables = _meta(256, 2048, dtype=ints)
-    slots = step_state.SlotState(_meta(256, step_state.STATE_WIDTH, dtype=ints), _meta(256, 32768, dtype=ints), tables)
-    tokens, rows, row_ids = _meta(1024, dtype=longs), _meta(256, dtype=ints), _meta(256, dtype=longs)
-    buffers = step_state.StepBuffers(tokens, tokens, tokens, tables, _meta(257, dtype=ints), rows, row_ids, rows)
-    diff, out = _meta(8192, dtype=ints), _meta(2, 256, dtype=ints)
-    return [
-        Case("step news", lambda: triton_step.take_news(diff, slots)),
-        Case("step inputs", lambda: triton_step.make_inputs(diff, slots, buffers, 16)),
-        Case("step settle", lambda: triton_step.settle(out, row_ids, rows, slots)),
-    ]
-
-
 def check(case: Case, arch: int) -> list[Report]:
-    """Compiles what the case launches."""
+    """Compiles the launches of a case for `arch`."""
     return [_compile(launch, case.name, arch) for launch in recorded_launches(case.launch, arch)]
 
 
 def recorded_launches(launch: Callable[[], object], arch: int) -> list[Launch]:
-    """The kernel launches of `launch()`, which are written down instead of done. Its tensors are meta tensors."""
+    """The kernel launches of `launch()`, recorded instead of run. Its tensors are meta tensors."""
     if triton_launch.IS_INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, so the kernels are not compiled; unset it for the compile check")
     launches = []
@@ -284,14 +188,14 @@ def _type_of(value: object) -> str:
 
 
 def _is_aligned(value: object) -> bool:
-    """Whether a launch would tell the compiler so: allocations are, and numbers that 16 divides."""
+    """Whether a launch would declare the value divisible by 16: allocations are, and such numbers."""
     return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def spills_in_loops(listing: str) -> int:
-    """Instructions of `nvdisasm -c` that read or write the stack within an innermost loop.
+    """The number of instructions in a listing of `nvdisasm -c` that access the stack within an innermost loop.
 
-    Those are done for each few tokens; the others once a program, or once for each of its items.
+    These run every few tokens; the others run once a program or once an item.
     """
     labels: dict[str, int] = {}
     jumps: list[tuple[int, str]] = []
@@ -303,7 +207,7 @@ def spills_in_loops(listing: str) -> int:
             jumps.append((number, jump[1]))
         elif re.search(r"\b(LDL|STL)\b", line):
             spills.append(number)
-    ends: dict[int, int] = {}  # of loops, by where they begin: jumps backwards
+    ends: dict[int, int] = {}  # the end of each loop by its begin: backward jumps
     for number, target in jumps:
         if (begin := labels[target]) < number:
             ends[begin] = max(number, ends.get(begin, 0))
@@ -324,40 +228,16 @@ def _of_cubin(tool: str, option: str, cubin: bytes) -> str:
         return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _qkv(num_heads: int, num_groups: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of one fused projection of 64 tokens."""
-    heads = _meta(64, num_heads + 2 * num_groups, head_dim, dtype=dtype)
-    keys_end = num_heads + num_groups
-    return heads[:, :num_heads], heads[:, num_heads:keys_end], heads[:, keys_end:]
-
-
-def _caches(num_groups: int, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One layer of 32, block-major: [N, layers, 2, G, B, D]."""
-    kv = _meta(1024, 32, 2, num_groups, block_size, head_dim, dtype=dtype)
-    return kv[:, 5, 0], kv[:, 5, 1]
-
-
 def main() -> int:
-    from .compile_cases import all_cases
-
     parser = argparse.ArgumentParser(description="Cross-compile the Triton kernels and inspect the code.")
     parser.add_argument("--arch", type=int, choices=sorted(SHARED_BYTES), action="append", help="default: all")
     parser.add_argument("--quick", action="store_true", help="head sizes 64 and 128 in bfloat16 only")
     options = parser.parse_args()
     head_dims = (64, 128) if options.quick else (8, 16, 24, 64, 80, 96, 128, 256)
     dtypes = (torch.bfloat16,) if options.quick else (torch.bfloat16, torch.float16, torch.float32)
-    cases = step_cases() + [case for dtype in dtypes for case in layer_cases(dtype)]
-    cases += [case for dim in head_dims for dtype in dtypes for case in attention_cases(dim, dtype)]
-    small = torch.float8_e4m3fn
-    cases += [case for dim in head_dims for case in attention_cases(dim, torch.bfloat16, cache_dtype=small)]
-    cases += [case for dim in head_dims for case in group_cases(dim)]
     num_problems = 0
     for arch in options.arch or sorted(SHARED_BYTES, reverse=True):
-        for case in (case for case in cases + all_cases(arch, head_dims, dtypes) if arch >= case.least_arch):
+        for case in all_cases(arch, head_dims, dtypes):
             for report in check(case, arch):
                 problems = report.problems(case)
                 num_problems += len(problems)

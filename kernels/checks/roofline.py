@@ -1,7 +1,7 @@
-"""What each kernel must move and compute at the least: the floors that measured times are held against.
+"""The least bytes and operations of each kernel: the roofline that measured times are compared with.
 
-Bytes count each tensor once, as if caches never missed within a launch and never helped between two. A time of
-`max(bytes / bandwidth, flops / rate)` is a floor, not a forecast.
+Each tensor is counted once, as if caches never missed within a launch and never helped between two launches. The time
+`max(bytes / bandwidth, flops / rate)` is a lower bound, not a forecast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Work of one launch."""
+    """The bytes moved and operations computed by one launch."""
 
     num_bytes: int
     num_flops: int
@@ -21,7 +21,7 @@ class Cost:
         return Cost(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
 
     def floor_s(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """The shortest time on a device that moves and computes at these rates, side by side."""
+        """The least time in seconds on a device that moves and computes at these rates, both at once."""
         return max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
 
 
@@ -46,8 +46,10 @@ def attention_prologue(
     cache_size: int,
     has_norms: bool = False,
 ) -> Cost:
-    """Reads the projection once; writes what changes of the queries, and keys and values of `cache_size` bytes a
-    number. A row of the tables is rotary_dim f32 numbers, cosines and sines together; a position and a slot are i64."""
+    """Reads the projection once; writes what changes of queries, and keys and values of `cache_size` bytes a number.
+
+    A row of both tables together is `rotary_dim` f32 numbers; a position and a slot are i64.
+    """
     query_dim = head_dim if has_norms else rotary_dim
     read = num_heads * query_dim + 2 * num_groups * head_dim
     written = num_heads * query_dim * element_size + 2 * num_groups * head_dim * cache_size
@@ -58,12 +60,12 @@ def attention_prologue(
 
 
 def copy_blocks(num_blocks: int, block_bytes: int) -> Cost:
-    """`block_bytes` of a whole block, all layers."""
+    """`block_bytes` is the size of a whole block, all layers."""
     return Cost(num_blocks * (2 * block_bytes + 16), 0)
 
 
 def silu_mul(num_tokens: int, dim: int, element_size: int) -> Cost:
-    """`dim` is that of the result."""
+    """`dim` is the row size of the result."""
     return Cost(3 * num_tokens * dim * element_size, 5 * num_tokens * dim)
 
 
@@ -77,7 +79,7 @@ def paged_decode(
     window: int | None = None,
     cache_element_size: int | None = None,
 ) -> Cost:
-    """One new token for each of the sequences, which hold `lengths` tokens, the new ones included."""
+    """One new token for each sequence; `lengths` are their tokens, the new one included."""
     return paged_attention(
         [min(1, length) for length in lengths],
         lengths,
@@ -102,9 +104,9 @@ def paged_attention(
     window: int | None = None,
     cache_element_size: int | None = None,
 ) -> Cost:
-    """`num_new` tokens of sequences that hold `lengths` tokens, the new ones included; what cutting adds is apart.
+    """`num_new` tokens of sequences with `lengths` tokens, the new ones included. `walk_list` and `merge` add the cuts.
 
-    `cache_element_size` is that of keys and values, if not `element_size`.
+    `cache_element_size` is the size of a key or value number; None = `element_size`.
     """
     num_pairs = sum(seen_pairs(n, length, window) for n, length in zip(num_new, lengths, strict=True))
     num_cached = num_blocks = 0
@@ -119,7 +121,7 @@ def paged_attention(
 
 
 def list_work(num_sequences: int, num_items: int, num_splits: int, num_programs: int) -> Cost:
-    """A work list is made: from lengths and starts, items of 9 numbers, splits of 5, starts of programs, two counts."""
+    """Makes a list: reads lengths and starts; writes items of 9 numbers, splits of 5, program starts, two counts."""
     numbers = 2 * num_sequences + 1 + 9 * num_items + 5 * num_splits + num_programs + 3
     return Cost(4 * numbers, 0)
 
@@ -127,15 +129,17 @@ def list_work(num_sequences: int, num_items: int, num_splits: int, num_programs:
 def walk_list(
     num_items: int, num_programs: int, num_partial_rows: int, num_merged_rows: int, head_dim: int, element_size: int
 ) -> Cost:
-    """What a work list adds to `paged_attention`: it is read, and partial sums of `num_merged_rows` rows (token x head)
-    are written where results would be, with a maximum and a weight each."""
+    """The cost that a work list adds to `paged_attention`: reading it, and writing partial sums.
+
+    The partial sums, with a maximum and a weight each, replace the results of `num_merged_rows` rows (token x head).
+    """
     list_bytes = 4 * (8 * num_items + num_programs + 1)
     saved = num_merged_rows * head_dim * element_size
     return Cost(list_bytes + num_partial_rows * (head_dim + 2) * 4 - saved, 0)
 
 
 def merge(num_splits: int, num_partial_rows: int, num_merged_rows: int, head_dim: int, element_size: int) -> Cost:
-    """Partial sums are read, scaled and added up."""
+    """Reads, scales and adds up partial sums."""
     read = 4 * (num_partial_rows * (head_dim + 2) + 5 * num_splits + 1)
     return Cost(read + num_merged_rows * head_dim * element_size, 2 * num_partial_rows * head_dim)
 
@@ -147,5 +151,5 @@ def seen_pairs(num_new: int, length: int, window: int | None = None) -> int:
         return num_new * (fewest + length) // 2
     if fewest >= window:
         return num_new * window
-    num_growing = window - fewest  # tokens that see less than the window
+    num_growing = window - fewest  # tokens that see fewer than `window`
     return num_growing * (fewest + window - 1) // 2 + (num_new - num_growing) * window

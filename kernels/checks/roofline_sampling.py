@@ -1,6 +1,6 @@
-"""What each sampling kernel must move and compute at the least; see `roofline.py`.
+"""The least bytes and operations of each sampling kernel; see `roofline.py`.
 
-Integer work is not counted, and Philox is mostly that: drawing costs about 25 integer operations a token besides.
+Integer operations are not counted. Drawing takes about 25 of them a token, mostly for Philox.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from ..layout.sampling_rows import WIDTH
 from .roofline import Cost
 
-ROW_BYTES = 4 * WIDTH  # of what a slot asked for
+ROW_BYTES = 4 * WIDTH  # of a slot's sampling parameters
 INDEX_BYTES = 8  # of a slot, a position, a token
-GROUP = 4096  # tokens whose best one is written and read again: a number and an id
-GUMBEL_FLOPS = 16  # a token, with its temperature and its comparison
+GROUP = 4096  # tokens of a group, whose best number and id are written and read again
+GUMBEL_FLOPS = 16  # of a token, with temperature and comparison
 
 
 def choose(num_rows: int, num_random: int, vocab_size: int, element_size: int, num_cut: int = 0) -> Cost:
-    """`num_random` of the rows are drawn, `num_cut` of those above a threshold."""
+    """`num_random` of the rows are drawn, `num_cut` of them above a threshold."""
     logits = num_rows * vocab_size * element_size
     asked = num_rows * (ROW_BYTES + 3 * INDEX_BYTES) + 4 * num_cut
     bests = 2 * num_rows * -(-vocab_size // GROUP) * 8
@@ -26,8 +26,7 @@ def choose(num_rows: int, num_random: int, vocab_size: int, element_size: int, n
 
 
 def thresholds(num_rows: int, num_cut: int, vocab_size: int, element_size: int) -> Cost:
-    """`num_cut` of the rows have a threshold, and only those are read: once here, as the second look finds them in the
-    cache."""
+    """Only the `num_cut` rows with a threshold are read, and counted once, as the second pass hits the cache."""
     logits = num_cut * vocab_size * element_size
     return Cost(logits + num_rows * (ROW_BYTES + INDEX_BYTES + 4), 6 * num_cut * vocab_size)
 
@@ -35,7 +34,7 @@ def thresholds(num_rows: int, num_cut: int, vocab_size: int, element_size: int) 
 def edit(
     num_rows: int, vocab_size: int, element_size: int, num_penalised: int, num_masked: int, num_listed: Sequence[int]
 ) -> Cost:
-    """Reads logits and writes them in f32. `num_listed` of each row: ids that are biased or banned."""
+    """Reads logits and writes them in f32. `num_listed` is each row's number of biased or banned ids."""
     logits = num_rows * vocab_size * (element_size + 4)
     counts = num_penalised * vocab_size * 2
     masks = num_masked * -(-vocab_size // 32) * 4 + num_rows * INDEX_BYTES * (num_masked > 0)
@@ -48,7 +47,7 @@ def count_tokens(num_rows: int, num_penalised: int) -> Cost:
 
 
 def score(num_rows: int, vocab_size: int, element_size: int, num_top: int) -> Cost:
-    """`num_top` likeliest tokens of each row."""
+    """Scores a token of each row, and lists its `num_top` likeliest."""
     num_groups = -(-vocab_size // GROUP)
     logits = num_rows * vocab_size * element_size
     parts = 2 * num_rows * num_groups * (12 + 8 * num_top)

@@ -1,8 +1,8 @@
-"""Layouts that host and device share: sampling rows, step state, attention work lists.
+"""Layouts of buffers that the host writes and kernels read: sampling rows, step state, attention work lists.
 
-Owns: the order, type and meaning of every field that a kernel reads.
+Owns: the order, type and meaning of every field in them, and the plain twins of the kernels that fill them.
 In: sizes and plain arrays.
-Out: structured views of buffers, and lists of work.
-Imports: torch and numpy; no other part of the package.
-Start with: `work_lists.py`.
+Out: packed rows, views of buffers, and lists of attention work.
+Imports: numpy, torch; nothing of the package.
+Start with: `step_state.py`; `work_lists.py` has the division of attention into even parts.
 """

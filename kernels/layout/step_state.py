@@ -1,12 +1,13 @@
-"""State of running sequences on a device, slot by slot, and what steps make of it: the plain twins of
-`kernels/triton/step_state.py`.
+"""State of running sequences on a device, slot by slot: its layout, and the plain twins of its kernels.
 
-What the host says of a step is one buffer of i32, the *diff*: what is new, and which rows run. From it and from the
-tables on the device come a step's inputs, so that nothing the device has chosen goes to the host and back in between.
-The layout of the diff is here; `stages/backends/cuda/step_update.py` writes it.
+The Triton kernels are in `kernels/triton/step_state.py`.
 
-numpy alone. Every array may be a tensor on a CPU, whose memory is then written. S slots, L tokens a slot at most,
-M blocks a slot, P rows and N tokens of a step, padding included; R and T are those that are not padding.
+The host describes a step in one buffer of i32, the *diff*: state changes, and the rows that run. A step's inputs are
+made from the diff and the tables on the device, so chosen tokens need no round trip through the host. The layout of the
+diff is here; `stages/backends/cuda/step_update.py` writes it.
+
+numpy only. Every array may be a CPU tensor, whose memory is then written. S slots, L tokens a slot at most, M blocks a
+slot, P rows and N tokens of a step, padding included; R and T are the same without padding.
 """
 
 from __future__ import annotations
@@ -21,32 +22,33 @@ from numpy.typing import NDArray
 Array = Any  # a numpy array, or a tensor
 Ints = NDArray[np.int32]
 
-# -- the diff: a header, and sections where it says
+# -- the diff: a header, then sections at the offsets that the header gives
 
 NUM_ROWS, NUM_TOKENS, NUM_LOGITS, NUM_ENTRIES, NUM_STARTED, NUM_RUNS = 0, 1, 2, 3, 4, 5
 ROWS_AT, ENTRIES_AT, STARTED_AT, RUNS_AT = 6, 7, 8, 9
-SIZE = 10  # of the whole diff, in numbers
+SIZE = 10  # numbers in the whole diff
 HEADER = 16
 
-# rows      slots [R], starts [R], offsets [R + 1] of their tokens in the step, logits [R] place or -1
-# entries   slots [E], places [E], blocks [E]: new in block tables
-# started   [C, 1 + STATE_WIDTH] slot and state of sequences that begin
-# runs      slots [Q], starts [Q], ends [Q] of their numbers in the diff: known tokens, written from `starts` on
+# rows      slots [R], starts [R], offsets [R + 1] of their tokens in the step, logits [R]: row of logits or -1
+# entries   slots [E], places [E], blocks [E]: new entries of block tables
+# started   [C, 1 + STATE_WIDTH]: slot and state of sequences that start
+# runs      slots [Q], starts [Q], ends [Q]: known tokens, which end at `ends` in the diff and are written from `starts`
 
-# -- the state of a slot, [S, STATE_WIDTH] i32; floats by their bits
+# -- the state of a slot, [S, STATE_WIDTH] i32; floats are stored by their bits
 
-TOKENS, LIMIT, LEAST, FINISHED, PROMPT = 0, 1, 2, 3, 4  # TOKENS: that exist, at LIMIT it ends, before LEAST it does not
+# TOKENS: number of tokens so far. The sequence ends at LIMIT tokens, and on a stop token if it had LEAST before it.
+TOKENS, LIMIT, LEAST, FINISHED, PROMPT = 0, 1, 2, 3, 4
 SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_K, TOP_P, MIN_P = 5, 6, 7, 8, 9, 10
-STOPS = 12  # ids that end it, -1 behind the last
+STOPS = 12  # stop token ids, padded with -1
 MAX_STOPS = 8
 STATE_WIDTH = STOPS + MAX_STOPS
 
-GOES_ON, STOP, LENGTH, ERROR = 0, 1, 2, 3  # FINISHED, as `FinishReason`
+GOES_ON, STOP, LENGTH, ERROR = 0, 1, 2, 3  # values of FINISHED, as `FinishReason`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotState:
-    """What stays on the device from step to step."""
+    """The state that stays on the device from step to step."""
 
     state: Array  # [S, STATE_WIDTH] i32
     tokens: Array  # [S, L] i32
@@ -55,17 +57,19 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBuffers:
-    """What a step reads, made anew for each: a decoder's inputs, and who gets which row of logits. Larger than any
-    step; `of` gives the part for one."""
+    """A step's inputs, refilled for each step: the decoder's, and the slot of each row of logits.
+
+    Sized for the largest step; `of` gives the part for one step.
+    """
 
     input_ids: Array  # [N] i64
     positions: Array  # [N] i64
     slot_mapping: Array  # [N] i64, block * block_size + offset; -1 = none
     block_tables: Array  # [P, M] i32, entries past the length are not written
     query_starts: Array  # [P + 1] i32
-    lengths: Array  # [P] i32, tokens in the cache with the new ones; 0: padding, or finished
-    logits_rows: Array  # [P] i64, which of the N tokens; 0 where nobody wants one
-    sampled_slots: Array  # [P] i32, whose logits those are; -1: nobody's
+    lengths: Array  # [P] i32, tokens in the cache, the new ones included; 0 = padding or finished
+    logits_rows: Array  # [P] i64, which of the N tokens has these logits; 0 = unused
+    sampled_slots: Array  # [P] i32, the slot of these logits; -1 = none
 
     def of(self, num_rows: int, num_tokens: int) -> StepBuffers:
         """The same memory, for `num_rows` rows and `num_tokens` tokens."""
@@ -81,11 +85,11 @@ class StepBuffers:
         )
 
 
-Make = Callable[[tuple[int, ...], str], Array]  # an array of a shape and a type, of zeros
+Make = Callable[[tuple[int, ...], str], Array]  # an array of zeros of a shape and a type
 
 
 def make_slots(make: Make, num_slots: int, max_model_len: int, block_size: int) -> SlotState:
-    """Room for so many sequences of so many tokens."""
+    """State for `num_slots` sequences of at most `max_model_len` tokens."""
     return SlotState(
         state=make((num_slots, STATE_WIDTH), "int32"),
         tokens=make((num_slots, max_model_len), "int32"),
@@ -94,7 +98,7 @@ def make_slots(make: Make, num_slots: int, max_model_len: int, block_size: int) 
 
 
 def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: int) -> StepBuffers:
-    """Room for a step of so many rows and tokens."""
+    """Inputs for steps of at most `num_rows` rows and `num_tokens` tokens."""
     return StepBuffers(
         input_ids=make((num_tokens,), "int64"),
         positions=make((num_tokens,), "int64"),
@@ -108,7 +112,7 @@ def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: in
 
 
 def take_news(diff: Array, slots: SlotState) -> None:
-    """Writes what is new into the tables: entries of block tables, sequences that begin, known tokens."""
+    """Writes the updates of the diff into the tables: block table entries, sequences that start, known tokens."""
     d, state, tokens, tables = (np.asarray(x) for x in (diff, slots.state, slots.tokens, slots.tables))
     count, at = int(d[NUM_ENTRIES]), int(d[ENTRIES_AT])
     tables[d[at : at + count], d[at + count : at + 2 * count]] = d[at + 2 * count : at + 3 * count]
@@ -124,10 +128,10 @@ def take_news(diff: Array, slots: SlotState) -> None:
 
 
 def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size: int) -> None:
-    """Fills `buffers`, all of them, with the rows of the diff, and padding behind.
+    """Fills all of `buffers` with the rows of the diff, then padding.
 
-    A row whose sequence has finished on the device, though the host could not know it yet, keeps its place: it reads
-    nothing and writes nothing, and nobody gets its logits.
+    A sequence may have finished on the device before the host knows. Its row keeps its place, but reads and writes
+    nothing in the cache, and its logits have no slot.
     """
     d, state, known, tables = (np.asarray(x) for x in (diff, slots.state, slots.tokens, slots.tables))
     out = StepBuffers(*(np.asarray(getattr(buffers, name)) for name in StepBuffers.__slots__))
@@ -162,10 +166,10 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
 
 
 def settle(out: Array, chosen: Array, sampled_slots: Array, slots: SlotState) -> None:
-    """Notes the tokens that were chosen, in the slots' state and in `out`, the step's result for the host.
+    """Records the chosen tokens in the slots' state and in `out`, the step's result for the host.
 
-    out            [2, P] i32   token ids, -1 where nobody is sampled; and how the sequence ends, see FINISHED
-    chosen         [P] i64      a token of each row of logits; below 0: it held no number, which ends its sequence
+    out            [2, P] i32   token ids, -1 where no slot is sampled; then the value of FINISHED
+    chosen         [P] i64      a token for each row of logits; negative = the row was broken, which ends its sequence
     sampled_slots  [P] i32      as in `StepBuffers`; each slot at most once
     """
     told, ids, at = np.asarray(out), np.asarray(chosen), np.asarray(sampled_slots)

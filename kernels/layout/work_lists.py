@@ -1,15 +1,15 @@
-"""What attention has to do in one step, cut into pieces of even size and handed to a fixed number of programs.
+"""Work lists of attention: one step's work, divided evenly among a fixed number of programs.
 
-A *query tile* is new tokens of one sequence, all heads of one key/value head at once. Over the cached tokens it sees,
-counted in tiles of `block_n`, it makes one *task* for each key/value head. Tasks lie end to end on a line, and program
-p works on stretch p of it: every program has as many tiles as any other, however lengths are mixed, and the number of
-programs does not depend on them. An *item* is what one program does of one task. A task that is one item writes its
-result; the items of others leave partial sums, which a merge joins.
+A *query tile* is some new tokens of one sequence. For each key/value head it makes one *task*: the query heads of that
+head, over the cached tokens that the tile sees, counted in tiles of `block_n`. Tasks lie end to end on a line, and
+program p works on stretch p of it. So every program has the same number of tiles for any mix of lengths, and the number
+of programs does not depend on lengths. An *item* is one program's part of one task. A task of one item writes its
+result; the items of other tasks leave partial sums, which a merge joins.
 
 A query tile that sees nothing (padding) is a task of one tile, since its zeros must be written.
 
-Here are sizes and the plain twin; `kernels/triton/attention_plan.py` makes the lists on the device,
-`kernels/triton/attention.py` walks them.
+This file has the sizes and the plain twin, `list_work`. `kernels/triton/attention_plan.py` makes the lists on the
+device; `kernels/triton/attention.py` walks them.
 
 S sequences, T new tokens, H query heads, G key/value heads, D head size, P programs.
 """
@@ -30,9 +30,9 @@ Ints = npt.NDArray[np.int32]
 
 REGISTERS = 1 << 16  # of a multiprocessor
 MOST_REGISTERS = 255  # of a thread
-MIN_ROWS = 16  # the smallest M of a tensor-core dot; a group of fewer heads is padded: that costs FLOPs, not bytes
-MIN_TILES = 4  # of a program's stretch: shorter pieces cost more to merge than they gain
-MAX_FIXED_PIECES = 16  # of a decode task in batch-invariant mode, which bounds the partial sums of long contexts
+MIN_ROWS = 16  # the smallest M of a tensor-core dot; smaller groups are padded, which costs FLOPs, not bytes
+MIN_TILES = 4  # of a program's stretch: shorter pieces cost more to merge than they save
+MAX_FIXED_PIECES = 16  # of a decode task in batch-invariant mode; bounds the memory of partial sums
 
 
 class Item(IntEnum):
@@ -43,8 +43,8 @@ class Item(IntEnum):
     GROUP = 2  # key/value head
     FIRST_TILE = 3  # tiles [FIRST_TILE, END_TILE) of the cached tokens
     END_TILE = 4
-    PARTIAL = 5  # where the partial sums go; -1 = the item is the whole task and writes its result
-    POSITION = 6  # of the first token in its sequence
+    PARTIAL = 5  # index of its partial sums; -1 = the item is the whole task and writes its result
+    POSITION = 6  # of the tile's first token in its sequence
     NUM_TOKENS = 7
 
 
@@ -54,7 +54,7 @@ class Split(IntEnum):
     ROW = 0
     NUM_TOKENS = 1
     GROUP = 2
-    FIRST_PARTIAL = 3  # the task's partial sums follow each other from here, in the order of tiles
+    FIRST_PARTIAL = 3  # index of the task's first partial sums; the others follow, in the order of tiles
     NUM_PIECES = 4
 
 
@@ -62,30 +62,32 @@ class Tiling(NamedTuple):
     """Launch shape of an attention kernel."""
 
     block_m: int  # query rows: tokens x heads of a group
-    block_n: int  # cached tokens a step
+    block_n: int  # cached tokens of a loop step
     num_warps: int
     num_stages: int  # depth of the software pipeline of loads
-    occupancy: int  # programs that fit on a multiprocessor together
+    occupancy: int  # programs that run at the same time on a multiprocessor
 
     @property
     def max_registers(self) -> int | None:
-        """Of a thread, so that the compiler leaves enough for `occupancy` programs: a multiprocessor gives REGISTERS
-        out to a warp by 8 a thread. None: what a thread can have at most is not too many."""
+        """Registers of a thread, at most, so that `occupancy` programs fit on a multiprocessor.
+
+        A warp gets them in units of 8 a thread. None = the hardware's limit suffices.
+        """
         registers = REGISTERS // (32 * self.num_warps * self.occupancy) // 8 * 8
         return registers if registers < MOST_REGISTERS else None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a model's layers have in common, as far as attention goes."""
+    """The sizes and types of attention that all layers of a model share."""
 
     num_heads: int
     num_groups: int  # key/value heads
     head_dim: int
     dtype: torch.dtype  # of queries
     cache_dtype: torch.dtype
-    windows: tuple[int | None, ...] = (None,)  # each kind of layer once
-    is_batch_invariant: bool = False  # cuts depend on a sequence's own length alone, so equal rows give equal bits
+    windows: tuple[int | None, ...] = (None,)  # each window that occurs, once; None = no window
+    is_batch_invariant: bool = False  # a sequence's own length decides the cuts, so equal rows give equal bits
 
     @property
     def group(self) -> int:
@@ -95,9 +97,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How one step's tasks are cut, for a fixed number of sequences and tokens and any lengths: the sizes of a list."""
+    """The sizes of one work list, for a number of sequences and tokens and any lengths."""
 
-    kind: Literal["decode", "extend"]  # of sequences with exactly one new token, or of all others
+    kind: Literal["decode", "extend"]  # sequences with exactly one new token, or all others
     num_sequences: int
     num_tokens: int  # rows of q
     num_groups: int
@@ -108,8 +110,10 @@ class Division:
 
     @property
     def max_tasks(self) -> int:
-        """Tiles of sequence s begin at tile query_starts[s] // tokens_per_tile + s, which leaves room for any lengths;
-        rows past the last sequence count as one more, which sees nothing."""
+        """Tiles of sequence s begin at tile query_starts[s] // tokens_per_tile + s, which leaves room for any lengths.
+
+        Rows past the last sequence count as one more sequence, which sees nothing.
+        """
         tiles = self.num_sequences
         if self.kind == "extend":
             tiles += self.num_tokens // self.tokens_per_tile + 1
@@ -117,7 +121,7 @@ class Division:
 
     @property
     def max_pieces(self) -> int:
-        """Of a task in batch-invariant mode. Extend tasks are many and stay whole."""
+        """Pieces of a task in batch-invariant mode. Extend tasks are many and stay whole."""
         return MAX_FIXED_PIECES if self.kind == "decode" else 1
 
     @property
@@ -126,7 +130,7 @@ class Division:
 
     @property
     def max_splits(self) -> int:
-        """Tasks of more than one item."""
+        """Tasks with more than one item, at most."""
         if self.is_fixed:
             return self.max_tasks if self.max_pieces > 1 else 0
         return min(self.max_tasks, self.num_programs - 1)
@@ -140,7 +144,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
-    """One step's items on the device, for all layers of one window. Rows past the counts hold anything."""
+    """One step's items on the device, for all layers of one window. Rows past the counts are undefined."""
 
     division: Division
     tiling: Tiling
@@ -152,7 +156,7 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """One step's work lists by window, and room for the partial sums of a layer at a time."""
+    """One step's work lists by window, and memory for the partial sums of one layer at a time."""
 
     decode: dict[int | None, WorkList]
     extend: dict[int | None, WorkList]  # empty if every sequence has exactly one new token
@@ -160,16 +164,17 @@ class AttentionPlan:
 
 
 def decode_tiling(shape: AttentionShape, capability: int) -> Tiling:
-    """Held, like `extend_tiling`, to its occupancy and to no spill in a loop on sm_80 and sm_90 by `compile_check`.
+    """The tiling of decode at that compute `capability` (80, 90, ...).
 
-    `capability` is 80, 90, ...
+    `kernels/checks/compile_check.py` checks that this and `extend_tiling` reach their occupancy on sm_80 and sm_90, and
+    spill no register in a loop.
     """
     rows = max(MIN_ROWS, next_power_of_2(shape.group))
     if shape.dtype == torch.float32:
         if shape.head_dim <= 64:
             return Tiling(rows, 32, 4, 2, 2)
         return Tiling(rows, 16, 8 if shape.head_dim <= 128 else 4, 2, 2)
-    if shape.cache_dtype == torch.float8_e4m3fn:  # widening keys and values takes registers
+    if shape.cache_dtype == torch.float8_e4m3fn:  # converting keys and values takes registers
         tiling = Tiling(rows, 32, 4, 3 if shape.head_dim <= 64 else 2, 3)
     else:
         tiling = Tiling(rows, 64, 4, 3 if shape.head_dim > 16 else 2, 3)
@@ -183,11 +188,11 @@ def decode_tiling(shape: AttentionShape, capability: int) -> Tiling:
 
 
 def extend_tiling(shape: AttentionShape, capability: int) -> Tiling:
-    """Rows of a tile hold whole tokens, `group` rows each, so `block_m >= group`."""
+    """The tiling of extend. A tile's rows are whole tokens, `group` rows each, so `block_m >= group`."""
     if shape.dtype == torch.float32:
         tiling = Tiling(16, 32, 4, 2, 2) if shape.head_dim <= 64 else Tiling(16, 16, 8, 2, 2)
     elif shape.head_dim > 128:
-        # With a cache in 8 bits, 64 rows spill: values go through registers on their way to warpgroup instructions.
+        # With an 8-bit cache 64 rows spill, as values pass through registers before the warpgroup instructions.
         tiling = Tiling(32, 64, 8, 2, 1) if shape.cache_dtype == torch.float8_e4m3fn else Tiling(64, 32, 8, 2, 1)
     elif shape.head_dim > 64 and capability < 90:
         tiling = Tiling(64, 64, 8, 3, 1)
@@ -204,7 +209,7 @@ def divide(
     num_tokens: int,
     num_processors: int,
 ) -> Division:
-    """The sizes of a step's list on a device of so many multiprocessors."""
+    """The sizes of a step's list on a device with `num_processors` multiprocessors."""
     tokens = 1 if kind == "decode" else tiling.block_m // shape.group
     return Division(
         kind,
@@ -219,13 +224,15 @@ def divide(
 
 
 def partials_per_piece(division: Division, shape: AttentionShape) -> int:
-    """Numbers of one piece: for each row D sums, a maximum and a sum of weights."""
+    """Numbers in the partial sums of one piece: for each row D sums, a maximum and a sum of weights."""
     return division.tokens_per_tile * shape.group * (shape.head_dim + 2)
 
 
 def table_sizes(division: Division) -> tuple[int, int, int, int, int]:
-    """Numbers of items, of their places on the line, of starts, of splits and of counts, each to be a multiple of 4 so
-    that tables cut from one piece of memory are all aligned."""
+    """Numbers in the tables of items, their places on the line, starts, splits and counts.
+
+    Multiples of 4, so that tables cut from one allocation are all aligned.
+    """
     sizes = (
         division.max_items * len(Item),
         division.max_items,
@@ -245,7 +252,7 @@ def next_power_of_2(n: int) -> int:
 
 
 class Listed(NamedTuple):
-    """A work list on the host, without the rows that hold nothing."""
+    """A work list on the host, without unused rows."""
 
     items: Ints  # [items, len(Item)]
     starts: Ints  # [P + 1]
@@ -253,7 +260,7 @@ class Listed(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """New tokens of one sequence, and the tiles [first, end) of cached tokens that some of them see."""
+    """New tokens of one sequence, and the tiles [first, end) of cached tokens that any of them sees."""
 
     sequence: int
     row: int
@@ -268,9 +275,9 @@ class QueryTile(NamedTuple):
 
 
 def list_work(division: Division, lengths: Tensor, query_starts: Tensor | None, window: int | None) -> Listed:
-    """The items of a step and who does them.
+    """The items of a step, and the program that does each.
 
-    lengths       [S] i32       tokens in the cache, the new ones included; 0 is padding
+    lengths       [S] i32       tokens in the cache, the new ones included; 0 = padding
     query_starts  [S + 1] i32   sequence s has rows [query_starts[s], query_starts[s + 1]) of q; None = row s alone
     window                      a token sees only the last `window` tokens, itself included; None sees all
     """
@@ -303,7 +310,7 @@ def list_work(division: Division, lengths: Tensor, query_starts: Tensor | None, 
 
 
 def _cuts(division: Division, begin: int, cost: int, stretch: int) -> list[int]:
-    """Where a task at [begin, begin + cost) of the line is cut, its ends included."""
+    """The positions where a task at [begin, begin + cost) of the line is cut, both ends included."""
     if division.is_fixed:
         share = max(MIN_TILES, -(-cost // division.max_pieces))
         return [*range(begin, begin + cost, share), begin + cost]

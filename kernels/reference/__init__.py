@@ -1,8 +1,8 @@
 """The kernels in plain PyTorch: the path on a CPU, and the oracle of the Triton kernels.
 
-Owns: the meaning of each kernel: signature, shapes, result.
-In: tensors, with the signatures of `kernels/kernel_set.py`.
+Owns: how each kernel of `kernels/kernel_set.py` computes in PyTorch; the protocols there own signatures and shapes.
+In: tensors on any device; on a GPU the attention kernels wait for the device.
 Out: tensors.
-Imports: `kernels/layout`.
-Start with: `layers_and_attention.py`.
+Imports: `kernels/layout`, torch.
+Start with: `kernel_set.py`, the list of kernels, then `layers_and_attention.py`.
 """

@@ -1,6 +1,6 @@
-"""Paged attention with what PyTorch's own attention lacks: soft caps and caches in 8 bits. Plain, in f32, not fast.
+"""Paged attention with soft caps and 8-bit caches, which PyTorch's SDPA lacks. Plain, in f32, not fast.
 
-Serves `layers_and_attention.py`; the oracle of the Triton kernels in these cases.
+`layers_and_attention.py` calls it in these cases, where it is the oracle of `kernels/triton/attention.py`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCORED_ROWS = 1024  # queries x heads whose scores are there at a time: 32 MiB over 8k tokens
+SCORED_ROWS = 1024  # queries x heads scored at a time: 32 MiB of scores over 8k tokens
 
 
 def is_plain(
     q: Tensor, k_cache: Tensor, soft_cap: float | None, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> bool:
-    """Whether nothing here is needed."""
+    """Whether SDPA suffices: no soft cap, and a cache of the type of q."""
     return soft_cap is None and k_scale is None and v_scale is None and k_cache.dtype == q.dtype
 
 
@@ -31,7 +31,7 @@ def attend_in_f32(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """See `reference.paged_attention`. One sequence at a time, all its cached tokens and some queries at once."""
+    """As `paged_attention` in `layers_and_attention.py`. One sequence at a time, SCORED_ROWS of its query rows."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_starts.tolist()
     for sequence, length in enumerate(lengths.tolist()):
@@ -56,7 +56,10 @@ def attend_in_f32(
 
 
 def _tokens(cache: Tensor, block_table: Tensor, length: int, scale: Tensor | None) -> Tensor:
-    """[G, L, D] f32: what the first L tokens of a sequence stand for. NOTE: with a window all of them must be there."""
+    """Keys or values of a sequence's first L tokens, [G, L, D] f32.
+
+    NOTE: reads all of them, also with a window, so the table must hold blocks for all.
+    """
     block_size = cache.shape[2]
     blocks = cache[block_table[: -(-length // block_size)].long()]  # [blocks, G, B, D]
     tokens = blocks.transpose(0, 1).flatten(1, 2)[:, :length].float()

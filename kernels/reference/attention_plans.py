@@ -1,7 +1,6 @@
-"""How the contexts of a step are read: which rows together, which from where, what is masked, what they have in common.
+"""Plans how a step's contexts are read: buckets of rows, their blocks, masks and shared prefixes.
 
-Serves the attentions of `layers_and_attention.py`, which ask once a step and not once a layer; knows lengths and block
-tables, nothing of queries.
+The attention kernels of `layers_and_attention.py` make a plan once a step, from lengths and block tables.
 
 C rows of a bucket, S sequences, M blocks a row of a block table, N blocks of B tokens, G key/value heads, D head size.
 """
@@ -22,17 +21,18 @@ from .shared_prefix import SharedPrefix, shared_prefixes
 Ints = npt.NDArray[np.int64]
 
 # One more bucket costs about 120 us of calls, as much as this many padded key elements (measured on 2 AVX-512 cores,
-# 9 heads on 3, D = 64, bf16 and f32).
+# 9 query heads, 3 key/value heads, D = 64, bf16 and f32).
 MAX_PADDING_ELEMENTS = 1 << 17
-# Keys and values of a bucket. Past it fresh pages cost more than another bucket: 32 rows of 512 tokens in f32 take
-# 4.7 ms in such pieces, 5.5 ms at once.
+# Keys and values of a bucket. Beyond it, fresh memory pages cost more than another bucket: 32 rows of 512 tokens in f32
+# take 4.7 ms in such pieces, 5.5 ms at once.
 MAX_WORKSPACE_BYTES = 8 << 20
-# Key elements that a shared prefix must save: seeing it apart costs about 400 us of calls (measured as above).
+# Key elements that a shared prefix must save: attending to it separately costs about 400 us of calls (measured as
+# above).
 MIN_SHARED_ELEMENTS = 1 << 19
 
 
 class Shared(NamedTuple):
-    """A prefix that C rows of q have in common: `bucket` reads it as one row, [1, G, L, D]."""
+    """A prefix that C rows of q share: `bucket` reads it as one row, [1, G, L, D]."""
 
     rows: Tensor | None  # [C] i64 rows of q; None = all of q, in order
     bucket: Bucket
@@ -42,16 +42,16 @@ class Shared(NamedTuple):
 class DecodePlan:
     """How the rows of one decode step are read; the same for all layers of one window and layout.
 
-    A row of a shared prefix sees that, and in its bucket what comes after it.
+    The bucket of a row with a shared prefix holds only the tokens after the prefix.
     """
 
     buckets: tuple[Bucket, ...]
-    is_whole: bool  # one bucket has all rows in order: its result is the result
+    is_whole: bool  # one bucket holds all rows in order, so its result is the result
     shared: tuple[Shared, ...]
 
 
 class Extended(NamedTuple):
-    """One sequence with several new tokens: rows [start, end) of q, its tokens in all, and its first block to see."""
+    """One sequence with several new tokens: rows [start, end) of q, its total tokens, and the first block it reads."""
 
     start: int
     end: int
@@ -62,7 +62,7 @@ class Extended(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtendPlan:
-    """The sequences of a step with more than one new token, and the prefixes that some of them share."""
+    """The sequences of a step with more than one new token, and the prefixes they share."""
 
     sequences: tuple[Extended, ...]
     shared: tuple[Shared, ...]
@@ -79,8 +79,8 @@ def plan_decode(
 ) -> DecodePlan:
     """The buckets of a decode step; masks are of `dtype`. Arguments as in `paged_decode`.
 
-    Prefixes that save `min_shared_elements` key elements are seen apart; None: no prefix is. Raises ValueError if a
-    length exceeds its block table.
+    Prefixes that save at least `min_shared_elements` key elements are read separately; None = no prefix is. Raises
+    ValueError if a length exceeds its block table.
     """
     num_groups, block_size, head_dim = k_cache.shape[1:]
     device = k_cache.device
@@ -130,7 +130,7 @@ def plan_extend(
     window: int | None,
     min_shared_elements: int | None = None,
 ) -> ExtendPlan:
-    """How `paged_attention` reads sequences with more than one new token. Arguments as there and in `plan_decode`."""
+    """The plan of `paged_attention` for sequences with several new tokens. Arguments as there and in `plan_decode`."""
     block_size = k_cache.shape[2]
     starts, ends = query_starts.cpu().numpy().astype(np.int64), lengths.cpu().numpy().astype(np.int64)
     num_new = np.diff(starts)
@@ -168,9 +168,9 @@ def _common(k_cache: Tensor, v_cache: Tensor, tables: npt.NDArray[np.int32], pre
 
 
 def _rows_that_go_together(num_blocks: Ints, block_size: int, max_padding: int, max_tokens: int) -> list[Ints]:
-    """Row numbers of each bucket: longest rows first, a new bucket when padding or size would pass its limit in tokens.
+    """Row numbers of each bucket: longest rows first; a new bucket if padding or size, in tokens, passes its limit.
 
-    Rows without blocks are in none. If one bucket holds all rows, they stay in order.
+    Rows without blocks are in no bucket. Within a bucket, rows are in order.
     """
     order = np.argsort(-num_blocks, kind="stable")
     order = order[: np.count_nonzero(num_blocks)]
@@ -186,10 +186,10 @@ def _rows_that_go_together(num_blocks: Ints, block_size: int, max_padding: int, 
 
 
 def _block_ids(tables: npt.NDArray[np.int32], rows: Ints, first_blocks: Ints, num_blocks: Ints) -> Ints:
-    """[C, blocks] i64: each row's blocks, then as padding one that is written from end to end and so holds no NaN."""
+    """Block ids [C, blocks] i64: each row's blocks, padded with a fully written block, which holds no NaN."""
     column = np.arange(num_blocks.max())
     is_own = column < num_blocks[:, None]
-    longest = num_blocks.argmax()  # where there is padding it has two blocks or more, so its first one is full
+    longest = num_blocks.argmax()  # if there is padding it has two blocks or more, so its first block is full
     filler = tables[rows[longest], first_blocks[longest]]
     own = tables[rows[:, None], np.where(is_own, column, 0) + first_blocks[:, None]]
     ids: Ints = np.where(is_own, own, filler).astype(np.int64)
@@ -197,9 +197,9 @@ def _block_ids(tables: npt.NDArray[np.int32], rows: Ints, first_blocks: Ints, nu
 
 
 def _unwritten_tokens(ends: Ints, high: int, block_size: int, num_blocks: int, num_groups: int) -> Ints:
-    """Tokens of a workspace [C, G, L'] past a row's end, in its last block and before `high`: they may hold anything.
+    """Tokens of a workspace [C, G, L'] past a row's end, in its last block and before `high`; they may hold anything.
 
-    They are set to zero, as a masked probability of 0 times NaN is NaN.
+    The gather sets them to zero, as a masked probability of 0 times NaN is NaN.
     """
     token = ends[:, None] + np.arange(block_size - 1)
     is_touched = (token < high) & (token // block_size == ((ends - 1) // block_size)[:, None])

@@ -1,6 +1,6 @@
-"""Reading a paged cache as dense keys and values in few calls, one a bucket of rows.
+"""Reads a paged cache as dense keys and values, with few calls for each bucket of rows.
 
-Knows layouts of the cache; nothing of queries, nor of what is gathered together (`attention_plans.py`).
+`attention_plans.py` decides which rows make a bucket.
 
 C rows of a bucket, N blocks of B tokens, G key/value heads, D head size.
 """
@@ -23,13 +23,13 @@ class Bucket(NamedTuple):
     blocks: Tensor  # [C, blocks] i64 block ids, all valid
     start: int  # tokens [start, end) of the workspace are used: L = end - start
     end: int
-    mask: Tensor | None = None  # [C, 1, 1, L] as q, added to scores; None = all rows see all L tokens
+    mask: Tensor | None = None  # [C, 1, 1, L] of q's type, added to scores; None = all rows see all L tokens
     unwritten: Tensor | None = None  # i64 tokens of the workspace, counted in [C, G, L'], that may hold NaN
-    run: int | None = None  # the one row's first block where all its tokens lie in a row: they are read in place
+    run: int | None = None  # first block of the only row, if its blocks follow each other: they are read in place
 
 
 def gather(k_cache: Tensor, v_cache: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-    """Keys and values of a bucket, [C, G, L, D] both, with zeros where nothing may be seen: copies, but for a run."""
+    """Keys and values of a bucket, [C, G, L, D] each; tokens never written are zero. Copies, or views for a `run`."""
     if bucket.run is not None:
         return _in_place(k_cache, bucket), _in_place(v_cache, bucket)
     num_groups, block_size, head_dim = k_cache.shape[1:]
@@ -50,11 +50,10 @@ def gather(k_cache: Tensor, v_cache: Tensor, bucket: Bucket) -> tuple[Tensor, Te
 
 
 def run_of(k_cache: Tensor, v_cache: Tensor, blocks: Tensor) -> int | None:
-    """The first of the blocks [C, blocks] if they are one row's and follow each other, in a layout in which their
-    tokens then do too; else None.
+    """The first of `blocks` [C, blocks] if there is one row and its tokens are consecutive in memory, else None.
 
-    A sequence that runs alone mostly has such blocks. It saves copying its whole context in every step: 90 us a layer
-    at 150 tokens of 3 heads (bf16, D = 64, one 2.5 GHz core), and in proportion to the context from there.
+    A sequence that runs alone mostly has such blocks. Reading them in place saves a copy of its whole context in every
+    step: 90 us a layer at 150 tokens of 3 heads (bf16, D = 64, one 2.5 GHz core), and in proportion for longer ones.
     """
     for cache in (k_cache, v_cache):
         if cache.stride(0) != cache.shape[2] * cache.stride(2) or cache.stride(3) != 1:
@@ -65,7 +64,7 @@ def run_of(k_cache: Tensor, v_cache: Tensor, blocks: Tensor) -> int | None:
 
 
 def _in_place(cache: Tensor, bucket: Bucket) -> Tensor:
-    """[1, G, L, D], a view."""
+    """The tokens of a `run` as a view, [1, G, L, D]."""
     assert bucket.run is not None
     block_stride, group_stride, token_stride, _ = cache.stride()
     offset = cache.storage_offset() + bucket.run * block_stride + bucket.start * token_stride
@@ -74,9 +73,9 @@ def _in_place(cache: Tensor, bucket: Bucket) -> Tensor:
 
 
 def rows_to_gather(k_cache: Tensor, v_cache: Tensor, blocks: Tensor) -> Tensor | None:
-    """Rows of `_block_rows` in the order [C, G, blocks], for ids [C, blocks]; None if the layout has no such rows.
+    """The rows of `_block_rows` for block ids [C, blocks], in the order [C, G, blocks]; None if the layout has none.
 
-    So that one index_select lays keys out as SDPA wants them: 6 times faster than `cache[blocks].transpose(1, 2)`.
+    One index_select of them lays out keys as SDPA needs them, 6 times faster than `cache[blocks].transpose(1, 2)`.
     """
     grid = _grid(k_cache)
     if grid is None or grid != _grid(v_cache):
@@ -88,8 +87,7 @@ def rows_to_gather(k_cache: Tensor, v_cache: Tensor, blocks: Tensor) -> Tensor |
 
 
 def _grid(cache: Tensor) -> tuple[int, int, int] | None:
-    """How far apart rows of `_block_rows` begin, and blocks and heads, in elements; None where a (block, head) tile is
-    not one span."""
+    """Strides of `_block_rows`, of blocks and of heads, in elements; None if a (block, head) tile is not one span."""
     num_blocks, num_groups, _, head_dim = cache.shape
     if cache.stride()[2:] != (head_dim, 1):
         return None
@@ -99,8 +97,10 @@ def _grid(cache: Tensor) -> tuple[int, int, int] | None:
 
 
 def _block_rows(cache: Tensor) -> Tensor:
-    """The cache as rows of one (block, head) tile each, [rows, B * D]; rows of other layers may lie in between, and
-    where heads are not whole tiles apart, rows overlap."""
+    """The cache as rows of one (block, head) tile each, [rows, B * D].
+
+    Rows of other layers may lie in between. If heads are not whole tiles apart, rows overlap.
+    """
     num_blocks, num_groups, block_size, head_dim = cache.shape
     grid = _grid(cache)
     assert grid is not None

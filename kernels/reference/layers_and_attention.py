@@ -1,10 +1,12 @@
-"""The kernels in plain PyTorch: the CPU path, and the oracle of the Triton kernels, which share names and signatures.
+"""Norms, activation, rotary positions, cache write, attention and block copies in plain PyTorch: `KernelSet` on a CPU.
 
-Knows tensors only: nothing of models, requests or steps. Runs on any device, but the two attentions look at lengths on
-the host, for which a GPU would have to wait; there the Triton kernels are the ones to use.
+The protocol in `kernels/kernel_set.py` says what each kernel takes and returns; the docstrings here say what is special
+to this backend. The functions run on any device, but the two attention kernels read lengths on the host, which makes a
+GPU wait. The twins are in `kernels/triton`: `layers.py`, `attention_prologue.py`, `attention.py`, `block_copy.py`.
 
-Shapes: T new tokens of a step, S sequences, H query heads, G key/value heads (H % G == 0), D head size, N blocks of
-B tokens, M blocks a row of a block table. Floating tensors are f32, bf16 or f16; sums are in f32.
+Shapes: q [T or S, H, D], a layer's cache [N, G, B, D], block tables [S, M], slots [T]; T new tokens of a step,
+S sequences, H query heads, G key/value heads (H % G == 0), D head size, N blocks of B tokens, M blocks a row of a block
+table. Floating tensors are f32, bf16 or f16; sums are in f32.
 """
 
 from __future__ import annotations
@@ -27,51 +29,39 @@ _extends = Derived[ExtendPlan]()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scales each row to unit mean square, then by `weight`, rounding once in between as transformers' Llama does.
-
-    x       [..., D]   any strides over rows
-    weight  [D]        as x
-
-    Returns [..., D] as x, contiguous.
-    """
+    """See `KernelSet.rms_norm`. Takes x of any rank, [..., D], with any strides over rows."""
     size = x.shape[-1]
     if x.numel() == size and x.dtype != torch.float32 and x.device.type == "cpu":
-        # One row is all calls, and `F.rms_norm` makes ten of them on a CPU. The mean of (x, -x) is 0, so its layer norm
-        # (one call) is the RMS norm of x: 38 us against 67 in bf16 at D = 576 on one 2.5 GHz core. In f32 it
-        # would differ in the last bit.
+        # For a single row the calls dominate, and `F.rms_norm` makes ten of them on a CPU. The mean of (x, -x) is 0,
+        # so its layer norm (one call) is the RMS norm of x: 38 us against 67 in bf16 at D = 576 on one 2.5 GHz core.
+        # f32 is excluded, as it differs in the last bit.
         return weight * F.layer_norm(torch.cat((x, -x), -1), (2 * size,), None, None, eps)[..., :size]
     return weight * F.rms_norm(x, (size,), None, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`residual += x` in place, then `rms_norm(residual)`.
-
-    x, residual  [T, D]
-    weight       [D]
-
-    Returns [T, D] as x.
-    """
+    """See `KernelSet.add_rms_norm`."""
     residual.add_(x)
     return rms_norm(residual, weight, eps)
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """Rotates queries and keys to their positions, in place; the halves of a head are the pairs (`rotate_half`, NeoX).
+    """Rotates queries and keys to their positions, in place; the two halves of a head are the pairs (NeoX).
 
     q          [T, H, D]   contiguous in D
     k          [T, G, D]   as q
-    cos, sin   [P, D_rot / 2] f32   D_rot <= D; the rest of each head stays as it is; not written to any more
+    cos, sin   [P, D_rot / 2] f32   D_rot <= D; the rest of each head is not rotated; never written to
     positions  [T] i64     row of the tables, 0 <= position < P
     """
-    # The tables are kept in the value, so that their ids stay theirs.
+    # The value holds the tables, so that no other object can get their ids.
     _, _, cosines, sines = _rotations.get(
         (id(cos), id(sin)), (positions,), lambda: (cos, sin, *_rotation(cos[positions], sin[positions]))
     )
     half = cos.shape[-1]
     for heads in _adjoined(q, k):
         if heads.shape[0] == 1:
-            # One row is all calls: 55 us against 86 for the form below, in bf16 on one 2.5 GHz core. At 512 rows the
-            # copies would cost twice what the form below takes.
+            # For a single row the calls dominate: 55 us against 86 for the form below, in bf16 on one 2.5 GHz core. At
+            # 512 rows the copies would cost twice what the form below takes.
             turned = heads if heads.shape[-1] == 2 * half else heads[..., : 2 * half]
             both = turned.float()
             turned.copy_(both * cosines + both.roll(half, -1) * sines)
@@ -83,15 +73,17 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> N
 
 
 def _rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of T rows, of [T, D_rot / 2] each: [T, 1, D_rot / 2] for a half of a head, and for a single row those
-    of the head and of its halves swapped, [1, 1, D_rot]."""
+    """The factors of T rows, from tables of [T, D_rot / 2]: [T, 1, D_rot / 2], for each half of a head.
+
+    For a single row [1, 1, D_rot]: the factors of the head, and those of the head with its halves swapped.
+    """
     if len(cos) == 1:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def _adjoined(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """One view [T, H + G, D] of both where k follows q in memory, as in a fused projection: half the calls."""
+    """One view [T, H + G, D] of both if k follows q in memory, as in a fused projection: half the calls."""
     num_tokens, num_heads, head_dim = q.shape
     gap = num_heads * q.stride(1)
     is_one_storage = k.data_ptr() - q.data_ptr() == (k.storage_offset() - q.storage_offset()) * q.element_size()
@@ -102,11 +94,11 @@ def _adjoined(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Puts the keys and values of new tokens into their slots of one layer's cache.
+    """Writes the keys and values of new tokens into their slots of one layer's cache.
 
     k, v          [T, G, D]
     k/v_cache     [N, G, B, D]   as k; any strides
-    slot_mapping  [T] i64        block * B + offset in the block; -1 writes nothing
+    slot_mapping  [T] i64        block * B + offset in the block; negative = nothing is written
     """
     block_size = k_cache.shape[2]
     written, place = _places.get(block_size, (slot_mapping,), lambda: _places_of(slot_mapping, block_size))
@@ -117,7 +109,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def _places_of(slot_mapping: Tensor, block_size: int) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
-    """Which tokens are written, None meaning all, and where: their blocks and the offsets in them."""
+    """The tokens that are written, None for all; and where: their blocks and the offsets in them."""
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[written]
     is_all = len(written) == len(slot_mapping)
@@ -138,18 +130,7 @@ def attention_prologue(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """What lies between a layer's fused projection and its attention: norms of heads, RoPE, the write to the cache.
-
-    qkv             [T, H + 2G, D]  queries, keys, values; contiguous in D; may be written to, and is not read any more
-    q_norm, k_norm  [D]             as qkv; None = heads are not normed
-    cos, sin        [P, D_rot / 2]  f32, as for `rope`
-    positions       [T] i64         as for `rope`
-    k/v_cache       [N, G, B, D]    as qkv, or float8_e4m3fn; any strides
-    slot_mapping    [T] i64         block * B + offset in the block; below 0 nothing is written
-    k/v_scale       [G] f32         of an fp8 cache, and only there: numbers are kept divided by it, at most +-448
-
-    Returns the queries, [T, H, D] as qkv, contiguous in D; they may lie in its memory.
-    """
+    """See `KernelSet.attention_prologue`. qkv is [T, H + 2G, D]. Works out rotations and slots once a step."""
     num_groups = k_cache.shape[1]
     q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * num_groups, num_groups, num_groups), dim=1)
     if q_norm is not None and k_norm is not None:
@@ -163,29 +144,20 @@ def attention_prologue(
 
 
 def _to_fp8(heads: Tensor, scale: Tensor) -> Tensor:
-    """[T, G, D] in e4m3, as bytes."""
+    """Heads [T, G, D] divided by `scale` [G], in e4m3, as u8."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     numbers = (heads.float() / scale[:, None]).clamp(-largest, largest)
     return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def copy_blocks(data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None:
-    """Copies whole blocks of a cache, all layers: on a CPU twice as fast as indexing by a list.
-
-    data                   [..., N, ...]  contiguous; axis `axis` counts blocks
-    sources, destinations  [C] i64        `destinations[i]` becomes what `sources[i]` is; no block is both
-    """
+    """See `KernelSet.copy_blocks`. Block by block, which is twice as fast on a CPU as indexing by a list."""
     for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
         data.select(axis, destination).copy_(data.select(axis, source))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of a fused projection.
-
-    gate_up  [T, 2F]   gate first
-
-    Returns [T, F] as gate_up.
-    """
+    """See `KernelSet.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -197,10 +169,7 @@ def plan_attention(
     num_tokens: int,
     num_processors: int | None = None,
 ) -> AttentionPlan | None:
-    """What the attention calls of a step have in common, made once a step: for Triton its work lists.
-
-    None here: the twins read tables on the host anyway, and find again by value what they worked out for a step.
-    """
+    """None: the attention kernels here keep their own plans, by the values of tables and lengths."""
     return None
 
 
@@ -218,23 +187,11 @@ def paged_decode(
     v_scale: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """Attention of one new token per sequence over its cached tokens.
+    """See `KernelSet.paged_decode`. `plan` is ignored. Raises ValueError if a length exceeds its block table.
 
-    q             [S, H, D]      contiguous in D
-    k/v_cache     [N, G, B, D]   as q, or float8_e4m3fn; one layer's view of the cache; any strides
-    block_tables  [S, M] i32     block ids in token order; entries past the length are never followed
-    lengths       [S] i32        tokens in the cache, the new one included; 0 is a padding row
-    scale                        multiplies q @ k before the softmax, usually D ** -0.5
-    window                       sees only the last `window` tokens, the new one included; None sees all
-    soft_cap                     scores become soft_cap * tanh(score / soft_cap); None leaves them
-    k/v_scale     [G] f32        keys and values are what the cache holds times this; None is 1
-    plan                         of `plan_attention` for this step
-
-    Returns [S, H, D] as q; padding rows are zero. What lies in unused cache slots, NaN included, has no influence.
-
-    Rows of similar context share one gather and one SDPA call; what contexts have in common at their beginning is read
-    once where that pays. The plan of gathers is the same for all layers of a step, so it is kept as long as tables and
-    lengths hold the same values.
+    Rows of similar length share one gather and one SDPA call. A prefix that contexts share is read once where that
+    saves time. The plan of gathers is the same for all layers of a step, so it is kept as long as tables and lengths
+    hold the same values.
     """
     if not is_plain(q, k_cache, soft_cap, k_scale, v_scale):
         starts = torch.arange(len(q) + 1, dtype=torch.int32)
@@ -268,7 +225,7 @@ def paged_decode(
 
 
 def _min_shared(q: Tensor) -> int | None:
-    """Key elements a shared prefix must save to be seen apart; None where it can not be."""
+    """Key elements that a shared prefix must save to be attended to separately; None where that is not possible."""
     return MIN_SHARED_ELEMENTS if can_see_parts(q.device) else None
 
 
@@ -305,20 +262,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's new tokens over its cached tokens: prefill, chunks of it, decode, any mix.
-
-    q             [T, H, D]        new tokens of all sequences, one after another; contiguous in D
-    k/v_cache     [N, G, B, D]     as q, or float8_e4m3fn; new keys and values are already in it; any strides
-    block_tables  [S, M] i32       block ids in token order; entries past the length are never followed
-    query_starts  [S + 1] i32      sequence s owns rows [query_starts[s], query_starts[s + 1]) of q
-    lengths       [S] i32          tokens in the cache, the new ones included; 0 is a padding row
-    scale                          multiplies q @ k before the softmax
-    window                         a token sees only the last `window` tokens, itself included; None sees all
-    soft_cap, k/v_scale, plan      as in `paged_decode`
-
-    With n new tokens, token j sees cache positions [0, lengths[s] - n + j]. Returns [T, H, D] as q; rows of padding
-    sequences, and rows past query_starts[S], are zero. Decoding rows (n = 1) go through `paged_decode` together.
-    """
+    """See `KernelSet.paged_attention`. `plan` is ignored. Sequences of one new token go to `paged_decode` together."""
     if not is_plain(q, k_cache, soft_cap, k_scale, v_scale):
         return attend_in_f32(
             q, k_cache, v_cache, block_tables, query_starts, lengths, scale, window, soft_cap, k_scale, v_scale
@@ -355,7 +299,7 @@ def paged_attention(
 
 # ---- prefill and extend: one sequence -------------------------------------------------------------------------------
 
-QUERY_TILE = 256  # query tokens an SDPA call: keys after the tile's last token are left out, and its mask stays small
+QUERY_TILE = 256  # query tokens of an SDPA call: keys after its last token are left out, and its mask stays small
 
 
 def _extend(
@@ -370,8 +314,10 @@ def _extend(
     out: Tensor,
     logs: Tensor | None,
 ) -> None:
-    """Attention of the last len(q) tokens of one sequence over its blocks from `first_block` on, into `out`; [n, H, D]
-    both. The log-sum-exp of the scores goes into `logs` [n, H], if it is wanted."""
+    """Attention of one sequence's last n tokens, q [n, H, D], over its blocks from `first_block` on; fills `out`, as q.
+
+    `logs` [n, H] f32 gets the log-sum-exp of the scores; None if it is not needed.
+    """
     num_new, num_heads, head_dim = q.shape
     num_groups, block_size = k_cache.shape[1:3]
     prefix = length - num_new
@@ -408,7 +354,7 @@ def _extend(
 
 
 def _causal_mask(num_queries: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
-    """[n, L] as `like`, to be added to scores: 0 where seen, -inf elsewhere. The last query is at the last key."""
+    """[n, L] of the type of `like`, added to scores: 0 where seen, else -inf. The last query is at the last key."""
     age = torch.arange(num_keys - num_queries, num_keys, device=like.device).unsqueeze(1) - torch.arange(
         num_keys, device=like.device
     )

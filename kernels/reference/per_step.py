@@ -1,4 +1,4 @@
-"""What is worked out from a step's small index tensors, once instead of once a layer."""
+"""A cache of values derived from a step's small index tensors: computed once a step instead of once a layer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 Value = TypeVar("Value")
 
-MAX_KINDS = 8  # kinds of layers (windows, layouts) a model has at most; beyond it lie leftovers of earlier models
+MAX_KINDS = 8  # keys kept: at most as many kinds of layers (windows, layouts) as a model has; more are of old models
 
 
 class Derived(Generic[Value]):
-    """For each key the last value, good as long as the tensors it came from hold the same numbers.
+    """The last value of each key, valid as long as the tensors it came from hold the same numbers.
 
-    Inputs are compared by value with copies, so writing into them in place is seen. Comparing takes about 3 us; what is
-    kept here takes 15 to 240 us to work out (one AVX-512 core), and a model asks for it in each of its layers.
+    Inputs are compared by value with copies, so a write into them in place is noticed. A comparison takes about 3 us,
+    the computation of a value 15 to 240 us (one AVX-512 core), and each layer of a model needs it.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[tuple[Tensor, ...], Value]] = {}
 
     def get(self, key: Hashable, inputs: tuple[Tensor, ...], derive: Callable[[], Value]) -> Value:
-        """The value kept for `key` if `inputs` are as they were, else `derive()`, which is kept from now on."""
+        """The value kept for `key` if `inputs` are unchanged, else the result of `derive()`, which replaces it."""
         kept = self._kept.get(key)
         if kept is not None and all(_is_same(then, now) for then, now in zip(kept[0], inputs, strict=True)):
             return kept[1]

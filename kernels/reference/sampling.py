@@ -1,10 +1,10 @@
-"""The sampling kernels in plain PyTorch: the oracle of the Triton kernels, which share names and signatures.
+"""The sampling kernels in plain PyTorch: `SamplingKernels` on a CPU, and the oracle of the Triton kernels.
 
-L rows of logits, V tokens in the vocabulary, S slots. Logits are f32, bf16 or f16, contiguous in V; all is computed in
-f32. `rows` [S, 16] i32 says what each slot asked for (`kernels/layout/sampling_rows.py`); `slots` [L] names each row's
-slot, -1 in a row of padding, and `positions` [L] is the absolute position of the token to be chosen; both are i32 or
-i64. What happens to a row depends on that row alone: not on the others, on how many there are, nor on where it stands
-among them.
+The protocol in `kernels/kernel_set.py` says what each kernel takes and returns. The twins are in `kernels/triton`:
+`sampling.py` (choose, score), `thresholds.py`, `logit_edits.py` (edit, count_tokens).
+
+Shapes: logits [L, V], sampling parameters `rows` [S, 16] i32 (`kernels/layout/sampling_rows.py`), `slots` and
+`positions` [L]; L rows of logits, V tokens in the vocabulary, S slots. Everything is computed in f32.
 """
 
 from __future__ import annotations
@@ -16,19 +16,12 @@ from torch import Tensor
 
 from ..layout import sampling_rows as asked
 
-QUARTER = 1024  # tokens that share 1,024 calls of Philox are four times as many: each call gives four numbers
-SERIES_END = 1 / 32  # below it a series gives -log(1 - w) to the last bit, where the logarithm loses digits
+QUARTER = 1024  # 1,024 calls of Philox serve 4,096 tokens, as each call gives four numbers
+SERIES_END = 1 / 32  # below it a series is exact for -log(1 - w), while the logarithm loses digits
 
 
 def choose(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None = None) -> Tensor:
-    """One token for each row: at temperature 0 the likeliest, else one drawn by its probability (Gumbel-max).
-
-    least  [L] f32   tokens with a logit below are not drawn; None = all may be. Of no effect at temperature 0
-
-    Returns [L] i64, token ids. The lowest wins among equals. A row is broken if it has no finite maximum: if it holds a
-    NaN or +inf, or nothing but -inf. It gets -1, and padding 0. Logits over their temperature are f32: below about 1e-5
-    that leaves no room for noise beside them, and equals go to the lowest id again.
-    """
+    """See `SamplingKernels.choose`."""
     wide = logits.float()
     temperature = _floats(rows, slots, asked.TEMPERATURE)
     is_random = temperature > 0
@@ -44,10 +37,10 @@ def choose(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least
 
 
 def gumbel(rows: Tensor, slots: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """[L, V] f32 Gumbel noise, a function of the row's seed, the position and the token only.
+    """Gumbel noise [L, V] f32, a function of the row's seed, the position and the token only.
 
-    Philox4x32-10 of key seed and counter (number of the call, position, 0, 0): token t is number (t // 1024) % 4 of
-    call t // 4096 * 1024 + t % 1024.
+    Philox4x32-10 with the seed as key and the counter (number of the call, position, 0, 0). Token t gets number
+    (t // 1024) % 4 of call t // 4096 * 1024 + t % 1024.
     """
     token = torch.arange(vocab_size, device=rows.device)
     call, which = token // (4 * QUARTER) * QUARTER + token % QUARTER, token // QUARTER % 4
@@ -63,7 +56,7 @@ def gumbel(rows: Tensor, slots: Tensor, positions: Tensor, vocab_size: int) -> T
 
 
 def _philox(counter: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four numbers of 32 bits for each counter (low halves; the high ones are 0), in i64."""
+    """Four 32-bit numbers for each counter, in i64. Counters are given by their low words; the high words are 0."""
     bits = 0xFFFFFFFF
     c0, c1, c2, c3 = counter[0] & bits, counter[1] & bits, torch.zeros_like(counter[0]), torch.zeros_like(counter[0])
     k0, k1 = key[0] & bits, key[1] & bits
@@ -75,13 +68,7 @@ def _philox(counter: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple
 
 
 def thresholds(logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """[L] f32, in each row the least logit that top_k, then top_p, then min_p keep; -inf where they keep all, in broken
-    rows, padding, and at temperature 0. `choose` takes it.
-
-    top_k keeps what is at or above the k-th largest logit. top_p keeps the largest logits whose probability together,
-    of what top_k kept, reaches top_p, and what equals the last of them. min_p keeps what is at least min_p times as
-    likely as the likeliest. So ties are kept whole.
-    """
+    """See `SamplingKernels.thresholds`. Sorts row by row; probabilities are summed in f64."""
     wide = logits.float()
     least = torch.full((len(wide),), -torch.inf, device=wide.device)
     for row, slot in enumerate(slots.tolist()):
@@ -116,15 +103,7 @@ def edit(
     masks: Tensor | None = None,
     mask_rows: Tensor | None = None,
 ) -> Tensor:
-    """Logits [L, V] f32, new, with what their slots asked for: repetition, frequency and presence penalties, bias, no
-    end before its time, and what a grammar allows.
-
-    counts            [S, V] i16   of each token, see `sampling_rows.count`; not read where there is no penalty
-    biased_ids, bias  [S, K] i32, f32   the first NUM_BIASED of a row count; no id twice
-    end_ids           [S, E] i32   the first NUM_ENDS of a row can not be chosen before END_POSITION
-    masks             [M, W] i32   bit t % 32 of word t // 32 allows token t; W >= ceil(V / 32)
-    mask_rows         [L] i64      the row of `masks` for each of `logits`; below 0 = anything is allowed
-    """
+    """See `SamplingKernels.edit`."""
     edited = logits.float().clone()
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
@@ -150,10 +129,7 @@ def edit(
 
 
 def count_tokens(counts: Tensor, rows: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    """Each of `slots` got a token: counts it, in place, where the slot has a penalty. No slot stands there twice.
-
-    counts [S, V] i16, token_ids [L] i64.
-    """
+    """See `SamplingKernels.count_tokens`."""
     off = (asked.REPETITION, 1.0), (asked.FREQUENCY, 0.0), (asked.PRESENCE, 0.0)
     is_penalised = torch.stack([_floats(rows, slots, column) != value for column, value in off]).any(0) & (slots >= 0)
     at = slots[is_penalised], token_ids[is_penalised]
@@ -169,17 +145,7 @@ def score(
     slots: Tensor | None = None,
     least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How likely some rows of logits make a token, and which tokens are the likeliest.
-
-    row_ids      [n] i64    into the rows of `logits`, `token_ids`, `slots` and `least`
-    token_ids    [L] i64
-    num_top                 at most V
-    rows, slots             if given, the probabilities are those that are drawn by: at the slot's temperature if that
-                            is not 0, and then 0 for what is below `least` [L] f32, if that is given, too
-
-    Returns natural logarithms of the probabilities [n] f32, ranks [n] i64 (1 is the likeliest), and of the `num_top`
-    likeliest, the lowest id first among equals, ids [n, k] i64 and logarithms [n, k] f32. Broken rows mean nothing.
-    """
+    """See `SamplingKernels.score`. Sums are in f64."""
     wide, chosen_ids = logits[row_ids].float(), token_ids[row_ids]
     if rows is not None and slots is not None:
         temperature = _floats(rows, slots[row_ids], asked.TEMPERATURE)
@@ -195,10 +161,10 @@ def score(
 
 
 def _column(rows: Tensor, slots: Tensor, column: int) -> Tensor:
-    """[L] i64"""
+    """One column of the rows of `slots`, [L] i64."""
     return rows[slots, column].long()
 
 
 def _floats(rows: Tensor, slots: Tensor, column: int) -> Tensor:
-    """[L] f32"""
+    """One column of the rows of `slots`, [L] f32."""
     return rows[slots, column].view(torch.float32)

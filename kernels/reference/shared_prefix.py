@@ -1,6 +1,6 @@
-"""Rows of a step whose contexts begin with the same blocks, as the prefix cache arranges it for a common prompt.
+"""Finds rows of a step whose contexts begin with the same blocks, as the prefix cache arranges for a common prompt.
 
-Their queries see that part together, once, instead of each its own copy of it. Knows block tables; no tensors.
+Attention then reads the shared part once, instead of once a row. Works on block tables in numpy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class SharedPrefix(NamedTuple):
 def shared_prefixes(
     tables: npt.NDArray[np.int32], ends: Ints, block_size: int, least_tokens: int
 ) -> list[SharedPrefix]:
-    """The prefixes that are worth a look of their own: reading them once saves at least `least_tokens` tokens.
+    """The prefixes worth reading separately: reading one of them once saves at least `least_tokens` tokens.
 
-    tables  [S, M]   block ids in token order; entries past a row's end are not looked at
+    tables  [S, M]   block ids in token order; entries past a row's end are ignored
     ends    [S]      tokens of each row
 
-    Every row is in at most one prefix and keeps at least one token that is not in it, so none of its parts is empty.
-    Of the rows that begin with one block, the longest stands for all: what the others have in common with it counts.
+    Every row is in at most one prefix and has at least one token after it, so neither part is empty. Rows that begin
+    with the same block are compared with the longest of them only.
     """
     num_full = (ends - 1) // block_size  # [S] blocks that may be in a prefix
     candidates = np.flatnonzero(num_full > 0)
@@ -48,7 +48,7 @@ def shared_prefixes(
 
 
 def _common_blocks(tables: npt.NDArray[np.int32], rows: Ints, num_full: Ints) -> Ints:
-    """[C] how many blocks from the front each row has in common with the longest of them."""
+    """The number of leading blocks that each row shares with the longest row, [C]."""
     longest = int(num_full.argmax())
     width = int(num_full[longest])
     own = tables[rows, :width]
@@ -58,6 +58,6 @@ def _common_blocks(tables: npt.NDArray[np.int32], rows: Ints, num_full: Ints) ->
 
 
 def _best_depth(depths: Ints) -> int:
-    """The number of blocks at which sharing saves most: the deeper, the fewer rows go along."""
+    """The number of blocks that saves most: a longer prefix is shared by fewer rows."""
     falling = np.sort(depths)[::-1]
     return int(falling[(np.arange(len(falling)) * falling).argmax()])

@@ -1,7 +1,7 @@
-"""Attention over contexts in two parts: what some rows have in common, and what each has for itself.
+"""Attention over contexts in two parts: a prefix that rows share, and the rest of each row. For a CPU.
 
-A softmax over both parts is the two results weighted by their sums of exponentials, so the common part is read once, by
-the queries of all those rows as one tall matrix. For a CPU.
+The softmax over both parts is the two results weighted by their sums of exponentials. So the prefix is read once, by
+the queries of all its rows as one tall matrix.
 
 T query rows, H query heads, G key/value heads, R = H / G, D head size, L tokens.
 """
@@ -11,18 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# SDPA that returns the log-sum-exp as well: not part of torch's interface, but what it calls on a CPU.
+# NOTE: private to torch: what SDPA calls on a CPU. It returns the log-sum-exp as well.
 _FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def can_see_parts(device: torch.device) -> bool:
-    """Whether attention tells its log-sum-exp there."""
+    """Whether attention on that device can return its log-sum-exp, which `see_as_well` needs."""
     return device.type == "cpu" and _FLASH is not None
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of q [C, G, R, D] over keys and values [C, G, L, D], as q, and the log-sum-exp of its scores,
-    [C, G, R] f32. `mask` as for SDPA."""
+    """Attention of q [C, G, R, D] over keys and values [C, G, L, D]; `mask` as for SDPA.
+
+    Returns the result, as q, and the log-sum-exp of the scores, [C, G, R] f32.
+    """
     assert _FLASH is not None
     seen, logs = _FLASH(q, keys, values, attn_mask=mask, scale=scale)
     return seen, logs
@@ -31,13 +33,15 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: 
 def see_as_well(
     out: Tensor, logs: Tensor, q: Tensor, rows: Tensor | None, keys: Tensor, values: Tensor, scale: float
 ) -> Tensor:
-    """`out` with what `rows` see of a part that they have in common added to what they saw of their own.
+    """Merges the attention of `rows` over a shared prefix into `out`, their attention over the rest.
 
-    out     [T, H, D]     what each row saw; may be written to: go on with what is returned
-    logs    [T, H] f32    log-sum-exp of the scores of that
+    out     [T, H, D]     attention over each row's own part; may be overwritten, so use the result instead
+    logs    [T, H] f32    log-sum-exp of the scores of `out`
     q       [T, H, D]     as out
     rows    [C] i64       None = all, in order
-    keys, values  [1, G, L, D]  the common part, all of it seen by each of the rows
+    keys, values  [1, G, L, D]  the prefix; each row sees all of it
+
+    Returns [T, H, D] as out.
     """
     num_groups, head_dim = keys.shape[1], keys.shape[3]
     queries = rows_of(q, rows)

@@ -1,12 +1,14 @@
-"""Triton kernels of attention over a paged cache. Twins in `kernels/reference/layers_and_attention.py`, same
-signatures.
+"""Triton kernels of attention over a paged cache. Their twins are in `kernels/reference/layers_and_attention.py`.
 
-One persistent kernel walks a work list (`kernels/layout/work_lists.py`): each program does the items that are its own,
-one after the other, so the grid is the same for any lengths and launches can be captured in a CUDA graph. In *decode*
-an item's rows are the heads that share a key/value head, in *extend* they are several new tokens x such heads. What an
-item leaves of a task that was cut is joined by a second small kernel, always in the order of tiles.
+Shapes: q [T or S, H, D], a layer's cache [N, G, B, D], block tables [S, M]; T new tokens, S sequences, H query heads,
+G key/value heads, D head size, N blocks of B tokens. In the kernels [M, N] is a tile of query rows x cached tokens.
 
-Softmax is in base 2 with log2(e) folded into the scale, since exp2 is one instruction. Scales of a cache in 8 bits are
+One persistent kernel walks a work list (`kernels/layout/work_lists.py`). Each program does its own items, one after
+another, so the grid is the same for any lengths and launches can be captured in a CUDA graph. An item's rows are, in
+*decode*, the query heads of one key/value head; in *extend*, several new tokens x those heads. A second, small kernel
+joins the partial sums of tasks that were cut, always in the order of tiles.
+
+Softmax is in base 2 with log2(e) folded into the scale, since exp2 is one instruction. The scales of an 8-bit cache are
 folded in too: those of keys into the scale, those of values into the result.
 """
 
@@ -26,7 +28,7 @@ from .launch import capability, check_dtype
 
 LOG2_E = 1.4426950408889634
 INDEX_TENSORS = ["items", "starts", "block_tables", "splits", "counts"]
-MERGED_ELEMENTS = 4096  # partial sums that a program of the merge holds at a time: 16 a thread
+MERGED_ELEMENTS = 4096  # partial sums that a merge program holds at a time: 16 a thread
 
 
 def paged_decode(
@@ -43,7 +45,7 @@ def paged_decode(
     v_scale: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """See `reference.paged_decode`. Without `plan` (`plan_attention`, once a step) it makes one for this call."""
+    """See `KernelSet.paged_decode`."""
     check_types(q, k_cache, k_scale)
     plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, None, len(q))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -69,7 +71,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """See `reference.paged_attention`. Sequences of one new token have a list, and a tile size, of their own."""
+    """See `KernelSet.paged_attention`. Sequences of one new token have a work list and a tile size of their own."""
     check_types(q, k_cache, k_scale)
     plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, query_starts, len(q))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -82,12 +84,12 @@ def paged_attention(
 
 
 def shape_of(q: Tensor, k_cache: Tensor, window: int | None) -> AttentionShape:
-    """Of a model with one kind of layers."""
+    """The attention shape of a call without a plan: of a model whose layers all have this window."""
     return AttentionShape(q.shape[1], k_cache.shape[1], q.shape[2], q.dtype, k_cache.dtype, (window,))
 
 
 def check_types(q: Tensor, k_cache: Tensor, k_scale: Tensor | None) -> None:
-    """Raises TypeError for types that the kernels cannot take here."""
+    """Raises TypeError for types that the kernels do not support on this device."""
     check_dtype(q)
     if k_cache.dtype != q.dtype and k_cache.dtype != torch.float8_e4m3fn:
         raise TypeError(f"a cache of {k_cache.dtype} and queries of {q.dtype}: keep the cache in that or float8_e4m3fn")
@@ -109,7 +111,7 @@ def attend(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Does the work of a list: writes the rows of `out` that it has. `partials` is overwritten."""
+    """Does the items of one work list: writes their rows of `out` [T, H, D]. Overwrites `partials` (f32)."""
     division, tiling = work.division, work.tiling
     if not division.max_tasks:
         return
@@ -118,9 +120,9 @@ def attend(
     group = num_heads // num_groups
     block_d = max(16, next_power_of_2(head_dim))
     rows = division.tokens_per_tile * group
-    weights = partials  # [partials, rows, 2]: a maximum and a sum of weights
+    weights = partials  # [partials, rows, 2]: the maximum and the sum of weights
     sums = partials[2 * division.max_partials * rows :]  # [partials, rows, D]
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1), so what a cap needs of a score is exp2 of it times this.
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), so a soft cap needs exp2 of the score times this.
     factor = scale * LOG2_E if soft_cap is None else scale * 2 * LOG2_E / soft_cap
     _attention_kernel[(division.num_programs,)](
         out, sums, weights, work.items, work.starts, q, k_cache, v_cache, block_tables,
@@ -144,11 +146,11 @@ def attend(
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """f32 means f32: tf32 would round the inputs of a dot to 10 bits."""
+    """The precision of dots: full f32 for f32 inputs, as tf32 would round them to 10 bits."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-# The index tensors may be slices of one buffer and the table of any width: neither may cause another compilation.
+# Index tensors may be slices of one buffer, and the table may have any width: neither may cause a recompilation.
 @triton.jit(do_not_specialize=["window", "table_row"], do_not_specialize_on_alignment=INDEX_TENSORS)
 def _attention_kernel(
     out, sums, weights, items, starts, q, k_cache, v_cache, block_tables, k_scale, v_scale,
@@ -158,7 +160,7 @@ def _attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The items of one program: up to TOKENS new tokens of a sequence, all heads of a group, over a range of tiles."""
+    """Does the items of one program: up to TOKENS new tokens of a sequence, all heads of a group, a range of tiles."""
     row = tl.arange(0, BLOCK_M)
     new = row // GROUP  # [M] which new token
     d = tl.arange(0, BLOCK_D)
@@ -183,18 +185,18 @@ def _attention_kernel(
         if HAS_K_SCALE:
             factor = scale * tl.load(k_scale + g)
 
-        # [M] of each row's token in its sequence; rows without one see what the last one sees, and are not kept.
+        # [M] position of each row's token; rows without a token repeat the last one and are not stored.
         position = first_position + tl.minimum(new, num_tokens - 1)
-        end = first_position + num_tokens  # tokens seen by the last row, and so by any
+        end = first_position + num_tokens  # tokens that the last row sees; no row sees more
         oldest = tl.maximum(first_position + 1 - window, 0) if HAS_WINDOW else 0
-        best = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of the scores so far
-        total = tl.zeros([BLOCK_M], tl.float32)  # of the weights so far
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)  # largest score so far
+        total = tl.zeros([BLOCK_M], tl.float32)  # sum of weights so far
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         table = block_tables + sequence * table_row
         k_head = k_cache + g * kc_g
         v_head = v_cache + g * vc_g
         first_masked = first_tile
-        if not (IS_DECODE or HAS_WINDOW):  # tiles that all rows see whole
+        if not (IS_DECODE or HAS_WINDOW):  # tiles that every row sees in full
             first_masked = tl.minimum(tl.maximum((first_position + 1) // BLOCK_N, first_tile), end_tile)
             for tile in tl.range(first_tile, first_masked, num_stages=STAGES):
                 token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -215,7 +217,7 @@ def _attention_kernel(
             if HAS_WINDOW:
                 is_seen &= token[None, :] > position[:, None] - window
             scores = tl.where(is_seen, scores, float("-inf"))
-            # A decode row sees some token of each of its tiles; an early row of an extend tile may see none.
+            # A decode row sees a token of each of its tiles; an early row of an extend tile may see none.
             acc, best, total = _add_tile(acc, best, total, scores, values, not IS_DECODE, PRECISION)
 
         if HAS_V_SCALE:
@@ -237,7 +239,7 @@ def _merge_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Joins the pieces of up to BLOCK_R rows of one task, BLOCK_P pieces at a time."""
+    """Joins the partial sums of up to BLOCK_R rows of one task, BLOCK_P pieces at a time."""
     if tl.program_id(0) >= tl.load(counts + 1):
         return
     split = splits + tl.program_id(0) * SPLIT
@@ -256,7 +258,7 @@ def _merge_kernel(
         piece = first + tl.arange(0, BLOCK_P)
         is_piece = (piece < num_pieces)[:, None] & is_row[None, :]  # [P, R]
         place = (first_partial + piece)[:, None] * ROWS + row[None, :]
-        # -inf also where a row saw none of the piece's tokens.
+        # -inf also where a row sees none of the piece's tokens.
         bests = tl.load(weights + place * 2, mask=is_piece, other=float("-inf"))
         totals = tl.load(weights + place * 2 + 1, mask=is_piece, other=0.0)
         is_element = is_piece[:, :, None] & (d < D)[None, None, :]
@@ -279,7 +281,7 @@ def _load_tile(
     table, k_head, v_head, token, is_token, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d, like,
     B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [N, D] in the type of `like`; zeros, and no table entry followed, where not `is_token`."""
+    """Keys and values [N, D] in the type of `like`; zero, with no table entry followed, where not `is_token`."""
     block = tl.load(table + token // B, mask=is_token, other=0).to(tl.int64)  # an offset may exceed 2^31 elements
     offset = token % B
     k_place = k_head + (block * kc_n + offset * kc_b)[:, None] + (d * kc_d)[None, :]
@@ -299,7 +301,7 @@ def _load_tile(
 
 @triton.jit
 def _scores(queries, keys, factor, cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """[M, D] @ [D, N] -> [M, N], in base 2; with a cap, cap * tanh(score / cap)."""
+    """Scores [M, N] in base 2, of [M, D] @ [D, N]; with a cap, cap * tanh(score / cap)."""
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * factor
     if HAS_CAP:
         scores = cap - 2 * cap / (tl.exp2(scores) + 1)
@@ -308,10 +310,10 @@ def _scores(queries, keys, factor, cap, HAS_CAP: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def _add_tile(acc, best, total, scores, values, CAN_BE_EMPTY: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax: (acc, best, total) with the tile's scores [M, N] and values [N, D] added."""
+    """One step of the online softmax: adds a tile's scores [M, N] and values [N, D] to (acc, best, total)."""
     new_best = tl.maximum(best, tl.max(scores, axis=1))
     base = new_best
-    if CAN_BE_EMPTY:  # a row that has seen nothing yet: -inf - -inf would be NaN
+    if CAN_BE_EMPTY:  # for a row without any token so far, -inf - -inf would be NaN
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(best - base)

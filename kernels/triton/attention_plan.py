@@ -1,7 +1,10 @@
-"""Makes the work lists of a step on the device: no length is read on the host, and launches depend on sizes alone.
+"""The Triton kernel that makes a step's attention work lists on the device.
 
-`work_lists.list_work` is the twin and says what the lists hold. One program makes a list, once a step, and all layers
-of a window share it.
+Its twin is `list_work` in `kernels/layout/work_lists.py`, which describes the lists. Shapes: lengths [S] i32, query
+starts [S + 1] i32; S sequences.
+
+The host reads no length, and launches depend on sizes alone. One program makes a list, once a step, for all layers of
+one window.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -31,7 +34,7 @@ from ..layout.work_lists import (
 )
 from .launch import capability, num_multiprocessors
 
-BLOCK = 512  # tasks at a time
+BLOCK = 512  # tasks processed at a time
 
 
 def plan_attention(
@@ -41,10 +44,10 @@ def plan_attention(
     num_tokens: int,
     num_processors: int | None = None,
 ) -> AttentionPlan:
-    """The work lists of a step for `paged_decode` (`query_starts` is None) or `paged_attention`, arguments as there.
+    """See `KernelSet.plan_attention`. Returns the work lists of the step, on the device of `lengths`.
 
-    T = `num_tokens` rows of q. What it allocates depends on S, T and the device alone (`workspace_bytes`), so in a CUDA
-    graph the lists are made anew, in place, from the lengths of each replay. `num_processors`: None = the device's.
+    Its memory (`workspace_bytes`) depends on S, T and the device alone. So a replayed CUDA graph remakes the lists in
+    place, from the current lengths.
     """
     processors = num_processors or num_multiprocessors(lengths.device)
     divided = _divisions(shape, len(lengths), num_tokens, query_starts is None, processors, lengths.device)
@@ -64,7 +67,7 @@ def workspace_bytes(
     device: torch.device,
     num_processors: int | None = None,
 ) -> int:
-    """Memory that `plan_attention` takes for a step of such a size, whatever its lengths."""
+    """Device memory that `plan_attention` takes for a step of this size, for any lengths."""
     processors = num_processors or num_multiprocessors(device)
     divided = _divisions(shape, num_sequences, num_tokens, is_decode, processors, device)
     tables = sum(sum(table_sizes(division)) for division, _ in divided) * len(shape.windows)
@@ -72,7 +75,7 @@ def workspace_bytes(
 
 
 def _num_partials(shape: AttentionShape, divided: list[tuple[Division, Tiling]]) -> int:
-    """Numbers of the partial sums of one layer's larger list: lists and layers follow each other."""
+    """Size of the partial sums in numbers: of the larger list, as lists and layers run one after another."""
     return max(division.max_partials * partials_per_piece(division, shape) for division, _ in divided)
 
 
@@ -84,7 +87,7 @@ def _divisions(
     num_processors: int,
     device: torch.device,
 ) -> list[tuple[Division, Tiling]]:
-    """The sizes of a step's lists: of decode, and of extend too unless all sequences have exactly one new token."""
+    """The sizes of a step's lists: decode, then extend unless every sequence has exactly one new token."""
     tiling = decode_tiling(shape, capability(device))
     found = [(divide("decode", shape, tiling, num_sequences, num_tokens, num_processors), tiling)]
     if not is_decode:
@@ -129,7 +132,7 @@ def _list_kernel(
     IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr, FIXED_PIECES: tl.constexpr, MIN_TILES: tl.constexpr,
     ITEM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lengths of tasks, then items; task by task, BLOCK at a time. One program."""
+    """Sums the costs of all tasks, then writes their items, BLOCK tasks at a time. One program."""
     task = tl.arange(0, BLOCK)
     total = 0
     for first in range(0, num_tasks, BLOCK):
@@ -140,7 +143,7 @@ def _list_kernel(
         total += tl.sum(cost, axis=0)
     stretch = tl.maximum(tl.cdiv(total, num_programs), MIN_TILES)
 
-    line = 0  # length of it so far
+    line = 0  # its length so far
     num_items = 0
     num_splits = 0
     num_partials = 0
@@ -154,7 +157,7 @@ def _list_kernel(
         if FIXED_PIECES > 0:
             share = tl.maximum(tl.cdiv(cost, FIXED_PIECES), MIN_TILES)
             pieces = tl.cdiv(cost, share)
-            cut = begin  # where piece 0 would begin if it had its full length
+            cut = begin  # where piece 0 would begin at full length
         else:
             share = tl.zeros_like(cost) + stretch
             cut = begin // stretch * stretch
@@ -190,10 +193,10 @@ def _list_kernel(
     tl.store(counts, num_items)
     tl.store(counts + 1, num_splits)
 
-    tl.debug_barrier()  # other threads of the program wrote what is read from here on
+    tl.debug_barrier()  # other threads of the program wrote the numbers read below
     for first in range(0, num_programs + 1, BLOCK):
         program = first + task
-        # The first item that begins on the program's stretch of the line or after it, by bisection.
+        # The first item that begins on or after the program's stretch of the line, by bisection.
         low = tl.zeros_like(program)
         high = low + num_items
         is_open = low < high
@@ -212,7 +215,7 @@ def _query_tile(
     NUM_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_EXTEND: tl.constexpr,
     IS_MIXED: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The query tiles of some tasks: sequence, row, tokens, position, tiles [low, high), and cost: 0 for no task."""
+    """The query tiles of some tasks: sequence, row, tokens, position, tiles [low, high), and cost (0 = no task)."""
     tile = task // NUM_GROUPS
     is_tile = task < num_tasks
     if IS_EXTEND:

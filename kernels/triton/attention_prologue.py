@@ -1,7 +1,11 @@
-"""The Triton kernel between a layer's fused projection and its attention; its twin is `reference.attention_prologue`.
+"""The Triton kernel between a layer's fused projection and its attention.
 
-Norms of heads, RoPE and the cache write are one launch: the projection is read once, and what is rotated never goes
-back to memory but as a query or into the cache. Roundings are those of the separate steps.
+Its twin is `attention_prologue` in `kernels/reference/layers_and_attention.py`.
+
+Shapes: qkv [T, H + 2G, D], a layer's cache [N, G, B, D], tables [P, D_rot / 2] f32, positions and slots [T] i64.
+
+Norms of heads, rotary positions and the cache write are one launch. The projection is read once; rotated numbers are
+written once, as a query or into the cache. Roundings are those of the separate steps.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -16,7 +20,7 @@ import triton.language as tl
 
 from .launch import check_dtype, next_power_of_2
 
-HEADS_PER_PROGRAM = 16  # 16 heads of 128 are 16 elements a thread
+HEADS_PER_PROGRAM = 16  # at D = 128, 16 elements a thread
 LARGEST_FP8 = tl.constexpr(448.0)  # of e4m3
 
 
@@ -34,7 +38,10 @@ def attention_prologue(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.attention_prologue`. One program per (token, 16 query heads or 16 key and value heads)."""
+    """See `KernelSet.attention_prologue`. One program per token and 16 query heads or 16 key/value heads.
+
+    Rotates the queries in place and returns their view of qkv.
+    """
     check_dtype(qkv)
     num_tokens, num_heads, head_dim = qkv.shape
     num_groups, block_size = k_cache.shape[1:3]
@@ -75,7 +82,7 @@ def _attention_prologue_kernel(
         head = program * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         is_head = head < num_heads
         place = row + head * qkv_head
-        # What neither turns nor is normed stays where it is.
+        # Numbers that are neither rotated nor normed stay where they are.
         Q_REST: tl.constexpr = REST if q_norm is not None else 0
         first, second, rest = _load_head(place, is_head, q_norm, eps, D, HALF, BLOCK_HALF, Q_REST, BLOCK_REST)
         tl.store(place + pair, first * cosines - second * sines, mask=is_head & is_pair)
@@ -95,7 +102,7 @@ def _attention_prologue_kernel(
             keys = k_cache + block * kc_n + group.to(tl.int64) * kc_g + offset * kc_b
             narrow: tl.constexpr = qkv.dtype.element_ty
             scale = tl.load(k_scale + group, mask=is_group, other=1.0) if IS_FP8 else None
-            # rounded to the projection's type first, as when it was written back in between
+            # rounded to the projection's type first, as separate steps would
             turned = (first * cosines - second * sines).to(narrow)
             _store(keys + pair * kc_d, turned, scale, is_group & is_pair, IS_FP8)
             turned = (second * cosines + first * sines).to(narrow)
@@ -117,8 +124,10 @@ def _load_head(
     place, is_head, weight, eps,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Heads [BLOCK_H, D] at `place`, normed if there is a weight: both halves of what is rotated in f32, and the rest
-    in the type it came in."""
+    """Heads [BLOCK_H, D] at `place`, normed if there is a weight.
+
+    Returns both halves of the rotated part in f32, and the rest in the type of the memory.
+    """
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     other = tl.arange(0, BLOCK_REST)[None, :]
     is_pair = is_head & (pair < HALF)
@@ -147,7 +156,7 @@ def _sum_of_squares(x):
 
 @triton.jit
 def _normed(x, scale, weights, is_weight):
-    """Rounded twice, as `reference.rms_norm` does."""
+    """x * scale * weights, rounded after each product, as `rms_norm` of the twin does."""
     return (x.to(tl.float32) * scale).to(x.dtype) * tl.load(weights, mask=is_weight, other=0.0)
 
 
@@ -155,5 +164,5 @@ def _normed(x, scale, weights, is_weight):
 def _store(place, x, scale, is_element, IS_FP8: tl.constexpr):
     if IS_FP8:
         x = x.to(tl.float32) / scale
-        x = tl.minimum(tl.maximum(x, -LARGEST_FP8), LARGEST_FP8)  # NaN, not the largest, lies beyond
+        x = tl.minimum(tl.maximum(x, -LARGEST_FP8), LARGEST_FP8)  # beyond it e4m3 has only NaN
     tl.store(place, x.to(place.dtype.element_ty), mask=is_element)

@@ -1,4 +1,7 @@
-"""The Triton kernel that copies whole blocks of the KV cache; its twin is `reference.copy_blocks`."""
+"""The Triton kernel that copies whole blocks of the KV cache.
+
+Its twin is `copy_blocks` in `kernels/reference/layers_and_attention.py`.
+"""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
@@ -19,8 +22,10 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 
 
 def copy_blocks(data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None:
-    """See `reference.copy_blocks`. Tiles of 8 KiB, shared out among a number of programs that depends on the device
-    alone, so that one launch copies many blocks or few."""
+    """See `KernelSet.copy_blocks`: data [..., N, ...], ids [C] i64.
+
+    A fixed number of programs for each multiprocessor copy tiles of 8 KiB, so one launch copies any number of blocks.
+    """
     assert data.is_contiguous() and len(sources) == len(destinations)
     num_outer, num_inner = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :])
     inner_bytes = num_inner * data.element_size()
@@ -44,7 +49,7 @@ def _copy_blocks_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     while tile < num_tiles:
-        piece = tile // tiles_per_piece  # a block's numbers under one index of the axes before
+        piece = tile // tiles_per_piece  # a block's numbers under one index of the preceding axes
         place = tile % tiles_per_piece * TILE + tl.arange(0, TILE)
         pair = piece // num_outer
         outer = words + (piece % num_outer).to(tl.int64) * outer_words

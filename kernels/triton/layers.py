@@ -1,8 +1,9 @@
-"""Triton kernels of a layer's small steps: norms and activation. `kernels/reference/layers_and_attention.py` has their
-twins.
+"""Triton kernels of norms and activation. Their twins are in `kernels/reference/layers_and_attention.py`.
 
-All are bound by memory: each element is read once and written once, one program a token (or a part of one).
-Fused multiply-adds are asked for by name, as Triton 3.10 stops making them by default.
+Shapes: x [T, D] or [T, H, D], gate_up [T, 2F]; T new tokens, H heads, D row size.
+
+All are bound by memory: each element is read once and written once, by one program a token or a part of a token.
+Launches request fused multiply-adds explicitly, as Triton 3.10 no longer makes them by default.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -19,7 +20,7 @@ from .launch import check_dtype, next_power_of_2
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`. x is [T, D] or [T, H, D], contiguous in D."""
+    """See `KernelSet.rms_norm`. One program a row."""
     check_dtype(x)
     dim = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
@@ -33,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.add_rms_norm`."""
+    """See `KernelSet.add_rms_norm`. One program a row."""
     check_dtype(x)
     dim = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -46,19 +47,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.silu_mul`."""
+    """See `KernelSet.silu_mul`. One program for up to 1,024 results of a token."""
     check_dtype(gate_up)
     num_tokens, double = gate_up.shape
     dim = double // 2
     out = torch.empty((num_tokens, dim), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(next_power_of_2(dim), 1024)  # 8 elements, one 16-byte access, a thread of 4 warps
+    block = min(next_power_of_2(dim), 1024)  # 8 elements a thread in 4 warps: one 16-byte access
     grid = (num_tokens, triton.cdiv(dim, block))
     _silu_mul_kernel[grid](out, gate_up, dim, gate_up.stride(0), BLOCK=block, enable_fp_fusion=True)
     return out
 
 
 def _warps(block: int) -> int:
-    """8 elements a thread, 16 bytes in half precision, and no more than 16 warps."""
+    """Warps of a program: 8 elements a thread, 16 bytes in half precision; at most 16 warps."""
     return max(1, min(16, block // 256))
 
 
@@ -73,7 +74,7 @@ def _rms_norm_kernel(
     values = tl.load(x + row // heads * x_row + row % heads * x_head + d, mask=is_dim, other=0.0)
     if HAS_RESIDUAL:
         place = residual + row * residual_row + d
-        values += tl.load(place, mask=is_dim, other=0.0)  # rounded to the residual's type, as the twin's add_ does
+        values += tl.load(place, mask=is_dim, other=0.0)  # rounded to the residual's type, as `add_` in the twin does
         tl.store(place, values, mask=is_dim)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / D + eps)
@@ -89,5 +90,5 @@ def _silu_mul_kernel(out, gate_up, dim, row_stride, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + token * row_stride + d, mask=is_dim, other=0.0)
     up = tl.load(gate_up + token * row_stride + dim + d, mask=is_dim, other=0.0)
     wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded here too, as in the twin
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded before the product, as in the twin
     tl.store(out + token * dim + d, activated * up, mask=is_dim)

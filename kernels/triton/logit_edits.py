@@ -1,7 +1,9 @@
-"""The Triton kernels of what requests ask to be done to logits. Twins: `edit` and `count_tokens` of
-`reference_sampling`.
+"""Triton kernels that edit logits by request and count tokens for penalties.
 
-One pass over the rows does it all, and is launched only when a row of the step asks for anything.
+Their twins are `edit` and `count_tokens` in `kernels/reference/sampling.py`. Shapes: logits [L, V], counts [S, V] i16,
+sampling parameters [S, 16] i32; L rows of logits, V tokens in the vocabulary, S slots.
+
+All edits are one pass over the rows. The caller launches it only if a row of the step needs an edit.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -24,7 +26,7 @@ NUM_BIASED, NUM_ENDS = tl.constexpr(asked.NUM_BIASED), tl.constexpr(asked.NUM_EN
 END_POSITION = tl.constexpr(asked.END_POSITION)
 MAX_COUNT = tl.constexpr(asked.MAX_COUNT)
 BLOCK = 4096  # tokens a program
-LISTED = 256  # ids of a list that are looked at together
+LISTED = 256  # ids of a list processed at a time
 
 
 def edit(
@@ -39,7 +41,7 @@ def edit(
     masks: Tensor | None = None,
     mask_rows: Tensor | None = None,
 ) -> Tensor:
-    """See `reference_sampling.edit`."""
+    """See `SamplingKernels.edit`. One program for 4,096 tokens of a row. `biased_ids` and `bias` have equal strides."""
     check_dtype(logits)
     assert (masks is None) == (mask_rows is None)
     assert biased_ids.stride() == bias.stride()
@@ -56,7 +58,7 @@ def edit(
 
 
 def count_tokens(counts: Tensor, rows: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    """See `reference_sampling.count_tokens`."""
+    """See `SamplingKernels.count_tokens`. One program for up to 128 slots."""
     if len(slots):
         block = min(next_power_of_2(len(slots)), 128)
         _count_tokens_kernel[(triton.cdiv(len(slots), block),)](
@@ -106,7 +108,7 @@ def _edit_kernel(
     num_biased = tl.load(mine + NUM_BIASED)
     num_ends = tl.where(tl.load(positions + row) < tl.load(mine + END_POSITION), tl.load(mine + NUM_ENDS), 0)
     if num_biased > 0:
-        tl.debug_barrier()  # what one thread has stored, others read
+        tl.debug_barrier()  # the loads below read numbers that other threads stored
         for first in range(0, num_biased, LISTED):
             at = first + tl.arange(0, LISTED)
             listed = tl.load(biased_ids + slot * biased_row + at, mask=at < num_biased, other=-1)

@@ -1,7 +1,10 @@
-"""The Triton kernels that choose tokens, and say how likely they were; twins in `reference_sampling`.
+"""Triton kernels that choose tokens and score them. Their twins are in `kernels/reference/sampling.py`.
 
-Nothing is sorted. A row is cut into groups of 4,096 tokens, one program each, which leave their best behind; a second,
-small launch takes the best of those. The work of the groups depends on nothing but their row.
+Shapes: logits [L, V], sampling parameters [S, 16] i32, slots and positions [L]; L rows of logits, V tokens in the
+vocabulary, S slots.
+
+Nothing is sorted. A row is cut into groups of 4,096 tokens, one program each, which write their best; a second, small
+launch takes the best of those. The work of a group depends on its row alone.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -21,7 +24,7 @@ from .launch import IS_INTERPRETED, check_dtype, next_power_of_2
 TEMPERATURE = tl.constexpr(asked.TEMPERATURE)
 SEED_LOW, SEED_HIGH = tl.constexpr(asked.SEED_LOW), tl.constexpr(asked.SEED_HIGH)
 QUARTER = tl.constexpr(_QUARTER)
-GROUP = 4 * _QUARTER  # tokens a program
+GROUP = 4 * _QUARTER  # tokens of a program
 SERIES_END = tl.constexpr(1 / 32)  # as in the twin
 NO_ID = tl.constexpr(0x7FFFFFFF)
 NO_KEY = tl.constexpr(-(1 << 63))
@@ -29,7 +32,7 @@ HAS_PTX = tl.constexpr(not IS_INTERPRETED)
 
 
 def choose(logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None = None) -> Tensor:
-    """See `reference_sampling.choose`."""
+    """See `SamplingKernels.choose`."""
     check_dtype(logits)
     assert least is None or least.is_contiguous()
     num_rows, vocab_size = logits.shape
@@ -60,7 +63,7 @@ def score(
     slots: Tensor | None = None,
     least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `reference_sampling.score`."""
+    """See `SamplingKernels.score`. Sums are in f32."""
     check_dtype(logits)
     assert least is None or least.is_contiguous()
     num_rows, vocab_size = len(row_ids), logits.shape[1]
@@ -92,7 +95,7 @@ def score(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "least"])
 def _draw_kernel(scores, ids, logits, rows, slots, positions, least, vocab_size, logits_row, rows_row, num_groups):
-    """The best score of a group and its lowest token; NaN if the group holds a NaN or +inf."""
+    """The best score of a group and its lowest token; the score is NaN if the group holds NaN or +inf."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -103,7 +106,7 @@ def _draw_kernel(scores, ids, logits, rows, slots, positions, least, vocab_size,
     lane = tl.arange(0, QUARTER)
     token = group * 4 * QUARTER + lane
     place = logits + row * logits_row + token
-    # four loads of neighbours each; together they use all that a call of Philox gives
+    # Four loads of adjacent tokens; together they use all four numbers of each Philox call.
     x0 = tl.load(place, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     x1 = tl.load(place + QUARTER, mask=token + QUARTER < vocab_size, other=float("-inf")).to(tl.float32)
     x2 = tl.load(place + 2 * QUARTER, mask=token + 2 * QUARTER < vocab_size, other=float("-inf")).to(tl.float32)
@@ -145,8 +148,7 @@ def _is_no_number(x):
 
 @triton.jit
 def _gumbel(bits):
-    """-log(-log(1 - w)), w in (0, 1) of 32 random bits: where w is small, which is where the largest noise comes from,
-    it has all its digits."""
+    """-log(-log(1 - w)), w in (0, 1) from 32 random bits. Exact for small w, from which the largest noise comes."""
     w = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4 + w * (1 / 5)))))
     return -_log(tl.where(w < SERIES_END, series, -_log(1 - w)))
@@ -154,7 +156,7 @@ def _gumbel(bits):
 
 @triton.jit
 def _log(x):
-    """One instruction, wrong by 2^-22 or so: `tl.log` is thirty with a branch, and there are two for each token."""
+    """log(x) in one instruction, with an error of about 2^-22. `tl.log` takes thirty and a branch, twice a token."""
     if HAS_PTX:
         return 0.6931471805599453 * tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -186,7 +188,7 @@ def _score_kernel(
     sums, keys, logits, row_ids, token_ids, rows, slots, least, vocab_size, logits_row, rows_row, num_groups, num_top,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of a group: its largest number, the sum of exponentials, how many are above the chosen, and the largest keys."""
+    """Writes a group's maximum, sum of exponentials, number of logits above the chosen one, and largest keys."""
     index = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     row = tl.load(row_ids + index)
@@ -202,7 +204,7 @@ def _score_kernel(
     tl.store(place, largest)
     tl.store(place + num_groups, tl.sum(tl.exp(x - base), axis=0))
     tl.store(place + 2 * num_groups, tl.sum((x > chosen).to(tl.float32), axis=0))
-    # Larger keys are larger numbers, and among equals lower tokens, so a maximum is a number and its token at once.
+    # A larger key is a larger number, or an equal one of a lower token: a maximum gives number and token at once.
     key = (ordered(x).to(tl.int64) << 32) | (-token + NO_ID).to(tl.int64)
     key = tl.where(token < vocab_size, key, NO_KEY)
     for i in range(num_top):
@@ -244,7 +246,7 @@ def _settle_score_kernel(
 
 @triton.jit
 def _as_drawn(x, row, rows, rows_row, slots, least):
-    """Logits as their slot's tokens are drawn by them."""
+    """The logits that the slot's tokens are drawn by: over the temperature, -inf below `least`."""
     temperature = as_float(tl.load(rows + tl.load(slots + row).to(tl.int64) * rows_row + TEMPERATURE))
     if temperature > 0:
         if least is not None:
@@ -263,12 +265,12 @@ def as_float(bits):
 
 @triton.jit
 def ordered(x):
-    """f32 as i32 of the same order."""
+    """f32 as i32 in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def as_number(key):
-    """What `ordered` made of it, undone."""
+    """The inverse of `ordered`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

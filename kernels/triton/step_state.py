@@ -1,9 +1,10 @@
-"""Triton kernels that keep the state of running sequences on the device: see `kernels/layout/step_state.py`, which has
-their twins.
+"""Triton kernels that keep the state of running sequences on the device.
 
-Grids depend on the padded size of a step alone, so that a captured graph serves every step of that size; what there
-really is to do is read from the diff. None moves more than some megabytes, and most next to nothing: what counts is the
-launch.
+Their twins are in `kernels/layout/step_state.py`, which describes the diff and the state. Shapes: state
+[S, STATE_WIDTH] i32, tokens [S, L] i32, block tables [S, M] i32, results [2, P] i32; S slots, P rows of a step.
+
+Grids depend on the padded size of a step alone, so a captured graph serves every step of that size; the kernels read
+the actual work from the diff. They move a few megabytes at most, so the launch dominates their cost.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -19,7 +20,7 @@ from ..layout import step_state
 from ..layout.step_state import SlotState, StepBuffers
 from .launch import next_power_of_2
 
-NEWS_PROGRAMS = 32  # a prompt of 128k tokens is 512 kB: these copy it together, and idle otherwise
+NEWS_PROGRAMS = 32  # they share the copy of a long prompt (128k tokens are 512 kB), and idle otherwise
 BLOCK = 256
 TOKENS_PER_PROGRAM = 32  # with 64 rows at a time: 2,048 comparisons, 16 a thread
 ROWS_AT_A_TIME = 64
@@ -39,7 +40,7 @@ LENGTH, ERROR = tl.constexpr(step_state.LENGTH), tl.constexpr(step_state.ERROR)
 
 
 def take_news(diff: Tensor, slots: SlotState) -> None:
-    """See `step_state.take_news`."""
+    """See `take_news` in `kernels/layout/step_state.py`."""
     _take_news_kernel[(NEWS_PROGRAMS,)](
         diff, slots.state, slots.tokens, slots.tables,
         slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
@@ -49,7 +50,7 @@ def take_news(diff: Tensor, slots: SlotState) -> None:
 
 
 def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size: int) -> None:
-    """See `step_state.make_inputs`."""
+    """See `make_inputs` in `kernels/layout/step_state.py`."""
     num_rows, num_tokens = len(buffers.lengths), len(buffers.input_ids)
     _rows_kernel[(num_rows,)](
         diff, slots.state, slots.tables, buffers.block_tables, buffers.query_starts, buffers.lengths,
@@ -65,7 +66,7 @@ def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size
 
 
 def settle(out: Tensor, chosen: Tensor, sampled_slots: Tensor, slots: SlotState) -> None:
-    """See `step_state.settle`."""
+    """See `settle` in `kernels/layout/step_state.py`."""
     num_rows = len(chosen)
     block = min(next_power_of_2(num_rows), 128)
     _settle_kernel[(triton.cdiv(num_rows, block),)](
@@ -135,7 +136,7 @@ def _rows_kernel(
         ids = tl.load(tables + slot * tables_row + place, mask=place < num_blocks, other=0)
         tl.store(block_tables + row.to(tl.int64) * out_row + place, ids, mask=place < num_blocks)
 
-    # the rows of logits that somebody wants come first; each place is written by one program
+    # Rows of logits in use come first; each place is written by one program.
     tl.store(logits_rows + row, tl.zeros([], tl.int64), mask=row >= num_logits)
     tl.store(sampled_slots + row, -1, mask=row >= num_logits)
     place = tl.load(rows + 3 * num_rows + 1 + row, mask=is_row, other=-1)
@@ -153,7 +154,7 @@ def _tokens_kernel(
     num_rows = tl.load(diff + NUM_ROWS)
     rows = diff + tl.load(diff + ROWS_AT)
     is_token = token < tl.load(diff + NUM_TOKENS)
-    row = tl.zeros([BLOCK_T], tl.int32)  # as many as end at or before the token
+    row = tl.zeros([BLOCK_T], tl.int32)  # the number of rows that end at or before the token
     for begin in range(0, num_rows, BLOCK_R):
         some = begin + tl.arange(0, BLOCK_R)
         ends = tl.load(rows + 2 * num_rows + 1 + some, mask=some < num_rows, other=2147483647)

@@ -1,11 +1,13 @@
-"""The Triton kernel that turns top_k, top_p and min_p into one threshold a row. Twin: `reference_sampling.thresholds`.
+"""The Triton kernel that turns top_k, top_p and min_p into one threshold a row.
 
-One program a row and no sort. A first pass over the row keeps the largest number of each of 2,048 columns, that is of
-every 2,048th token; k columns have a maximum at or above the k-th largest of them, so k tokens are, and the tokens at
-or above it, the candidates, are few more. A second pass gathers them. The threshold is then found among the candidates
-by bisection: of the order of floats, in steps that end on numbers that are there, so about ten looks suffice and 33
-always do. Where the candidates do not hold the probability that top_p asks for, or are too many, all looks go over the
-whole row, which a row rarely needs.
+Its twin is `thresholds` in `kernels/reference/sampling.py`. Shapes: logits [L, V], sampling parameters [S, 16] i32,
+slots [L]; L rows of logits, V tokens in the vocabulary, S slots.
+
+One program a row, without a sort. The first pass keeps the maximum of each of 2,048 columns, that is, of every 2,048th
+token. At least k tokens are at or above the k-th largest of these maxima. The tokens at or above it are the candidates,
+few more than k; the second pass gathers them. The threshold is then found among the candidates by bisection over the
+order of floats. Each step ends on a number that occurs, so about ten steps suffice, and 33 always do. If the candidates
+do not hold the probability of top_p, or are too many, bisection runs over the whole row; that is rare.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -24,14 +26,16 @@ from .sampling import as_float, as_number, ordered
 
 TEMPERATURE = tl.constexpr(asked.TEMPERATURE)
 TOP_K, TOP_P, MIN_P = tl.constexpr(asked.TOP_K), tl.constexpr(asked.TOP_P), tl.constexpr(asked.MIN_P)
-TILE = 2048  # tokens that are looked at together, 8 a thread: more would spill registers
-CAPACITY = 4096  # candidates a row, at most
-NUM_LIKELY = 512  # candidates for top_p alone, about: where they do not suffice, the whole row is searched
+TILE = 2048  # tokens processed at a time, 8 a thread: more would spill registers
+CAPACITY = 4096  # most candidates of a row
+NUM_LIKELY = 512  # candidates for top_p alone, about; if they do not suffice, the whole row is searched
 
 
 def thresholds(logits: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """See `reference_sampling.thresholds`. Sums are in f32, so a token whose probability, together with those before
-    it, is within rounding of top_p may be kept here and not there."""
+    """See `SamplingKernels.thresholds`.
+
+    Sums are in f32, so near top_p rounding may keep one token more or less than the twin does.
+    """
     check_dtype(logits)
     num_rows, vocab_size = logits.shape
     least = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -87,7 +91,7 @@ def _search(
     whole, few, columns, best, coldness, top_k, top_p, vocab_size,
     TILE: tl.constexpr, CAPACITY: tl.constexpr, NUM_LIKELY: tl.constexpr,
 ):  # fmt: skip
-    """The threshold that top_k and then top_p give."""
+    """The threshold of top_k and then top_p."""
     bound = _bound(columns, tl.where(top_k > 0, top_k, NUM_LIKELY), best)
     num_near = 0
     mass, mass_near = 0.0, 0.0
@@ -100,7 +104,7 @@ def _search(
         place = num_near + tl.cumsum(is_near.to(tl.int32), axis=0) - 1
         tl.store(few + place, x.to(few.dtype.element_ty), mask=is_near & (place < CAPACITY))
         num_near += tl.sum(is_near.to(tl.int32), axis=0)
-    tl.debug_barrier()  # what one thread has stored, others read
+    tl.debug_barrier()  # the loads below read numbers that other threads stored
     is_short = (top_k == 0) & (mass_near < top_p * mass)
     if (num_near > CAPACITY) | is_short | (bound == float("-inf")):
         nothing = best * 0 + float("-inf")
@@ -122,8 +126,10 @@ def _among(source, size, best, coldness, lowest, top_k, top_p, mass, TILE: tl.co
 
 @triton.jit
 def _bound(columns, num_wanted, best):
-    """A number that between one and two times `num_wanted` of the columns are at or above, if ties allow it; -inf if
-    there are not so many columns that hold a number."""
+    """A number with between one and two times `num_wanted` columns at or above it, if ties allow.
+
+    -inf if fewer columns hold a number.
+    """
     low, high = ordered(best * 0 + float("-inf")).to(tl.int64), ordered(best).to(tl.int64) + 1
     num_low = columns.shape[0] + 0 * num_wanted
     while (num_low > 2 * num_wanted) & (low + 1 < high):
@@ -139,14 +145,16 @@ def _bound(columns, num_wanted, best):
 
 @triton.jit
 def _largest_with(source, size, best, coldness, lowest, wanted, BY_MASS: tl.constexpr, TILE: tl.constexpr):
-    """The largest number such that what is at or above it, in number or in mass, comes to `wanted`. What is at or above
-    `lowest` is known to."""
-    low, high = ordered(lowest).to(tl.int64), ordered(best).to(tl.int64) + 1  # the latter does not
+    """The largest number such that the tokens at or above it, by count or by mass, reach `wanted`.
+
+    The caller guarantees that those at or above `lowest` do.
+    """
+    low, high = ordered(lowest).to(tl.int64), ordered(best).to(tl.int64) + 1  # those at or above `high` do not reach it
     while low + 1 < high:
         middle = low + (high - low) // 2
         pivot = as_number(middle.to(tl.int32))
         amount = 0.0
-        above, below = best, lowest  # the numbers next to the pivot on both sides, itself above
+        above, below = best, lowest  # the nearest numbers on both sides of the pivot; the pivot itself counts as above
         for start in range(0, size, TILE):
             x = _numbers(source, start, size, TILE)
             is_above = x >= pivot
@@ -165,7 +173,7 @@ def _largest_with(source, size, best, coldness, lowest, wanted, BY_MASS: tl.cons
 
 @triton.jit
 def _mass(source, size, lowest, best, coldness, TILE: tl.constexpr):
-    """Of what is at or above `lowest`; the likeliest token has 1."""
+    """The mass of the numbers at or above `lowest`, where the likeliest token has mass 1."""
     amount = 0.0
     for start in range(0, size, TILE):
         x = _numbers(source, start, size, TILE)
@@ -175,7 +183,7 @@ def _mass(source, size, lowest, best, coldness, TILE: tl.constexpr):
 
 @triton.jit
 def _numbers(source, start, size, TILE: tl.constexpr):
-    """A tile of a row, in f32; -inf past the end, and for NaN: such a row is broken, and its threshold is not used."""
+    """A tile of a row, in f32; -inf past the end, and for NaN, whose row is broken and its threshold unused."""
     at = start + tl.arange(0, TILE)
     x = tl.load(source + at, mask=at < size, other=float("-inf")).to(tl.float32)
     return tl.where(x == x, x, float("-inf"))

@@ -1,4 +1,4 @@
-"""A checkpoint's files: where they are, which kind of model they hold, which tensors.
+"""A checkpoint's files: their location, the kind of model, the tensors.
 
 Owns: Hub download and cache, safetensors headers, the expected names and shapes.
 In: a folder or a Hub id.

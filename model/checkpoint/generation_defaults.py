@@ -1,4 +1,4 @@
-"""A checkpoint's own defaults for sampling, read from generation_config.json. Requests override them one by one."""
+"""A checkpoint's sampling defaults, read from generation_config.json. A request overrides each of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..files import read_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What a request gets if it says nothing. None: the checkpoint says nothing either."""
+    """The sampling parameters of a request that sets none; None = the checkpoint sets none either."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -26,7 +26,7 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, root: Path, config: ModelConfig) -> GenerationDefaults:
-        """The defaults of the checkpoint in `root`; its end tokens are those of generation_config.json or config.json.
+        """The defaults of the checkpoint in `root`; end tokens are from generation_config.json, else from config.json.
 
         Raises CheckpointError naming a value that is out of range.
         """

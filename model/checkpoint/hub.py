@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, the Hub cache, or the Hub. Offline, no socket is opened."""
+"""Finds a model's files: in a directory, the Hub cache, or on the Hub. In offline mode no socket is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import CheckpointError, DownloadError
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all; the total grows while files are being listed
+Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total grows while files are listed
 
 BUNDLED = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
@@ -28,10 +28,11 @@ def resolve(
     offline: bool = False,
     on_progress: Progress | None = None,
 ) -> Path:
-    """The directory of a model: None or "demo" is the bundled one, then a local directory, then a Hub id.
+    """The directory of a model: the bundled one for None or "demo", else a local directory, else a Hub id.
 
-    Blocks while it downloads; `on_progress` is called from its threads. Without `download_dir` files go to the Hub's
-    cache. With `offline`, or HF_HUB_OFFLINE set, only the cache is looked at. Raises DownloadError saying what to do.
+    Blocks during a download; `on_progress` is called from its threads. Without `download_dir`, files go to the Hub's
+    cache. With `offline`, or HF_HUB_OFFLINE set, only the cache is searched. Raises DownloadError, whose message names
+    the next step, or CheckpointError for a file.
     """
     if model is None or (model == BUNDLED and not Path(model).exists()):
         return bundled_model_path()
@@ -96,7 +97,7 @@ def _reporting_bar(on_progress: Progress) -> Any:
     """A progress bar for huggingface_hub that draws nothing and reports bytes."""
     from tqdm import tqdm
 
-    byte_bars: list[tqdm[Any]] = []  # of the same bytes: received, and in newer versions also written
+    byte_bars: list[tqdm[Any]] = []  # bars over the same bytes: received, and in newer versions also written
 
     class Reporting(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

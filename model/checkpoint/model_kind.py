@@ -1,4 +1,4 @@
-"""Which kind of model a checkpoint is, by its config.json alone, before anything heavy is imported."""
+"""The kind of model in a checkpoint, from config.json alone, so that nothing large has to be imported first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..files import read_json
 
-# Encoders, by transformers' names: they read text and generate none.
+# model_type of the encoders, which do not generate text.
 BIDIRECTIONAL = frozenset(
     {
         "albert",
@@ -24,6 +24,6 @@ BIDIRECTIONAL = frozenset(
 
 
 def is_bidirectional(root: Path) -> bool:
-    """Whether the checkpoint in `root` is an encoder's."""
+    """Whether the checkpoint in `root` is an encoder."""
     values = read_json(root, "config.json") or {}
     return values.get("model_type") in BIDIRECTIONAL

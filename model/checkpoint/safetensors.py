@@ -1,4 +1,4 @@
-"""Memory-mapped safetensors: every header checked before a byte of a tensor is used. No pickle, ever, and no torch.
+"""Memory-mapped safetensors, whose headers are checked before any tensor is used. No pickle and no torch.
 
 A checkpoint is one `model.safetensors`, or several shards with a `model.safetensors.index.json`.
 """
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError
 from ..files import checkpoint_file, read_json
 
-HEADER_BYTES = 100_000_000  # largest header the format allows
-BFLOAT16 = np.dtype(np.uint16)  # numpy has none: its 16 bits, the upper half of a float32
+HEADER_BYTES = 100_000_000  # largest header that the format allows
+BFLOAT16 = np.dtype(np.uint16)  # stands for bfloat16, which numpy lacks: the upper 16 bits of a float32
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 
 
 class Checkpoint:
-    """All tensors of a checkpoint by name, read from the map when asked for.
+    """All tensors of a checkpoint by name, read from the memory map on access.
 
-    Raises CheckpointError, naming file and tensor, when it is opened: nothing is left to fail later but the disk.
-    `prefix` goes before each name in the files.
+    The constructor checks everything and raises CheckpointError naming file and tensor, so later only the disk can
+    fail. `prefix` is prepended to each name in the files.
     """
 
     def __init__(self, root: Path, prefix: str = "") -> None:
@@ -48,7 +48,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors together, as stored."""
+        """Bytes of all tensors, as stored."""
         return sum(shard.entries[name].num_bytes for name, shard in self._shards.items())
 
     def where(self, name: str) -> str:
@@ -60,17 +60,17 @@ class Checkpoint:
         return self._shards[name].entries[name].shape
 
     def is_mapped(self, name: str) -> bool:
-        """Whether its array is a view of the map; of a tensor that lies at an odd place it is a copy."""
+        """Whether `array` is a view of the map. The array of a misaligned tensor is a copy."""
         name = name.removeprefix(self._prefix)
         return self._shards[name].entries[name].is_aligned
 
     def array(self, name: str) -> NDArray[Any]:
-        """The tensor as stored, a view of the map, so never write to it; of `BFLOAT16` where that is what it is."""
+        """The tensor as stored; bfloat16 has the dtype `BFLOAT16`. Do not write to it: it may be a view of the map."""
         name = name.removeprefix(self._prefix)
         return self._shards[name].array(name)
 
     def forget(self, name: str) -> None:
-        """The tensor has been copied: its pages leave this process, and are read again if anyone asks."""
+        """Drops the tensor's pages from this process, once it is copied. A later access reads them again."""
         name = name.removeprefix(self._prefix)
         self._shards[name].forget(name)
 
@@ -116,7 +116,7 @@ class _Shard:
         if not hasattr(mmap, "MADV_DONTNEED"):  # no Linux
             return
         entry = self.entries[name]
-        begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: others have the ends
+        begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages, as other tensors share the ends
         end = (entry.begin + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
@@ -140,7 +140,7 @@ class _Shard:
         return header
 
     def _entries(self, header: dict[str, Any], data_begin: int, size: int) -> dict[str, _Entry]:
-        """The tensors in file order. They must tile the file: no overlap, no hole, no byte left over."""
+        """The tensors in file order. They must tile the file, without overlap, gap or rest."""
         entries: dict[str, _Entry] = {}
         position = 0
         for name, value in sorted(header.items(), key=lambda item: self._offsets(*item)):

@@ -1,6 +1,6 @@
-"""Which tensors a decoder's checkpoint must hold, and whether it does: names and shapes, nothing loaded. No torch.
+"""Checks that a decoder's checkpoint holds the expected tensors: names and shapes. No torch.
 
-A wrong checkpoint fails here, at once, before any weight is read.
+A wrong checkpoint fails here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from .safetensors import Checkpoint
 
 Shapes = dict[str, tuple[int, ...]]  # by name
 
-PART = 1 << 22  # numbers that one thread draws at a time of a random tensor
-NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")  # in old ones
+PART = 1 << 22  # numbers of a random tensor that one thread draws at a time
+NOT_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")  # in old checkpoints
 
 
 class Source(Protocol):
-    """Where tensors come from."""
+    """A source of tensors by name: a checkpoint, or random numbers."""
 
     def is_mapped(self, name: str) -> bool:
-        """Whether the tensor's array is of a file's private map, and takes no memory before it is read."""
+        """Whether the tensor's array is a view of a file's private map, which takes no memory before it is read."""
 
     def array(self, name: str) -> NDArray[Any]:
-        """The tensor; of `shards.BFLOAT16` where that is what it is. Not to be written to."""
+        """The tensor; bfloat16 has the dtype `safetensors.BFLOAT16`. Do not write to it."""
 
     def forget(self, name: str) -> None:
-        """The tensor has been copied."""
+        """Releases the tensor's memory, once it is copied."""
 
 
 def open_source(root: Path, config: ModelConfig, load_format: str) -> Source:
-    """The checkpoint in `root`; with load_format "dummy" seeded random numbers, and no file is read. ("auto" is
-    "safetensors": there is no other.)
+    """The checkpoint in `root`; with load_format "dummy" seeded random numbers, without reading a file.
 
-    Raises CheckpointError naming file and tensor for a missing, extra or misshapen tensor.
+    "auto" is "safetensors". Raises CheckpointError naming file and tensor for a missing, extra or misshapen tensor.
     """
     shapes = expected_shapes(config)
     if load_format == "dummy":
@@ -58,21 +57,23 @@ def open_source(root: Path, config: ModelConfig, load_format: str) -> Source:
 
 
 def without_missing_head(root: Path, config: ModelConfig) -> ModelConfig:
-    """`config`, or for a model that was saved without an output layer, as those that only embed are, one that says so.
-    Raises CheckpointError for a checkpoint that can not be opened."""
+    """`config`, with `has_head` False if the model was saved without its output layer, as embedding models are.
+
+    Raises CheckpointError for a checkpoint that cannot be opened.
+    """
     if config.tie_word_embeddings:
         return config
     return replace(config, has_head="embed_tokens.weight" not in Checkpoint(root).names)
 
 
 def _open(root: Path) -> Checkpoint:
-    """The checkpoint, with the names of a whole model, whichever it was saved with."""
+    """The checkpoint with the names of a whole model, also if it was saved without the prefix `model.`."""
     checkpoint = Checkpoint(root)
     return Checkpoint(root, prefix="model.") if "embed_tokens.weight" in checkpoint.names else checkpoint
 
 
 def expected_shapes(config: ModelConfig) -> Shapes:
-    """Name and shape of every tensor a checkpoint of this configuration must hold."""
+    """The name and shape of every tensor that a checkpoint of this configuration must hold."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     kv_heads, inner = config.num_kv_heads * config.head_dim, config.intermediate_size
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -103,7 +104,7 @@ def expected_shapes(config: ModelConfig) -> Shapes:
 
 
 class _RandomTensors:
-    """Stands in for a checkpoint: N(0, 0.02), norms 1; each tensor's values depend on its name alone."""
+    """Random tensors in place of a checkpoint: N(0, 0.02), norms 1. A tensor's values depend on its name alone."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
@@ -129,7 +130,7 @@ class _RandomTensors:
 
 
 def _draw(name: str, index: int, part: NDArray[np.float32]) -> None:
-    """Fills one part of a tensor."""
+    """Fills part `index` of the tensor `name`."""
     text = name if index == 0 else f"{name} {index}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     np.random.Generator(np.random.SFC64(seed)).standard_normal(dtype=np.float32, out=part)
@@ -137,15 +138,15 @@ def _draw(name: str, index: int, part: NDArray[np.float32]) -> None:
 
 
 def _compare(checkpoint: Checkpoint, shapes: Shapes, config: ModelConfig) -> None:
-    """Raise CheckpointError if the checkpoint's tensors are not those its configuration asks for."""
+    """Raises CheckpointError if the checkpoint's tensors are not those of its configuration."""
     root = checkpoint.root
     for name in shapes:
         if name not in checkpoint.names:
-            raise CheckpointError(f"{root}: tensor {name} is missing, which config.json ({config.model_type}) asks for")
+            raise CheckpointError(f"{root}: tensor {name} is missing, which config.json ({config.model_type}) requires")
         if checkpoint.shape(name) != shapes[name]:
             raise CheckpointError(
                 f"{checkpoint.where(name)} ({root}): tensor {name} is {list(checkpoint.shape(name))}, "
-                f"and config.json asks for {list(shapes[name])}"
+                f"and config.json requires {list(shapes[name])}"
             )
     for name in _unexpected(checkpoint, shapes, config):
         raise CheckpointError(

@@ -1,16 +1,16 @@
-"""The decoder: Llama, Mistral, Qwen2 and Qwen3 as one plain function of weights, cache and a step's inputs.
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one plain function of weights, cache and a step's inputs.
 
-Kernels come from outside, so the same lines run on the PyTorch twins and on Triton.
+The kernels are an argument (`KernelSet` of `kernels/kernel_set.py`), so the same code runs on PyTorch and on Triton.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ...kernels.kernel_set import KernelSet
 from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
 from ..config import ModelConfig
 from .kv_cache import KVCache
@@ -19,73 +19,19 @@ from .step_inputs import StepInputs
 from .weights import DecoderWeights, LayerWeights
 
 
-class Kernels(Protocol):
-    """What the decoder needs of a kernel backend; shapes as in `kernels/reference/layers_and_attention.py`."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def attention_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> Tensor: ...
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
-    def copy_blocks(self, data: Tensor, axis: int, sources: Tensor, destinations: Tensor) -> None: ...
-    def plan_attention(
-        self, shape: AttentionShape, lengths: Tensor, query_starts: Tensor | None, num_tokens: int
-    ) -> AttentionPlan | None: ...
-    def paged_decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        window: int | None = None,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        plan: AttentionPlan | None = None,
-    ) -> Tensor: ...
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        lengths: Tensor,
-        scale: float,
-        window: int | None = None,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        plan: AttentionPlan | None = None,
-    ) -> Tensor: ...
-
-
 class Decoder:
-    """A loaded model. It holds no sequence: all that differs between steps is in the inputs and the cache.
+    """A loaded model. It holds no state of sequences: everything that differs between steps is in inputs and cache.
 
-    `max_positions` is the length of the longest sequence; a position beyond it is a bug of the caller. With
-    `is_batch_invariant` attention is cut the same way whoever else is in a step; kernels that know no plans ignore it.
+    `max_positions` is the length of the longest sequence; None = the checkpoint's. A position beyond it is a bug of the
+    caller. With `is_batch_invariant` the other sequences of a step do not change how attention is cut; only kernels
+    with attention plans honour it.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         weights: DecoderWeights,
-        kernels: Kernels,
+        kernels: KernelSet,
         max_positions: int | None = None,
         *,
         is_batch_invariant: bool = False,
@@ -112,15 +58,15 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
-        """Run one step: write the new tokens' keys and values into the cache, return logits for `inputs.logits_rows`.
+        """Runs one step: writes the new tokens' keys and values into the cache.
 
-        [L, V], float32 on a CPU and the model's dtype elsewhere.
+        Returns the logits of `inputs.logits_rows`, [L, V], float32 on a CPU and the model's dtype elsewhere.
         """
         return self.logits(self.hidden(inputs, cache).index_select(0, inputs.logits_rows))
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
-        """The layers' part of a step: what they make of each of its tokens, [T, hidden]."""
+        """The layers' part of a step: writes the cache, returns hidden states before the final norm, [T, hidden]."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
         starts = None if inputs.is_decode else inputs.query_starts
         attention_shape = replace(self._attention_shape, cache_dtype=cache.data.dtype)
@@ -135,13 +81,13 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head's part: logits [L, V] of some of those tokens, [L, hidden]."""
+        """The head's part of a step: logits [L, V] of `hidden` [L, hidden], rows of what `hidden` returns."""
         logits = self.weights.head.unrounded(self.normed(hidden))
         return logits.float() if self.device.type == "cpu" else logits
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
-        """The last hidden states of some of those tokens, as embeddings are made of them, [L, hidden] both."""
+        """The final norm of `hidden` [L, hidden], as embeddings are made from; same shape."""
         return self.kernels.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
 
     def _attention(
@@ -153,7 +99,7 @@ class Decoder:
         cache: KVCache,
         plan: AttentionPlan | None,
     ) -> Tensor:
-        """Queries, keys and values of x, the cache written, and what the queries see, [T, H * D]."""
+        """The attention of one layer for x [T, hidden]: writes the cache, returns [T, H * D]."""
         config, kernels = self.config, self.kernels
         num_tokens = x.shape[0]
         qkv = layer.qkv(x).view(num_tokens, -1, config.head_dim)  # [T, H + 2 G, D]

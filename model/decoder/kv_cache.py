@@ -1,32 +1,30 @@
-"""The KV cache's memory: one allocation, seen layer by layer. Which block belongs to whom is decided elsewhere."""
+"""The memory of the KV cache: one allocation with a view for each layer. The caller assigns blocks to sequences."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.reference import layers_and_attention as reference
+from ...kernels.kernel_set import KernelSet
+from ...kernels.reference import kernel_set as torch_kernels
 from ..config import ModelConfig
 from .upload import upload
 
-Ids = NDArray[np.int64]  # [C], of blocks, on the host
-CopyBlocks = Callable[[Tensor, int, Tensor, Tensor], None]  # `reference.copy_blocks`, or what does as it does
+Ids = NDArray[np.int64]  # [C] block ids, on the host
 
 
 class KVCache:
-    """Keys and values of `num_blocks` blocks of `block_size` tokens, for every layer; zero at the start.
+    """Keys and values of `num_blocks` blocks of `block_size` tokens, for every layer.
 
-    On a GPU a block is one contiguous piece over all layers, [N, layers, 2, G, B, D], so that swapping or copying it is
-    one transfer. On a CPU each head's blocks lie together, [layers, 2, G, N, B, D], so that a layer's gather stays
-    within a range of memory, and blocks that follow each other can be read in place. Kernels take strides and see
-    [N, G, B, D] either way.
+    On a GPU a block is contiguous over all layers, [N, layers, 2, G, B, D], so swapping or copying it is one transfer.
+    On a CPU the blocks of a head are contiguous, [layers, 2, G, N, B, D], so a layer's gather stays within a range of
+    memory, and consecutive blocks can be read in place. Kernels take strides and see [N, G, B, D] in both cases.
 
-    It starts as zeros because masked-out tokens are multiplied by a probability of 0, and 0 times NaN is NaN.
+    Memory starts as zeros, because masked tokens are multiplied by a probability of 0, and 0 times NaN is NaN.
     """
 
     def __init__(
@@ -36,15 +34,18 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        copy_blocks: CopyBlocks = reference.copy_blocks,
+        kernels: KernelSet = torch_kernels,
         scales: Tensor | None = None,
         *,
         is_block_major: bool | None = None,
     ) -> None:
-        """`scales` [layers, 2, G] f32 are of a cache in float8_e4m3fn, and only of one: see `kv_scales.py`.
-        `is_block_major`: whether each block is one piece of memory; None: as is best for the device."""
+        """Allocates the cache on `device`; `kernels` copies blocks.
+
+        `scales` [layers, 2, G] f32 are required for a cache in float8_e4m3fn, and for no other: see `kv_scales.py`.
+        `is_block_major`: whether a block is contiguous over all layers; None = on a GPU.
+        """
         assert (scales is not None) == (dtype == torch.float8_e4m3fn)
-        self._copy_blocks = copy_blocks
+        self._copy_blocks = kernels.copy_blocks
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.is_block_major = device.type != "cpu" if is_block_major is None else is_block_major
@@ -62,32 +63,33 @@ class KVCache:
         return self._layers[index]
 
     def layer_scales(self, index: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """[G] f32 each: what the keys and values of one layer are kept divided by; None where they are kept as they
-        are."""
+        """The scales that one layer's stored keys and values are divided by, [G] f32 each; None without scales."""
         return self._scales[index]
 
     def copy_blocks(self, source: Ids, destination: Ids) -> None:
-        """Copy whole blocks, all layers: `destination[i]` becomes what `source[i]` is; no block is both."""
+        """Copies whole blocks, all layers: `destination[i]` becomes a copy of `source[i]`. No block is in both."""
         source_ids, destination_ids = (upload(ids, self.data.device) for ids in (source, destination))
         self._copy_blocks(self.data, self._block_axis, source_ids, destination_ids)
 
     def make_host_blocks(self, num_blocks: int) -> Tensor:
-        """Room for so many blocks in host memory, laid out as here; pinned if these are on a GPU, and then there
-        from the start. On a CPU what is never used takes address space and no memory."""
+        """Host memory for `num_blocks` blocks, in the layout of this cache; uninitialised.
+
+        Pinned if the cache is on a GPU, and then allocated at once. Otherwise unused blocks take address space only.
+        """
         heads = self.data.shape[1:4] if self.is_block_major else self.data.shape[:3]
         shape = self._shape(num_blocks, tuple(heads), tuple(self.data.shape[4:]))
         return torch.empty(shape, dtype=self.data.dtype, pin_memory=self.data.is_cuda)
 
     def copy_out(self, blocks: Ids, host: Tensor, places: Ids) -> None:
-        """Block `places[i]` of `host` (see `make_host_blocks`) becomes block `blocks[i]`, all layers."""
+        """Copies block `blocks[i]` to block `places[i]` of `host` (see `make_host_blocks`), all layers."""
         self._copy(self.data, blocks, host, places)
 
     def copy_in(self, host: Tensor, places: Ids, blocks: Ids) -> None:
-        """Block `blocks[i]` becomes block `places[i]` of `host`, all layers."""
+        """Copies block `places[i]` of `host` to block `blocks[i]`, all layers."""
         self._copy(host, places, self.data, blocks)
 
     def _copy(self, source: Tensor, source_ids: Ids, destination: Tensor, destination_ids: Ids) -> None:
-        """Block by block: on a GPU one transfer each, on the stream."""
+        """Copies block by block: on a GPU one asynchronous transfer each, on the current stream."""
         axis = self._block_axis
         for source_id, destination_id in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
             destination.select(axis, destination_id).copy_(source.select(axis, source_id), non_blocking=True)
@@ -102,7 +104,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU from pages that the system hands out when they are first used (torch writes them all at once)."""
+    """Zeros. On a CPU from pages that the system provides on first use; torch would write all of them at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)

@@ -1,8 +1,8 @@
-"""What keys and values are divided by before a cache in 8 bits keeps them: one number a layer and key/value head.
+"""Scales of an 8-bit KV cache: keys and values are divided by one number for each layer and key/value head.
 
-e4m3 holds numbers up to 448 with three bits behind the first, so a scale loses nothing but what is too large or too
-small; the largest number of some tokens, read once, says where a head's numbers lie. Scales are powers of two, so that
-dividing by them is exact and kernels that round otherwise come to the same.
+e4m3 holds numbers up to 448 with three fraction bits, so scaling loses only numbers that are too large or too small.
+The largest numbers of one step of random tokens give the range of each head. Scales are powers of two, so dividing by
+them is exact and kernels that round differently get the same result.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .decoder import Decoder
 from .kv_cache import KVCache
 from .step_inputs import StepInputs
 
-NUM_TOKENS = 256  # that are looked at: random ones, as what a head makes large it makes of some token of many
-HEADROOM = 2.0  # numbers may become this much larger than all that were seen; what is larger yet is kept as the largest
+NUM_TOKENS = 256  # random tokens of the measured step: enough that some of them make a head's numbers large
+HEADROOM = 2.0  # later numbers may be larger than the measured ones by this factor; larger ones are clamped
 BLOCK_SIZE = 16
 
 
 def measured_scales(decoder: Decoder) -> Tensor:
-    """[layers, 2, G] f32 on the decoder's device, of keys and of values: a step of random tokens is run."""
+    """Runs a step of random tokens. Returns scales of keys and values, [layers, 2, G] f32 on the decoder's device."""
     config = decoder.config
     num_tokens = min(NUM_TOKENS, decoder.max_positions)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
@@ -34,14 +34,14 @@ def measured_scales(decoder: Decoder) -> Tensor:
 
 
 def scales_of(largest: Tensor) -> Tensor:
-    """The least powers of two that leave room above these numbers, f32; 1 for a head that makes nothing."""
+    """The least powers of two that leave HEADROOM above `largest`, f32, same shape; 1 where it is 0."""
     most = torch.finfo(torch.float8_e4m3fn).max
     scales = torch.exp2(torch.ceil(torch.log2(largest.double() * HEADROOM / most)))
     return torch.where(largest > 0, scales, 1.0).float()
 
 
 def _largest(cache: KVCache, layer: int) -> Iterator[Tensor]:
-    """[G] of keys, and of values."""
+    """The largest magnitudes of one layer's keys, then of its values, [G] f32 each."""
     return (numbers.abs().amax((0, 2, 3)).float() for numbers in cache.layer(layer))
 
 

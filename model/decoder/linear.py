@@ -1,8 +1,6 @@
-"""Matrix products with a fixed weight, in the form that is fastest on the device the weight is on.
+"""Matrix products with a fixed weight, in the form that is fastest on the weight's device.
 
-On a CPU the form depends on the instruction set. Measured on 2 cores, all linears of a 135M-parameter model, bfloat16,
-without bfloat16 dot products (AVX-512 F/BW/VL): 1 row 24 ms plain, 26 ms packed; 32 rows 232 ms plain, 191 ms packed,
-100 ms widened; 256 rows 1,350 ms plain, 490 ms widened.
+On a CPU the form depends on the instruction set: `linear_form` chooses.
 """
 
 from __future__ import annotations
@@ -13,38 +11,38 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-EVEN_ROWS = 64
+EVEN_ROWS = 64  # rows of each product of `EvenLinear`
 
 
 class Linear:
     """x @ weight.T + bias for x [M, K] and weight [N, K]; the result is [M, N] in x's dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._columns = weight.t()  # [K, N], a view made once: it would cost two calls in each product
+        self._columns = weight.t()  # [K, N], a view made once, as making it takes two calls
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.mm(x, self._columns) if self._bias is None else torch.addmm(self._bias, x, self._columns)
 
     def unrounded(self, x: Tensor) -> Tensor:
-        """The product in the dtype it was summed in, where the form has it: float32 or x's dtype."""
+        """The product in the dtype of the sum if the form has it: float32 or x's dtype."""
         return self(x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + the product, rounded once. May write to `residual`: go on with what is returned."""
+        """`residual` + the product, rounded once. May overwrite `residual`, so use the result instead."""
         if self._bias is not None:
             residual = residual.add_(self._bias)
         return residual.addmm_(x, self._columns)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is held in memory for it."""
+        """Every tensor held in memory."""
         yield self._columns
         if self._bias is not None:
             yield self._bias
 
 
 class PackedLinear(Linear):
-    """The weight reordered once for oneDNN, the plain one dropped. For a CPU, float32 or native bfloat16."""
+    """Holds the weight only in oneDNN's order. For a CPU, float32 or native bfloat16."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -67,8 +65,8 @@ class PackedLinear(Linear):
 class WidenedLinear(Linear):
     """A half-precision weight for CPUs that lack half-precision dot products.
 
-    One row is bound by memory, so it reads the half-size weight; more rows are bound by arithmetic, so they use a
-    packed float32 copy. Either way sums are in float32 and the result is rounded once.
+    A product of one row is bound by memory, so it reads the half-precision weight. Products of more rows are bound by
+    arithmetic, so they use a packed float32 copy. Both sum in float32 and round the result once.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -90,11 +88,11 @@ class WidenedLinear(Linear):
 
 
 class EvenLinear(Linear):
-    """Multiplies EVEN_ROWS rows at a time, zeros behind the last, whatever their number.
+    """Multiplies EVEN_ROWS rows at a time, padded with zeros, so a row's result does not depend on the batch size.
 
-    A library chooses how to multiply by the sizes, so with others in the batch a row may be summed in another order.
-    Products of one size are all done in one way; that this gives a row the same bits wherever it stands among the
-    others holds for products that are cut into whole tiles, is no library's promise, and is tested where it runs.
+    A library chooses its algorithm by the sizes, so in a batch of another size a row may be summed in another order.
+    Products of one size use one algorithm. NOTE: no library promises that a row's position does not change its bits;
+    this holds for products cut into whole tiles, and a test checks it on the machine.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -105,7 +103,7 @@ class EvenLinear(Linear):
 
 
 def _evenly(product: Callable[..., Tensor], *arrays: Tensor) -> Tensor:
-    """`product` of EVEN_ROWS rows of each of `arrays` [M, ...] at a time."""
+    """Applies `product` to EVEN_ROWS rows of each of `arrays` [M, ...] at a time."""
     num_rows = len(arrays[0])
     missing = -num_rows % EVEN_ROWS
     whole = [pad(array, (0, 0, 0, missing)) if missing else array for array in arrays]
@@ -121,10 +119,10 @@ def linear_form(
     *,
     is_batch_invariant: bool = False,
 ) -> Callable[..., Linear]:
-    """The class to hold a model's linears in, `num_weights` elements in all.
+    """The class for a model's linears, which have `num_weights` elements in total.
 
-    Widening keeps 4 more bytes an element, so it is chosen only where that is at most a quarter of
-    `free_bytes`, if that is known.
+    `WidenedLinear` takes 4 more bytes an element, so it is chosen only if that is at most a quarter of `free_bytes`;
+    None = no limit.
     """
     if is_batch_invariant:
         return EvenLinear

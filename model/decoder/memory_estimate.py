@@ -1,6 +1,6 @@
-"""What a decoder takes of memory, in bytes: its weights counted, and a step's working memory on a CPU computed.
+"""The memory of a decoder in bytes: its weights, and an estimate of a step's working memory on a CPU.
 
-A GPU's step is measured where it runs; on a CPU running the largest step would cost seconds of each start.
+On a GPU the working memory is measured by running the largest step. On a CPU that would take seconds of each start.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from ..config import ModelConfig
 from .linear import WidenedLinear
 from .weights import DecoderWeights
 
-QUERY_TILE = 256  # of kernels/reference/layers_and_attention.py: queries whose mask is made at a time
-INDEX_BYTES = 40  # of a token of a step: its id, position, block and offset, and where it is written
+QUERY_TILE = 256  # as in kernels/reference/layers_and_attention.py: queries whose mask is made at a time
+INDEX_BYTES = 40  # of a token of a step: id, position, block, offset and slot
 
 
 def weights_bytes(weights: DecoderWeights) -> int:
-    """Memory behind all tensors of the weights; what two of them share counts once."""
+    """Memory of all tensors of the weights; shared memory counts once."""
     sizes: dict[int, int] = {}
     for tensor in weights.tensors():
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
-        else:  # NOTE: oneDNN's form has no storage to ask; it may pad a few rows more than is counted here
+        else:  # NOTE: oneDNN's form has no storage; its padding of a few rows is not counted
             sizes[id(tensor)] = tensor.numel() * tensor.element_size()
     return sum(sizes.values())
 
@@ -31,15 +31,15 @@ def weights_bytes(weights: DecoderWeights) -> int:
 def step_bytes(
     config: ModelConfig, weights: DecoderWeights, num_tokens: int, max_model_len: int, *, is_kv_fp8: bool = False
 ) -> int:
-    """The most that `Decoder.forward` has allocated at a time with the torch kernels on a CPU, logits left out.
+    """The peak memory of `Decoder.forward` with the torch kernels on a CPU, without logits.
 
-    For a step of `num_tokens` new tokens, in sequences of up to `max_model_len` tokens. Within 10 % above what torch's
-    profiler counts for steps of 64 tokens and more; scratch memory inside oneDNN and SDPA is not in either.
+    For a step of `num_tokens` new tokens, in sequences of up to `max_model_len` tokens. At most 10 % above the count of
+    torch's profiler for steps of 64 tokens and more. Scratch memory inside oneDNN and SDPA is in neither.
     """
     context = max(min(max_model_len, (window or max_model_len) + num_tokens) for window in config.sliding_windows)
     size = weights.embedding.element_size()
     wide = 4 if isinstance(weights.head, WidenedLinear) else size
-    heads = (config.num_heads + config.num_kv_heads) * config.head_dim  # of a token: its queries and keys
+    heads = (config.num_heads + config.num_kv_heads) * config.head_dim  # queries and keys of a token
     qkv = config.qkv_size + (heads if config.has_qk_norm else 0)
     stream = 2 * config.hidden_size * size + INDEX_BYTES + 4 * config.rope.dim  # residual, x, positions, angles
     project = config.hidden_size * wide + config.qkv_size * (wide + size)
@@ -49,17 +49,19 @@ def step_bytes(
     by_token = max(project, rotate, feed)
     gathered = 2 * context * config.num_kv_heads * config.head_dim * size
     hidden = _mask_bytes(config, size, num_tokens, context)
-    if is_kv_fp8:  # keys and values in f32, and twice in 8 bits while the second are gathered
+    if is_kv_fp8:  # keys and values in f32, and two copies in 8 bits during the second gather
         gathered = 10 * context * config.num_kv_heads * config.head_dim
         rows = min(num_tokens * config.num_heads, max(SCORED_ROWS, config.num_heads))
-        hidden = 4 * 4 * rows * context  # scores, those before them, and twice what they become
+        hidden = 4 * 4 * rows * context  # scores before and after the cap, and two copies of the probabilities
     attention = num_tokens * attend + gathered + hidden
     return num_tokens * stream + max(num_tokens * by_token, attention)
 
 
 def _mask_bytes(config: ModelConfig, size: int, num_tokens: int, context: int) -> int:
-    """What hides the future from a tile of queries: ages (i64) and flags while it is made, then one row a head of the
-    group; and the mask of the tile before."""
+    """The causal mask of a tile of queries: ages (i64) and flags while it is made, then a copy a head of the group.
+
+    The mask of the previous tile counts too.
+    """
     repeated = config.num_heads // config.num_kv_heads * size
     making = max(9 + size, size + repeated)
     before = repeated if num_tokens > QUERY_TILE else 0

@@ -1,4 +1,4 @@
-"""The native library as a decoder: numpy arrays in and out, float32 hidden states and logits. No torch."""
+"""The native library as a decoder: numpy arrays in and out, float32 hidden states and logits, without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bools = NDArray[np.bool_]
 
 
 def native_shape(config: ModelConfig) -> NativeShape:
-    """What the library is to compute for such a model."""
+    """The shape of the model, as the native library takes it."""
     return NativeShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -37,13 +37,13 @@ def native_shape(config: ModelConfig) -> NativeShape:
 
 
 class NativeDecoder:
-    """`Decoder`, a step in one call. The interpreter lock is free meanwhile."""
+    """As `Decoder`, with a step in one call, during which the interpreter lock is free."""
 
     def __init__(self, model: NativeModel) -> None:
         self.model = model
 
     def forward(self, inputs: StepInputs[NDArray[Any]], cache: NativeCache) -> Floats:
-        """Runs one step: logits [L, V]; zeros of a model that has no head, which nobody asks for any but to time it."""
+        """Runs one step. Returns logits [L, V]; zeros for a model without a head, of which only timings are used."""
         if not self.model.shape.has_head:
             self._step(inputs, cache)
             return np.zeros((len(inputs.logits_rows), self.model.shape.vocab_size), np.float32)
@@ -52,25 +52,27 @@ class NativeDecoder:
         return logits
 
     def likeliest(self, inputs: StepInputs[NDArray[Any]], cache: NativeCache) -> tuple[Longs, Bools]:
-        """Runs one step, of which nobody needs logits: (token ids, the lowest one among equals, and which rows hold no
-        number), [L] each."""
+        """Runs one step without returning logits.
+
+        Returns the likeliest token ids, the lowest among equals, and which rows hold no number, [L] each.
+        """
         count = len(inputs.logits_rows)
         found = np.zeros(count, np.int64), np.zeros(count, np.bool_)
         self._step(inputs, cache, logits_rows=inputs.logits_rows, likeliest=found)
         return found
 
     def hidden(self, inputs: StepInputs[NDArray[Any]], cache: NativeCache) -> Floats:
-        """The layers' part of a step: [T, hidden]."""
+        """The layers' part of a step: writes the cache, returns [T, hidden]."""
         hidden = np.empty((len(inputs.input_ids), self.model.shape.hidden_size), np.float32)
         self._step(inputs, cache, hidden=hidden)
         return hidden
 
     def logits(self, hidden: Floats) -> Floats:
-        """The head's part: logits [L, V] of some of those tokens, [L, hidden]."""
+        """The head's part of a step: logits [L, V] of `hidden` [L, hidden], rows of what `hidden` returns."""
         return self.model.logits(hidden)
 
     def normed(self, hidden: Floats) -> Floats:
-        """The last hidden states of some of those tokens, as embeddings are made of them, [L, hidden] both."""
+        """The final norm of `hidden` [L, hidden], as embeddings are made from; same shape."""
         return self.model.normed(hidden)
 
     def _step(self, inputs: StepInputs[NDArray[Any]], cache: NativeCache, **wanted: Any) -> None:

@@ -1,4 +1,4 @@
-"""The cos and sin tables of rotary positions, one row per position, made once when a model is loaded. No torch."""
+"""The cos and sin tables of rotary positions, one row a position, made once when a model is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Floats = NDArray[np.float32]
 
 
 def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[Floats, Floats]:
-    """cos and sin, [num_positions, rope.dim / 2] each, f32, already times `rope.attention_factor`."""
+    """cos and sin, [num_positions, rope.dim / 2] each, f32, multiplied by `rope.attention_factor`."""
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * inverse_frequencies(rope)  # [P, D_rot / 2]
     factor = np.float32(rope.attention_factor)
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
 def tables_bytes(rope: RopeConfig, num_positions: int) -> int:
-    """Memory of both."""
+    """Memory of both tables."""
     return 2 * num_positions * (rope.dim // 2) * 4
 
 
 def inverse_frequencies(rope: RopeConfig) -> Floats:
     """Radians per position of each rotated pair, [dim / 2] f32.
 
-    "dynamic" equals "default" up to the length the checkpoint states, which is the longest sequence served.
+    "dynamic" equals "default" up to the checkpoint's own length, which is the longest sequence served.
     """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
-    powers = np.float64(rope.theta) ** exponents  # in double precision: rounded once, it is what torch's power gives
+    powers = np.float64(rope.theta) ** exponents  # in double precision and rounded once, to match torch's power
     plain: Floats = np.float32(1.0) / powers.astype(np.float32)
     if rope.kind == "linear":
         return plain / rope.factor
@@ -42,7 +42,7 @@ def inverse_frequencies(rope: RopeConfig) -> Floats:
 
 
 def _llama3(rope: RopeConfig, plain: Floats) -> Floats:
-    """Short waves stay, long ones are stretched by `factor`, and those between are blended by how long they are."""
+    """Short waves stay, long waves are stretched by `factor`, and waves between are blended by wavelength."""
     wavelengths = 2 * math.pi / plain
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_stretched = rope.original_max_position / rope.low_freq_factor
@@ -56,7 +56,7 @@ def _llama3(rope: RopeConfig, plain: Floats) -> Floats:
 
 
 def _yarn(rope: RopeConfig, plain: Floats) -> Floats:
-    """Pairs that turn often in the original context stay, those that turn rarely are stretched, with a ramp between."""
+    """Pairs that rotate often in the original context stay, those that rotate rarely are stretched; a ramp between."""
 
     def pair_that_turns(times: float) -> float:
         return rope.dim * math.log(rope.original_max_position / (times * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,4 +1,4 @@
-"""What one step of the decoder reads, besides the weights and the cache."""
+"""The inputs of one decoder step, besides weights and cache."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Array = TypeVar("Array", bound=Sized)  # tensors, or numpy arrays for a model th
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs(Generic[Array]):
-    """New tokens of S sequences back to back, T in all; logits are wanted for L of them. All on the decoder's device.
+    """The T new tokens of S sequences, one sequence after another, and the L of them that need logits.
 
-    The first `num_decode` sequences have exactly one new token each. When that is all of them (num_decode == S == T)
-    the step takes the decode kernel, otherwise the one for mixed lengths.
+    All arrays are on the decoder's device. The first `num_decode` sequences have exactly one new token each. If all do
+    (num_decode == S == T), the step uses the decode kernel, otherwise the kernel for mixed lengths.
     """
 
     input_ids: Array  # [T] i64
     positions: Array  # [T] i64, from 0 in each sequence
-    slot_mapping: Array  # [T] i64, block * block_size + offset of each token's place in the cache; -1 = none
+    slot_mapping: Array  # [T] i64, each token's place in the cache, block * block_size + offset; -1 = none
     block_tables: Array  # [S, M] i32, block ids in token order
     query_starts: Array  # [S + 1] i32, sequence s has the new tokens [query_starts[s], query_starts[s + 1])
     lengths: Array  # [S] i32, tokens in the cache, the new ones included

@@ -1,4 +1,4 @@
-"""From the host's arrays to tensors on a device, without a wait."""
+"""Copies host arrays to a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array on the device; on a CPU the same memory. To a GPU it goes through pinned memory, in order with what
-    else the current stream does: from other memory the host would wait until the stream gets there."""
+    """The array on the device; on a CPU it shares the array's memory.
+
+    A copy to a GPU goes through pinned memory, in order with the current stream; from pageable memory the host would
+    wait for the stream.
+    """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

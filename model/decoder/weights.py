@@ -1,4 +1,4 @@
-"""A decoder's weights as torch has them: fused, and moved to the device tensor by tensor."""
+"""A decoder's weights as torch tensors: fused, and copied to the device tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..config import ModelConfig
 from ..errors import CheckpointError
 from .linear import Linear, linear_form
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One transformer layer. Norm weights are [hidden] or, for heads, [head_dim]."""
+    """One transformer layer. Norm weights are [hidden]; those of heads are [head_dim]."""
 
     input_norm: Tensor
     qkv: Linear  # hidden -> (H + 2 G) * D: queries, keys, values
@@ -45,7 +45,7 @@ class DecoderWeights:
     head: Linear  # hidden -> V; shares the embedding's memory when tied and not packed
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held in memory; some share it."""
+        """Every tensor held in memory; some share memory."""
         yield from (self.embedding, self.final_norm, *self.head.tensors())
         for layer in self.layers:
             yield from (layer.input_norm, layer.post_norm)
@@ -65,12 +65,12 @@ def load_weights(
     is_batch_invariant: bool = False,
     free_bytes: int | None = None,
 ) -> DecoderWeights:
-    """The weights of the checkpoint in `root`; with load_format "dummy", seeded random ones and no file is read.
+    """The weights of the checkpoint in `root`; with load_format "dummy" seeded random weights, without reading a file.
 
-    Raises CheckpointError naming file and tensor for a missing, extra, misshapen or non-finite tensor.
-    `on_progress` is called after each tensor. `is_batch_invariant`: what a row is multiplied to does not depend on the
-    rows beside it, see `EvenLinear`. `free_bytes`: memory of the device, the weights not yet taken from it, for forms
-    that are larger and faster; None: as much as they like.
+    Raises CheckpointError naming file and tensor for a missing, extra, misshapen or non-finite tensor. `on_progress` is
+    called after each tensor. With `is_batch_invariant` a row's products do not depend on the other rows, see
+    `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms; None = no
+    limit.
     """
     source = open_source(root, config, load_format)
     loader = _Loader(source, config, expected_shapes(config), device, dtype, on_progress)
@@ -80,7 +80,7 @@ def load_weights(
 
 
 class _Loader:
-    """Builds the layers in order, so that beside the result only one fused tensor exists at a time."""
+    """Builds the layers in order, so that only one fused tensor at a time exists besides the result."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _Loader:
         embedding = self._tensor("model.embed_tokens.weight")
         layers = tuple(self._layer(f"model.layers.{index}") for index in range(self.config.num_layers))
         has_own_head = self.config.has_head and not self.config.tie_word_embeddings
-        head = self._linear("lm_head") if has_own_head else self.form(embedding)  # nobody asks a missing one
+        head = self._linear("lm_head") if has_own_head else self.form(embedding)  # a missing head is never used
         return DecoderWeights(embedding, layers, self._tensor("model.norm.weight"), head)
 
     def _layer(self, layer: str) -> LayerWeights:
@@ -119,7 +119,7 @@ class _Loader:
         )
 
     def _linear(self, *names: str) -> Linear:
-        """Several projections of one input as one: their rows under each other."""
+        """Several projections of one input as one `Linear`: their rows concatenated."""
         has_bias = f"{names[0]}.bias" in self.shapes
         weight = self._tensor(*(f"{name}.weight" for name in names))
         return self.form(weight, self._tensor(*(f"{name}.bias" for name in names)) if has_bias else None)

@@ -1,5 +1,5 @@
-"""The bundled demo model: its weights, a checkpoint folder like any other. `making/` is how they were made."""
+"""The bundled demo model. `weights/` is a checkpoint folder like any other; `making/` is the code that trained it."""
 
 from pathlib import Path
 
-WEIGHTS = Path(__file__).parent / "weights"  # a checkpoint folder like any other: config, safetensors, tokenizer
+WEIGHTS = Path(__file__).parent / "weights"  # config, safetensors, tokenizer

@@ -1,8 +1,8 @@
-"""Encoder models: texts read in both directions, and turned into vectors.
+"""Encoder models, which attend in both directions: hidden states of texts, or scores of pairs.
 
-Owns: BERT and its kin.
+Owns: BERT and similar models.
 In: a checkpoint, and batches of token ids.
-Out: one hidden state a token.
-Imports: `model`, `model/checkpoint`.
+Out: one hidden state a token, or one score a pair.
+Imports: `model`'s own files, `model/checkpoint`, torch, transformers.
 Start with: `bidirectional.py`.
 """

@@ -1,7 +1,8 @@
-"""Encoder models, which read a text at once and in both directions: BERT and its kin, through transformers.
+"""Encoder models, which attend in both directions: BERT and similar models, through transformers.
 
-They give a hidden state for each token, or, as cross-encoders, one score for a pair of texts. Safetensors only, checked
-before transformers sees them; no code of a checkpoint is ever run. Importing this imports transformers.
+They compute a hidden state for each token or, as cross-encoders, one score for a pair of texts. Only safetensors are
+loaded, and checked before transformers reads them. No code of a checkpoint is run. Importing this module imports
+transformers.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ..errors import CheckpointError
 from ..files import read_json, refuse_code
 from ..pooling import longest_text
 
-_PADDED = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})  # positions are counted from behind the pad token
+_PADDED = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})  # positions start after the pad token's id
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Sigmoid": torch.sigmoid, "Identity": torch.clone}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bidirectional:
-    """A loaded encoder. It holds no text: all of a batch is in its arguments."""
+    """A loaded encoder. It holds no state of a batch."""
 
     model: torch.nn.Module
     is_cross_encoder: bool
@@ -35,17 +36,19 @@ class Bidirectional:
     vocab_size: int
     max_tokens: int  # of a text, special tokens included
     pad_token_id: int
-    has_types: bool  # whether it tells the two texts of a pair apart
-    activation: str  # of a cross-encoder: what makes a score of its logit
+    has_types: bool  # whether it takes token types, 0 or 1 for the two texts of a pair
+    activation: str  # of a cross-encoder: turns its logit into a score
     dtype: torch.dtype
 
     @classmethod
     def load(cls, root: Path, device: torch.device, dtype: torch.dtype | None = None) -> Bidirectional:
-        """The model in `root`, in `dtype` or that of the checkpoint. Raises CheckpointError for one that is damaged, or
-        would not give what it was trained for."""
+        """The model in `root`, in `dtype` or that of the checkpoint.
+
+        Raises CheckpointError for a checkpoint that is damaged, or whose results would be wrong.
+        """
         values = read_json(root, "config.json") or {}
         refuse_code(root, "config.json", values)
-        Checkpoint(root)  # every header is right, and there is no pickle
+        Checkpoint(root)  # checks headers, and rejects pickles
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
         is_cross_encoder = _is_cross_encoder(values)
         if is_cross_encoder and config.num_labels != 1:
@@ -69,13 +72,16 @@ class Bidirectional:
 
     @torch.inference_mode()
     def hidden_states(self, input_ids: Tensor, mask: Tensor, type_ids: Tensor) -> Tensor:
-        """Of N texts, padded to P tokens: [N, P, hidden]. All arguments are [N, P] i64; `mask` is 0 for padding."""
+        """Hidden states of N texts, padded to P tokens: [N, P, hidden].
+
+        All arguments are [N, P] i64; `mask` is 0 for padding.
+        """
         states: Tensor = self.model(**self._inputs(input_ids, mask, type_ids)).last_hidden_state
         return states
 
     @torch.inference_mode()
     def scores(self, input_ids: Tensor, mask: Tensor, type_ids: Tensor) -> Tensor:
-        """A cross-encoder's scores of N pairs, [N] f32."""
+        """A cross-encoder's scores of N pairs, [N] f32. Arguments as for `hidden_states`."""
         logits: Tensor = self.model(**self._inputs(input_ids, mask, type_ids)).logits
         return _ACTIVATIONS[self.activation](logits[:, 0].float())
 
@@ -99,11 +105,11 @@ def _load(root: Path, config: Any, is_cross_encoder: bool, dtype: torch.dtype) -
         trust_remote_code=False,
         output_loading_info=True,
     )
-    # a pooler that was not trained is in the class all the same; nothing here looks at it
+    # The class always has a pooler; an untrained one is not used here.
     missing = sorted(name for name in report["missing_keys"] if is_cross_encoder or not name.startswith("pooler."))
     if missing:
         raise CheckpointError(
-            f"{root}: tensor {missing[0]} is missing, which config.json ({config.model_type}) asks for"
+            f"{root}: tensor {missing[0]} is missing, which config.json ({config.model_type}) requires"
         )
     loaded: torch.nn.Module = model
     return loaded
@@ -114,7 +120,7 @@ def _dtype(config: Any) -> torch.dtype:
 
 
 def _max_tokens(root: Path, config: Any) -> int:
-    """What the position table holds, and no more than texts were cut to when the model was trained."""
+    """The longest text in tokens: the size of the position table, or the length that training cut texts to."""
     longest = int(config.max_position_embeddings)
     if config.model_type in _PADDED:
         longest -= config.pad_token_id + 1
@@ -122,7 +128,7 @@ def _max_tokens(root: Path, config: Any) -> int:
 
 
 def _activation(root: Path, values: Mapping[str, Any]) -> str:
-    """sentence-transformers' name for it; a sigmoid where the checkpoint says nothing."""
+    """The activation by sentence-transformers' name; Sigmoid if the checkpoint names none."""
     said = (values.get("sentence_transformers") or {}).get("activation_fn")
     name = str(said or values.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
     if name not in _ACTIVATIONS:

@@ -3,6 +3,6 @@
 Owns: the vocabulary and the limits on untrusted templates and grammars.
 In: texts, chat messages, token ids, grammars.
 Out: token ids, texts, and compiled grammars.
-Imports: `model`, `model/checkpoint`.
+Imports: `model`'s own files (`errors`, `files`).
 Start with: `tokenizer.py`.
 """

@@ -1,9 +1,9 @@
 """Chat messages to one prompt, by the checkpoint's own Jinja template, run in a sandbox with bounded work.
 
-Message text can spell special tokens; they must reach the model as ordinary text. So before rendering, a mark (a
-Unicode noncharacter that occurs nowhere in the request) is put inside each of them, and `Tokenizer.encode_chat` takes
-the marks out again: what it finds marked is text, what it finds unmarked was written by the template. A request that
-spells none is rendered as it is, and gets the ids that transformers gives it.
+Special tokens spelled in a message must reach the model as ordinary text. So before rendering, a mark is put inside
+each of them: a Unicode noncharacter that occurs nowhere in the request. `Tokenizer.encode_chat` removes the marks: a
+marked string is text, an unmarked one is from the template. A request that spells no special token is rendered
+unchanged, and gets the same ids as from transformers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..files import read_json, read_text
 from .jinja_sandbox import BUDGET, Budget, Sandbox
 from .tokenizer import NAMED_TOKENS, Tokenizer
 
-PROMPT_CHARS = 1 << 20  # longest prompt a template may give
-NUM_KWARGS = 64  # most chat_template_kwargs
+PROMPT_CHARS = 1 << 20  # longest prompt that a template may render
+NUM_KWARGS = 64  # most keys in chat_template_kwargs
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", *NAMED_TOKENS)
-NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # never assigned, so never in honest text
-RENDER_ERRORS = (  # all that a template's own expressions can raise
+NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # never assigned, so not in ordinary text
+RENDER_ERRORS = (  # errors that a template's expressions can raise
     jinja2.TemplateError,
     ArithmeticError,
     AssertionError,
@@ -46,14 +46,14 @@ class ChatPrompt:
     """A rendered chat. Its ids are `tokenizer.encode_chat(text, mark)`."""
 
     text: str
-    mark: str | None = None  # stands in `text` inside all that is not a special token although it looks like one
+    mark: str | None = None  # inside each string in `text` that looks like a special token but is not one
 
 
 class ChatTemplate:
-    """A chat template ready to render. Rendering is safe from several threads at once."""
+    """A compiled chat template. Several threads may render it at once."""
 
     def __init__(self, source: str, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now) -> None:
-        """Raises TemplateError if the template is not valid Jinja. `now` is what `strftime_now` reads."""
+        """Raises TemplateError if the template is not valid Jinja. `now` is the clock of `strftime_now`."""
         self.source = source
         sandbox = Sandbox(now)
         try:
@@ -90,11 +90,11 @@ class ChatTemplate:
     ) -> ChatPrompt:
         """The prompt for `messages`, each a role and a content: a string, or a list of `{"type": "text", "text": ...}`.
 
-        A message with `tool_calls` may do without a content. Their arguments may be JSON text or a mapping; the
-        template gets of the two what it can write down.
+        A message with `tool_calls` needs no content. Their arguments may be JSON text or a mapping; the template gets
+        the form that it can render.
 
-        With `continue_final_message` the prompt ends inside the last message, for the model to go on with it.
-        Raises TemplateError for what the template refuses, and for a render over its limits.
+        With `continue_final_message` the prompt ends inside the last message, which the model continues. Raises
+        TemplateError if the template rejects the messages, or if a render exceeds its limits.
         """
         if continue_final_message and (add_generation_prompt or not messages):
             raise TemplateError(
@@ -128,8 +128,11 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of the message as the template wants it: content as a string unless it goes through the parts itself,
-        "" for none unless it asks for none, and the arguments of calls as a mapping unless it adds them to a string."""
+        """A copy of the message in the form that the template expects.
+
+        Content is a string unless the template loops over parts. Missing content is "" unless the template tests for
+        none. Arguments of calls are a mapping unless the template adds them to a string.
+        """
         message = dict(message)
         if message.get("tool_calls"):
             message["tool_calls"] = [self._called(call) for call in message["tool_calls"]]
@@ -158,14 +161,14 @@ class ChatTemplate:
 
 
 def missing_template(model: str) -> TemplateError:
-    """What to tell a client that sends messages to a model without a template."""
+    """The error for a client that sends messages to a model without a template."""
     return TemplateError(
         f"{model} has no chat template: start the server with --chat-template FILE, or send a prompt to /v1/completions"
     )
 
 
 class _Marker:
-    """Puts marks into strings that spell special tokens, or could complete one with the text next to them."""
+    """Puts marks into strings that spell special tokens, or could form one together with adjacent text."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.tokens = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
@@ -174,7 +177,7 @@ class _Marker:
         self.longest = len(self.tokens[0]) if self.tokens else 0
 
     def mark(self, variables: dict[str, Any], template: str) -> tuple[dict[str, Any], str | None, str]:
-        """The variables with marks in them, the mark if there was need for one, and a second character used nowhere."""
+        """The variables with marks, the mark (None if none is needed), and a second character that occurs nowhere."""
         texts = [template, *_strings(variables)]
         unused = [character for character in NONCHARACTERS if not any(character in text for text in texts)]
         if len(unused) < 2:
@@ -195,7 +198,7 @@ class _Marker:
         return any(text[:n] in self.ends for n in lengths), any(text[-n:] in self.starts for n in lengths)
 
     def _marked(self, text: str, mark: str) -> str:
-        stripped = text.strip()  # marks go next to the text itself, so that a template may still trim it
+        stripped = text.strip()  # marks go inside the whitespace, so that a template can still trim it
         at_start, at_end = self._edges(stripped)
         marked = stripped
         for token in self.tokens:
@@ -206,7 +209,7 @@ class _Marker:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of nested lists and mappings with every string changed; keys too, as those of tools are shown."""
+    """A copy of nested lists and mappings with every string changed, keys included, as templates render tools' keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -230,7 +233,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """chat_template_kwargs: plain values under names that mean nothing else."""
+    """Checks chat_template_kwargs: plain values under names that are not reserved."""
     if len(kwargs) > NUM_KWARGS:
         raise TemplateError(f"chat_template_kwargs: {len(kwargs)} keys, and at most {NUM_KWARGS} are taken")
     for name, value in kwargs.items():
@@ -242,7 +245,7 @@ def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _append_tag(messages: list[dict[str, Any]], tag: str) -> None:
-    """Mark where the last message's text ends: the tag, then a space that shows whether the template trims it."""
+    """Marks the end of the last message's text: the tag, then a space that shows whether the template trims it."""
     content = messages[-1].get("content")
     if isinstance(content, str):
         messages[-1]["content"] = content + tag + " "
@@ -264,7 +267,7 @@ _ASKS_FOR_NONE = re.compile(r"content['\"\]]*\s+is\s+none", re.IGNORECASE)
 
 
 def _joins_arguments(template: nodes.Template) -> bool:
-    """Whether the template adds some call's `arguments` to a string as they are, so that they must be one."""
+    """Whether the template adds a call's `arguments` to a string, so that they must be a string."""
     for node in template.find_all(nodes.Add):
         for part in (node.left, node.right):
             if isinstance(part, nodes.Getattr) and part.attr == "arguments":
@@ -275,7 +278,7 @@ def _joins_arguments(template: nodes.Template) -> bool:
 
 
 def _takes_parts(template: nodes.Template) -> bool:
-    """Whether the template has a loop over some message's `content`, so that it knows content in parts."""
+    """Whether the template loops over a message's `content`, so that it supports content in parts."""
     for loop in template.find_all(nodes.For):
         for node in [loop.iter, *loop.iter.find_all(nodes.Expr)]:
             if isinstance(node, nodes.Getattr) and node.attr == "content":

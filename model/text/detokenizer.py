@@ -1,9 +1,12 @@
-"""Token ids to text one by one: never half a character, the same text as decoding all ids at once, and in linear time.
+"""Token ids to text one by one, in linear time: whole characters only, and the same text as decoding all ids at once.
 
-The rules are those of the two decoders that Llama, Mistral and Qwen checkpoints use. Byte-level: the bytes of all
-tokens are one UTF-8 string, in which each invalid sequence is one U+FFFD. With byte fallback: tokens are text, but a
-run of `<0xNN>` tokens is one UTF-8 string, and if any of it is invalid, every byte of it is U+FFFD; so a run is held
-back until the token that ends it. The first space of the text is dropped where the tokenizer puts one before it.
+Implements the two decoders of Llama, Mistral and Qwen checkpoints:
+
+- byte-level: the bytes of all tokens are one UTF-8 string, in which each invalid sequence is one U+FFFD;
+- byte fallback: tokens are text, but a run of `<0xNN>` tokens is one UTF-8 string. If any of it is invalid, every byte
+  of it is U+FFFD. So a run is held back until the token that ends it.
+
+The first space of the text is dropped if the tokenizer prepends one.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from .tokenizer import Tokenizer, byte_level_bytes, is_byte_token, sentencepiece
 
 
 class TextTable:
-    """What each token id adds to a text, made once for a tokenizer and shared by all sequences.
+    """The text that each token id adds, made once for a tokenizer and shared by all sequences.
 
-    `texts[i]` is the text of token i wherever `is_plain[i]`: complete characters that depend on nothing before them, so
-    that a sequence with nothing pending may take them from here without asking its IncrementalDecoder.
+    `texts[i]` is the text of token i if `is_plain[i]`: whole characters that do not depend on earlier tokens. A
+    sequence with nothing pending may take them from here without calling its IncrementalDecoder.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -47,8 +50,8 @@ class TextTable:
 class IncrementalDecoder:
     """The text of one sequence, token by token.
 
-    All that `push` and `flush` return, joined, is `tokenizer.decode` of all ids pushed. With `continues`, the sequence
-    goes on after other text, so that its first space stays.
+    The results of `push` and `flush`, joined, are `tokenizer.decode` of all pushed ids. With `continues` the sequence
+    follows other text, so its first space stays.
     """
 
     def __init__(self, table: TextTable, skip_special_tokens: bool = True, continues: bool = False) -> None:
@@ -56,11 +59,11 @@ class IncrementalDecoder:
         self._skipped_ids: frozenset[int] = table.special_ids if skip_special_tokens else frozenset()
         self._at_start = table.strips_first_space and not continues
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._run = bytearray()  # of byte tokens, with byte fallback
+        self._run = bytearray()  # the current run of byte tokens, with byte fallback
         self._has_pending = False
 
     def __deepcopy__(self, memo: object) -> IncrementalDecoder:
-        """One that has seen the same tokens; the table is shared."""
+        """A decoder in the same state; the table is shared."""
         twin = copy.copy(self)
         twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         twin._utf8.setstate(self._utf8.getstate())
@@ -73,7 +76,7 @@ class IncrementalDecoder:
         return not (self._has_pending or self._at_start)
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain with this token; often "" and sometimes several characters."""
+        """The text that this token completes: often "", sometimes several characters."""
         table = self._table
         if token_id in self._skipped_ids or token_id >= len(table):
             return ""
@@ -91,7 +94,7 @@ class IncrementalDecoder:
         return self._from_start(self._end_run() + raw.decode())
 
     def flush(self) -> str:
-        """What was held back and now will not be completed. The sequence is over."""
+        """The text held back, which no token will complete: the sequence has ended."""
         self._has_pending = False
         if self._table.is_byte_level:
             return self._utf8.decode(b"", final=True)
@@ -103,7 +106,7 @@ class IncrementalDecoder:
         return "\N{REPLACEMENT CHARACTER}" * len(run) if text is None else text
 
     def _from_start(self, text: str) -> str:
-        """The text without the space that the tokenizer puts before every text."""
+        """The text without the space that the tokenizer prepends to every text."""
         if self._at_start and text:
             self._at_start = False
             return text.removeprefix(" ")
@@ -111,7 +114,7 @@ class IncrementalDecoder:
 
 
 def _complete_text(raw: bytes) -> str | None:
-    """The text of bytes that are whole characters; None if they are not."""
+    """The text of the bytes; None if they are not whole characters."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -119,7 +122,7 @@ def _complete_text(raw: bytes) -> str | None:
 
 
 def _decoder_rules(tokenizer: Tokenizer) -> tuple[bool, bool]:
-    """(is byte-level, strips the first space). Raises CheckpointError for a decoder that works otherwise."""
+    """(is byte-level, strips the first space). Raises CheckpointError for any other decoder."""
     decoder = tokenizer.decoder_config
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]

@@ -1,6 +1,6 @@
-"""Grammars against a vocabulary, by llguidance: from a schema, regex, choices or grammar to what may be said next.
+"""Compiles grammars against a vocabulary with llguidance: from a schema, regex, choices or grammar to token masks.
 
-Knows the compiler, its limits and its quirks. Refuses to know requests and tensors. Imported when first needed only.
+It holds the compiler's limits and workarounds. Import it only on first use, as it loads llguidance.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from numpy.typing import NDArray
 
 from .vocabulary import Vocabulary
 
-# What a matcher may do at most: for a step about 10 ms of CPU. A schema that people write takes a hundredth of it.
+# Limits of a matcher: about 10 ms of CPU for a step. Typical schemas take a hundredth of that.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=20_000,
     step_max_items=10_000,
-    max_lexer_states=50_000,  # 1 to 2 kB each, shared by all answers of one grammar
+    max_lexer_states=50_000,  # 1 to 2 kB each, shared by all answers with one grammar
     verbose_errors=False,
 )
 MAX_MESSAGE_CHARS = 200
-WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,32})"  # between JSON's tokens: a space, or a new line, indented; no more
+WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,32})"  # between JSON's tokens: one space, or a new line with indentation
 SOURCE_OR_STATE = re.compile(r"<state>|<non-verbose|\n\s*\d+ \|")
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 class GrammarError(ValueError):
-    """A grammar that can not be used. The message is for the client."""
+    """A grammar that cannot be used. The message is for the client."""
 
 
 def grammar_text(kind: str, source: str | Sequence[str], is_compact: bool = False) -> str:
-    """llguidance's own form of a grammar. `kind` and `source` are those of `StructuredOutputs`; the source of
-    json_object is not looked at. Raises `GrammarError` for what does not even read."""
+    """A grammar in llguidance's own form. `kind` and `source` are those of `StructuredOutputs`.
+
+    The source of json_object is ignored. Raises `GrammarError` for a source that cannot be parsed.
+    """
     if kind == "json_object":
         kind, source = "json", '{"type":"object"}'
     if kind == "choice":
@@ -51,7 +53,7 @@ def grammar_text(kind: str, source: str | Sequence[str], is_compact: bool = Fals
 
 
 def _schema_text(schema: str, is_compact: bool) -> str:
-    """What the schema itself says under `x-guidance` does not count: it could switch the checks off."""
+    """The grammar of a JSON schema. Overrides the schema's own `x-guidance`, which could disable the checks."""
     schema = "{}" if schema == "true" else schema
     spacing: dict[str, object] = {"whitespace_pattern": WHITESPACE, "item_separator": ",", "key_separator": ":"}
     if is_compact:
@@ -64,7 +66,7 @@ def _schema_text(schema: str, is_compact: bool) -> str:
 
 
 def _unanchored(regex: str) -> str:
-    """The whole answer has to match, so an anchor at either end says nothing; llguidance has none."""
+    """Removes anchors at both ends: the whole answer must match anyway, and llguidance does not support them."""
     regex = regex.removeprefix("^")
     backslashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
     return regex[:-1] if regex.endswith("$") and backslashes % 2 == 0 else regex
@@ -80,16 +82,16 @@ def _as_lark(grammar: str) -> str:
 
 
 def _told(error: str) -> str:
-    """A compiler's message as a client may see it: one line, without the parser's state and the quoted source."""
+    """A compiler's message for a client: one line, without the parser's state and the quoted source."""
     line = " ".join(SOURCE_OR_STATE.split(error)[0].split()).replace("Error:", "error:")
     return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 3] + "..."
 
 
 class Compiler:
-    """Makes matchers for one vocabulary. Its methods may be called from several threads at once, and let others run.
+    """Makes matchers for one vocabulary. Several threads may call its methods at once; they release the GIL.
 
-    Masks have a bit for each of the V logits, in words of 32: bit i % 32 of word i // 32. Where the model has no EOS,
-    a bit behind the last one stands for the end.
+    Masks have a bit for each of the V logits, in words of 32: bit i % 32 of word i // 32. If the model has no EOS, one
+    more bit after the last stands for the end.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -104,46 +106,48 @@ class Compiler:
         self._tokenizer = _make_tokenizer(vocabulary, num_bits, self.eos_ids)
 
     def compile(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of its grammar. Raises `GrammarError`."""
+        """A matcher at the start of the grammar. Raises `GrammarError` if it does not compile."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarError(_told(matcher.get_error()))
         return matcher
 
     def check_start(self, matcher: LLMatcher) -> None:
-        """Raises `GrammarError` if a matcher at its beginning allows no text at all. It may be used afterwards."""
+        """Raises `GrammarError` if a matcher at its start allows no text. Leaves the matcher usable."""
         if not self.allowed(matcher):
             problem = _told(matcher.get_error())
             raise GrammarError("matches no text" + (f": {problem}" if matcher.is_error() else ""))
 
     def mask(self, matcher: LLMatcher) -> NDArray[np.int32]:
-        """[W] what may come next; nothing if the matcher has failed."""
+        """The tokens that may come next as a mask, [W] i32; all zero if the matcher has failed."""
         mask = np.zeros(self.num_words, np.int32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         return np.zeros_like(mask) if matcher.is_error() else mask
 
     def allowed(self, matcher: LLMatcher) -> list[int]:
-        """Ids that may come next, EOS not counted."""
+        """The ids of the tokens that may come next, without EOS."""
         mask = self.mask(matcher)
         ids = np.flatnonzero(unpack(mask[None], self.vocab_size)[0])
         return [token_id for token_id in ids.tolist() if token_id not in self.eos_ids]
 
 
 def unpack(masks: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
-    """[n, V] what [n, W] masks allow."""
+    """The masks [n, W] as booleans, [n, V]."""
     little = masks.astype("<i4", copy=False).view(np.uint8)
     return np.unpackbits(little, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def _make_tokenizer(vocabulary: Vocabulary, num_bits: int, eos_ids: list[int]) -> LLTokenizer:
-    """The model's own way to cut text, for what the grammar forces, if llguidance reads its tokenizer right; else the
-    longest tokens first."""
+    """A tokenizer for the text that a grammar forces.
+
+    It is the model's own if llguidance reads tokenizer.json correctly, else one that takes the longest tokens first.
+    """
     has_room = len(vocabulary.tokens) <= vocabulary.vocab_size
     if vocabulary.tokenizer_json is not None and has_room:
         try:
             made = LLTokenizer(vocabulary.tokenizer_json, n_vocab=num_bits, eos_token=eos_ids)
         except ValueError:
-            pass  # a kind of tokenizer that it does not know
+            pass  # a kind of tokenizer that llguidance does not support
         else:
             if _spells(made, vocabulary):
                 return made
@@ -151,7 +155,7 @@ def _make_tokenizer(vocabulary: Vocabulary, num_bits: int, eos_ids: list[int]) -
 
 
 def _spells(made: LLTokenizer, vocabulary: Vocabulary) -> bool:
-    """Whether `made` has the same bytes for every token. Byte 0xFF, which no text has, is its mark of special ones."""
+    """Whether `made` has the same bytes for every token. It marks special tokens by byte 0xFF, which no text has."""
     return all(
         token_id in vocabulary.special_ids or b"\xff" in token or made.decode_bytes([token_id]) == token
         for token_id, token in enumerate(vocabulary.tokens)
@@ -159,7 +163,7 @@ def _spells(made: LLTokenizer, vocabulary: Vocabulary) -> bool:
 
 
 class _Greedy:
-    """Cuts text into the longest tokens, from the left."""
+    """Tokenizes text from the left, each time by the longest token."""
 
     bos_token_id = None
 
@@ -183,5 +187,5 @@ class _Greedy:
                     at = end
                     break
             else:
-                break  # a byte that no token spells: what follows is not forced
+                break  # no token spells this byte: the rest is not forced
         return ids

@@ -1,6 +1,6 @@
-"""What a grammar costs, found out where it can do no harm: it is compiled, and an answer written with it.
+"""Measures the cost of a grammar: compiles it, and generates an answer with it.
 
-Runs in a helper process with limits on time and memory (`stages/grammar/trial_process.py`). Knows no process itself.
+Runs in a helper process with limits on time and memory, which `stages/grammar/trial_process.py` starts.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from llguidance import LLMatcher
 from .grammar import Compiler, GrammarError, grammar_text
 from .vocabulary import Vocabulary
 
-NUM_TOKENS = 64  # of an answer
-MAX_STEP_S = 0.005  # of CPU, on average over an answer: 16 rows of it would be a step of 80 ms
-# A host that takes the processor away for a few ms has them counted as ours, and an answer may be one token: what looks
-# costly is tried again, from the beginning: once, and then for as long as such a gap may be what was measured.
+NUM_TOKENS = 64  # most tokens of an answer
+MAX_STEP_S = 0.005  # CPU seconds of a token, on average over an answer: 16 such rows make a step of 80 ms
+# A virtual machine's host may take the processor away for a few ms, which count as CPU time here, and an answer may be
+# one token. So a costly grammar is tried again from the start: once, and then until MAX_TRIALS_S are used.
 MAX_TRIALS = 4
-MAX_TRIALS_S = 0.3  # of CPU, for all that is compiled and written
+MAX_TRIALS_S = 0.3  # CPU seconds of all trials
 
 
 class Trials:
-    """Grammars tried with one vocabulary."""
+    """Trials of grammars with one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.compiler = Compiler(vocabulary)
 
     def answer(self, question: bytes) -> bytes:
-        """A question is JSON: kind, source, is_compact. The answer has either `error`, or `num_bytes` and `cpu_ms`."""
+        """Answers a JSON question (kind, source, is_compact) in JSON: `error`, or `num_bytes` and `cpu_ms`."""
         try:
             return json.dumps(self.run(**json.loads(question))).encode()
         except GrammarError as error:
@@ -40,7 +40,7 @@ class Trials:
             return json.dumps({"error": "takes too much memory to compile"}).encode()
 
     def run(self, kind: str, source: Any, is_compact: bool) -> dict[str, Any]:
-        """Raises `GrammarError` for a grammar that does not compile, matches nothing, or takes too much to follow."""
+        """Raises `GrammarError` for a grammar that does not compile, matches nothing, or is too costly a token."""
         began_s = time.process_time()
         for trial in range(MAX_TRIALS):
             found, step_s = self._try(kind, source, is_compact)
@@ -51,7 +51,7 @@ class Trials:
         raise GrammarError(f"is too costly to follow: more than {MAX_STEP_S * 1e3:g} ms of CPU a token")
 
     def _try(self, kind: str, source: Any, is_compact: bool) -> tuple[dict[str, Any], float]:
-        """What a grammar takes, and the seconds of CPU for a token of an answer."""
+        """The cost of a grammar, and the CPU seconds of a token of an answer."""
         before, began_s = _allocated_bytes(), time.process_time()
         grammar = grammar_text(kind, source, is_compact)
         matcher = self.compiler.compile(grammar)
@@ -62,7 +62,7 @@ class Trials:
         return {"num_bytes": num_bytes, "cpu_ms": round(compile_s * 1e3, 3)}, answer_s / max(1, num_steps)
 
     def _write(self, matcher: LLMatcher, draw: random.Random) -> tuple[float, int]:
-        """Seconds of CPU for an answer of allowed tokens, any of them, and how many they were."""
+        """Generates random allowed tokens. Returns the CPU seconds taken, and the number of tokens."""
         began_s, num_steps = time.process_time(), 0
         while num_steps < NUM_TOKENS and (allowed := self.compiler.allowed(matcher)):
             matcher.consume_token(draw.choice(allowed))
@@ -80,7 +80,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _allocated_bytes() -> int:
-    """What the C library has given out, where it says so (glibc does); 0 elsewhere."""
+    """Bytes allocated by the C library, where it reports them (glibc); 0 elsewhere."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return 0

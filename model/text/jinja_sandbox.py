@@ -1,8 +1,8 @@
-"""A Jinja sandbox for templates from checkpoints: no attribute reaches Python, and no expression gets large.
+"""A Jinja sandbox for templates from checkpoints: no attribute reaches Python, and no value gets large.
 
-Whatever a template makes or goes through (loops, sums, products, concatenations, calls, filters, output) is paid for
-from one budget before it is made, so that a render is bounded in time and memory without a clock. It has the names that
-transformers gives chat templates: `tojson`, `raise_exception`, `strftime_now`, loop controls and `generation`.
+A render has one budget. Loops, sums, products, concatenations, calls, filters and output are charged to it before they
+run, which bounds time and memory without a clock. Templates have the names that transformers provides: `tojson`,
+`raise_exception`, `strftime_now`, loop controls and `generation`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-BUDGET = "the budget"  # its name among a render's variables, which no template can spell
-VALUE_SIZE = 1 << 20  # longest string or list an expression may give
-WORK = 1 << 25  # characters and items a render may make in all
-TURN = 256  # what a turn of a loop, a call and an output cost beside what they make: they take about a microsecond
+BUDGET = "the budget"  # its name among a render's variables; not an identifier, so no template can use it
+VALUE_SIZE = 1 << 20  # longest string or list that an expression may give
+WORK = 1 << 25  # characters and items that a render may make in total
+TURN = 256  # fixed cost of a loop iteration, a call and an output, which take about a microsecond
 NUMBER_BITS = 4096
-LARGEST_ARGUMENT = 999  # of a width, an indentation or a precision
+LARGEST_ARGUMENT = 999  # most of a width, an indentation or a precision
 FILTERS = (
     *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "format", "groupby"),
     *("indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr"),
     *("replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim"),
     *("unique", "upper", "urlencode"),
 )
-WIDE_FIELD = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # a width of four digits, or one taken from a value
+WIDE_FIELD = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # a width of four digits, or one given by a value
 
 
 class Budget:
-    """How much a render may still do."""
+    """The work that a render may still do, in characters and items."""
 
     def __init__(self) -> None:
         self.left = WORK
@@ -49,14 +49,14 @@ class Budget:
             _refuse("the template does too much")
 
     def make(self, size: int) -> None:
-        """Pay for a string or list of `size`, or refuse it."""
+        """Charges for a string or list of `size`; raises if it is too large."""
         if size > VALUE_SIZE:
             _refuse(f"a value of {size} characters or items; at most {VALUE_SIZE}")
         self.spend(size)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment that chat templates are compiled in. Each render needs a Budget of its own as variable BUDGET."""
+    """The environment that chat templates are compiled in. Each render needs its own Budget as variable BUDGET."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -65,7 +65,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: _paid_filter(name, self.filters[name]) for name in FILTERS}
         self.filters["tojson"] = _paid_filter("tojson", _to_json)
         self.globals = {name: self.globals[name] for name in ("dict", "namespace")}
-        self.globals["range"] = range  # `call` bounds it
+        self.globals["range"] = range  # bounded in `call`
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: now().strftime(format)
 
@@ -88,8 +88,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def handle_exception(self, source: str | None = None) -> NoReturn:
-        """What a render raises, as it is. Jinja makes its traceback one of the template's lines, for which it compiles
-        and runs code: for a template that does not compile (`source`) it may, for a request nothing does."""
+        """Raises a render's error unchanged.
+
+        Jinja would compile and run code to rewrite its traceback. That is allowed only for a template that does not
+        compile (`source`), not for a request.
+        """
         error = sys.exception()
         if source is None and error is not None:
             raise error
@@ -98,7 +101,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     @staticmethod
     @jinja2.pass_context
     def paid_loop(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-        """The items, each paid for when its turn of the loop begins."""
+        """The items, each charged when its iteration begins."""
         budget = _budget(context)
         for item in items:
             budget.spend(TURN)
@@ -107,7 +110,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     @staticmethod
     @jinja2.pass_context
     def paid_text(context: Context, *values: Any) -> str:
-        """The values as one text: what `~` gives, and what `{{ }}` and the text between put out."""
+        """The values as one text: the result of `~`, and the output of `{{ }}` and of text."""
         texts = [str(value) for value in values]
         budget = _budget(context)
         budget.spend(TURN)
@@ -116,7 +119,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Paying(NodeTransformer):
-    """Sends what Jinja compiles to bare Python (loops, `~`, output) through the sandbox."""
+    """Routes loops, `~` and output, which Jinja compiles to plain Python, through the sandbox."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         if node.recursive:
@@ -137,7 +140,7 @@ class _Paying(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote, for training; here it is its body."""
+    """`{% generation %}...{% endgeneration %}`, which marks assistant text for training; renders its body."""
 
     tags = {"generation"}
 
@@ -172,7 +175,7 @@ def _pay_for_operator(budget: Budget, operator: str, left: Any, right: Any) -> N
 
 
 def _pay_for_method(budget: Budget, method: str, owner: str | bytes | float, values: list[Any]) -> None:
-    """Pay for what a method of a string may give. Numbers have no methods that a template needs."""
+    """Charges for the largest result of a string's method. Refuses methods of numbers, as no template needs them."""
     if not isinstance(owner, str) or method in ("encode", "translate"):
         _refuse(f"{type(owner).__name__}.{method} is not available")
     if method == "replace" and len(values) > 1:
@@ -212,8 +215,8 @@ def _bound_numbers(values: Iterable[Any]) -> None:
 
 
 def _paid_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, paid for by the size of its value and, where it can give more than that, by what it can give."""
-    kind = getattr(function, "jinja_pass_arg", None)  # what Jinja hands to the filter before its value
+    """The filter, charged by the size of its value or, if its result can be larger, by the largest result."""
+    kind = getattr(function, "jinja_pass_arg", None)  # the argument that Jinja passes before the value
 
     @jinja2.pass_context
     def paid(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:

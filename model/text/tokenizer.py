@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a checkpoint's tokenizer.json, with the ids transformers' AutoTokenizer gives.
+"""Text to token ids and back, from a checkpoint's tokenizer.json, with the same ids as transformers' AutoTokenizer.
 
-No transformers and no torch here. Every method may be called from several threads at once: the Rust side has no state
-that a call changes, and it lets other threads run while it works.
+Does not import transformers or torch. Every method may be called from several threads at once: a call changes no state
+of the Rust tokenizer, and it releases the GIL while it works.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from ..errors import CheckpointError
 from ..files import read_bytes, read_json, refuse_code
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the caller has threads of its own
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the caller has its own threads
 from tokenizers import AddedToken, Encoding, decoders, pre_tokenizers  # noqa: E402
 from tokenizers import Tokenizer as RustTokenizer  # noqa: E402
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-IDS_AT_ONCE = 16_384  # making a list of ids holds the GIL: 240k at once took 46 ms, in pieces of this size 2 ms each
+IDS_AT_ONCE = 16_384  # making a list of ids holds the GIL: 46 ms for 240k ids at once, 2 ms for pieces of this size
 
 
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    `bos_token_id` and `eos_token_id` are those its tokenizer_config.json names; `special_ids` are the ids that
+    `bos_token_id` and `eos_token_id` are from tokenizer_config.json; `special_ids` are the ids that
     `skip_special_tokens` leaves out. With `is_byte_level`, tokens spell bytes in a substitute alphabet; without, they
     spell text with "▁" for a space, and bytes as `<0xNN>`.
     """
@@ -53,8 +53,8 @@ class Tokenizer:
 
     @classmethod
     def read(cls, root: Path) -> Tokenizer:
-        """The tokenizer of the checkpoint in `root`. Raises CheckpointError if it has none that can be used."""
-        raw = read_bytes(root, "tokenizer.json")  # as a str it would be decoded, and encoded for the Rust side
+        """The tokenizer of the checkpoint in `root`. Raises CheckpointError if it is missing or unusable."""
+        raw = read_bytes(root, "tokenizer.json")  # bytes, as a str would be encoded again for Rust
         if raw is None:
             raise CheckpointError(
                 f"{root}: no tokenizer.json; save one with transformers: "
@@ -70,25 +70,27 @@ class Tokenizer:
         return cls(rust, config)
 
     def __len__(self) -> int:
-        """One more than the largest id, added tokens included. An embedding may have more rows, or by mistake fewer."""
+        """One more than the largest id, added tokens included. An embedding may have more rows or, by mistake, less."""
         return len(self.tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text in which special tokens may be spelled, as in a completion prompt."""
+        """The ids of a text in which special tokens may be spelled, as in a completion prompt."""
         return _ids(self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0])
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Ids of two texts as the tokenizer joins them, and for each its type: 0 for the first text, 1 for the second,
-        where the model tells them apart."""
+        """The ids of two texts joined by the tokenizer, and the type of each id.
+
+        The type is 0 for the first text and 1 for the second, if the tokenizer distinguishes them.
+        """
         encoding = self._rust.encode_batch([(first, second)], add_special_tokens=True)[0]
         pieces = _pieces(encoding)
         return _ids_of(pieces), [type_id for piece in pieces for type_id in piece.type_ids]
 
     def encode_chat(self, text: str, mark: str | None = None) -> list[int]:
-        """Ids of a rendered chat prompt, which spells its own special tokens.
+        """The ids of a rendered chat prompt, in which the template spells special tokens.
 
-        Where `mark` is given, it stands inside everything that looks like a special token but came from a message (see
-        `chat_template.py`). Marks are taken out again, and what they stood in is ordinary text.
+        `mark`, if given, is inside every string that looks like a special token but is from a message (see
+        `chat_template.py`). Marks are removed, and the strings around them are encoded as ordinary text.
         """
         if mark is None:
             return self.encode(text, add_special_tokens=False)
@@ -101,15 +103,15 @@ class Tokenizer:
         return ids + self._encode_plain(text[position:].replace(mark, ""), is_start=position == 0)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of all ids at once. Bytes that are no character become U+FFFD; ids that mean nothing, nothing."""
+        """The text of all ids at once. Invalid bytes become U+FFFD; unknown ids are left out."""
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's entry, in the tokenizer's own alphabet; None for an id that means nothing."""
+        """The vocabulary's entry, in the tokenizer's own alphabet; None for an unknown id."""
         return self._rust.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text, before bytes become characters; b"" for an id that means nothing."""
+        """The bytes that the token adds to the text; b"" for an unknown id."""
         token = self._rust.id_to_token(token_id)
         if token is None:
             return b""
@@ -117,21 +119,21 @@ class Tokenizer:
 
     @cached_property
     def tokens(self) -> list[str | None]:
-        """`token` of every id, and no more: in a tenth of the time that asking for one after the other takes."""
+        """`token` of every id, in a tenth of the time of separate calls."""
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         entries: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
         for token, token_id in vocabulary.items():
             entries[token_id] = token
-        for token_id in self._added_ids:  # NOTE: the vocabulary has them as they were written, before normalising
+        for token_id in self._added_ids:  # NOTE: the vocabulary has them before normalisation
             entries[token_id] = self.token(token_id)
         return entries
 
     def to_json(self) -> str:
-        """The tokenizer.json of this tokenizer as it is used, what tokenizer_config.json says included."""
+        """The tokenizer.json of this tokenizer, with the changes from tokenizer_config.json."""
         return self._rust.to_str()
 
     def _special_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """[begin, end) and id of each special token spelled in the text, whitespace that it absorbs included."""
+        """[begin, end) and id of each special token spelled in the text, including whitespace that it absorbs."""
         spans = []
         for piece in _pieces(self._rust.encode_batch([text], add_special_tokens=False)[0]):
             for token_id, (begin, end) in zip(piece.ids, piece.offsets, strict=True):
@@ -140,7 +142,7 @@ class Tokenizer:
         return spans
 
     def _encode_plain(self, text: str, is_start: bool) -> list[int]:
-        """Ids of a piece of a prompt in which nothing is a special token."""
+        """The ids of a piece of a prompt, all of it ordinary text."""
         if not text:
             return []
         plain = self._without_special_tokens()
@@ -149,7 +151,7 @@ class Tokenizer:
         return _ids(plain.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _without_special_tokens(self) -> RustTokenizer:
-        """A twin that takes special tokens for ordinary text; the setting cannot be switched on a tokenizer in use."""
+        """A copy that encodes special tokens as ordinary text; a tokenizer in use cannot change the setting."""
         with self._plain_lock:
             if self._plain is None:
                 plain = RustTokenizer.from_str(self._rust.to_str())
@@ -166,7 +168,7 @@ class Tokenizer:
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Bytes of a byte-level token; one with a character outside the substitute alphabet stands for itself."""
+    """The bytes of a byte-level token; a token with a character outside the substitute alphabet is itself as UTF-8."""
     try:
         return token.translate(LATIN_1_OF_CHARACTER).encode("latin-1")
     except UnicodeEncodeError:
@@ -174,7 +176,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def sentencepiece_bytes(token: str) -> bytes:
-    """Bytes of a token that spells text, with "▁" for a space, or `<0xNN>` for one byte."""
+    """The bytes of a token that spells text with "▁" for a space, or one byte as `<0xNN>`."""
     if is_byte_token(token):
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode()
@@ -187,22 +189,22 @@ def is_byte_token(token: str) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 characters are their own bytes, the rest follow from U+0100 on."""
+    """The byte-level alphabet: printable Latin-1 characters are their own bytes; the others are from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-# Other characters below U+0100 become one that Latin-1 has not, so that it complains of them.
+# Other characters below U+0100 map to one outside Latin-1, so that encoding them fails.
 LATIN_1_OF_CHARACTER = dict.fromkeys(range(256), "\u0100") | {
     ord(character): chr(byte) for character, byte in _byte_alphabet().items()
 }
 
 
 def _configure(rust: RustTokenizer, config: dict[str, Any], *, has_byte_level: bool) -> None:
-    """Apply tokenizer_config.json to what tokenizer.json says, as transformers 5 does.
+    """Applies tokenizer_config.json to the tokenizer, as transformers 5 does.
 
-    NOTE: `add_bos_token` and `add_eos_token` mean nothing beside a tokenizer.json: its post-processor decides.
+    NOTE: `add_bos_token` and `add_eos_token` have no effect with a tokenizer.json, whose post-processor decides.
     """
     rust.no_truncation()
     rust.no_padding()
@@ -216,11 +218,11 @@ def _configure(rust: RustTokenizer, config: dict[str, Any], *, has_byte_level: b
     named = [*(config.get(name) for name in NAMED_TOKENS), *(extra.values() if isinstance(extra, dict) else extra)]
     tokens += [_added(token, is_special=True) for token in named if token]
     if tokens:
-        rust.add_tokens(tokens)  # in one call, as each goes through all that there are
+        rust.add_tokens(tokens)  # in one call, as each call goes through all added tokens
 
 
 def _configure_llama(rust: RustTokenizer, config: dict[str, Any]) -> None:
-    """Llama 2's tokenizer: a "▁" goes before the text, and if legacy, before each piece between special tokens."""
+    """Llama 2's tokenizer: prepends "▁" to the text; if legacy, to each piece between special tokens."""
     has_prefix = config.get("add_prefix_space") is not False
     scheme = ("always" if config.get("legacy") else "first") if has_prefix else "never"
     rust.normalizer = None
@@ -250,6 +252,6 @@ def _ids_of(pieces: list[Encoding]) -> list[int]:
 
 
 def _pieces(encoding: Encoding) -> list[Encoding]:
-    """The encoding in pieces of a size whose Python lists are made without holding other threads up."""
+    """The encoding in pieces of IDS_AT_ONCE ids, so that making a list blocks other threads only briefly."""
     encoding.truncate(IDS_AT_ONCE)
     return [encoding, *encoding.overflowing]

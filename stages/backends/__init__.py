@@ -1,8 +1,8 @@
-"""What computes steps: cache size, memory needs and measured rates common to all backends.
+"""The backends that compute steps (native, torch, cuda), and what they share: memory sizes and measured rates.
 
-Owns: the `Backend` that a model's loading ends in.
-In: a loaded model and the settings.
+Owns: the size of the KV cache, and `Computing`, the result of loading a backend.
+In: the settings, and a model's files or its loaded weights.
 Out: a runner, the number of KV blocks, and the rates of compute and copies.
 Imports: the root of `stages`, `runtime`, `model`, `kernels`, the stage rooms.
-Start with: `backend.py`.
+Start with: `backend.py`; `cache_size.py` sizes the KV cache from `memory_needs.py`.
 """

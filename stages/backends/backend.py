@@ -1,5 +1,4 @@
-"""What computes a model's steps, ready to run: what `stages/backends/torch/loading.py` and
-`stages/backends/native/loading.py` have in common."""
+"""`Computing`: a loaded backend. `torch/loading.py` and `native/loading.py` each make one."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Computing:
-    """A runner with its weights and its cache, and what was decided on the way to it."""
+    """A runner with its weights and its cache, and the settings resolved while loading it."""
 
     runner: ModelRunner
     backend: str  # native, torch or triton
     device: str
     dtype: str
-    quantization: str | None  # how matrices are kept; None: as dtype
+    quantization: str | None  # format of the weight matrices; None: as dtype
     kv_cache_dtype: str
-    max_model_len: int  # what was asked for, or what fits
+    max_model_len: int  # as configured, or what fits
     memory: MemoryTable
     num_host_blocks: int
     max_num_batched_tokens: int
@@ -37,6 +36,6 @@ class Computing:
     rates: Rates | None
     choosing: MakeChoosing = Choosing
     call_before_computing: CallBefore | None = None  # see `Device`
-    enter: Callable[[], object] | None = None  # what the thread that will run the steps is to call first
-    own_cpu: int | None = None  # of the thread that begins each step, which a busy neighbour may have for a while
-    assemble: Callable[[Sampler, Ends], Late] | None = None  # where the device runs beside the host
+    enter: Callable[[], object] | None = None  # first call on the device thread
+    own_cpu: int | None = None  # pinned to the thread that starts each step; another process may occupy it for a while
+    assemble: Callable[[Sampler, Ends], Late] | None = None  # builds an asynchronous device; None: steps are waited for

@@ -1,6 +1,6 @@
-"""How large the KV cache and the longest sequence get to be: what was asked for, or what the machine has room for.
+"""Sizes of the KV cache, the host pool and the longest sequence: as configured, or what fits the machine's memory.
 
-Plain arithmetic: `memory_needs.py` says what is needed beside weights, this decides.
+Plain arithmetic on the `Needs` that `memory_needs.py` computes.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from ..memory_table import Machine, MemoryRow, MemoryTable, human
 from ..request_limits import longest_sequence
 
 CPU_SHARE = 0.25  # of free memory, at most, for the cache of an engine on a CPU
-SWAP_GIB = {"cpu": 1.0, "cuda": 4.0}  # of host memory for preempted sequences, if nobody says
-SWAP_SHARE = 0.125  # of free memory, at most, for them
-ROOT = Path("/")  # of the system that says what memory there is
+SWAP_GIB = {"cpu": 1.0, "cuda": 4.0}  # of host memory for preempted sequences, by default
+SWAP_SHARE = 0.125  # of free memory, at most, for that default
+ROOT = Path("/")  # root of the file system whose /proc and /sys describe memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What an engine needs beside its cache, in bytes, for sequences of up to some length."""
+    """The memory an engine needs besides its KV cache, in bytes, for sequences of up to some length."""
 
     weights: int
-    state: int  # tables of positions, of blocks, and on a CPU of the sampler
-    activations: int  # while the largest step is computed
-    logits: int  # of the most rows there can be, and of choosing from them
+    state: int  # tables of positions and blocks, and on a CPU of the sampler
+    activations: int  # of the largest step
+    logits: int  # of the largest number of rows, sampling included
     other: int = 0  # on a GPU: driver, kernels' code, other processes
-    sampler: int = 0  # beside a GPU: the sampler's tables, on the host
-    graphs: int = 0  # on a GPU: what captured steps keep for themselves
+    sampler: int = 0  # with a GPU: the sampler's tables, in host memory
+    graphs: int = 0  # on a GPU: memory of captured CUDA graphs
 
     def of_device(self) -> int:
-        """All but the host's part."""
+        """The bytes on the device: all but `sampler`."""
         return self.other + self.weights + self.state + self.activations + self.logits + self.graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """Sizes for one model on one machine.
+    """The sizes for one model on one machine.
 
-    `needs_of(length)` is what sequences of up to so many tokens need beside the cache, and never less for longer ones.
+    `needs_of(length)` are the needs for sequences of up to `length` tokens; they never decrease with the length.
     """
 
     config: EngineConfig
@@ -57,8 +57,11 @@ class Sizing:
     host_blocks: int = 0  # of the pool for sequences that are swapped out
 
     def plan(self, max_model_len: int) -> MemoryTable:
-        """The table for sequences of up to `max_model_len` tokens, or, if the configuration says "auto", for as many of
-        them as the memory holds. Raises `ConfigError`, which says what would fit."""
+        """The memory table for sequences of up to `max_model_len` tokens.
+
+        With `max_model_len = auto` in the configuration, the length is reduced to what fits. Raises `ConfigError`,
+        which says what would fit.
+        """
         if not self.fits(max_model_len):
             longest = self.longest(max_model_len)
             if self.config.max_model_len != "auto" or longest < 2:
@@ -76,7 +79,7 @@ class Sizing:
         return table
 
     def num_blocks(self, max_model_len: int) -> int:
-        """Blocks of the pool: what is asked for, or what there is room for and no more than all slots can ever use."""
+        """Blocks of the pool: as configured, or as many as fit, but no more than all slots can ever use."""
         config = self.config
         if config.num_gpu_blocks is not None:
             return config.num_gpu_blocks
@@ -86,11 +89,11 @@ class Sizing:
         return max(0, min(wanted, self._room_bytes(max_model_len) // self.bytes_per_block))
 
     def fits(self, max_model_len: int) -> bool:
-        """Whether the pool holds one such sequence. One that it does not hold could never end."""
+        """Whether the pool holds one sequence of this length. A sequence that it does not hold could never finish."""
         return longest_sequence(self.num_blocks(max_model_len), self.config.block_size) >= max_model_len
 
     def longest(self, at_most: int) -> int:
-        """The longest sequence that fits; 0 if none does. What is shorter than one that fits, fits too."""
+        """The longest sequence that fits; 0 if none does. Binary search: any shorter sequence fits too."""
         return bisect_left(range(1, at_most + 1), True, key=lambda length: not self.fits(length))
 
     # -- the parts
@@ -99,7 +102,7 @@ class Sizing:
         return -(-length // self.config.block_size)
 
     def _room_bytes(self, max_model_len: int) -> int:
-        """For a cache whose size is ours to choose; negative if not even the rest fits."""
+        """Bytes for a cache whose size is not configured; negative if the other needs do not fit."""
         swap_bytes = self.host_blocks * self.bytes_per_block if self.machine.is_host else 0
         left = self.machine.budget_bytes - self.needs_of(max_model_len).of_device() - swap_bytes
         return left if self.machine.cache_cap_bytes is None else min(left, self.machine.cache_cap_bytes)
@@ -131,7 +134,7 @@ class Sizing:
     # -- what does not fit
 
     def _check_totals(self, table: MemoryTable) -> None:
-        """Of a cache whose size was given, and of the host's pool."""
+        """Raises `ConfigError` if a configured cache, or the host pool, exceeds the memory."""
         machine, length = self.machine, table.max_model_len
         over_bytes = table.total_bytes - machine.limit_bytes
         if over_bytes > 0:
@@ -164,7 +167,7 @@ class Sizing:
         )
 
     def _source(self, max_model_len: int) -> str:
-        """What decides on the size of the cache."""
+        """What determines the size of the cache, for error texts."""
         config = self.config
         if config.num_gpu_blocks is not None:
             return f"num_gpu_blocks = {config.num_gpu_blocks}"
@@ -194,14 +197,16 @@ def _kept_as(form: str | None) -> str:
 def check_room_for_weights(
     shape: ModelConfig, dtype: str, item_size: Callable[[str], float], device: str, free_bytes: int
 ) -> None:
-    """Raises `ConfigError` if the weights are larger than what is free: before they are loaded, not in the middle.
-    `item_size(name)`: bytes of one number of that tensor."""
+    """Raises `ConfigError`, before loading, if the weights are larger than the free memory.
+
+    `item_size(name)` is the bytes of one number of that tensor.
+    """
     num_bytes = sum(math.prod(sizes) * item_size(name) for name, sizes in expected_shapes(shape).items())
     check_weights(int(num_bytes), free_bytes, device, dtype)
 
 
 def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> None:
-    """Raises `ConfigError` for weights that are larger than the memory that is free."""
+    """Raises `ConfigError` for weights that are larger than the free memory."""
     if num_bytes > free_bytes:
         smaller = "dtype = bfloat16 halves that; or " if dtype == "float32" else ""
         if device == "cpu" and dtype == "bfloat16":
@@ -217,10 +222,10 @@ def check_weights(num_bytes: int, free_bytes: int, device: str, dtype: str) -> N
 
 
 def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, device: str) -> int:
-    """Blocks of the pool for swapped sequences, 0 for none, and no more than all slots could ever use. For a `cuda`
-    device the pool is pinned, see `pool_bytes`; of a size that is ours to choose, no more is taken than fits even so.
+    """Blocks of the host pool for swapped sequences: 0 for none, and no more than all slots could ever use.
 
-    Raises `ConfigError` if more memory was asked for than the machine has.
+    For a `cuda` device the pool is pinned, and its size is rounded up (see `pool_bytes`). A default size is chosen so
+    that the rounded pool fits. Raises `ConfigError` if a configured size exceeds the free host memory.
     """
     free = free_host_bytes()
     most = -(-max_model_len // config.block_size) * config.max_num_seqs
@@ -242,32 +247,31 @@ def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: i
 
 
 def pool_bytes(num_blocks: int, bytes_per_block: int, *, is_pinned: bool) -> int:
-    """What a pool on the host takes. Torch gives out pinned memory by powers of two, so up to twice what is asked."""
+    """Bytes that a host pool takes. Torch rounds pinned memory up to a power of two, so up to twice the size."""
     num_bytes = num_blocks * bytes_per_block
     return 1 << (num_bytes - 1).bit_length() if is_pinned and num_bytes else num_bytes
 
 
 def free_host_bytes() -> int:
-    """Memory that can be had without swapping, and without a control group that ends who takes more, as a container's
-    does."""
+    """Host memory available without swapping, within the limit of the control group (of a container)."""
     free, left = _machine_free_bytes(), memory_left(ROOT)
     return free if left is None else min(free, left)
 
 
 def total_host_bytes() -> int:
-    """Memory of the machine, or of the control group that gives less."""
+    """Memory of the machine, or the limit of its control group if that is lower."""
     total, limit = _machine_bytes(), memory_limit(ROOT)
     return total if limit is None else min(total, limit)
 
 
 def is_host_limited() -> bool:
-    """Whether it is a control group that leaves no more than `free_host_bytes`, and not the machine."""
+    """Whether a control group, rather than the machine, determines `free_host_bytes`."""
     left = memory_left(ROOT)
     return left is not None and left < _machine_free_bytes()
 
 
 def _machine_free_bytes() -> int:
-    return _meminfo("MemAvailable") or _machine_bytes() // 2  # no Linux: half of what there is
+    return _meminfo("MemAvailable") or _machine_bytes() // 2  # not on Linux: assume half
 
 
 def _machine_bytes() -> int:

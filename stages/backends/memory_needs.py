@@ -1,7 +1,7 @@
-"""What a loaded model needs of memory, computed: the input of `cache_size.py`.
+"""Memory needs of a loaded model, computed: the input of `cache_size.py`.
 
-On a CPU that is all of it but the weights. On a GPU it is what no trial shows: the tables of runner and sampler, what a
-device keeps that is not waited for, and a guess at its graphs; weights and the largest step are measured there.
+On a CPU everything but the weights is computed. On a GPU the weights and the largest step are measured. Computed there
+are the tables of runner and sampler, the buffers of an asynchronous device, and an estimate of its CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .cache_size import CPU_SHARE, Needs, Sizing, free_host_bytes, is_host_limit
 from .cuda.cuda_graphs import batches_of
 from .cuda.step_update import NEWS_ROOM, diff_size
 
-# A logit while tokens are chosen, as the model gives it and its copies. On a CPU, by torch's profiler, where each row
-# asks for logprobs: float32 from the model, a copy, and flags of what is likelier, which are summed as i64.
+# Bytes of a logit during sampling, copies included. On a CPU, by torch's profiler, with logprobs in each row: float32
+# from the model, a copy, and flags of likelier tokens, which are summed as i64.
 CPU_LOGIT_BYTES = 4 + 4 + 9
 SORTED_BYTES = 40 * WHOLE_SIZE  # on the host, where rows are sorted whole
 GRAPH_LOGIT_BYTES = 2 + 4  # in half precision, and edited in float32
-COLUMN_BYTES = 128  # of a slot: the sampler's columns of one number each
+COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
 
 
 def sizing_on_cpu(
@@ -38,8 +38,11 @@ def sizing_on_cpu(
     bytes_per_block: int,
     host_blocks: int = 0,
 ) -> Sizing:
-    """Everything that sizes depend on, in bytes. `weights` and tables for `max_model_len` positions are in memory, and
-    no cache is there yet. `activations(length)` is what the largest step takes in sequences of up to that length."""
+    """The `Sizing` of a model on a CPU. All arguments are in bytes but `host_blocks` and `max_model_len`.
+
+    Called when `weights` and tables for `max_model_len` positions are in memory, and the cache is not yet.
+    `activations(length)` is the need of the largest step with sequences of up to that length.
+    """
     loaded, free = weights + tables_bytes(shape.rope, max_model_len), free_host_bytes()
     logits = config.max_num_seqs * shape.vocab_size * CPU_LOGIT_BYTES + SORTED_BYTES
 
@@ -67,19 +70,18 @@ def sizing_on_cpu(
 
 
 def slot_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) -> int:
-    """The runner's block tables, the newest token of each slot, and what the pooler sums up for it."""
+    """Bytes of the runner's block tables, each slot's newest token, and the pooler's sums."""
     return config.max_num_seqs * (4 * -(-max_model_len // config.block_size) + 8 + 4 * shape.hidden_size)
 
 
 def sampler_bytes(config: EngineConfig, shape: ModelConfig, max_model_len: int) -> int:
-    """The sampler's table, once every row has had tokens, a bias and stop ids."""
+    """Bytes of the sampler's table, once every row has had tokens, a bias and stop ids."""
     row = 4 * (max_model_len + 2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS) + COLUMN_BYTES
     return config.max_num_seqs * row + shape.vocab_size
 
 
 def late_bytes(config: EngineConfig, max_model_len: int) -> int:
-    """What a device keeps of sequences and steps that it is not waited for: their tokens, block tables and state, a
-    step's inputs, and what it is told and tells."""
+    """Bytes of an asynchronous device: the slots' tokens, block tables and state, and a step's inputs and buffers."""
     slots, tokens = config.max_num_seqs, max(config.num_step_tokens, config.max_num_seqs)
     blocks = -(-max_model_len // config.block_size)
     state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
@@ -88,8 +90,10 @@ def late_bytes(config: EngineConfig, max_model_len: int) -> int:
 
 
 def graphs_bytes(config: EngineConfig, shape: ModelConfig, activations: int) -> int:
-    """What captured graphs will keep, all in one pool that the largest of them fills: a guess, by the share of the
-    largest step, which takes `activations`, and the copies of logits while tokens are chosen."""
+    """An estimate of the bytes that captured graphs keep, in one pool that the largest graph fills.
+
+    It is a share of `activations`, the need of the largest step, plus the copies of logits during sampling.
+    """
     if config.enforce_eager:
         return 0
     batches = [batch for sizes in batches_of(config.max_num_seqs, config.num_step_tokens) for batch in sizes]
@@ -98,7 +102,9 @@ def graphs_bytes(config: EngineConfig, shape: ModelConfig, activations: int) -> 
 
 
 def device_sampler_bytes(num_slots: int, vocab_size: int) -> int:
-    """What slots asked for, the counts of their tokens and the scores of a step, on a GPU whose kernels choose; but for
-    the EOS tokens."""
+    """Bytes of the sampling tables on a GPU: parameters and token counts of slots, and a step's scores.
+
+    The lists of EOS tokens are not counted.
+    """
     lists = 4 * (2 * MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 2 + 2 * MAX_LOGPROBS)
     return num_slots * (4 * WIDTH + 2 * vocab_size + lists)

@@ -1,6 +1,4 @@
-"""Steps that are run before an engine serves: the largest, to see what memory it takes, and some to see how long they
-take.
-"""
+"""Trial steps that run before an engine serves: the largest one, to measure memory, and others to measure rates."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from ..execute.model_runner import ModelRunner
 from ..messages import BlockCopy, Direction, Rates, Started, StepGrant
 from ..params import SamplingParams
 
-RATE_TOKENS = 64  # of the prompt that shows how fast the model computes one
-RATE_RUNS = 4  # of it; the first finds weights that nobody has read yet, and any may meet a neighbour
+RATE_TOKENS = 64  # of the prompt whose compute time is measured
+RATE_RUNS = 4  # of it; the first reads weights that are not in memory yet, and other processes may disturb any
 
 
 def measure_rates(
     runner: ModelRunner, config: EngineConfig, max_model_len: int, num_host_blocks: int, clock: Callable[[], float]
 ) -> Rates:
-    """How long a block takes to the host, and a token of a prompt to compute; each the best of some runs."""
+    """Measures the seconds to copy a block to the host and to compute a prompt token; each the best of some runs."""
     token_s = measure_token_s(runner, config, max_model_len, clock)
     prompt = _rate_grant(config, max_model_len)
     num_copied = min(len(prompt.table_blocks), num_host_blocks)
@@ -32,7 +30,7 @@ def measure_rates(
 
 
 def measure_token_s(runner: ModelRunner, config: EngineConfig, max_model_len: int, clock: Callable[[], float]) -> float:
-    """How long a token of a prompt takes to compute; the best of some runs."""
+    """Measures the seconds to compute a prompt token; the best of some runs."""
     prompt = _rate_grant(config, max_model_len)
     return _best_s(runner, prompt, clock) / int(prompt.num_tokens[0])
 
@@ -52,14 +50,14 @@ def _best_s(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -
 
 
 def largest_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
-    """A step of max_num_batched_tokens: prompts of token 0, as long as may be."""
+    """A step of max_num_batched_tokens, of prompts of token 0 that are as long as possible."""
     whole, rest = divmod(config.num_step_tokens, max_model_len - 1)
     lengths = [max_model_len - 1] * whole + ([rest] if rest else [])
     return prompts_grant(lengths[: config.max_num_seqs], config.block_size)
 
 
 def prompts_grant(lengths: list[int], block_size: int) -> StepGrant:
-    """A step that computes prompts of token 0 and of these lengths, in blocks from 0 on."""
+    """A step that computes prompts of token 0 with these lengths, in consecutive blocks from block 0."""
     blocks = [-(-length // block_size) for length in lengths]
     slots = np.arange(len(lengths))
     params = SamplingParams(max_tokens=1)

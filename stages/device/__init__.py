@@ -1,8 +1,8 @@
-"""What execute and sample share of the device: its thread, array operations, pooling.
+"""What execute and sample share: the device thread, array operations, pooling, scored prompts.
 
 Owns: the device thread and the queue of its steps.
-In: steps of execute and sample.
-Out: their results, on the event loop.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`.
-Start with: `device.py`.
+In: forward passes from execute and sampling calls from sample, submitted on the event loop.
+Out: their results, as futures that resolve on the event loop.
+Imports: the root of `stages`, `runtime`, and `stages/sample/sampling_math.py` for log-probabilities.
+Start with: `device.py`; `arrays.py` is the interface to numpy and torch.
 """

@@ -1,7 +1,7 @@
-"""What the code of the device thread asks of arrays beyond plain indexing: the same of numpy's and of torch's.
+"""Array operations beyond plain indexing, with one interface for numpy arrays and torch tensors.
 
-Where a model runs without torch, all of its step are numpy arrays, and nothing here imports torch. Everywhere else
-they are tensors, and `torch_arrays.py` answers. Both take indices as numpy arrays on the host.
+A model that runs without torch uses numpy arrays for the whole step, and this module never imports torch for it.
+All other models use tensors, which `torch_arrays.py` handles. Both take indices as numpy arrays on the host.
 """
 
 from __future__ import annotations
@@ -20,68 +20,68 @@ Longs = NDArray[np.int64]
 
 
 class Arrays(Protocol):
-    """Operations on arrays of one kind. What is called x is of that kind, and so is what comes back as an `Array`."""
+    """Operations on arrays of one kind, numpy or torch. x and each `Array` returned are of that kind."""
 
     def inference(self) -> AbstractContextManager[Any]:
-        """Within it nothing is noted down for gradients."""
+        """A context in which no gradients are recorded."""
 
     def beside(self, x: Array, array: HostArray) -> Array:
-        """`array` where x is; the same memory where that can be."""
+        """`array` on the device of x. Shares the memory of `array` where possible."""
 
     def on_host(self, x: Array) -> HostArray:
-        """The numbers of x; the same memory where that can be."""
+        """x as a numpy array. Shares its memory where possible."""
 
     def is_on_host(self, x: Array) -> bool:
-        """Whether its numbers are in the host's memory."""
+        """Whether x is in host memory."""
 
     def wait(self, x: Array) -> None:
-        """Returns when all that was asked of the device that x is on is done."""
+        """Blocks until the device of x has finished all work submitted to it."""
 
     def as_tensor(self, x: Array) -> Any:
-        """x as a tensor that shares its memory."""
+        """x as a torch tensor that shares its memory."""
 
     def floats(self, x: Array) -> Array:
-        """As float32; x itself if it is."""
+        """x as float32; x itself if it already is."""
 
     def take(self, x: Array, rows: Longs) -> Array:
-        """These rows of x: a copy."""
+        """A copy of these rows of x."""
 
     def put(self, x: Array, rows: Longs, values: Array) -> None:
-        """Row `rows[i]` of x becomes `values[i]`."""
+        """Sets row `rows[i]` of x to `values[i]`."""
 
     def add(self, x: Array, places: tuple[Array, Array], values: Array) -> None:
-        """Adds each value at its place of x [N, V], as often as the place is named. Rows broadcast."""
+        """Adds each value at its place of x [N, V]; repeated places accumulate. Rows broadcast."""
 
     def add_rows(self, x: Array, rows: Longs, values: Array) -> None:
-        """Adds `values[i]` to row `rows[i]` of x [N, H], however often a row is named. `values` in any precision."""
+        """Adds `values[i]` to row `rows[i]` of x [N, H]; repeated rows accumulate. `values` in any precision."""
 
     def where(self, condition: Array, x: Array, y: Array) -> Array:
         """x where the condition holds, y elsewhere."""
 
     def hide(self, x: Array, is_hidden: Array) -> Array:
-        """-inf where `is_hidden`, in place. Returns x."""
+        """Sets x to -inf where `is_hidden`, in place. Returns x."""
 
     def maxima(self, blocks: Array) -> Array:
-        """Along the last of three axes. NaN where there is one."""
+        """Maxima along the last of three axes. NaN where there is one."""
 
     def sums(self, blocks: Array) -> Array:
-        """Along the last of three axes, each in one order whatever the other two."""
+        """Sums along the last of three axes. The order of summation does not depend on the other two."""
 
     def join(self, x: Array, y: Array) -> Array:
         """x [N, A] and y [N, B] as [N, A + B]."""
 
     def pick(self, blocks: Array, rows: Longs, columns: Longs) -> HostArray:
-        """`blocks[rows[i], columns[i]]` of three axes, as float32 on the host."""
+        """`blocks[rows[i], columns[i]]` of an array with three axes, as float32 on the host."""
 
     def weights(self, x: Array, best: HostArray, temperature: HostArray | None) -> Array:
-        """exp((x - best) / temperature) of x [N, V], new and in float32; `best` and `temperature` [N], None is 1."""
+        """exp((x - best) / temperature) of x [N, V], a new f32 array; `best` and `temperature` [N], None is 1."""
 
     def likeliest(self, x: Array, k: int) -> tuple[HostArray, HostArray]:
-        """(ids, numbers) of the k largest of each row of x [N, V] f32, in falling order, on the host."""
+        """(ids, values) of the k largest of each row of x [N, V] f32, in descending order, on the host."""
 
 
 class HostArrays:
-    """numpy's."""
+    """The operations on numpy arrays."""
 
     inference: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
 
@@ -99,7 +99,7 @@ class HostArrays:
         pass
 
     def as_tensor(self, x: Array) -> Any:
-        import torch  # for code of users, who may expect tensors
+        import torch  # only for user code that takes tensors
 
         return torch.from_numpy(x)
 
@@ -118,7 +118,7 @@ class HostArrays:
     def add_rows(self, x: Array, rows: Longs, values: Array) -> None:
         if not len(rows):
             return
-        starts = np.flatnonzero(np.diff(rows, prepend=-1))  # of runs: the tokens of one sequence follow each other
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))  # of runs: tokens of one sequence are adjacent
         np.add.at(x, rows[starts], np.add.reduceat(values, starts, axis=0, dtype=np.float32))
 
     def where(self, condition: Array, x: Array, y: Array) -> Array:
@@ -129,7 +129,7 @@ class HostArrays:
         return x
 
     def maxima(self, blocks: Array) -> Array:
-        places = blocks.argmax(2)[:, :, None]  # two thirds of the time of `max`, which is slow on short axes
+        places = blocks.argmax(2)[:, :, None]  # takes two thirds of the time of `max`, which is slow on short axes
         return np.take_along_axis(blocks, places, 2)[:, :, 0]
 
     def sums(self, blocks: Array) -> Array:
@@ -152,7 +152,7 @@ class HostArrays:
         if not k:
             return np.zeros((len(x), 0), np.int64), np.zeros((len(x), 0), np.float32)
         ids = np.argpartition(x, x.shape[1] - k, axis=1)[:, x.shape[1] - k :]
-        ids.sort(axis=1)  # the lowest id first among equals
+        ids.sort(axis=1)  # so that the lowest id comes first among equals
         order = np.argsort(-np.take_along_axis(x, ids, 1), axis=1, kind="stable")
         ids = np.take_along_axis(ids, order, 1)
         return ids, np.take_along_axis(x, ids, 1)

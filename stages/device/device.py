@@ -1,6 +1,7 @@
-"""The device as the stages see it: one thread that takes each step through its forward pass and then its sampling.
+"""The device thread: runs each step's forward pass and then its sampling, in order.
 
-Knows order, and which steps are not to run any more. Refuses to know what a step computes, so it needs no torch.
+`Device` is called on the event loop, by the stages. The functions it submits run on the device thread. Does not
+depend on torch.
 """
 
 from __future__ import annotations
@@ -27,59 +28,68 @@ STEP_EXECUTED, STEP_SAMPLED = int(EventKind.STEP_EXECUTED), int(EventKind.STEP_S
 
 
 class Forward(Protocol):
-    """A model, as the execute stage knows it."""
+    """A model, as the execute stage uses it."""
 
     def forward(self, grant: StepGrant) -> Any:
-        """Runs one step. Called on the device thread, grant by grant in order, except for those that fell with an
-        earlier one. Returns the handle of [L, V] logits that `Choose.sample` understands. See `Foresees`, too."""
+        """Runs one step and returns a handle of its [L, V] logits, which `Choose.sample` reads.
+
+        Called on the device thread, in the order of grants. Grants that are void with an earlier one are skipped.
+        See `Foresees` for models that return chosen tokens instead.
+        """
 
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A model that may begin a step by itself when the one before is over, and choose its tokens with it."""
+    """A model that may start a step by itself when the previous one ends, and choose its tokens in the same pass."""
 
     def foresee(self, grant: StepGrant) -> None:
-        """Hears on the loop of each step that is on its way to the device and then to a sampler, before `forward` is
-        submitted. What `forward` returns may be a `Choice` in the place of logits. A step that falls with an earlier
-        one may still run: the model sees to it that no later one is disturbed."""
+        """Receives a step that will be sampled, before its `forward` is submitted. Called on the event loop.
+
+        `forward` may then return a `Choice` instead of logits. A step that becomes void with an earlier one may still
+        run: the model must keep it from affecting later steps.
+        """
 
 
 class Choose(Protocol):
-    """A sampler, as the sample stage knows it."""
+    """A sampler, as the sample stage uses it."""
 
     def prepare(self, started: Sequence[Started]) -> None:
-        """Hears on the loop of sequences that begin with a step which is on its way to the device."""
+        """Receives the sequences that start with a submitted step, before it is sampled. Called on the event loop."""
 
     def sample(self, grant: StepGrant, logits: Any) -> StepTokens:
-        """Chooses one token for each sampled row of the grant. Called on the device thread, after the step's forward
-        pass and before the next one, unless the model has chosen; also when no row is sampled, for the sake of what the
-        grant tells."""
+        """Chooses one token for each sampled row of the grant. Called on the device thread.
+
+        Runs after the step's forward pass and before the next one, unless the model has chosen the tokens. It is also
+        called when no row is sampled, because the grant carries state that the sampler needs.
+        """
 
 
 class StepFell(Exception):
-    """The step was not run: an earlier one of its generation, or a later generation, failed."""
+    """The step was not run: an earlier step of its generation, or of a later one, failed."""
 
 
 class DeviceFault(Exception):
-    """A fault point struck: the device fails as a kernel would fail."""
+    """An injected fault: the device fails as a kernel would."""
 
 
 class Device:
-    """Runs every step's phases in order, whatever order they are submitted in (see `StepQueue`).
+    """Runs the phases of every step in order on one thread, whatever order they are submitted in (see `StepQueue`).
 
-    When a phase raises, its step is void, and the steps behind it with that generation or an older one are void with
-    it: they raise `StepFell` instead of running. A grant of a higher generation runs again.
-    Each step that was submitted to one phase must be submitted to all: the thread waits for it.
+    When a phase raises, its step is void. Later steps of the same or an older generation are void too: they raise
+    `StepFell` instead of running. A grant of a higher generation runs again.
+    A step submitted to one phase must be submitted to all phases: the thread waits for it.
     """
 
-    is_late: ClassVar[bool] = False  # whether it runs beside its thread, and is done with a step later than that is
+    is_late: ClassVar[bool] = False  # whether it is asynchronous: it finishes a step later than its thread does
 
     def __init__(
         self, enter: Callable[[], object] | None = None, call_before_computing: CallBefore | None = None
     ) -> None:
-        """`enter` is what the thread calls first. `call_before_computing` is given what `forward` shall call when all
-        is ready and the interpreter lock is about to be free: the outcome of the step before is told then, as the loop
-        would keep the thread from getting ready."""
+        """`enter` is the first call on the device thread. `call_before_computing` registers a callback with the model.
+
+        `forward` calls the callback when its inputs are ready and it is about to release the interpreter lock. The
+        result of the previous step is delivered then: delivered earlier, the loop would delay the thread's preparation.
+        """
         self._enter = enter
         self._call_before_computing = call_before_computing
         self._worker: Worker | None = None
@@ -89,7 +99,7 @@ class Device:
         self._now_ns: Callable[[], int] = _never
         self._tracer: Tracer | None = None
         self._sources = [0, 0]  # of the stages, by phase, in the trace
-        # the thread's own
+        # owned by the device thread
         self._enter_error: BaseException | None = None
         self._last_end_ns = 0  # of a phase
         self._last_forwarded = -1  # step
@@ -99,19 +109,20 @@ class Device:
 
     @property
     def first_step(self) -> int:
-        """Of those that were submitted; there has been one."""
+        """The first step that was submitted. Requires that one was."""
         assert self._queue is not None, "no step was submitted yet"
         return self._queue.first_step
 
     @property
     def idle_gaps_us(self) -> Histogram | None:
-        """How long it stood idle between two steps although there was work; None where its thread computes by itself,
-        so that nothing else knows."""
+        """Idle time between two steps while work was queued; None where the device's thread computes itself."""
         return None
 
     def join(self, context: Context, phase: int) -> None:
-        """Says that a stage will submit each step to `phase`. Called in a stage's set-up; again changes nothing. A
-        slice that ends at the logits has no second phase, and does not wait for one."""
+        """Declares that a stage will submit each step to `phase`. Called in the stage's set-up; idempotent.
+
+        A pipeline that ends at the logits has no second phase, and the thread does not wait for one.
+        """
         if self._worker is None:
             self._env, self._worker = context.env, context.env.worker("device")
             self._now_ns, self._tracer = context.env.now_ns, context.tracer
@@ -129,8 +140,11 @@ class Device:
 
     def forward(self, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> asyncio.Future[Any]:
         """Queues the first phase. Resolves to what `forward(grant)` returned; raises what it raised, or `StepFell`.
-        Where there is a second phase and nobody waits for this one, both are told together; who has not asked when the
-        second is submitted may get `AskedTooLate`, so that logits are not kept for him while the next step computes."""
+
+        Where there is a second phase and no task awaits this one, both results are delivered together. A task that
+        first awaits this future after the second phase was submitted may get `AskedTooLate`. So logits are not kept
+        alive while the next step computes.
+        """
         if self._queue is None:
             assert self._worker is not None, "forward() before join(): a stage joins the device in its set-up"
             self._queue = StepQueue(self._worker, self._num_phases, grant.step)
@@ -142,7 +156,7 @@ class Device:
         return self._submit(grant.step, FORWARD, timed, AT_ONCE)
 
     def is_forwarding(self, step: int) -> bool:
-        """Whether the first phase of a step that was submitted is not over."""
+        """Whether the first phase of a submitted step has not ended."""
         return self._last_forwarded < step
 
     def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], R]) -> asyncio.Future[R]:
@@ -164,14 +178,14 @@ class Device:
     # -- on the thread
 
     def _run_enter(self, enter: Callable[[], object]) -> None:
-        """What it raises, each step raises: a thread that is not where its steps belong runs none."""
+        """Calls `enter`. If it raises, every step raises its error: a thread that is not set up runs no step."""
         try:
             enter()
         except BaseException as error:
             self._enter_error = error
 
     def _timed_forward(self, since_ns: int, grant: StepGrant, forward: Callable[[StepGrant], Any]) -> Any:
-        """A phase takes the time from when it could begin, `since_ns` or when the one before had ended, to its end."""
+        """A phase's time starts at `since_ns` or at the end of the phase before, whichever is later."""
         try:
             return self._run_forward(grant, forward)
         finally:
@@ -228,7 +242,7 @@ class Device:
 
 
 def fail(error: BaseException, *_: object) -> Any:
-    """A phase that does nothing but raise `error`: for a step whose turn must pass."""
+    """A phase that only raises `error`, for a step that must pass through the queue without running."""
     raise error
 
 

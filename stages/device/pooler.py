@@ -1,7 +1,4 @@
-"""Makes vectors of hidden states: the state of the pooled sequences, slot by slot. Lives on the device thread.
-
-Knows positions and sums. Refuses to know blocks, and what is done with a vector.
-"""
+"""Pooling: sums the hidden states of pooled sequences, slot by slot, into vectors. Used on the device thread only."""
 
 from __future__ import annotations
 
@@ -13,25 +10,26 @@ from .arrays import Array, arrays_of
 
 
 class Pooler:
-    """Shared by the runner, which hands it the hidden states of each step with pooled rows, and the sampler, which
-    takes the vectors of those that have reached their end. Those are summed up in `sums`, zeros [S, H] in float32 on
-    the device: one row for each slot, as wide as a hidden state.
+    """The pooling state of each slot, shared by the runner and the sampler.
 
-    Chunks of a prompt arrive in order; a sequence that starts again, after a preemption or a void step, starts over.
+    The runner adds the hidden states of each step with pooled rows. The sampler takes the vectors of the sequences
+    whose prompts are complete. `sums` is [S, H] f32 zeros on the device, one row a slot, H the hidden size.
+
+    Chunks of a prompt arrive in order. A sequence that restarts, after a preemption or a void step, starts from zero.
     """
 
     def __init__(self, sums: Array) -> None:
         num_slots = len(sums)
-        self.num_pooled = 0  # slots in use by pooled sequences: while it is 0, steps need not be looked at
+        self.num_pooled = 0  # slots in use by pooled sequences; while it is 0, steps need no inspection
         self.is_pooled = np.zeros(num_slots, np.bool_)  # [S]
         self._is_mean = np.zeros(num_slots, np.bool_)  # [S]
         self._is_first = np.zeros(num_slots, np.bool_)  # [S]
         self._started: list[Started | None] = [None] * num_slots
         self._arrays = arrays_of(sums)
-        self.sums = sums  # [S, H] of the positions that count
+        self.sums = sums  # [S, H] over the positions that are pooled
 
     def start(self, started: Started) -> None:
-        """A sequence takes a slot, pooled or not; what was there is forgotten."""
+        """Assigns a slot to a sequence, pooled or not, and discards the slot's old state."""
         self._leave(started.slot)
         if started.pooling is None:
             return
@@ -43,8 +41,11 @@ class Pooler:
         self.num_pooled += 1
 
     def tokens_of_interest(self, grant: StepGrant, offsets: Indices) -> tuple[Indices, Indices]:
-        """Which of a step's T tokens are wanted, and the slot each is for, [W] both: all tokens of means, otherwise the
-        first or the last of a prompt. Row i of the grant has its first token at `offsets[i]`."""
+        """The tokens of a step to pool, and the slot of each, [W] both.
+
+        A mean needs all tokens of a prompt, the other kinds its first or its last. Row i of the grant has its first
+        token at `offsets[i]`.
+        """
         slots, counts = grant.slots, grant.num_tokens.astype(np.intp)
         is_mean, is_first = self._is_mean[slots], self._is_first[slots]
         is_last = self.is_pooled[slots] & ~is_mean & ~is_first
@@ -55,11 +56,11 @@ class Pooler:
         return tokens, np.concatenate([slots[first], slots[last], np.repeat(slots[is_mean], counts[is_mean])])
 
     def add(self, slots: Indices, hidden: Array) -> None:
-        """The hidden states [W, H] that `tokens_of_interest` asked for."""
+        """Adds the hidden states [W, H] of the tokens that `tokens_of_interest` returned."""
         self._arrays.add_rows(self.sums, slots, hidden)
 
     def take(self, slots: Indices) -> dict[int, Pooled]:
-        """By slot, what became of the sequences in `slots` [P], whose prompts are computed. They are over."""
+        """The results of the sequences in `slots` [P], by slot. Their prompts are computed; their slots are cleared."""
         vectors = self._arrays.on_host(self._arrays.take(self.sums, slots))
         pooled = {}
         for slot, vector in zip(slots.tolist(), vectors, strict=True):

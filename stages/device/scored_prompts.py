@@ -19,20 +19,22 @@ from .arrays import Array, arrays_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRun:
-    """C tokens of one prompt that a step scores, each by the logits of the token before it."""
+    """C consecutive tokens of one prompt that a step scores, each by the logits of the token before it."""
 
     sequence_id: int
     start: int  # position of the first, at least 1
     token_ids: Ints  # [C] a view of the prompt
-    first_row: int  # place of the token before the first among all tokens of the step
+    first_row: int  # index among the step's tokens of the token before the first
     num_top: int  # k
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def empty(self, vocab_size: int) -> PromptLogprobs:
-        """Room for what is kept: for each token 4 bytes of log-probability, 4 of rank, and 8 for each of the likeliest,
-        so C * (k + 1) * 8 in all."""
+        """Uninitialized arrays for the scores: C * (k + 1) * 8 bytes.
+
+        A token takes 4 bytes for its log-probability, 4 for its rank, and 8 for each of the k likeliest.
+        """
         shape = (len(self), min(self.num_top, vocab_size))
         return PromptLogprobs(
             sequence_id=self.sequence_id,
@@ -46,20 +48,20 @@ class PromptRun:
 
 
 class ScoredPrompts:
-    """Who wants a prompt scored, slot by slot."""
+    """The slots whose prompts are scored."""
 
     def __init__(self, num_slots: int) -> None:
         self._started: list[Started | None] = [None] * num_slots
         self._ends = np.zeros(num_slots, np.int32)  # [S] length of a prompt to score, 0 where there is none
 
     def start(self, started: Started) -> None:
-        """A sequence takes a slot; what was there is forgotten."""
+        """Assigns a slot to a sequence, and discards the slot's old state."""
         wants = started.wants_prompt_logprobs
         self._started[started.slot] = started if wants else None
         self._ends[started.slot] = started.num_prompt if wants else 0
 
     def runs(self, grant: StepGrant) -> tuple[PromptRun, ...]:
-        """What a step is to score, nothing in nearly all of them. A decoding step has no prompt but for last tokens."""
+        """The prompt tokens to score in a step: none in almost all steps. A decode step never scores any."""
         if grant.is_decode:
             return ()
         starts, ends = grant.starts + 1, self._ends[grant.slots]
@@ -79,12 +81,12 @@ class ScoredPrompts:
 
 
 def rows_of(runs: Sequence[PromptRun]) -> NDArray[np.int64]:
-    """The places among a step's tokens whose logits are wanted, run by run."""
+    """The indices, among a step's tokens, whose logits are needed, run by run."""
     return np.concatenate([np.arange(run.first_row, run.first_row + len(run)) for run in runs])
 
 
 def _first_rows(grant: StepGrant) -> NDArray[np.int64]:
-    """[R] where each row's first token is among the step's: rows of one token come first."""
+    """[R] index of each row's first token among the step's tokens. Rows of one token come first."""
     order = np.argsort(grant.num_tokens != 1, kind="stable")
     counts = grant.num_tokens[order].astype(np.int64)
     places = np.empty(len(order), np.int64)
@@ -97,16 +99,19 @@ PIECE_BYTES = 32 * 2**20  # of logits at a time, as float32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsWithPrompts:
-    """What a forward pass hands to the sampler in the place of bare logits when a row wants its prompt scored."""
+    """The result of a forward pass, instead of plain logits, when the prompt of some row is scored."""
 
-    sampled: Array  # [L, V] as always
+    sampled: Array  # [L, V] as without scored prompts
     runs: Sequence[PromptRun]
-    hidden: Array  # [sum of C, H] of all runs, one after the other
+    hidden: Array  # [sum of C, H] of all runs, concatenated
     to_logits: Callable[[Array], Array]  # [n, H] -> [n, V]
-    max_rows: int  # of a piece: no more than the sampler has memory for anyway
+    max_rows: int  # of a piece; the sampler has memory for this many rows of logits
 
     def pieces(self) -> Iterator[tuple[int, slice, Array]]:
-        """Each run in pieces of [n, V] f32: (which run, which of its tokens, logits of the tokens before them)."""
+        """Yields pieces of at most `PIECE_BYTES`: (index of the run, its tokens, their logits [n, V] f32).
+
+        The logits of a token are computed from the hidden state of the token before it.
+        """
         num_rows = max(1, min(self.max_rows, PIECE_BYTES // (4 * self.sampled.shape[1])))
         begin = 0
         for index, run in enumerate(self.runs):

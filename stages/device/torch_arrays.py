@@ -1,4 +1,4 @@
-"""What `arrays.py` asks, answered by torch: for tensors on any device. Imports torch."""
+"""The operations of `arrays.py` on torch tensors, on any device. Imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Longs = NDArray[np.int64]
 
 
 class Tensors:
-    """torch's."""
+    """The operations on torch tensors."""
 
     inference: Callable[[], AbstractContextManager[Any]] = staticmethod(torch.inference_mode)
 
@@ -46,7 +46,7 @@ class Tensors:
 
     def put(self, x: Tensor, rows: Longs, values: Tensor) -> None:
         if x.device.type == "cpu":
-            x.numpy()[rows] = values.numpy()  # a quarter of the time of index_copy_ for a few hundred numbers
+            x.numpy()[rows] = values.numpy()  # takes a quarter of the time of index_copy_ for a few hundred numbers
         else:
             x.index_copy_(0, self.beside(x, rows), values)
 
@@ -74,7 +74,7 @@ class Tensors:
 
     def pick(self, blocks: Tensor, rows: Longs, columns: Longs) -> HostArray:
         if blocks.device.type == "cpu":
-            return np.asarray(blocks.float())[rows, columns]  # half the time of torch's indexing
+            return np.asarray(blocks.float())[rows, columns]  # takes half the time of torch's indexing
         return self.on_host(blocks[self.beside(blocks, rows), self.beside(blocks, columns)].float())
 
     def weights(self, x: Tensor, best: HostArray, temperature: HostArray | None) -> Tensor:

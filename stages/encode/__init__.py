@@ -1,8 +1,8 @@
-"""The encode stage of an encoder model: prompts go in, vectors come out.
+"""The encode stage: runs an encoder model on batches of prompts, and returns vectors or scores.
 
-Owns: the batch under way.
+Owns: the current batch.
 In: `TokenRequest`, from tokenize.
-Out: vectors, to the exit.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`, `stages/device`.
-Start with: `stage.py`.
+Out: `StepText` with vectors, to the exit.
+Imports: the root of `stages`, `runtime`, `model`.
+Start with: `stage.py`; `encoder_runner.py` runs the model, in a thread.
 """

@@ -1,7 +1,4 @@
-"""Turns a batch of prompts into the tensors an encoder reads, runs it, and pools what it gives. Imports torch.
-
-Knows padding. Refuses to know who waits for the vectors.
-"""
+"""The encoder runner: pads a batch of prompts, runs the encoder, and pools its hidden states. Imports torch."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class EncoderRunner:
-    """The `Encoder` of a checkpoint."""
+    """The `Encoder` that runs a checkpoint. Called on the device thread."""
 
     def __init__(self, model: Bidirectional, device: torch.device) -> None:
         self.model = model
         self.device = device
 
     def encode(self, batch: Sequence[TokenRequest]) -> list[Pooled]:
-        """What becomes of each prompt, in order."""
+        """The vector of each prompt, in order."""
         lengths = np.array([len(request.token_ids) for request in batch])
         inputs = [self._upload(array) for array in self._padded(batch, lengths)]
         if self.model.is_cross_encoder:
@@ -38,7 +35,7 @@ class EncoderRunner:
         return [_pooled(request, vector) for request, vector in zip(batch, vectors, strict=True)]
 
     def _padded(self, batch: Sequence[TokenRequest], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-        """Ids, mask and types, [N, P] each."""
+        """Token ids, mask and type ids, [N, P] each."""
         shape = (len(batch), int(lengths.max()))
         ids, types = np.full(shape, self.model.pad_token_id), np.zeros(shape, np.int64)
         for row, request in enumerate(batch):
@@ -49,7 +46,7 @@ class EncoderRunner:
         return ids, mask, types
 
     def _pool(self, batch: Sequence[TokenRequest], hidden: Tensor, mask: Tensor) -> Floats:
-        """[N, H] of hidden states [N, P, H]."""
+        """Pools hidden states [N, P, H] to [N, H]."""
         hidden = hidden.float()
         kinds = np.array([request.pooling.kind if request.pooling else None for request in batch])
         pooled = hidden[:, 0]
@@ -67,5 +64,5 @@ class EncoderRunner:
 
 
 def _pooled(request: TokenRequest, vector: Floats) -> Pooled:
-    assert request.pooling is not None, "a request without pooling is refused at the door of an encoder"
+    assert request.pooling is not None, "a request without pooling is refused before it reaches an encoder"
     return Pooled(request.first_sequence_id, request.pooling.finish(vector), Begun(request.token_ids, 0))

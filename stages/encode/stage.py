@@ -1,7 +1,7 @@
-"""The encode stage of an encoder model: prompts go in, vectors come out, a batch at a time.
+"""The encode stage: runs an encoder model on batches of prompts.
 
-It stands where schedule to detokenize stand for a model that generates: what reads a text at once has no steps, no
-cache and no tokens of its own. Knows batches; refuses to know how a vector is made: that is the runner's, in a thread.
+It replaces the stages from schedule to detokenize: an encoder has no steps, no KV cache and no generated tokens. The
+stage runs on the event loop; the runner on a thread of its own.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ log = get_logger("millrace.stages")
 
 
 class Encoder(Protocol):
-    """An encoder model, as the encode stage knows it."""
+    """An encoder model, as the encode stage uses it."""
 
     def encode(self, batch: Sequence[TokenRequest]) -> list[Pooled]:
-        """What becomes of each prompt of a batch, in its order. Called in a thread, one batch at a time."""
+        """The result of each prompt, in order. Called on the device thread, one batch at a time."""
 
 
 class Encode(Stage[TokenRequest, StepText]):
-    """Takes all prompts that wait, short ones first within a priority, and runs them in batches of at most
-    `max_batched_tokens` tokens, padding included, and `max_rows` prompts; a longer prompt runs alone.
+    """Runs all waiting prompts in batches, by priority and then shortest first.
 
-    Prompts of requests that have ended are left out. A batch that fails is run again prompt by prompt, and a prompt
+    A batch has at most `max_rows` prompts and `max_batched_tokens` tokens, padding included; a longer prompt runs
+    alone. Prompts of requests that have ended are skipped. A batch that fails is run again prompt by prompt. A prompt
     that fails alone ends its request.
     """
 
@@ -50,7 +50,7 @@ class Encode(Stage[TokenRequest, StepText]):
 
     async def handle(self, batch: Sequence[TokenRequest], out: Outlet[StepText]) -> None:
         assert self._context is not None
-        self._context.lane.take()  # cancels need no other answer than the look at who is live
+        self._context.lane.take()  # discards cancels: `is_live` below already excludes ended requests
         line = sorted(batch, key=lambda request: (request.priority, len(request.token_ids)))
         for part in batches(line, self.max_batched_tokens, self.max_rows):
             live = [request for request in part if self._context.is_live(request.request_id)]
@@ -63,7 +63,7 @@ class Encode(Stage[TokenRequest, StepText]):
             return
         try:
             pooled = await self._worker.submit(self.runner.encode, batch)
-        except Exception as error:  # whatever the device raised: it belongs to a prompt, not to this stage
+        except Exception as error:  # any error of the device concerns a prompt, not this stage
             if len(batch) > 1:
                 for request in batch:
                     await self._run([request], out)
@@ -76,7 +76,7 @@ class Encode(Stage[TokenRequest, StepText]):
 
 
 def batches(line: Sequence[TokenRequest], max_tokens: int, max_rows: int) -> Iterator[list[TokenRequest]]:
-    """`line` cut, in its order, where another prompt would make the padded batch too large."""
+    """Cuts `line`, in its order, wherever one more prompt would make the padded batch too large."""
     part: list[TokenRequest] = []
     longest = 0
     for request in line:

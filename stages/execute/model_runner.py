@@ -1,7 +1,6 @@
-"""Turns a grant into the arrays a decoder reads, and runs it. Lives on the device thread.
+"""The model runner: turns a grant into the decoder's input arrays, and runs it. Used on the device thread only.
 
-Knows where each slot's tokens and blocks are. Refuses to know who gets them (allocate does), what comes next (the
-sampler does) and whether the arrays are numpy's or torch's (the decoder's are of the kind of `last_tokens`).
+Arrays are numpy's or torch's, of the same kind as `last_tokens`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Longs = NDArray[np.int64]
 
 
 class Cache(Protocol):
-    """What a runner needs of a KV cache: whole blocks copied, all layers. Block ids are [C] i64 on the host."""
+    """What a runner needs of a KV cache: copies of whole blocks, in all layers. Block ids are [C] i64 on the host."""
 
     block_size: int
 
@@ -41,12 +40,12 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """Columnar state of the running sequences, slot by slot, and the decoder.
+    """The decoder, and the columnar state of the running sequences, by slot.
 
-    `last_tokens` [num_slots] i64 on the device is shared with the sampler; who chooses writes each slot's newest token
-    there, and a decoding row takes its input from it. What else a row is to compute, its prompt and after a preemption
-    what it had generated, comes with `Started`. So is the `pooler`, which makes vectors of the hidden states of pooled
-    sequences.
+    `last_tokens` [num_slots] i64 on the device is shared with the sampler. The sampler writes each slot's newest token
+    there, and a decode row reads its input from it. All other input of a row comes with `Started`: its prompt, and
+    after a preemption the tokens it had generated. The `pooler`, also shared with the sampler, sums the hidden states
+    of pooled sequences.
     """
 
     def __init__(
@@ -75,13 +74,15 @@ class ModelRunner:
         self._scored = ScoredPrompts(num_slots)
 
     def read_tables(self, tables: Array) -> None:
-        """From now on what is on the device of block tables is in `tables` [S, M] i32, which somebody else keeps."""
+        """Reads block tables on the device from `tables` [S, M] i32 from now on. The caller keeps them up to date."""
         self._device_tables, self._keeps_tables = tables, False
 
     def forward(self, grant: StepGrant) -> Array | LogitsWithPrompts:
-        """[L, V] logits of the grant's sampled rows and their drafts, in their order, but for pooled sequences: the
-        pooler has what becomes of those. [0, 0] for a grant of copies alone. With them, if that was asked for, what the
-        logits of prompt tokens are made of."""
+        """Runs one step. Returns [L, V] logits of the grant's sampled rows and their drafts, in their order.
+
+        Pooled sequences have no logits: the pooler has their results. A grant of copies alone gives [0, 0]. A step that
+        scores prompts returns `LogitsWithPrompts`.
+        """
         self.take_news(grant)
         if grant.copies:
             with self._arrays.inference():
@@ -90,7 +91,7 @@ class ModelRunner:
         return self.compute(grant)
 
     def compute(self, grant: StepGrant) -> Array | LogitsWithPrompts:
-        """As `forward`, of a step whose news are known and whose copies are done."""
+        """As `forward`, for a step whose updates are applied (`take_news`) and whose copies are done."""
         with self._arrays.inference():
             if not len(grant.slots):
                 return self._upload(np.zeros((0, 0), np.float32))
@@ -103,7 +104,7 @@ class ModelRunner:
     def _forward_in_parts(
         self, grant: StepGrant, inputs: StepInputs[Any], runs: tuple[PromptRun, ...]
     ) -> Array | LogitsWithPrompts:
-        """A step of which more is wanted than logits of its sampled rows, or less."""
+        """Runs a step with pooled rows or scored prompts: hidden states first, then the logits that are needed."""
         hidden, rows = self.decoder.hidden(inputs, self.cache), inputs.logits_rows
         if self.pooler is not None and self.pooler.num_pooled:
             self._pool(grant, hidden, self.pooler)
@@ -120,25 +121,25 @@ class ModelRunner:
             pooler.add(slots, self.decoder.normed(self._arrays.take(hidden, tokens)))
 
     def _copy(self, copy: BlockCopy) -> None:
-        """In order with the steps: what earlier ones have written is there, and this one reads what is copied."""
+        """Copies blocks after the writes of earlier steps and before the reads of this one."""
         sources = copy.sources.astype(np.int64)
         destinations = copy.destinations.astype(np.int64)
         if copy.direction is Direction.FORK:
             return self.cache.copy_blocks(sources, destinations)
-        assert self.host_blocks is not None, "blocks are copied to or from the host, and there are none"
+        assert self.host_blocks is not None, "blocks are copied to or from the host, and the runner has no host blocks"
         if copy.direction is Direction.OUT:
             self.cache.copy_out(sources, self.host_blocks, destinations)
         else:
             self.cache.copy_in(self.host_blocks, sources, destinations)
 
     def wants_more(self, grant: StepGrant) -> bool:
-        """Whether more is wanted of a step whose news are known than logits of its sampled rows."""
+        """Whether a step has pooled rows or scored prompts. Its updates must be applied (`take_news`)."""
         if self.pooler is not None and self.pooler.num_pooled and bool(self.pooler.is_pooled[grant.slots].any()):
             return True
         return len(self._scored.runs(grant)) > 0
 
     def take_news(self, grant: StepGrant) -> None:
-        """New sequences and new blocks. First of all, so that they are known even if the step fails."""
+        """Applies a grant's new sequences and new blocks. Called first: a step that fails must not lose them."""
         for started in grant.started:
             self._known[started.slot] = started.token_ids.astype(np.int64)
             self._num_known[started.slot] = len(started.token_ids)
@@ -152,7 +153,7 @@ class ModelRunner:
                 self._device_tables[where] = self._upload(grant.table_blocks)
 
     def inputs(self, grant: StepGrant) -> StepInputs[Any]:
-        """The grant as the decoder reads it. Rows with one token come first there; logits keep the grant's order."""
+        """The grant as decoder inputs. Rows with one token come first there; logits keep the grant's order."""
         slots, starts = grant.slots, grant.starts.astype(np.int64)
         is_fed = starts >= self._num_known[slots]  # its input is the newest token
         if np.count_nonzero(is_fed) == len(slots) and grant.drafts is None:
@@ -185,7 +186,7 @@ class ModelRunner:
         )
 
     def _decode_inputs(self, slots: Longs, starts: Longs, is_sampled: Bools) -> StepInputs[Any]:
-        """The usual step: each row reads its newest token, and nothing is to be put together."""
+        """Inputs of a plain decode step, in which each row reads its newest token only."""
         return self._make(
             input_ids=self._arrays.take(self.last_tokens, slots),
             slots=slots,
@@ -198,7 +199,7 @@ class ModelRunner:
         )
 
     def _input_ids(self, slots: Longs, starts: Longs, counts: Longs, offsets: Longs, is_fed: Bools) -> Array:
-        """[T] i64. A row that is not fed reads from what came with `Started`."""
+        """[T] i64. A row that is not fed with its newest token reads the tokens that came with `Started`."""
         ids = np.empty(int(counts.sum()), np.int64)
         for row in np.flatnonzero(~is_fed).tolist():
             start, count, offset = int(starts[row]), int(counts[row]), int(offsets[row])
@@ -239,19 +240,19 @@ class ModelRunner:
         return self._arrays.beside(self.last_tokens, array)
 
     def wait(self) -> None:
-        """Returns when the device has done all that was asked of it."""
+        """Blocks until the device has finished all submitted work."""
         self._arrays.wait(self.last_tokens)
 
 
 def _ranges(starts: Longs, counts: Longs) -> Longs:
-    """[sum of counts] `counts[i]` numbers from `starts[i]` on, one range behind the other."""
+    """[sum of counts] the ranges of `counts[i]` numbers from `starts[i]` on, concatenated."""
     ends = np.cumsum(counts)
     numbers: Longs = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
     return numbers
 
 
 def _offsets(grant: StepGrant) -> Indices:
-    """[R] where each row's first token is in the step, in which rows with one token come first."""
+    """[R] index of each row's first token in the step, in which rows with one token come first."""
     counts = grant.num_tokens.astype(np.intp)
     order = np.argsort(counts != 1, kind="stable")
     offsets = np.empty_like(order)

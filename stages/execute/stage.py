@@ -1,6 +1,6 @@
-"""The execute stage: hands each granted step to the device, and passes on the promise of its logits.
+"""The execute stage: submits each granted step to the device, and sends on a future of its logits.
 
-Knows the order of steps. Refuses to know the model: that is the runner's, on the device thread.
+The stage runs on the event loop. The model runs on the device thread, in the runner.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from ..messages import Rates, StepGrant, StepLogits
 
 
 class Execute(Stage[StepGrant, StepLogits]):
-    """Submits forward passes and waits for none: step n + 1 is queued while n runs, and a model that foresees steps may
-    begin it by itself.
+    """Submits forward passes without waiting: step n + 1 is queued while step n runs.
 
-    Every grant becomes one `StepLogits`, in order. One that could not be run carries its error, and sample makes it a
-    void: so each credit of the step loop comes back.
+    Every grant becomes one `StepLogits`, in order. The future of a step that could not run carries its error, and
+    sample turns it into a `StepVoid`. So each credit of the step loop comes back.
 
-    `rates` are what the device was measured at; allocate hears of them with the first step.
+    `rates` are the measured rates of the device. They are sent to allocate with the first step.
     """
 
     outputs: ClassVar = {"out": StepLogits, "rates": Rates}
@@ -47,7 +46,7 @@ class Execute(Stage[StepGrant, StepLogits]):
             self._run(grant, self.runner.forward, out)
 
     async def recover(self, batch: Sequence[StepGrant], error: BaseException, out: Outlet[Any]) -> None:
-        """The steps that were not submitted are void: what crashed once is not tried again with the same rows."""
+        """Voids the steps that were not submitted: a step that crashed is not tried again with the same rows."""
         for grant in batch:
             if grant.step > self._last_sent:
                 self._run(grant, partial(fail, error), out)

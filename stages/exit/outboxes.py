@@ -20,8 +20,7 @@ from ...runtime.wakeups import BellTower
 from ..errors import Overloaded, TimedOut
 from ..messages import Finish, FinishReason, Pooled, Request, StepText
 from ..outputs import Progress
-from .answer_buffer import Choice
-from .request_outbox import RequestOutbox
+from .request_outbox import Choice, RequestOutbox
 from .slow_readers import Parking
 
 MAX_UNREAD_TOKENS = 256  # of a choice, before it is parked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Never
 
 from ...runtime.env.log import get_logger
@@ -10,9 +11,9 @@ from ...runtime.pipeline import NotServing
 from ...runtime.stage_runner import StageCrashed
 from ...runtime.wakeups import SharedBell
 from ..errors import Failed, RequestError, Unavailable
-from ..messages import NO_INTS, Finish, FinishReason, Ints, PromptLogprobs, Request
-from ..outputs import Delta
-from .answer_buffer import Choice
+from ..messages import NO_INTS, Begun, Finish, FinishReason, Ints, PromptLogprobs, Request, TokenLogprobs
+from ..outputs import FINISH_NAMES, Delta, Progress
+from ..pooling_params import Floats
 from .request_times import RequestTimes, metrics
 
 log = get_logger("millrace.stages")
@@ -139,3 +140,89 @@ def _as_request_error(request_id: str, cause: str, error: BaseException | None) 
         log.error("request.failed", request_id=request_id, error=type(error).__name__, exc_info=error)
         return Failed("internal error; the log has more")
     return None
+
+
+NOT_BEGUN = Begun(NO_INTS)
+
+
+class Choice:
+    """One answer on its way to the reader: what has arrived and was not read yet."""
+
+    __slots__ = (
+        "begun",
+        "finish",
+        "index",
+        "is_parked",
+        "is_told",
+        "logprobs",
+        "num_read",
+        "num_unspoken_chars",
+        "outbox",
+        "progress",
+        "prompt_logprobs",
+        "sequence_id",
+        "texts",
+        "token_ids",
+        "vector",
+    )
+
+    def __init__(self, outbox: RequestOutbox, index: int) -> None:
+        self.outbox = outbox
+        self.index = index
+        self.sequence_id = outbox.request.first_sequence_id + index
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.vector: Floats | None = None  # of a pooled sequence, whole
+        self.finish: Finish | None = None
+        self.is_parked = False
+        self.is_told = False  # the reader knows that it has finished
+        self.begun = NOT_BEGUN
+        self.progress: Progress | None = None  # the last that was told, until it is read
+        self.prompt_logprobs: list[PromptLogprobs] = []  # of a prompt's first choice, if asked for; in order
+        self.num_read = 0  # tokens
+        self.num_unspoken_chars = 0  # of text that was read, and whose logprobs were not
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_read + len(self.token_ids)
+
+    def add_prompt_logprobs(self, scored: PromptLogprobs) -> None:
+        """Takes in what is new. After a preemption a prompt is scored again, and may be from its beginning."""
+        if not self.prompt_logprobs or scored.end > self.prompt_logprobs[-1].end:
+            self.prompt_logprobs.append(scored)
+
+    def take(self) -> Delta | None:
+        """What is new, or None. Tokens without text yet (half a character, a held-back stop string) are news too."""
+        is_end = self.finish is not None and not self.is_told
+        progress, self.progress = self.progress, None
+        if not self.token_ids and not is_end:
+            return None if progress is None else Delta(self.index, "", (), progress=progress)
+        text, token_ids = "".join(self.texts), tuple(self.token_ids)
+        self.texts, self.token_ids = [], []
+        self.num_read += len(token_ids)
+        self.num_unspoken_chars += len(text)
+        logprobs = self._take_logprobs() if self.logprobs else ()
+        if not is_end or self.finish is None:
+            return Delta(self.index, text, token_ids, logprobs, progress=progress)
+        self.is_told = True
+        finish = self.finish
+        reason = FINISH_NAMES[finish.reason]
+        return Delta(self.index, text, token_ids, logprobs, reason, finish.stop_reason, finish.score, self.vector)
+
+    def _take_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Those whose text has been spoken, so that their texts joined are the text. What a stop string took from the
+        text, it takes from the logprobs too."""
+        taken: list[TokenLogprobs] = []
+        for entry in self.logprobs:
+            if len(entry.token) > self.num_unspoken_chars:
+                break
+            self.num_unspoken_chars -= len(entry.token)
+            taken.append(entry)
+        del self.logprobs[: len(taken)]
+        if self.finish is not None and self.logprobs:
+            if self.num_unspoken_chars:
+                taken.append(replace(self.logprobs[0], token=self.logprobs[0].token[: self.num_unspoken_chars]))
+            self.logprobs.clear()
+            self.num_unspoken_chars = 0
+        return tuple(taken)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from .answer_buffer import Choice
-from .request_outbox import RequestOutbox
+from .request_outbox import Choice, RequestOutbox
 
 
 class Parking:

@@ -1,8 +1,8 @@
-"""Structured output: grammars compiled beside the loop, and the token masks they give.
+"""Structured output: grammars tried and compiled off the event loop, token masks, thinking budgets.
 
-Owns: compiled grammars, the matcher of each sequence, and thinking budgets.
-In: grammars of requests, and the tokens chosen.
-Out: masks of allowed tokens.
-Imports: the root of `stages`, `runtime`, `model`, `kernels`.
-Start with: `gate.py`, then `masks.py`.
+Owns: compiled grammars, the matcher of each sequence, and the state of thinking budgets.
+In: grammars of requests, and the chosen tokens.
+Out: masks of allowed tokens, and tokens forced by a thinking budget.
+Imports: the root of `stages`, `runtime`, `model`.
+Start with: `gate.py` (before a request is admitted), then `masks.py` (while it runs).
 """

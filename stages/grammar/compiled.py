@@ -1,7 +1,7 @@
-"""The compiled grammars of one model: which there are, what they take, and who uses them.
+"""The compiled grammars of one model: a cache bounded in number and bytes, with use counts.
 
-Written on the event loop; read on the device's side threads. The compiler is loaded when the first grammar comes, so an
-engine that nobody asks for one starts without it.
+Written on the event loop; read on the side threads of the device thread. The compiler is loaded with the first
+grammar, so an engine without grammars starts without it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ MAX_BYTES = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class Compiled:
-    """A grammar at its beginning. Answers are written with copies, which share what the copies before have found out;
-    `is_worn` says that this has come to its limit, and that the next request needs a new one."""
+    """A compiled grammar in its initial state. Each answer uses a copy of `template`.
+
+    Copies share the parser states that earlier copies have computed. `is_worn` says that these have reached their
+    limit, and that the next request needs a new template.
+    """
 
     template: LLMatcher
-    num_bytes: int  # as compiled and tried
-    num_users: int = 0  # requests under way
+    num_bytes: int  # measured in the trial
+    num_users: int = 0  # requests in progress
     is_worn: bool = False
 
 
 class Grammars:
-    """At most `max_grammars` grammars of `max_bytes` in all, in memory only. What no request uses goes first, the
-    longest unused before others; what is used stays."""
+    """At most `max_grammars` grammars of `max_bytes` in total, in memory only.
+
+    Evicts the least recently used grammar that no request uses. Grammars in use are never evicted.
+    """
 
     def __init__(
         self,
@@ -59,14 +64,14 @@ class Grammars:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The model's. Slow at first: a large one takes some tenths of a second."""
+        """The model's vocabulary. The first call is slow: a large one takes some tenths of a second."""
         if self._vocabulary is None:
             self._vocabulary = self._make_vocabulary()
         return self._vocabulary
 
     @property
     def compiler(self) -> Compiler:
-        """Slow at first, as it reads the vocabulary."""
+        """The grammar compiler. The first call is slow, as it reads the vocabulary."""
         if self._compiler is None:
             from ...model.text.grammar import Compiler
 
@@ -74,19 +79,19 @@ class Grammars:
         return self._compiler
 
     def compile(self, structured: StructuredOutputs) -> LLMatcher:
-        """Slow, by as much as the grammar's trial has allowed. Raises `GrammarError`."""
+        """Compiles a grammar; takes up to the limit of its trial. Raises `GrammarError`."""
         from ...model.text.grammar import grammar_text
 
         source, is_compact = source_of(structured), structured.disable_any_whitespace
         return self.compiler.compile(grammar_text(structured.kind, source, is_compact))
 
     def begin(self, structured: StructuredOutputs) -> LLMatcher:
-        """A matcher for one answer; compiled first only if the grammar came past the gate. Raises `GrammarError`."""
+        """A matcher for one answer. Compiles the grammar if the gate did not. Raises `GrammarError`."""
         known = self._compiled.get(structured)
         return self.compile(structured) if known is None else known.template.deep_copy()
 
     def wear_out(self, structured: StructuredOutputs) -> None:
-        """An answer failed: what is known of the grammar may be the cause."""
+        """Marks a grammar as worn after an answer failed: its shared state may be the cause."""
         known = self._compiled.get(structured)
         if known is not None:
             known.is_worn = True
@@ -94,7 +99,7 @@ class Grammars:
     # -- on the loop
 
     def use(self, structured: StructuredOutputs) -> bool:
-        """Whether the grammar is there; if so, one request more uses it."""
+        """Adds a user if the grammar is compiled and not worn; returns whether it did."""
         known = self._compiled.get(structured)
         if known is None or known.is_worn:
             return False
@@ -103,11 +108,11 @@ class Grammars:
         return True
 
     def release(self, structured: StructuredOutputs) -> None:
-        """One request less uses it."""
+        """Removes a user."""
         self._compiled[structured].num_users -= 1
 
     def add(self, structured: StructuredOutputs, template: LLMatcher, num_bytes: int) -> bool:
-        """False if those in use leave no room. A worn one of the same text is replaced, and keeps its users."""
+        """Stores a grammar; False if those in use leave no room. A worn one of the same text passes on its users."""
         old = self._compiled.get(structured)
         num_users = 0 if old is None else old.num_users
         if old is not None:

@@ -1,7 +1,6 @@
-"""Where grammars are looked at before their requests may wait: tried in a helper process, then compiled and kept.
+"""The grammar gate: tries each request's grammar in a helper process, then compiles and caches it.
 
-Knows what to tell a client of a grammar that will not do. Refuses to know what grammars mean: `model/text/grammar.py`
-does.
+Runs before a request enters the waiting queue, on the event loop. What a grammar means is in `model/text/grammar.py`.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ log = get_logger("millrace.stages")
 
 
 class GrammarGate:
-    """Lets requests with a grammar pass when it is compiled and there is room for it, and turns away what is invalid or
-    costs too much. Requests with the same grammar wait for one trial.
+    """Admits requests with a grammar once it is compiled and fits the cache, and refuses invalid or costly ones.
 
-    Whoever has passed holds its grammar until `request_ended`, a call that the exit makes in passing.
+    Requests with the same grammar wait for one trial. An admitted request holds its grammar until `leave`, or until
+    `request_ended`, which the exit calls.
     """
 
     def __init__(self, grammars: Grammars, max_waiting: int = 512) -> None:
@@ -40,12 +39,15 @@ class GrammarGate:
 
     @property
     def helper_pids(self) -> list[int]:
-        """Of the processes in which grammars are tried."""
+        """The ids of the processes in which grammars are tried."""
         return [] if self._helpers is None else self._helpers.pids
 
     async def admit(self, env: Env, request_id: str, structured: StructuredOutputs) -> None:
-        """Waits until the request may go on. Raises `Refused` for the client's grammar, `Overloaded` when too many wait
-        already, `Failed` when the helper did not live to answer."""
+        """Waits until the request's grammar is ready.
+
+        Raises `Refused` for an unusable grammar or a request id in use, `Overloaded` if too many requests wait, and
+        `Failed` if the helper process ended without an answer.
+        """
         if request_id in self._held:
             raise _in_use(request_id)
         if not self.grammars.use(structured):
@@ -57,23 +59,23 @@ class GrammarGate:
                 await self._bring_in(env, structured)
             finally:
                 self.num_waiting -= 1
-        if request_id in self._held:  # another one that waited, too, has passed
+        if request_id in self._held:  # another request with this id was admitted in the meantime
             self._release(structured)
             raise _in_use(request_id)
         self._held[request_id] = structured
 
     def leave(self, request_id: str) -> None:
-        """The request does not need its grammar any more, if it had one."""
+        """Releases the request's grammar, if it has one."""
         structured = self._held.pop(request_id, None)
         if structured is not None:
             self._release(structured)
 
     def request_ended(self, outbox: Outbox[object], cause: str, error: BaseException | None) -> None:
-        """A request is over, for whatever reason."""
+        """Releases the grammar of a request that ended, for whatever reason. Called by the exit."""
         self.leave(outbox.request_id)
 
     async def aclose(self) -> None:
-        """Ends trials and helpers."""
+        """Cancels the trials and ends the helper processes."""
         for trial in self._trials.values():
             trial.cancel()
         await asyncio.gather(*self._trials.values(), return_exceptions=True)
@@ -88,14 +90,14 @@ class GrammarGate:
         num_bytes = await self._try(env, structured)
         while not self.grammars.use(structured):
             template = await env.run_in_thread(self.grammars.compile, structured)
-            if self.grammars.use(structured):  # whoever compiled it, too, was faster
+            if self.grammars.use(structured):  # another request has compiled it in the meantime
                 return
             if not self.grammars.add(structured, template, num_bytes):
                 self._released.clear()
                 await self._released.wait()
 
     async def _try(self, env: Env, structured: StructuredOutputs) -> int:
-        """Bytes that the grammar takes."""
+        """Tries the grammar, or joins its running trial. Returns the bytes that the grammar takes."""
         trial = self._trials.get(structured)
         if trial is None:
             trial = self._trials[structured] = asyncio.ensure_future(self._run_trial(env, structured))
@@ -132,7 +134,7 @@ def _told(structured: StructuredOutputs, gone: HelperGone) -> Refused | Failed:
         return _refused(structured, "takes more than 2 s to compile: simplify it", "grammar_limit")
     if gone.is_crash:
         return _refused(structured, "takes too much memory to compile: simplify it", "grammar_limit")
-    return Failed("the process that looks at grammars ended; the same request may be served now", code="grammar_error")
+    return Failed("the process that compiles grammars ended: send the same request again", code="grammar_error")
 
 
 def _refused(structured: StructuredOutputs, problem: str, code: str = "invalid_value") -> Refused:

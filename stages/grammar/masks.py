@@ -1,8 +1,7 @@
-"""What running sequences with a grammar may say next: a matcher and a mask of tokens for each slot.
+"""Grammar masks: for each running sequence with a grammar, a matcher and a mask of the tokens allowed next.
 
-Lives beside the sampler on the device thread, and has its work done on two threads of its own while the device runs:
-one begins answers, one takes each step's tokens and makes the next masks, so a long beginning holds no step up. Plain
-numpy; refuses to know tensors.
+Used by the sampler on the device thread. The work is done on two side threads while the device runs: one starts
+answers, the other consumes each step's tokens and computes the next masks. So a slow start delays no step. Numpy only.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from .compiled import Grammars
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-NUM_THREADS = 2  # that a step's masks are made on, where there are many
-MANY = 64  # masks; fewer are made sooner than other threads are woken: 4 us each where a schema is plain
+NUM_THREADS = 2  # that compute a step's masks, if there are `MANY`
+MANY = 64  # masks; fewer are computed faster than other threads wake up: 4 us each for a simple schema
 
 Longs = NDArray[np.int64]
 
@@ -32,20 +31,20 @@ log = get_logger("millrace.stages")
 
 
 class Allowed(NamedTuple):
-    """What n rows of a step may say next."""
+    """The tokens allowed next for n rows of a step."""
 
-    rows: Indices  # [n] rising
+    rows: Indices  # [n] ascending
     masks: Ints  # [S, W] a bit for each token, the lowest of a word first; EOS where the answer may end
-    mask_rows: Indices  # [n] which of the masks is whose
+    mask_rows: Indices  # [n] row of `masks` for each of `rows`
 
     @property
     def taken(self) -> Ints:
-        """[n, W] a mask for each row."""
+        """[n, W] the mask of each row."""
         taken: Ints = self.masks[self.mask_rows]
         return taken
 
     def mask_of_each(self, num_rows: int) -> Longs:
-        """[num_rows] the mask of each row of the step; -1 where anything is allowed."""
+        """[num_rows] index into `masks` for each row of the step; -1 where all tokens are allowed."""
         mask_of = np.full(num_rows, -1, np.int64)
         mask_of[self.rows] = self.mask_rows
         return mask_of
@@ -53,20 +52,20 @@ class Allowed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """One sequence's way through its grammar."""
+    """The grammar state of one sequence."""
 
     structured: StructuredOutputs
     matcher: LLMatcher
-    goes_on: bool  # `ignore_eos`: it ends only where nothing else is left, so its masks have no EOS
-    mask: Ints  # [W] what may come first, or next after a preemption
+    goes_on: bool  # `ignore_eos`: it ends only if nothing else is allowed, so its masks have no EOS
+    mask: Ints  # [W] the first mask, or the next one after a preemption
 
 
 class GrammarMasks:
-    """For each slot the tokens that its grammar allows next.
+    """The tokens that each slot's grammar allows next.
 
-    `prepare` is called on the loop, when a grant begins a sequence; all else on the device thread, in the order of the
-    steps: `read` what a step may choose from, which waits for masks that are not ready, then `advance` by what it
-    chose. A sequence that comes back from a preemption has its generated tokens replayed.
+    `prepare` is called on the event loop, when a grant starts a sequence. All other methods are called on the device
+    thread, in the order of steps: `read` the masks of a step, which waits until they are ready, then `advance` by the
+    chosen tokens. The generated tokens of a sequence that resumes after a preemption are replayed.
     """
 
     def __init__(self, grammars: Grammars, num_slots: int, env: Env) -> None:
@@ -76,21 +75,21 @@ class GrammarMasks:
         self._beginning: dict[int, Pending[Answer | None]] = {}  # by slot
         self._answers: list[Answer | None] = [None] * num_slots
         self._masks = np.zeros((num_slots, 0), np.int32)  # [S, W], once a grammar has come
-        self._has_failed = np.zeros(num_slots, np.bool_)  # [S] it can not go on, and its mask is empty
+        self._has_failed = np.zeros(num_slots, np.bool_)  # [S] it cannot go on, and its mask is empty
         self._step: Pending[None] | None = None
         self._now_ns = env.now_ns
-        self.waited_us = 0  # by the last `read`, for masks that were not ready
+        self.waited_us = 0  # time that the last `read` waited for masks
         self._executor: LLExecutor | None = None
 
     def prepare(self, started: Started) -> None:
-        """A sequence takes a slot; its first mask is made while its prompt runs."""
+        """Assigns a slot to a sequence. Its first mask is computed while its prompt runs."""
         if started.params.structured_outputs is not None:
             self._beginning[started.slot] = self._begin_thread.submit(self._begin, started)
         else:
             self._beginning.pop(started.slot, None)
 
     def read(self, rows: Indices, slots: Indices) -> Allowed:
-        """For those `rows` of a step's `slots` whose sequences have a grammar and go on. Holds until `advance`."""
+        """The masks of `rows`, those of a step's `slots` with a grammar. Waits for them; valid until `advance`."""
         began_ns = self._now_ns()
         guided = slots[rows]
         self._settle(guided)
@@ -98,7 +97,7 @@ class GrammarMasks:
         return Allowed(rows, self._masks, guided)
 
     def over(self, allowed: Allowed, token_ids: Longs, is_broken: Bools) -> Indices:
-        """Which rows can only end here, given what was chosen for all of the step: an end, or nothing."""
+        """The rows that can only end here, given the step's chosen tokens: only end tokens or nothing is allowed."""
         chosen = token_ids[allowed.rows]
         some = np.flatnonzero(self.grammars.compiler.is_end[chosen] | is_broken[allowed.rows])
         if not len(some):
@@ -111,20 +110,22 @@ class GrammarMasks:
         return allowed.rows[some[is_over]]
 
     def advance(self, slots: Indices, token_ids: Indices) -> None:
-        """`slots[i]` got `token_ids[i]`: the next masks are made from now on. Each of them was read before."""
+        """Slot `slots[i]` got `token_ids[i]`: starts computing the next masks. Each slot was read before."""
         pairs = zip(slots.tolist(), token_ids.tolist(), strict=True)
         rows = [(answer, slot, token) for slot, token in pairs if (answer := self._answers[slot]) is not None]
         if rows:
             self._step = self._step_thread.submit(self._advance, rows)
 
     def drop(self, slots: Indices) -> None:
-        """The sequences in `slots` have ended."""
+        """Discards the state of `slots`, whose sequences have ended."""
         for slot in slots.tolist():
             self._answers[slot] = None
 
     def _settle(self, slots: Indices) -> None:
-        """Waits for the masks of `slots`. Only here does what was begun get its row: until now, the row may have been
-        written for the slot's last holder."""
+        """Waits for the masks of `slots`, and stores the first masks of new sequences.
+
+        NOTE: not earlier: until now, the side thread may have written the row for the slot's previous sequence.
+        """
         step, self._step = self._step, None
         if step is not None:
             step.result()
@@ -146,7 +147,7 @@ class GrammarMasks:
     # -- on the side threads
 
     def _begin(self, started: Started) -> Answer | None:
-        """None if the grammar can not be followed this far."""
+        """The state of a new answer; None if the grammar does not allow its tokens so far."""
         from ...model.text.grammar import GrammarError
 
         structured = started.params.structured_outputs
@@ -154,7 +155,7 @@ class GrammarMasks:
         compiler = self.grammars.compiler
         try:
             matcher = self.grammars.begin(structured)
-        except GrammarError as error:  # it came past the gate
+        except GrammarError as error:  # a grammar that did not pass the gate
             log.warning("grammar.failed", request_id=started.request_id, error=str(error))
             return None
         generated = started.token_ids[started.num_prompt :].tolist()
@@ -199,6 +200,6 @@ class GrammarMasks:
             self._executor.unsafe_compute_mask_ptr(well, self._masks.ctypes.data, row_bytes, len(self._masks))
 
     def _note_failure(self, structured: StructuredOutputs, matcher: LLMatcher) -> None:
-        """It came to a limit, most likely of what all answers of this grammar have found out together."""
+        """Logs that a matcher failed: most likely the state shared by all answers of its grammar reached a limit."""
         log.warning("grammar.failed", kind=structured.kind, error=matcher.get_error()[:200])
         self.grammars.wear_out(structured)

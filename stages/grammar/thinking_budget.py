@@ -1,7 +1,7 @@
-"""How long an answer may think: when its budget is used up, it gets the closing mark of its thoughts, token by token.
+"""Thinking budgets: when an answer's budget is used up, the closing marker of its thinking is forced token by token.
 
-Columnar: rows without a budget cost nothing, and those with one a dozen numpy operations a step for all of them. Lives
-beside the sampler, on the device thread. Knows token ids. Refuses to know which model spells its thoughts how.
+Columnar: rows without a budget cost nothing; all others together cost a dozen numpy operations a step. Used on the
+device thread only. The markers of each model are given as token ids.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ Longs = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-OUTSIDE, INSIDE = 0, 1  # of thoughts: which marker is looked for, the opening or the closing one
+OUTSIDE, INSIDE = 0, 1  # of the thinking section: the opening or the closing marker is expected next
 
 
 class ThinkingTable:
-    """Where each slot's answer is with its thoughts. S slots, W the longest marker."""
+    """The progress of each slot's thinking section. S slots, W the longest marker."""
 
     def __init__(self, num_slots: int) -> None:
         self._budgets = np.zeros(num_slots, np.int64)
         self._num_thought = np.zeros(num_slots, np.int64)
         self._side = np.zeros(num_slots, np.intp)
-        self._num_matched = np.zeros(num_slots, np.intp)  # of the marker that is looked for
+        self._num_matched = np.zeros(num_slots, np.intp)  # tokens of the expected marker
         self._markers = np.zeros((2, num_slots, MAX_MARKER_TOKENS), np.int64)  # [2, S, W] opening, closing
         self._lengths = np.zeros((2, num_slots), np.intp)
 
     def start(self, slot: int, budget: ThinkingBudget, generated: NDArray[Any]) -> bool:
-        """A sequence takes a slot, with what it has `generated` [G] before. Whether it still has to be steered."""
+        """Assigns a slot to a sequence that has `generated` [G] tokens. Returns whether it needs `steer`."""
         for side, ids in ((OUTSIDE, budget.start_ids), (INSIDE, budget.end_ids)):
             self._markers[side, slot, : len(ids)] = ids
             self._lengths[side, slot] = len(ids)
@@ -48,7 +48,7 @@ class ThinkingTable:
         return True
 
     def steer(self, slots: NDArray[np.intp], token_ids: Longs) -> tuple[Longs, Bools]:
-        """The tokens that `slots` get in place of those chosen for them, and whose thoughts are over, [n] each."""
+        """Replaces chosen tokens by forced ones: (tokens [n], whether the thinking section is over [n])."""
         side, at = self._side[slots], self._num_matched[slots]
         is_inside = side == INSIDE
         wanted = self._markers[side, slots, at]
@@ -63,7 +63,7 @@ class ThinkingTable:
 
 
 def _find(ids: NDArray[Any], marker: tuple[int, ...]) -> int | None:
-    """Where the marker first stands in `ids`."""
+    """Index of the first occurrence of the marker in `ids`."""
     if len(ids) < len(marker):
         return None
     windows = np.lib.stride_tricks.sliding_window_view(ids, len(marker))
@@ -72,6 +72,6 @@ def _find(ids: NDArray[Any], marker: tuple[int, ...]) -> int | None:
 
 
 def _num_begun(ids: NDArray[Any], marker: tuple[int, ...]) -> int:
-    """How much of the marker `ids` end with."""
+    """Number of the marker's first tokens that `ids` end with."""
     ends = (n for n in range(min(len(marker) - 1, len(ids)), 0, -1) if tuple(ids[-n:].tolist()) == marker[:n])
     return next(ends, 0)

@@ -1,8 +1,8 @@
-"""The rows of logits of a step with drafts: which belong together, and how many tokens of each run count.
+"""Draft acceptance: groups the rows of logits of a step with drafts, and decides which of their tokens count.
 
-A *run* is a row's own token and its drafts: the logits behind each of them choose a token, as if there were no others.
-Those count up to the first that is not the draft it was to be, and to the first that ends the answer: what stands
-behind was computed for a text that is not there. So each answer is what it would be token by token.
+A *run* is a row's own token and its drafts. Each of them yields logits, from which one token is chosen independently.
+The tokens of a run count up to and including the first that differs from the next draft, or that ends the answer.
+Later tokens were computed for a text that does not exist. So each answer is the same as without drafts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NO_DRAFT = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """One entry a row of logits, [L]; in the order of the grant, and within a run in that of the text."""
+    """One entry per row of logits, [L], in the order of the grant, and within a run in text order."""
 
-    offsets: Indices  # of the row in its run; 0 begins one
-    drafts: Indices  # what the row's token must be for the next one of its run to count; NO_DRAFT: it is the last
+    offsets: Indices  # of the row in its run; 0 starts a run
+    drafts: Indices  # the token the row must choose for the next row of its run to count; NO_DRAFT: last of its run
 
     @classmethod
     def of(cls, grant: StepGrant) -> Runs | None:
-        """None while nobody drafts: each row is by itself."""
+        """The runs of a step; None if it has no drafts, so that each row is a run of its own."""
         if grant.drafts is None:
             return None
         sizes = 1 + grant.drafts.counts[grant.is_sampled].astype(np.intp)
@@ -39,21 +39,23 @@ class Runs:
         return cls(offsets, drafts)
 
     def take(self, rows: Indices) -> Runs:
-        """Whole runs of them."""
+        """A subset of the rows, which must be whole runs."""
         return Runs(self.offsets[rows], self.drafts[rows])
 
     def that_count(self, token_ids: Indices) -> Indices:
-        """The rows whose tokens [L] stand behind drafts that turned out right."""
+        """The rows that count, given the chosen `token_ids` [L]: those after accepted drafts only."""
         is_wrong = self.drafts != token_ids
         return self._up_to(is_wrong)
 
     def up_to_the_end(self, rows: Indices, finishes: NDArray[np.int8]) -> Indices:
-        """Of the rows that count, [n], those that come no later than one that ends its answer, as `finishes` [n] say:
-        places in `rows`."""
+        """Indices into `rows` [n], the rows that count, up to the first of each run that ends its answer.
+
+        `finishes` [n] are the rows' finish reasons.
+        """
         return self.take(rows)._up_to(finishes != 0)
 
     def _up_to(self, is_last: Bools) -> Indices:
-        """The rows of each run up to the first that is its last, that one included."""
+        """The rows of each run up to and including the first with `is_last`."""
         kept, goes_on = [], True
         for row, (offset, ends) in enumerate(zip(self.offsets.tolist(), is_last.tolist(), strict=True)):
             goes_on = goes_on or offset == 0
@@ -64,5 +66,5 @@ class Runs:
 
 
 def last_of_each(slots: Indices) -> Indices:
-    """The last row of each slot, where rows of one follow each other."""
+    """The index of the last row of each slot. Rows of one slot must be adjacent."""
     return np.append(slots[1:] != slots[:-1], True).nonzero()[0] if len(slots) else np.zeros(0, np.intp)

@@ -1,4 +1,4 @@
-"""Logits processors: code of a library's user, inside the sample stage, that changes the logits of its rows.
+"""Logits processors: user code that changes the logits of its rows, inside the sample stage.
 
 ```python
 class NeverTwice(LogitsProcessor):
@@ -29,21 +29,27 @@ from ..messages import Indices, Started
 
 
 class LogitsProcessor:
-    """Called on the device thread, step by step in order. Rows are known by their slots, as all state of a step is.
+    """The base class of a logits processor. Every method runs on the device thread, in the order of steps.
 
-    What it does to a row should depend on that row alone: else what a sequence says depends on its company. If it
-    raises, the step is void and tried again in smaller ones, until the one that it raises for is alone and fails.
+    Rows are identified by their slots. The change to a row must depend on that row alone. Otherwise an answer depends
+    on the other sequences of its batch. If a method raises, the step is void and is retried in smaller steps, until
+    the sequence that it raises for is alone and fails.
     """
 
     def start(self, started: Started) -> bool:
-        """A sequence takes `started.slot`, new or back from a preemption with what it had generated; whoever was there
-        is gone. Returns whether its logits are to be processed; `started.params.extra_args` is its caller's word."""
+        """A sequence takes `started.slot`: discard the slot's old state. Returns whether to process its logits.
+
+        The sequence is new, or resumes after a preemption with the tokens it had generated. The request's own
+        parameters are in `started.params.extra_args`.
+        """
         return True
 
     def process(self, slots: Indices, logits: Any) -> None:
-        """Changes `logits` [n, V], a float32 tensor on the device, in place: row i is of `slots[i]`, [n]. After
-        penalties, bias and min_tokens, before temperature and truncation. A token at -inf is not chosen. Where the
-        model itself needs no torch, this is what imports it."""
+        """Changes `logits` [n, V], a float32 tensor on the device, in place: row i belongs to `slots[i]`, [n].
+
+        Runs after penalties, bias and min_tokens, and before temperature and truncation. A token at -inf is not chosen.
+        Imports torch, even for a model that runs without it.
+        """
 
     def note(self, slots: Indices, token_ids: Indices) -> None:
-        """Each of `slots` [n] got a token, [n] too: rows that are processed, and maybe no others."""
+        """Slot `slots[i]` got token `token_ids[i]`, [n] both. Called for processed rows only."""

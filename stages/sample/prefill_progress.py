@@ -1,4 +1,4 @@
-"""How far the prompts have come of those who asked to be told while they wait. Plain code beside the sample stage."""
+"""Prompt progress for requests with `return_progress`: how many prompt tokens are computed. Used on the event loop."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from ..messages import PromptProgress, Started, StepGrant
 
 
 class PromptWatch:
-    """Who wants to be told, slot by slot. Costs nothing while nobody does."""
+    """The prompts whose progress is reported, by slot. Costs nothing while there are none."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Started] = {}  # by slot: prompts that are not computed yet
 
     def take_note(self, grant: StepGrant) -> None:
-        """Sequences that start with a step, in the order of steps."""
+        """Registers the sequences that start with a step. Called in the order of steps."""
         for started in grant.started:
             self._watched.pop(started.slot, None)
             if started.params.return_progress and len(started.token_ids) == started.num_prompt:
                 self._watched[started.slot] = started
 
     def done(self, grant: StepGrant) -> list[PromptProgress]:
-        """What a step has computed of the prompts that are watched."""
+        """The progress that a step made on the registered prompts."""
         if not self._watched:
             return []
         found = []

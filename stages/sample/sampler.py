@@ -1,6 +1,6 @@
-"""Chooses each step's tokens: greedy or drawn, with penalties, bias and truncation. Lives on the device thread.
+"""The sampler: chooses each step's tokens, greedily or at random. Used on the device thread, except `prepare`.
 
-Knows which rows need what, so that a row pays for nothing it did not ask for. Refuses to know text.
+A row pays only for the features that its request uses.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ from .token_chooser import NO_ROWS, Choice, Choosing, MakeChoosing, Rows, any_of
 
 
 class Sampler:
-    """Columnar sampling state of the running sequences, slot by slot, and the choice of their next tokens.
+    """The columnar sampling state of the running sequences, by slot, and the choice of their next tokens.
 
-    In this order: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below min_tokens,
-    allowed tokens and bad words, a user's processor, the grammar's mask, temperature, top_k, top_p, min_p. An answer
-    that can only end here ends, whatever else was asked for; one with `ignore_eos` ends only there. Greedy takes the
-    likeliest, the lowest id among equals. What is drawn depends on the row's logits, its seed and the token's absolute
-    position only. A thinking budget that is used up overrules the choice.
+    Order of operations: penalties (repetition, frequency, presence), logit_bias, EOS and stop ids while below
+    min_tokens, allowed tokens and bad words, the user's logits processor, the grammar's mask, temperature, top_k,
+    top_p, min_p. A used-up thinking budget overrides the chosen token.
+
+    An answer whose grammar allows only an end ends here, whatever other parameters say. With `ignore_eos`, a grammar
+    ends its answer only there. Greedy sampling takes the likeliest token, the lowest id among equals. A random draw
+    depends only on the row's logits, its seed and the token's absolute position.
 
     `last_tokens` [num_slots] i64 on the device is shared with the runner: each slot's newest token is written there.
 
-    A sequence that has ended is still in the steps that were in flight then (a deferred stop). Such rows appear in
-    neither slots nor tokens of those steps, until `Started` gives their slot to somebody.
+    A sequence that has ended is still a row of the steps in flight (a deferred stop). Such rows are left out of the
+    result, until `Started` assigns their slot again.
 
-    Where a row has drafts, the token behind each is chosen in the same way, and those count that would have come one by
-    one. Such rows ask for nothing that hangs on the tokens before but the logits themselves: no edits and no masks.
+    Where a row has drafts, a token is chosen after each draft in the same way. `draft_acceptance.py` decides which of
+    them count. Rows with drafts have no edits and no masks: nothing but the logits depends on earlier tokens.
 
-    Of pooled sequences there are no logits: the `pooler`, which the runner shares, has a vector when they have ended.
+    Pooled sequences have no logits. The `pooler`, shared with the runner, has a vector when their prompt is complete.
     """
 
     def __init__(
@@ -74,29 +76,31 @@ class Sampler:
         self._arrays = arrays_of(last_tokens)
         self.table = SamplingTable(len(last_tokens), vocab_size, max_model_len, eos_token_ids)
         self.choosing = choosing(self.table, last_tokens, logprobs_mode)
-        self.masks = masks  # None: nobody brings a grammar
+        self.masks = masks  # None: no request has a grammar
 
     def prepare(self, started: Sequence[Started]) -> None:
-        """Hears of sequences on the loop, before their first step has run."""
+        """Starts the grammars of new sequences. Called on the event loop, before their first step has run."""
         if self.masks is not None:
             for one in started:
                 self.masks.prepare(one)
 
     def use(self, processor: LogitsProcessor) -> None:
-        """Has a processor change logits from now on. Before the first step."""
+        """Installs a logits processor. Must be called before the first step."""
         self.choosing.use(processor)
 
     def start(self, started: Started) -> None:
-        """A sequence takes a slot: before its first step is sampled."""
+        """Assigns a slot to a sequence. Called before its first step is sampled."""
         self.table.start(started)
         self.choosing.start(started)
 
     def sample(self, grant: StepGrant, logits: Array | LogitsWithPrompts | Choice) -> StepTokens:
-        """One token for each sampled row of the grant whose sequence goes on, more where drafts turned out right, and
-        what was made of those that are pooled. `logits` [L, V], of the others, may be changed; or the choice was made.
+        """Chooses a token for each sampled row whose sequence goes on, and one more for each accepted draft.
 
-        A row without a finite maximum (a NaN, an infinity, or nothing that is allowed) ends with `FinishReason.ERROR`
-        and token 0, which means nothing. Every id is in [0, V).
+        The result also has the vectors of pooled sequences. `logits` [L, V], of all rows that are not pooled, may be
+        modified. A `Choice` instead of logits holds tokens that the model has chosen.
+
+        A row without a finite maximum (a NaN, an infinity, or no allowed token) ends with `FinishReason.ERROR` and a
+        meaningless token 0. Every id is in [0, V).
         """
         for started in grant.started:
             self.start(started)
@@ -105,7 +109,7 @@ class Sampler:
         return self.choose(grant, logits)
 
     def choose(self, grant: StepGrant, logits: Array | LogitsWithPrompts) -> StepTokens:
-        """As `sample`, where all that begin have been started."""
+        """As `sample`, when all new sequences of the grant have been started."""
         of_prompts: tuple[PromptLogprobs, ...] = ()
         if isinstance(logits, LogitsWithPrompts):
             with self._arrays.inference():
@@ -131,9 +135,11 @@ class Sampler:
         return replace(tokens, pooled=pooled) if pooled else tokens
 
     def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
-        """Tokens of a step without drafts whose device has chosen by itself, and wrote them down: `told` [2, L], token
-        ids or -1 for a row that was over, and `FinishReason`s, of which only an error is looked at. `scores` [L, W] are
-        for who makes log-probabilities of them."""
+        """Applies the tokens that an asynchronous device chose for a step without drafts.
+
+        `told` [2, L] holds token ids, -1 for a row whose sequence had ended, and `FinishReason`s, of which only ERROR
+        is read. `scores` [L, W] are the device's scores, for the log-probabilities.
+        """
         tokens, goes_on = self._settle_chosen(grant, told[0].astype(np.intp), told[1] == FinishReason.ERROR)
         if scores is None:
             return tokens
@@ -143,8 +149,10 @@ class Sampler:
         return replace(tokens, logprobs=dict(zip(asked.tolist(), found, strict=True)))
 
     def _settle_chosen(self, grant: StepGrant, token_ids: Indices, is_broken: Bools) -> tuple[StepTokens, Bools]:
-        """Tokens of a step without drafts, [L] that were chosen for its sampled rows, below 0 for one that was over;
-        and which of these rows went on until now."""
+        """Applies chosen tokens [L] of a step without drafts; below 0 for a row whose sequence had ended.
+
+        Returns the step's tokens, and which of the sampled rows had not ended before this step, [L].
+        """
         table, slots = self.table, grant.slots
         if num_true(grant.is_sampled) < len(slots):
             slots = slots[grant.is_sampled]
@@ -209,7 +217,7 @@ class Sampler:
     def _settle_runs(
         self, runs: Runs, slots: Indices, places: Indices, token_ids: Longs, is_broken: Bools, over: Longs
     ) -> tuple[NDArray[np.int8], Indices]:
-        """As the table's `settle`, of rows that may be several of one sequence: (finishes [L], which count)."""
+        """As the table's `settle`, where a sequence may have several rows: (finishes [L], rows that count)."""
         counting = runs.that_count(token_ids)
         over = np.isin(counting, over).nonzero()[0]
         at, place, chosen = slots[counting], places[counting], token_ids[counting]
@@ -232,7 +240,7 @@ class Sampler:
 
 
 def _rows_of_tokens(tokens: StepTokens, rows: Indices) -> StepTokens:
-    """Of a step's tokens those of some rows."""
+    """The tokens of some rows of a step."""
     logprobs = {new: tokens.logprobs[old] for new, old in enumerate(rows.tolist()) if old in tokens.logprobs}
     columns = {
         name: getattr(tokens, name)[rows] for name in ("slots", "sequence_ids", "places", "token_ids", "finishes")
@@ -241,7 +249,7 @@ def _rows_of_tokens(tokens: StepTokens, rows: Indices) -> StepTokens:
 
 
 def prompt_logprobs(logits: LogitsWithPrompts) -> tuple[PromptLogprobs, ...]:
-    """Of each run, under the model itself: before penalties, bias and temperature."""
+    """Scores each run by the model's raw logits: before penalties, bias and temperature."""
     made = tuple(run.empty(logits.sampled.shape[1]) for run in logits.runs)
     for index, piece, scores in logits.pieces():
         _fill_prompt_logprobs(made[index], piece, scores)

@@ -1,10 +1,10 @@
-"""The mathematics of choosing tokens: plain functions of logits and numbers, with no state.
+"""The mathematics of sampling: stateless functions of logits and numbers.
 
-What happens to a row depends on nothing but that row: sums run over one row in one order, however many rows there are
-and whatever they ask for. So a sequence gets the same tokens alone and in a batch, as long as its logits are the same.
+The result of a row depends on that row alone: a sum runs over one row in a fixed order, whatever the batch holds.
+So a sequence with the same logits gets the same tokens alone and in a batch.
 
-N rows, V tokens in the vocabulary. Rows of V numbers are numpy arrays or tensors on any device, whatever the model
-gives (`stages/device/arrays.py`); everything small is numpy.
+N rows, V tokens in the vocabulary. Rows of V numbers are numpy arrays or torch tensors on any device, as the model
+returns them (`stages/device/arrays.py`); everything small is numpy.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-BLOCK = 128  # tokens; small enough to look at twice, large enough to reduce whole vectors
-LOWEST = float(np.finfo(np.float32).min)  # below every number that is a candidate; a masked token is -inf
-NUM_LIKELY = 256  # blocks, or a quarter of them; the guess for top_p is the least of so many largest maxima
-WHOLE_SIZE = 2**20  # entries that are sorted at a time where rows are sorted whole; 40 MB
-SLACK = 1e-3  # subtracted from a bound that only saves work, so that rounding never takes a token away
+BLOCK = 128  # tokens; small enough to read twice, large enough to reduce whole vectors
+LOWEST = float(np.finfo(np.float32).min)  # below every candidate; a masked token is -inf
+NUM_LIKELY = 256  # block maxima, or a quarter of all; the bound guessed for top_p is the least of these largest ones
+WHOLE_SIZE = 2**20  # entries sorted at a time where rows are sorted whole; 40 MB
+SLACK = 1e-3  # subtracted from a bound that only saves work, so that rounding never removes a token
 
 
 # -- randomness
 
 
 def uniform(seeds: NDArray[np.uint64], positions: Longs) -> Doubles:
-    """One number in [0, 1) for each (seed, absolute position of the token to be chosen), and a function of both only.
+    """A random number in [0, 1) for each (seed, absolute position of the token to choose); depends on nothing else.
 
     SplitMix64: its stream for the mixed seed, at index `position`. 53 random bits.
     """
@@ -49,7 +49,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-# -- edits, in place, of single entries of float32 logits [N, V]. `rows` and `ids` broadcast; ids may repeat in a row
+# -- in-place edits of single entries of float32 logits [N, V]. `rows` and `ids` broadcast; ids may repeat in a row
 
 
 def penalise_repetition(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
@@ -59,12 +59,12 @@ def penalise_repetition(logits: Array, rows: Array, ids: Array, penalty: Array) 
 
 
 def penalise_frequency(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
-    """Takes `penalty` off each id as often as it is listed. `penalty` [n, W]: 0 where the listing is padding."""
+    """Subtracts `penalty` from each id as often as it is listed. `penalty` [n, W]: 0 where the listing is padding."""
     arrays_of(logits).add(logits, (rows, ids), -penalty)
 
 
 def penalise_presence(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:
-    """Takes `penalty` off, once for each distinct id. All [n, W] or [n, 1]."""
+    """Subtracts `penalty` once for each distinct id. All [n, W] or [n, 1]."""
     logits[rows, ids] = logits[rows, ids] - penalty
 
 
@@ -74,14 +74,16 @@ def add_bias(logits: Array, rows: Array, ids: Array, bias: Array) -> None:
 
 
 def forbid(logits: Array, rows: Array, ids: Array) -> None:
-    """Token `ids[i]` of row `rows[i]` cannot be chosen. Both [n]."""
+    """Sets token `ids[i]` of row `rows[i]` to -inf. Both [n]."""
     logits[rows, ids] = -np.inf
 
 
 def allow_only(logits: Array, rows: Longs, masks: Ints) -> None:
-    """In each of `rows` [n], in rising order, the tokens whose bits are 0 in `masks` [n, W] cannot be chosen. The bits
-    are on the host, the lowest of each word first."""
-    from ...model.text.grammar import unpack  # there by now, if there are masks
+    """Sets to -inf, in each of `rows` [n], the tokens whose bits are 0 in `masks` [n, W].
+
+    `rows` ascend. The masks are on the host, the lowest bit of each word first.
+    """
+    from ...model.text.grammar import unpack  # loaded already, if there are masks
 
     arrays = arrays_of(logits)
     is_forbidden = arrays.beside(logits, ~unpack(masks, logits.shape[1]))
@@ -95,10 +97,10 @@ def allow_only(logits: Array, rows: Longs, masks: Ints) -> None:
 
 
 class Blocks:
-    """Rows of V numbers as blocks of 128, the last one shorter.
+    """Rows of V numbers split into blocks of 128, the last one shorter. Not KV blocks.
 
-    Reducing blocks reads a row once at memory speed; what is then looked at closely is a few blocks. On a CPU the index
-    of a maximum found in this way takes 0.4 ns an entry, `torch.argmax` 6.
+    Reducing blocks reads a row once at memory speed; only a few blocks are then read again. On a CPU, finding the index
+    of a maximum in this way takes 0.4 ns an entry, `torch.argmax` 6.
     """
 
     def __init__(self, x: Array) -> None:
@@ -114,7 +116,7 @@ class Blocks:
         return self._arrays.on_host(self._arrays.floats(self._reduced(self._arrays.maxima)))
 
     def sums(self) -> Doubles:
-        """The sum of each block, [N, ceil(V / 128)]; each sum is of one block in one order."""
+        """The sum of each block, [N, ceil(V / 128)]. The order of summation is fixed."""
         sums: Doubles = self._arrays.on_host(self._reduced(self._arrays.sums)).astype(np.float64)
         return sums
 
@@ -136,9 +138,9 @@ class Blocks:
         return found
 
     def likeliest(self) -> tuple[Longs, Floats]:
-        """The likeliest token of each row, the lowest id among equals, and its number: NaN where a row holds one."""
+        """The likeliest token of each row, the lowest id among equals, and its logit: NaN where a row holds one."""
         rows = np.arange(len(self._rows))
-        if isinstance(self._rows, np.ndarray):  # there, unlike in torch, the plain way is the fast one
+        if isinstance(self._rows, np.ndarray):  # numpy's argmax, unlike torch's, is fast
             ids: Longs = self._rows.argmax(1)
             return ids, self._rows[rows, ids]
         blocks = self.maxima.argmax(1)
@@ -146,7 +148,7 @@ class Blocks:
         return token_ids, self.maxima[rows, blocks]
 
     def clear(self, rows: Bools) -> None:
-        """Makes these rows zeros."""
+        """Sets these rows to zero."""
         self._rows[self._arrays.beside(self._rows, rows)] = 0.0
         if "maxima" in self.__dict__:
             self.maxima[rows] = 0.0
@@ -157,13 +159,13 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How the tokens of n rows are drawn. Each array is [n]."""
+    """The sampling parameters of n rows. Each array is [n]."""
 
     temperature: Doubles  # above 0
     top_k: Longs  # 0 is off
     top_p: Doubles  # 1 is off
     min_p: Doubles  # 0 is off
-    u: Doubles  # the randomness, in [0, 1)
+    u: Doubles  # random numbers in [0, 1)
 
     @property
     def is_truncated(self) -> Bools:
@@ -175,15 +177,17 @@ class Drawing:
 
 
 def choose(logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Longs, Bools]:
-    """(token ids, rows that hold no number), [n] each: of `logits` [n, V] a token that is drawn where `is_random`, and
-    elsewhere the likeliest, the lowest id among equals. Without a `drawing` no row is random. A row is broken if it has
-    no finite maximum; its token is 0 and its logits are changed."""
+    """Chooses one token for each row of `logits` [n, V]: (token ids [n], is_broken [n]).
+
+    Draws where `is_random`, and elsewhere takes the likeliest token, the lowest id among equals. Without a `drawing`
+    no row is random. A row is broken if it has no finite maximum; its token is 0 and its logits are modified.
+    """
     blocks = Blocks(logits)
     token_ids, best = blocks.likeliest()
     is_broken = ~np.isfinite(best)
     has_broken = np.count_nonzero(is_broken) > 0
     if has_broken:
-        blocks.clear(is_broken)  # numbers to go on with; the choice is not used
+        blocks.clear(is_broken)  # finite numbers for the code below; the choice is not used
         best[is_broken] = 0.0
     if drawing is not None:
         is_cut = drawing.is_truncated
@@ -198,9 +202,9 @@ def choose(logits: Array, is_random: Bools, drawing: Drawing | None) -> tuple[Lo
 
 
 def draw(logits: Array, best: Doubles, drawing: Drawing) -> Longs:
-    """Tokens by inverse CDF in the order of the vocabulary: the first whose cumulative probability is above `u`.
+    """Draws tokens by inverse CDF in vocabulary order: the first whose cumulative probability is above `u`.
 
-    logits [n, V] with finite maxima `best` [n]. Truncation is not looked at.
+    logits [n, V] with finite maxima `best` [n]. Ignores truncation.
     """
     blocks = Blocks(_weights(logits, best, drawing.temperature))
     rows = np.arange(len(best))
@@ -208,20 +212,22 @@ def draw(logits: Array, best: Doubles, drawing: Drawing) -> Longs:
     target = drawing.u * sums[:, -1]
     block = _first_above(sums, target)
     before = np.where(block > 0, sums[rows, block - 1], 0.0)
-    inside = np.maximum(blocks.take(rows, block), 0.0).cumsum(1, dtype=np.float64)  # nothing past the end
+    inside = np.maximum(blocks.take(rows, block), 0.0).cumsum(1, dtype=np.float64)  # entries past the end become 0
     return block * BLOCK + _first_above(inside, target - before)
 
 
 def draw_truncated(logits: Array, maxima: Floats, drawing: Drawing) -> Longs:
-    """As `draw`, from what top_k, top_p and min_p leave, in that order. `maxima` [n, B] are those of `Blocks(logits)`.
+    """As `draw`, from the tokens that top_k, top_p and min_p keep, in that order.
 
-    Each of the three keeps every token that is at least as likely as some threshold, so tokens that tie with the last
-    one kept are kept too. Exact at a fraction of a sort's cost: block maxima give a bound, and only tokens above it,
-    the candidates, are looked at. For top_p alone that is a guess, which holds if the candidates have the share of the
-    probability that is asked for. Rows where it does not, or with most blocks above the bound, are sorted whole.
+    `maxima` [n, B] are those of `Blocks(logits)`. Each of the three keeps every token at least as likely as some
+    threshold, so tokens that tie with the last one kept are kept too.
+
+    Exact at a fraction of a sort's cost: block maxima give a bound, and only the tokens above it, the candidates, are
+    read. For top_p alone the bound is a guess. It holds if the candidates have the requested share of the probability.
+    Rows where it does not hold, or with most blocks above the bound, are sorted whole.
     """
     best = maxima.max(1).astype(np.float64)
-    mass = np.ones(len(best))  # of the whole row; the likeliest token has 1
+    mass = np.ones(len(best))  # sum of the weights of the whole row; the likeliest token has weight 1
     is_guess = (drawing.top_p < 1) & (drawing.top_k == 0)
     rows = np.flatnonzero(is_guess)
     if len(rows):
@@ -245,10 +251,10 @@ def draw_truncated(logits: Array, maxima: Floats, drawing: Drawing) -> Longs:
 
 
 def _bound(maxima: Floats, best: Doubles, drawing: Drawing) -> Doubles:
-    """[n], for each row a logit that no token to keep is below; for top_p alone most likely so.
+    """[n] a lower bound for each row on the logits of the kept tokens; for top_p alone a guess.
 
-    top_k: k blocks have a maximum at or above the k-th largest maximum, so k tokens are. min_p is itself a threshold;
-    but where top_p takes its share of what top_k kept, all of that is needed and top_k's bound stands alone.
+    top_k: k blocks have a maximum at or above the k-th largest maximum, so at least k tokens are above it. min_p is
+    itself a threshold. Where top_p follows top_k, top_p needs all tokens that top_k kept, so only top_k's bound counts.
     """
     num_blocks = maxima.shape[1]
     likely = max(num_blocks // 4, 1)
@@ -266,7 +272,7 @@ def _bound(maxima: Floats, best: Doubles, drawing: Drawing) -> Doubles:
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Tokens of several rows in a line, sorted by (row, id)."""
+    """The candidates of several rows, concatenated and sorted by (row, id)."""
 
     row: Longs
     token_id: Longs
@@ -274,7 +280,7 @@ class _Candidates:
 
 
 def _candidates(blocks: Blocks, is_near: Bools, bound: Doubles, best: Doubles, temperature: Doubles) -> _Candidates:
-    """The tokens at or above `bound` in the blocks that are near."""
+    """The tokens at or above `bound` in the blocks with `is_near`."""
     rows, near = np.nonzero(is_near)
     found = blocks.take(rows, near)
     at_block, at = np.nonzero(found >= bound[rows][:, None])
@@ -283,8 +289,10 @@ def _candidates(blocks: Blocks, is_near: Bools, bound: Doubles, best: Doubles, t
 
 
 def _draw_candidates(found: _Candidates, rows: Longs, drawing: Drawing, mass: Doubles) -> Longs:
-    """One token for each of `rows`. Rows of about the same number of candidates are drawn from together, side by side:
-    so padding costs at most 8 times what is there."""
+    """One token for each of `rows`.
+
+    Rows with about the same number of candidates are drawn together, so padding costs at most a factor of 8.
+    """
     counts = np.bincount(found.row, minlength=len(mass))
     column = np.arange(len(found.row)) - np.repeat(np.cumsum(counts) - counts, counts)
     size = np.ceil(np.log2(np.maximum(counts, 8)) / 3)
@@ -302,7 +310,7 @@ def _draw_candidates(found: _Candidates, rows: Longs, drawing: Drawing, mass: Do
 
 
 def _draw_whole(logits: Array, best: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
-    """One token for each row, some rows at a time: an entry takes about 40 bytes here."""
+    """One token for each row, from a full sort; a few rows at a time, since an entry takes about 40 bytes."""
     parts, num_rows = [], max(WHOLE_SIZE // logits.shape[1], 1)
     for start in range(0, len(best), num_rows):
         some = slice(start, start + num_rows)
@@ -314,17 +322,17 @@ def _draw_whole(logits: Array, best: Doubles, drawing: Drawing, mass: Doubles) -
 
 
 def _draw_from(values: Doubles, drawing: Drawing, mass: Doubles) -> Longs:
-    """[n] places in log-weights [n, W], which are in the order of the vocabulary; -inf is padding."""
+    """[n] the columns drawn from log-weights [n, W], which are in vocabulary order; -inf is padding."""
     is_kept = values >= thresholds(values, drawing, mass)[:, None]
     sums = np.where(is_kept, np.exp(values), 0.0).cumsum(1)
     return _first_above(sums, drawing.u * sums[:, -1])
 
 
 def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
-    """[n], the least log-weight that top_k, then top_p, then min_p keep. The likeliest token is always kept.
+    """[n] the smallest log-weight that top_k, then top_p, then min_p keep. The likeliest token is always kept.
 
     values [n, W] log-weights relative to the row's largest, which is 0; -inf is padding. mass [n] the sum of all
-    weights of the row, candidates or not; not read where top_k is on.
+    weights of the row, including those of tokens that are not candidates; not read where top_k is on.
     """
     width = values.shape[1]
     rows = np.arange(len(values))
@@ -341,8 +349,10 @@ def thresholds(values: Doubles, drawing: Drawing, mass: Doubles) -> Doubles:
 
 
 def truncated(logits: Array, drawing: Drawing) -> Array:
-    """Logits [n, V] that are over their temperature already, -inf where top_k, top_p and min_p leave nothing: in
-    place."""
+    """Sets to -inf, in place, the tokens that top_k, top_p and min_p remove.
+
+    `logits` [n, V] are already divided by their temperature.
+    """
     arrays = arrays_of(logits)
     values = arrays.on_host(logits).astype(np.float64)
     values -= values.max(1, keepdims=True)
@@ -351,7 +361,7 @@ def truncated(logits: Array, drawing: Drawing) -> Array:
 
 
 def _weights(logits: Array, best: Doubles, temperature: Doubles) -> Array:
-    """exp((logits - best) / temperature), [n, V] f32, new: probabilities up to a factor; the largest is 1."""
+    """exp((logits - best) / temperature), a new [n, V] f32: unnormalized probabilities; the largest is 1."""
     return arrays_of(logits).weights(logits, best, temperature if (temperature != 1).any() else None)
 
 
@@ -362,8 +372,10 @@ def _log(x: Doubles) -> Doubles:
 
 
 def _first_above(sums: Doubles, target: Doubles) -> Longs:
-    """[n], in each row the first place at which the running sum is above `target`. It is a place where the sum grows,
-    also when rounding has brought `target` up to the whole sum."""
+    """[n] the first column of each row at which the running sum is above `target`.
+
+    The sum grows at that column, even if rounding has brought `target` up to the whole sum.
+    """
     target = np.minimum(target, np.nextafter(sums[:, -1], 0.0))
     places: Longs = (sums <= target[:, None]).sum(1)
     return places
@@ -374,16 +386,16 @@ def _first_above(sums: Doubles, target: Doubles) -> Longs:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of n tokens, and of the k likeliest in the place of each."""
+    """Log-probabilities of n tokens, and of the k likeliest alternatives to each."""
 
     logprobs: Floats  # [n] natural logarithms
     ranks: Longs  # [n] 1 is the likeliest
-    top_ids: Longs  # [n, k] in falling order
+    top_ids: Longs  # [n, k] likeliest first
     top_logprobs: Floats  # [n, k]
 
 
 def score(logits: Array, token_ids: Longs, num_top: int) -> Scores:
-    """How likely `logits` [n, V] f32, with finite maxima, make `token_ids` [n]; and the `num_top` likeliest."""
+    """Scores `token_ids` [n] by `logits` [n, V] f32 with finite maxima, and finds the `num_top` likeliest tokens."""
     arrays = arrays_of(logits)
     best = Blocks(logits).likeliest()[1].astype(np.float64)
     total = np.log(Blocks(arrays.weights(logits, best, None)).sums().cumsum(1)[:, -1])
@@ -399,14 +411,13 @@ def score(logits: Array, token_ids: Longs, num_top: int) -> Scores:
 
 
 def top_logprobs(logits: Array, token_ids: Longs, num_top: Longs) -> list[TopLogprobs]:
-    """Natural logarithms of the probabilities that `logits` [n, V] give, in float32: the chosen `token_ids` [n], its
-    rank, and the `num_top` [n] likeliest tokens."""
+    """Log-probabilities under `logits` [n, V]: of the chosen `token_ids` [n], and of the `num_top` [n] likeliest."""
     scores = score(arrays_of(logits).floats(logits), token_ids, min(int(num_top.max()), logits.shape[1]))
     return told(scores, num_top)
 
 
 def told(scores: Scores, num_top: Longs) -> list[TopLogprobs]:
-    """Of each token, with the `num_top` [n] likeliest beside it."""
+    """`Scores` as one object per token, each with its `num_top` [n] likeliest tokens."""
     ids, values = scores.top_ids.tolist(), scores.top_logprobs.tolist()
     chosen = zip(scores.logprobs.tolist(), scores.ranks.tolist(), num_top.tolist(), strict=True)
     return [
@@ -416,5 +427,5 @@ def told(scores: Scores, num_top: Longs) -> list[TopLogprobs]:
 
 
 def rows_of(x: Array, rows: Longs) -> Array:
-    """These rows of `x`, in rising order; `x` itself when that is all of them."""
+    """These rows of `x`, which must ascend; `x` itself if that is all of them."""
     return x if len(rows) == len(x) else arrays_of(x).take(x, rows)

@@ -1,6 +1,6 @@
-"""What each running sequence asked of the sampler, and how far it has come: columns indexed by slot.
+"""Sampling parameters and token counts of the running sequences, in columns indexed by slot. Decides when they end.
 
-Plain numpy: a step of 256 rows is a few operations and no loop. Knows when a sequence ends. Refuses to know logits.
+Plain numpy: a step of 256 rows is a few operations and no loop. Used on the device thread only.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from ..messages import NO_INDICES, Bools, FinishReason, Indices, Ints, Started
 from ..params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from .token_constraints import TokenLimits
 
-MIN_TEMPERATURE = 1e-20  # so that a difference of logits over it is still a float32; draws the likeliest token
+MIN_TEMPERATURE = 1e-20  # a difference of logits divided by it is still a float32; draws the likeliest token
 NO_TOKEN = -1
 
-# what a row needs beyond the likeliest token; bits, so that one look at a step's rows tells what none of them needs
+# What a row needs beyond the likeliest token. Bits: one reduction shows what no row of a step needs.
 ENDED, EDITS, RANDOM, LOGPROBS, GRAMMAR, THINKING, POOLED = 1, 2, 4, 8, 16, 32, 64
 
 
 class SamplingTable:
-    """One row a slot, filled when a sequence starts there. S slots, E end-of-sequence tokens.
+    """One row per slot, filled when a sequence starts there. S slots, E end-of-sequence tokens.
 
-    Ids outside the vocabulary are forgotten: no token can match them.
+    Ids outside the vocabulary are dropped: no token can match them.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int]) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos = self._known(eos_token_ids)  # [E]
-        self.eos_token_id = int(self.eos[0]) if len(self.eos) else 0  # of an end that no token chose
+        self.eos_token_id = int(self.eos[0]) if len(self.eos) else 0  # the token of an end that the sampler forces
         self.sequence_ids = np.full(num_slots, -1, np.int64)
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.num_generated = np.zeros(num_slots, np.intp)
@@ -53,7 +53,7 @@ class SamplingTable:
         self.frequency_penalty = np.zeros(num_slots, np.float32)
         self.repetition_penalty = np.ones(num_slots, np.float32)
         self.num_biased = np.zeros(num_slots, np.int32)
-        # NOTE: empty, not zeros: memory that no row with a penalty or a bias has touched is never there
+        # NOTE: empty, not zeros: pages that no row with a penalty or a bias has written are never allocated
         self.tokens = np.empty((num_slots, max_model_len), np.int32)  # [S, P + G], of rows with penalties only
         self.biased_ids = np.empty((num_slots, MAX_LOGIT_BIAS), np.int32)
         self.bias = np.empty((num_slots, MAX_LOGIT_BIAS), np.float32)
@@ -66,11 +66,11 @@ class SamplingTable:
         self._end_ids = np.full((num_slots, len(self.eos) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int32)  # EOS first
         self._end_ids[:, : len(self.eos)] = self.eos
         self._num_end_ids = len(self.eos)  # columns in use by any row
-        self._may_end = np.zeros(vocab_size, np.bool_)  # [V] ids that end some row, now or once; most steps have none
+        self._may_end = np.zeros(vocab_size, np.bool_)  # [V] ids that end or ended some row; most steps choose none
         self._may_end[self.eos] = True
 
     def start(self, started: Started) -> None:
-        """A sequence takes a slot, new or back from a preemption; what was there is forgotten."""
+        """Assigns a slot to a sequence, new or resumed after a preemption, and discards the slot's old state."""
         slot, params = started.slot, started.params
         self.sequence_ids[slot] = started.sequence_id
         self.num_prompt[slot] = started.num_prompt
@@ -135,7 +135,7 @@ class SamplingTable:
         return np.array([token_id for token_id in token_ids if 0 <= token_id < self.vocab_size], np.int32)
 
     def end_ids(self, slot: int) -> Ints:
-        """EOS and stop token ids of a slot, which it may not choose before `min_tokens`."""
+        """EOS and stop token ids of a slot, which may not be chosen before `min_tokens`."""
         ids = self._end_ids[slot]
         known: Ints = ids[ids != NO_TOKEN]
         return known
@@ -148,19 +148,21 @@ class SamplingTable:
         return early[at], ids[at, column]
 
     def steer(self, slots: Indices, rows: NDArray[np.intp], token_ids: NDArray[np.int64]) -> None:
-        """Puts into `token_ids` what the thinking budgets of `rows` of it force. A row whose thoughts are over needs
-        this no more."""
+        """Overwrites the `token_ids` of `rows` with the tokens that their thinking budgets force.
+
+        A row whose thinking has ended loses the THINKING bit.
+        """
         token_ids[rows], is_over = self.thinking.steer(slots[rows], token_ids[rows])
         self.needs[slots[rows[is_over]]] &= ~np.uint8(THINKING)
 
     def settle(
         self, slots: Indices, place: Indices, token_ids: Indices, is_broken: Bools, over: Indices = NO_INDICES
     ) -> NDArray[np.int8]:
-        """Notes one new token for each of `slots`, none of which is finished; `place` is their `num_generated` until
-        now, and one more for each time that a slot was named before. Returns their `FinishReason`.
+        """Records one new token for each of `slots`, none of which has ended. Returns their `FinishReason`.
 
+        `place` is the token's index in its answer: `num_generated` so far, plus one for each earlier row of the slot.
         A row whose logits held no number ends with ERROR. The rows `over` end with STOP, whatever their token. EOS or a
-        stop token id ends a row with STOP, also where it reaches its limit at the same token; else the limit ends it
+        stop token id ends a row with STOP, even if it reaches its limit at the same token. Otherwise the limit ends it
         with LENGTH.
         """
         num_generated = place + 1

@@ -1,6 +1,6 @@
-"""The sample stage: has each step's tokens chosen on the device, tells schedule the outcome and detokenize the tokens.
+"""The sample stage: has each step's tokens chosen on the device, and reports them to schedule and detokenize.
 
-Knows which steps are void. Refuses to know how tokens are chosen: that is the sampler's, on the device thread.
+The stage runs on the event loop. The sampler runs on the device thread, except `Sampler.prepare`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ STEP_DONE = int(EventKind.STEP_DONE)
 
 
 class Sample(Stage[StepLogits, StepTokens]):
-    """Every `StepLogits` becomes exactly one `StepDone` or `StepVoid` on `feedback`, in order, whatever fails: the step
-    loop's credits depend on it. It is sent when the device is done with the step, or does nothing of a later one before
-    it is, so blocks may be reused then.
+    """Turns every `StepLogits` into exactly one `StepDone` or `StepVoid` on `feedback`, in order, whatever fails.
 
-    On a late device a step is submitted when it arrives, whatever is in flight, so that the device need not hear from
-    here between two steps; each waits for its end in a task of its own, and for its turn to be answered. A device that
-    computes by its own thread gains nothing by that, and steps come in batches, one at a time: that takes less time.
+    The credits of the step loop depend on this. The message is sent when the device has finished the step, or at least
+    runs no later step before it has. So the receiver may reuse blocks.
 
-    A step that is done also becomes a `StepTokens` on `out`, unless that would say nothing. After a void, steps of the
+    On an asynchronous device a step is submitted when it arrives, whatever is in flight: the device never waits for
+    this stage between two steps. Each step waits in a task of its own, first for its result, then for its turn to be
+    reported. A device that computes on its own thread gains nothing from that, so its steps are handled one batch at a
+    time, with less overhead.
+
+    A finished step also becomes a `StepTokens` on `out`, unless that would be empty. After a void step, steps of the
     same or an older generation are void too.
     """
 
@@ -45,19 +47,19 @@ class Sample(Stage[StepLogits, StepTokens]):
         self.device = device
         self._watch = PromptWatch()
         self._pace = StepPace()
-        self._in_hand: dict[int, StepLogits] = {}  # by step: arrived and not answered
-        self._batch: Sequence[StepLogits] = ()  # the last that came, whose time is expected as a whole
-        self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not answered
-        self._turns: dict[int, asyncio.Future[None]] = {}  # by step: waits until those before it are answered
-        self._next: int | None = None  # step to be answered; None: none has arrived
+        self._in_hand: dict[int, StepLogits] = {}  # by step: received and not reported
+        self._batch: Sequence[StepLogits] = ()  # the last one received, whose time is estimated as a whole
+        self._results: dict[int, asyncio.Future[StepTokens]] = {}  # by step: submitted and not reported
+        self._turns: dict[int, asyncio.Future[None]] = {}  # by step: resolves when all earlier steps are reported
+        self._next: int | None = None  # step to report next; None: none has arrived
         self._last_told = -1  # step
         self._void_generation = -1
         self._context: Context | None = None
-        self._began_s = 0.0  # when the device could begin with the step that is answered next
+        self._began_s = 0.0  # when the device could start the step that is reported next
 
     @property
     def concurrency(self) -> int | None:
-        """As many steps as may ever be in flight, on a late device."""
+        """As many steps as may ever be in flight, on an asynchronous device."""
         return MOST_IN_FLIGHT if self.device.is_late else None
 
     async def setup(self, context: Context) -> None:
@@ -74,7 +76,7 @@ class Sample(Stage[StepLogits, StepTokens]):
             await self._answer(item.grant, out)
 
     async def recover(self, batch: Sequence[StepLogits], error: BaseException, out: Outlet[StepTokens]) -> None:
-        """The steps that were not answered are void; the device thread must not wait for them."""
+        """Voids the steps that were not reported. Submits them first: the device thread must not wait for them."""
         for item in batch:
             step = item.grant.step
             if step > self._last_told:
@@ -93,7 +95,7 @@ class Sample(Stage[StepLogits, StepTokens]):
 
     @property
     def waits_for(self) -> str | None:
-        """Execute, while the forward pass is what takes the time."""
+        """The execute stage, while the forward pass of the first pending step is running."""
         return "execute" if self._in_hand and self.device.is_forwarding(min(self._in_hand)) else None
 
     def _take(self, item: StepLogits) -> None:
@@ -108,14 +110,13 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._results[grant.step] = self.device.sample(grant, sample)
 
     async def _answer(self, grant: StepGrant, out: Outlet[StepTokens], crash: BaseException | None = None) -> None:
-        """Waits for the device and for the step's turn, and tells what became of it; with a `crash` it is void in any
-        case."""
+        """Waits for the step's turn and for the device, and reports the result. With a `crash`, the step is void."""
         if grant.step != self._next:
             await self._turn(grant.step)
         tokens, error = None, crash
         try:
             tokens = await self._results[grant.step]
-        except Exception as failure:  # whatever the device raised: it belongs to this step, not to this stage
+        except Exception as failure:  # any error of the device concerns this step, not this stage
             error = crash or failure
         self._watch.take_note(grant)
         if tokens is None or error is not None or grant.generation <= self._void_generation:
@@ -126,7 +127,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._pass_turn(grant.step)
 
     async def _turn(self, step: int) -> None:
-        """Returns when all steps before this one are answered."""
+        """Waits until all earlier steps are reported."""
         self._turns[step] = asyncio.get_running_loop().create_future()
         await self._turns[step]
 
@@ -142,7 +143,7 @@ class Sample(Stage[StepLogits, StepTokens]):
         self._void_generation = max(self._void_generation, grant.generation)
         out.send(StepVoid(grant.step, grant.generation, None if has_fallen else error), port="feedback")
         self._last_told = grant.step
-        self._step_s()  # its time is no other step's
+        self._step_s()  # so that its time is not counted for the next step
         self._trace_void(grant, error)
 
     def _tell_done(self, grant: StepGrant, tokens: StepTokens, out: Outlet[StepTokens]) -> None:
@@ -158,13 +159,13 @@ class Sample(Stage[StepLogits, StepTokens]):
             out.send(tokens)
 
     def _step_s(self) -> float:
-        """How long the step took that is done now."""
+        """Seconds that the step which ends now took."""
         assert self._context is not None
         began_s, self._began_s = self._began_s, self._context.env.now()
         return self._began_s - began_s
 
     def _note_done(self, grant: StepGrant, done: StepDone, step_s: float) -> None:
-        """Tells the trace, and the pace of steps, how long this one took."""
+        """Records the step's time in the trace and in the step pace."""
         assert self._context is not None
         tracer = self._context.tracer
         self._pace.note(grant.num_computed, step_s)
@@ -195,7 +196,7 @@ def _done(grant: StepGrant, tokens: StepTokens, took_us: int) -> StepDone:
 
 
 def _with_rows_of_pooled(tokens: StepTokens) -> StepTokens:
-    """For the books, a pooled sequence ends like any other: with a token, whose id means nothing."""
+    """Adds a row for each pooled sequence: the scheduler sees it end with a token, whose id means nothing."""
     slots = np.array([*tokens.pooled], np.intp)
     nothing = np.zeros(len(slots), np.intp)
     ids = [pooled.sequence_id for pooled in tokens.pooled.values()]

@@ -1,6 +1,6 @@
-"""Which tokens a row may choose from at all: `allowed_token_ids` and `bad_words`. Slot by slot, on the device thread.
+"""Token constraints: `allowed_token_ids` and `bad_words`, by slot. Used on the device thread only.
 
-Only rows that asked are looked at, one by one: few do. Knows ids; refuses to know text (tokenize makes ids of words).
+Rows with constraints are processed one by one, since they are few. The tokenize stage turns bad words into ids.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Longs = NDArray[np.int64]
 
 @dataclass(slots=True)
 class _Limit:
-    """What one row may not choose."""
+    """The constraints of one row."""
 
-    allowed: Longs | None  # nothing but these; None: anything
-    bad_words: Sequence[tuple[int, ...]]  # runs of tokens that may not become whole in the answer
-    newest: list[int]  # the answer's last tokens, as many as the longest of them has, less one
+    allowed: Longs | None  # only these ids; None: any
+    bad_words: Sequence[tuple[int, ...]]  # token sequences that may not occur in the answer
+    newest: list[int]  # the answer's last tokens: one fewer than the longest bad word has
 
     def forbidden(self) -> list[int]:
-        """The tokens that would make a bad word whole now."""
+        """The tokens that would complete a bad word now."""
         return [word[-1] for word in self.bad_words if self._ends_with(word[:-1])]
 
     def _ends_with(self, begin: tuple[int, ...]) -> bool:
@@ -35,7 +35,7 @@ class _Limit:
 
 
 class TokenLimits:
-    """The limits of the running sequences. `is_limited` [S] says whose slots have some."""
+    """The constraints of the running sequences. `is_limited` [S] marks the slots that have some."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self.is_limited = np.zeros(num_slots, np.bool_)
@@ -44,7 +44,7 @@ class TokenLimits:
         self._has_bad_words = np.zeros(num_slots, np.bool_)
 
     def start(self, started: Started) -> bool:
-        """A sequence takes a slot; what was there is forgotten. Whether it has limits."""
+        """Assigns a slot to a sequence, and discards the slot's old state. Returns whether it has constraints."""
         slot, params = started.slot, started.params
         self._limits.pop(slot, None)
         has_bad_words = len(params.bad_words_token_ids) > 0
@@ -63,7 +63,7 @@ class TokenLimits:
         return _Limit(allowed, bad_words, newest)
 
     def apply(self, slots: Indices, logits: Array) -> None:
-        """Takes what they may not choose from the rows of `slots`, in place. `logits` [n, V] f32."""
+        """Sets to -inf, in place, the tokens that the rows of `slots` may not choose. `logits` [n, V] f32."""
         for row in np.flatnonzero(self.is_limited[slots]).tolist():
             limit = self._limits[int(slots[row])]
             if limit.allowed is not None:
@@ -74,7 +74,7 @@ class TokenLimits:
                 logits[row, forbidden] = -math.inf
 
     def note(self, slots: Indices, token_ids: Indices) -> None:
-        """Each of `slots` got a token."""
+        """Records the token of each slot."""
         for row in np.flatnonzero(self._has_bad_words[slots]).tolist():
             limit = self._limits[int(slots[row])]
             longest = max(map(len, limit.bad_words), default=1) - 1

@@ -6,7 +6,7 @@ The weights are random but for two tensors of each layer, which are zero: then t
 again, at the full cost of a step, and the temperature says how often it is. So a text repeats itself always, often,
 half of the time or not at all, which is to a drafter what a summary, code, prose and noise are. Prompts of 128 tokens,
 answers of 128, some at once. With and without take turns, A B A B: on a shared machine quote the ratios; on a busy one
-those of processor time a token, with one thread, which waits for nobody.
+those of processor time a token, with one thread, which never waits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.bench.shapes import SHAPES, make_checkpoint
 from tests.bench.workloads import w1
 
 TEXTS = {"always": 0.0, "often": 0.9, "half": 1.0, "never": 2.0}  # how often the last token comes again -> temperature
-BATCHES = (1, 2, 3)  # with the last one nobody drafts
+BATCHES = (1, 2, 3)  # with the last one no sequence drafts
 NUM_ANSWER = 128
 
 

@@ -9,7 +9,7 @@ median and p99, and microseconds of CPU a token of all the server's processes; m
 round's ratio split / inline the median with its least and most. Without `--model` it is the bundled one, whose steps
 are so short that HTTP is most of the work; give it a checkpoint of a real shape, too (`shapes.py` makes some).
 
-Run it on a machine at rest: what `deploy/cli/modes.py` decides rests on it.
+Run it on a machine at rest: what `deploy/cli/serve.py` decides rests on it.
 """
 
 from __future__ import annotations

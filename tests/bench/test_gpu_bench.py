@@ -277,7 +277,7 @@ def test_a_gate_whose_blocks_came_back_another_way_than_it_was_to_try_is_complai
     monkeypatch.setattr(gates, "answers", lambda options, *_: said([7], recompute=3))
     told = Told()
     gates.pass_gate(told.place, gates.Gate("tight", {}, (gates.RECOMPUTE, gates.SWAP)), {}, [GREEDY], 1)
-    assert told.wrong == [f"tight: nobody had its blocks back by swap with {gates.SWAP}, so that was not tried"]
+    assert told.wrong == [f"tight: no sequence had its blocks back by swap with {gates.SWAP}, so that was not tried"]
 
 
 def test_bits_that_depend_on_the_company_are_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ KEY = "a key of the tests"  # what every client of these tests is given, with th
 
 @pytest.fixture(scope="package")
 def demo() -> Iterator[RunningServer]:
-    """The bundled model. It can not call tools or write JSON by itself: where it does, a grammar made it."""
+    """The bundled model. It cannot call tools or write JSON by itself: where it does, a grammar made it."""
     flags = ["--port", "0", "--api-key", KEY, "--max-num-seqs", "8", "--pooling", "mean"]
     with RunningServer(command=[sys.executable, "-m", "millrace.deploy", "serve", *flags]) as running:
         yield running

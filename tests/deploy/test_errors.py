@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_code_that_is_written_somewhere_is_in_the_table():
     written = set()
-    for file in [*(ROOT / "deploy").glob("*.py"), *(ROOT / "stages").glob("*.py")]:
+    for file in [*(ROOT / "deploy").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]:
         text = file.read_text()
         written |= set(re.findall(r"ApiError\(\s*\"(\w+)\"", text))
         written |= set(re.findall(r"\b(?:error_)?code(?:: \w+)? ?= ?\"(\w+)\"", text))
     assert len(written) > 15
-    assert written <= set(CODES)
+    assert written - set(CODES) == {"engine_died"}  # it brings its own status
 
 
 def test_an_overload_says_when_to_come_back_and_why():

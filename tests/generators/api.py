@@ -5,7 +5,7 @@ Where the bounds are many by themselves (412 to 1,061 for ten operations) random
 get 200. An operation that deletes takes the ids that others were given, each once, and ends with the last.
 MILLRACE_FULL=1 draws 200 for all, and follows links too. What a check asks beside its case is not counted.
 
-No check is switched off. Four things are said to it that the document alone can not say: bodies are made acceptable
+No check is switched off. Four things are said to it that the document alone cannot say: bodies are made acceptable
 where only a compiler or the model can judge them (`tamed.py`), pairs of fields that no schema describes are kept apart
 (`relations.py`), five operations may answer what `EXPECTED` lists, and 413 is a refusal as good as any.
 
@@ -45,8 +45,8 @@ OPTIONS = {
     "script": {"eos_probability": 0.2},
 }
 # A body may be wrong in more than one way: a list of too many of the longest texts is refused for its length in bytes,
-# before anybody counts. HTTP alone opens no WebSocket: their operations answer 426 to it, however well asked. And how a
-# response was made, in the background or with events, decides what can be asked of it: that is 400.
+# before cases are counted. HTTP alone opens no WebSocket: their operations answer 426 to it, however well asked. And
+# how a response was made, in the background or with events, decides what can be asked of it: that is 400.
 EXPECTED = """[checks]
 negative_data_rejection.expected-statuses = [
     "400", "401", "403", "404", "405", "406", "409", "413", "415", "422", "428", "429", "5xx"
@@ -101,7 +101,7 @@ class Outcome:
 
 def run(cases: int, *more: str, fills_up: bool = False, **pipes: Any) -> Outcome:
     """Schemathesis, with so many random cases an operation, or what `RANDOM_CASES` says to fill up. Takes its options.
-    Raises AssertionError if the server did what no request may cause (O8)."""
+    Raises AssertionError if the server did what no request may cause."""
     key = {"Authorization": f"Bearer {KEY}"}
     with RunningServer(**OPTIONS, audit=True) as server, tempfile.TemporaryDirectory() as folder:
         warm_up(server, key, fully=True)

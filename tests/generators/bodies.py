@@ -1,4 +1,4 @@
-"""B03: bodies that are right but for one to four fields, sent to a live server.
+"""Bodies that are right but for one to four fields, sent to a live server.
 
     python -m tests.generators.bodies --cases 100000
 
@@ -50,7 +50,7 @@ COMMON: dict[str, Any] = {
     "priority": 0,
     "cache_salt": "salt",
     "request_id": "id",
-    "user": "somebody",
+    "user": "someone",
     "response_format": {"type": "text"},
     "structured_outputs": None,
     "guided_json": None,

@@ -1,9 +1,9 @@
-"""B06: bytes that were HTTP before something happened to them, on raw sockets.
+"""Bytes that were HTTP before something happened to them, on raw sockets.
 
     python -m tests.generators.http_mutator --cases 20000 [--seed N]
 
-Begins with what T37 to T46 send. Whatever comes back is whole responses in our shape, none of them a 500 and none with
-anything inner in it, and a good request is answered after each hundred.
+Begins with what the tests in `tests/security` send. Whatever comes back is whole responses in our shape, none of them a
+500 and none with anything inner in it, and a good request is answered after each hundred.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the OpenAPI document can not say: how fields that are fine one by one must fit one another by number.
+"""What the OpenAPI document cannot say: how fields that are fine one by one must fit one another by number.
 
 JSON Schema compares a field with constants only. Each relation is a claim about bodies that are valid by the schema:
 broken, it is a 400 that names `param`, which `test_api_conformance.py` shows. Generators leave such bodies out
@@ -138,7 +138,7 @@ def thinks_less_than_it_may(body: Body, _context: int) -> bool:
 
 
 def has_short_numbers(value: Any, _context: int = 0) -> bool:
-    """Those of fields that nobody knows too: the parser looks at them before anybody knows which field is which."""
+    """Unknown fields included: the parser checks them before fields are told apart."""
     if isinstance(value, Mapping):
         return all(has_short_numbers(part) for part in value.values())
     if isinstance(value, list):
@@ -192,7 +192,7 @@ RELATIONS = (
 
 def with_whole_numbers(value: Any) -> Any:
     """The same with 1 for 1.0. To JSON Schema both are integers; here a count or a token id is written without a point,
-    as that one can not be told from a mistake (T26)."""
+    as that one cannot be told from a mistake."""
     if isinstance(value, Mapping):
         return {name: with_whole_numbers(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -38,7 +38,7 @@ def tamed(value: Any) -> Any:
         body["timeout_s"] = PATIENCE_S
     if isinstance(body.get("bad_words"), list):
         body["bad_words"] = [word for word in body["bad_words"] if not isinstance(word, str) or word.strip()]
-    body.pop("dimensions", None)  # the scripted model's embeddings can not be cut
+    body.pop("dimensions", None)  # the scripted model's embeddings cannot be cut
     return body
 
 

@@ -1,4 +1,4 @@
-"""B01: Schemathesis over the OpenAPI document, every check on; `api.py` says what it is told and how cases are counted.
+"""Schemathesis over the OpenAPI document, every check on; `api.py` says what it is told and how cases are counted.
 Here all but what the server says of itself, which is in `test_api_of_itself.py`: two workers take half of the time.
 """
 

@@ -1,4 +1,4 @@
-"""B01 for what the server says of itself: the other half of `test_api_conformance.py`, for a worker of its own."""
+"""Schemathesis over what the server says of itself: the other half of `test_api_conformance.py`, for another worker."""
 
 from __future__ import annotations
 

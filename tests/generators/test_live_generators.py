@@ -1,4 +1,4 @@
-"""B03 and B06, as many as fit a change; MILLRACE_FULL=1 for the counts that are asked for, commands for more."""
+""", as many as fit a change; MILLRACE_FULL=1 for the counts that are asked for, commands for more."""
 
 from __future__ import annotations
 

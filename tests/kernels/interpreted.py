@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from millrace.kernels import kernel_set as backend
+from millrace.kernels import kernel_set
 from millrace.kernels.reference import layers_and_attention as reference
 from millrace.kernels.triton import attention as triton_attention
 from millrace.kernels.triton import launch as triton_launch
@@ -79,4 +79,4 @@ def test_other_types_are_refused() -> None:
 
 
 def test_the_backend_loads() -> None:
-    assert backend.load("triton").paged_decode is triton_attention.paged_decode
+    assert kernel_set.load("triton").paged_decode is triton_attention.paged_decode

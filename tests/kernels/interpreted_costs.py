@@ -1,5 +1,6 @@
-"""Bytes that the kernels' costs name, against those that launches touch: each load and store in Triton's interpreter is
-written down. What is read twice, or written and read again, counts once in each direction, as it does in a cost.
+"""The bytes of the kernels' costs against the bytes that launches touch, recorded in Triton's interpreter.
+
+Bytes that are read twice, or written and read again, count once in each direction, as in a cost.
 
 Run by `tests/kernels/triton/test_triton_interpreted.py`.
 """

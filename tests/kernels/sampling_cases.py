@@ -1,4 +1,4 @@
-"""Rows of logits, and what their slots ask for, to test sampling kernels on."""
+"""Rows of logits and sampling parameters of slots, to test sampling kernels on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.kernels.layout import sampling_rows
 
 
 def table(*asked: dict[str, Any]) -> Tensor:
-    """[S, 16] one slot for each."""
+    """The sampling parameters of one slot for each argument, [S, 16] i32."""
     return torch.from_numpy(np.stack([sampling_rows.pack(**one) for one in asked]))
 
 
@@ -22,8 +22,8 @@ def noise(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> 
 
 
 def spoil(logits: Tensor) -> Tensor:
-    """As they are, but for rows 1 to 4 of them: a NaN, +inf, nothing but -inf, and one number among -inf. The first two
-    stand at the end."""
+    """The logits with broken rows 1 to 4: NaN, +inf, only -inf, and one number among -inf. The first two are at the
+    end of their row."""
     logits = logits.clone()
     logits[1, -1], logits[2, -1] = float("nan"), float("inf")
     logits[3:5] = float("-inf")

@@ -1,4 +1,4 @@
-"""The state of a device, kept twice: by the plain twins, and by kernels that must do the same."""
+"""The state of a device, kept twice: by the plain twins, and by kernels that must match them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.kernels import kernel_set as backend
+from millrace.kernels import kernel_set
 from millrace.kernels.triton import launch as triton_launch
 from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
@@ -30,11 +30,11 @@ def _interpreted() -> None:
     assert triton_launch.IS_INTERPRETED, "run with TRITON_INTERPRET=1"
 
 
-def decoder(folder: Path, name: backend.BackendName) -> Decoder:
+def decoder(folder: Path, name: kernel_set.BackendName) -> Decoder:
     (folder / "config.json").write_text(json.dumps(TINY))
     config = ModelConfig.read(folder)
     weights = load_weights(folder, config, CPU, torch.float32, load_format="dummy")
-    return Decoder(config, weights, backend.load(name), max_positions=64)
+    return Decoder(config, weights, kernel_set.load(name), max_positions=64)
 
 
 def step(model: Decoder, cache: KVCache, ids: list[int], length: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millrace.kernels import kernel_set
 from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
@@ -17,11 +18,9 @@ from millrace.model.decoder.weights import load_weights
 
 
 def load_decoder(root: Path, dtype: torch.dtype = torch.float32, kernels: Any = None) -> Decoder:
-    """The checkpoint on the CPU, on the PyTorch twins unless told otherwise."""
-    if kernels is None:
-        import millrace.kernels.reference.layers_and_attention as kernels
+    """The checkpoint on the CPU, on the PyTorch kernels unless `kernels` are given."""
     config = ModelConfig.read(root)
-    return Decoder(config, load_weights(root, config, torch.device("cpu"), dtype), kernels)
+    return Decoder(config, load_weights(root, config, torch.device("cpu"), dtype), kernels or kernel_set.load("torch"))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""O8: what no request may make a process do, noticed by an audit hook. For the process under test; knows no test.
+"""What no request may make a process do, noticed by an audit hook. For the process under test; knows no test.
 
 Python tells a hook of each file that is opened, each connection, each process, each piece of code that is compiled or
 run. What `Audit` keeps is told as `event what`: `open /etc/passwd`, `subprocess.Popen /usr/bin/python -P -m a.helper`.
@@ -31,7 +31,7 @@ OWN_FILES = ("/proc/self/", f"/proc/{os.getpid()}/", "/dev/null")
 
 
 class Audit:
-    """Once armed, keeps what is forbidden. A hook can not be taken out again, so it has one switch.
+    """Once armed, keeps what is forbidden. A hook cannot be taken out again, so it has one switch.
 
     `roots` are folders of which files may be opened: those of the model, the log and scratch files. `allowed` are
     beginnings of what else may be, as it would be told. Sources of modules that are loaded may be read, as a traceback
@@ -57,7 +57,7 @@ class Audit:
         finally:
             self.is_armed = False
         seen = self.take()
-        assert not seen, f"O8: {seen}"
+        assert not seen, f"forbidden: {seen}"
 
     def take(self) -> list[str]:
         """What was seen and is not allowed, since the last time."""
@@ -81,7 +81,7 @@ class Audit:
 
     def _is_inside(self, path: str) -> bool:
         if not os.path.isabs(path):
-            return path.isdecimal()  # a descriptor, which somebody has opened before
+            return path.isdecimal()  # a descriptor, opened before
         real = os.path.realpath(path)
         return f"{real}/".startswith(self._roots) or real in _loaded_sources()
 

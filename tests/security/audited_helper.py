@@ -1,4 +1,5 @@
-"""The process in which grammars are tried, with O8 watched in it: anything but `compile` that is forbidden is added to
+"""The process in which grammars are tried, with the audit watching it: anything but `compile` that is forbidden is
+added to
 `complaints(parent's id)`, where the server under test finds it."""
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ NUM_CANARIES = count(2, full=8)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "memory(peak_mib, left_mib): O4 with other limits, for a reason beside it")
+    config.addinivalue_line("markers", "memory(peak_mib, left_mib): other limits of memory, for a reason beside it")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,13 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def audit() -> Audit:
-    """O8 for servers in this process, in which their clients are too."""
+    """The audit of servers in this process, which also holds their clients."""
     return Audit(allowed=["socket.connect 127.0.0.1:", "socket.getaddrinfo '127.0.0.1'"])
 
 
 @pytest.fixture(autouse=True)
 def watches(request: pytest.FixtureRequest) -> Iterator[None]:
-    """O4 and O8 around each test of a server that several share."""
+    """The checks of memory and of forbidden acts around each test of a server that several share."""
     servers = [request.getfixturevalue(name) for name in SHARED if name in request.fixturenames]
     limits = request.node.get_closest_marker("memory")
     watches = [Watch(server, **({} if limits is None else limits.kwargs)) for server in servers]
@@ -45,7 +45,7 @@ def watches(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[RunningServer]:
-    """An open server. Greedy streams run on it throughout, and none may notice what the tests do (O5)."""
+    """An open server. Greedy streams run on it throughout, and none may notice what the tests do."""
     with RunningServer(server={"log_format": "json"}, audit=True) as running:
         warm_up(running, fully=True)
         with CanaryStreams(running, num=NUM_CANARIES) as canaries:

@@ -62,7 +62,7 @@ class Told:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The last message, which must be an error as O1 has it."""
+        """The last message, which must be an error of the shape that `check_error` wants."""
         last = self.messages[-1]
         assert last["type"] == "error" and set(last["error"]) - {"details"} == {"message", "type", "param", "code"}, (
             last

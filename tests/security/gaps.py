@@ -1,4 +1,5 @@
-"""O5's clock: greedy streams read by a process of its own, and how long each waits for its next token.
+"""The clock of streams under attack: greedy streams read by a process of its own, and how long each waits for its next
+token.
 
 Run as a script with a host and a port it reads until its stdin closes, then prints when each token came. Both ends read
 one clock, that of the machine, so a test can say which tokens came while it attacked.

@@ -1,4 +1,4 @@
-"""What must be true of every refusal (RELIABILITY 2.2): O1 its shape, O2 no leak, O3 at once and with the loop free."""
+"""What must be true of every refusal: its shape, no leak of internals, and an answer at once with the loop free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CANARIES = (
     "prompt-canary-51c9",
     KEY,
     ADMIN_KEY,
-)  # planted in prompts and keys; they may appear in nobody else's answer
+)  # planted in prompts and keys; they may appear in no other client's answer
 CONTEXT, VOCABULARY = 512, 260  # of the scripted model
 
 REFUSED_S = 0.1
@@ -60,7 +60,7 @@ def refused(
 
 
 def check_error(answer: Answer, status: int | tuple[int, ...]) -> None:
-    """O1 and O2 of one answer."""
+    """The shape of one answer, and that it leaks nothing."""
     statuses = (status,) if isinstance(status, int) else status
     assert answer.status in statuses, (answer.status, answer.body[:500])
     assert answer.headers["content-type"].startswith("application/json")
@@ -73,7 +73,7 @@ def check_error(answer: Answer, status: int | tuple[int, ...]) -> None:
 
 
 def check_no_leak(answer: Answer) -> None:
-    """O2."""
+    """Nothing internal is in the text: no path, no traceback, no key."""
     told = answer.body.decode("utf-8", "replace") + json.dumps(answer.headers)
     assert not _LEAKS.search(told), _LEAKS.search(told)
     for secret in (*CANARIES, str(ROOT), str(Path.home()), socket.gethostname()):

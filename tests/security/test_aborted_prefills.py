@@ -1,4 +1,4 @@
-"""T60: what is cut short on its way through leaves nothing in the prefix cache that a later prompt could trip over."""
+"""What is cut short on its way through leaves nothing in the prefix cache that a later prompt could trip over."""
 
 from __future__ import annotations
 

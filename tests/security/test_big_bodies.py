@@ -1,4 +1,4 @@
-"""T39: bodies that are long, deep, wide, packed or endless."""
+"""Bodies that are long, deep, wide, packed or endless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T58: salts that are no salts; and T60: what was refused or cut short leaves nothing to be found."""
+"""Salts that are no salts; and what was refused or cut short leaves nothing in the prefix cache."""
 
 from __future__ import annotations
 

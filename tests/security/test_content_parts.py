@@ -1,4 +1,4 @@
-"""T55: parts of a message that are no text."""
+"""Parts of a message that are no text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T32: the edge of the context, exactly."""
+"""The edge of the context, exactly."""
 
 from __future__ import annotations
 

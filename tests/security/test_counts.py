@@ -1,4 +1,4 @@
-"""T21: how many choices a request may have."""
+"""How many choices a request may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T48: clients that leave, at any moment. What they asked for is gone within a second."""
+"""Clients that leave, at any moment. What they asked for is gone within a second."""
 
 from __future__ import annotations
 

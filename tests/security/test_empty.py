@@ -1,4 +1,4 @@
-"""T31: nothing to go on."""
+"""Nothing to go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T33: bytes that are no text, and odd text that is."""
+"""Bytes that are no text, and odd text that is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T52: an exception of each class, in each stage and in each route. Its client hears of a request id, and of nothing
+"""An exception of each class, in each stage and in each route. Its client hears of a request id, and of nothing
 inside."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millrace.stages.testing.scripted.engine import ScriptedEngine
 from tests.deploy.running import Answer
 from tests.security.oracle import CHAT, TEXT, check_error
 
-SECRET = 'File "/home/somebody/secret.py", line 3, in load: 0x7f00deadbeef token=abc'
+SECRET = 'File "/home/someone/secret.py", line 3, in load: 0x7f00deadbeef token=abc'
 
 
 class Panic(BaseException):

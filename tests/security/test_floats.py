@@ -1,4 +1,4 @@
-"""T23: numbers that are none, or not finite, or out of range."""
+"""Numbers that are none, or not finite, or out of range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T45: frames that are too long, too many, compressed, or no frames at all."""
+"""Frames that are too long, too many, compressed, or no frames at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""O5, its second half: while a server is attacked, streams of others go on at their pace.
+"""While a server is attacked, streams of others go on at their pace.
 
 The 99th percentile of the gaps between tokens, attacked, is at most twice what it is at rest, in turns of 0.3 s on one
 server. A busy machine may spoil a measurement, so it has a few: a server that attacks hold up fails each.
@@ -28,7 +28,7 @@ OPTIONS = {
     "audit": True,
 }
 MANY_KEYS = b"{%s}" % b",".join(b'"k%d":1' % i for i in range(20_000))
-REFUSED = [  # one of each family, T15 to T55
+REFUSED = [  # one of each family
     post_bytes(CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1 }}" * 1000}),
     post_bytes(TEXT, {"prompt": "a", "structured_outputs": {"regex": "(a" * 200}}),
     post_bytes(CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "x"}] * 1000}),

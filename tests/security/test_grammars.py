@@ -1,4 +1,4 @@
-"""T17 and T20: hostile grammars cost their sender a 400 within the compiler's budget, and nobody else anything."""
+"""Hostile grammars cost their sender a 400 within the compiler's budget, and cost no other client anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.deploy.running import RunningServer
 from tests.security.oracle import CHAT, TEXT, check_error, refused
 
 # The compiler has 2 s of CPU (tests/runtime/processes/test_helper_pool.py holds that limit), and 10 s by the clock
-# where others have the processor too; then O3's half second.
+# where others have the processor too; then the half second in which any refusal must come.
 BUDGET_S = 10.5
 COSTLY = ("nested counts, later", "huge pattern")  # as nested counts, 2 s each: only in the full run
 WELL = {"structured_outputs": {"regex": "[a-z]{3}"}}
@@ -97,7 +97,6 @@ def test_a_hostile_grammar_is_refused_in_time_and_the_next_one_is_served(server:
 
 @pytest.mark.slow
 def test_a_schema_reaches_no_file_and_no_host_and_no_depth(server: RunningServer) -> None:
-    """T20."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.2)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/schema.json"

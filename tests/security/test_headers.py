@@ -1,4 +1,4 @@
-"""T37: headers without measure."""
+"""Headers without measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T44: what a page of somebody else's can make its reader's browser ask. Refused before any handler, so before an
+"""What a foreign page can make its reader's browser ask. Refused before any handler, so before an
 upgrade to a WebSocket too."""
 
 from __future__ import annotations

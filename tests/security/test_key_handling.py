@@ -1,4 +1,4 @@
-"""T43: keys in odd places and shapes."""
+"""Keys in odd places and shapes."""
 
 from __future__ import annotations
 

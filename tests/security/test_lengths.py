@@ -1,4 +1,4 @@
-"""T24: how long an answer may be."""
+"""How long an answer may be."""
 
 from __future__ import annotations
 

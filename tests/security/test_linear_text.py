@@ -1,4 +1,4 @@
-"""T36: texts that make tokenizers slow. Twice as long takes about twice as long, with the bundled model's tokenizer.
+"""Texts that make tokenizers slow. Twice as long takes about twice as long, with the bundled model's tokenizer.
 
 On average over four doublings: where a text outgrows a cache of the processor, one of them costs up to 3.1 times (at
 1 MiB of U+FFFD), and those before it 2.1. What is quadratic costs 256 times in all.

@@ -1,4 +1,4 @@
-"""T54: links to elsewhere. Nothing is fetched: other parts than text are refused, and a link in a text is text."""
+"""Links to elsewhere. Nothing is fetched: other parts than text are refused, and a link in a text is text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T51: nothing a client sends makes a line of the log, and no prompt is in it."""
+"""Nothing a client sends makes a line of the log, and no prompt is in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.security.watch import Watch, warm_up
 from tests.security.wire import tell
 
 EVIL = ["a\r\nfake: line", "\x1b[31mred\x1b[0m", "%s%s%n{0}", "\u2028line", '","level":"error', "x" * 2**20]
-PROMPT = "the-prompt-that-nobody-may-log"
+PROMPT = "the-prompt-that-must-not-be-logged"
 
 
 def test_the_log_stays_one_json_object_a_line(tmp_path):

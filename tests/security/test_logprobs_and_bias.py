@@ -1,4 +1,4 @@
-"""T27: log-probabilities and logit biases in quantities that cost memory."""
+"""Log-probabilities and logit biases in quantities that cost memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T38: trailers, chunks and pipelined requests in great number."""
+"""Trailers, chunks and pipelined requests in great number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T16: a hostile chat template that came with a checkpoint, behind the server.
+"""A hostile chat template that came with a checkpoint, behind the server.
 (`tests/model/text/test_chat_template.py` has forty of
 them, alone.) Its requests are 400 within the budget, streams beside them go on, and nothing inner is told."""
 

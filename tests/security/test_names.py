@@ -1,4 +1,4 @@
-"""T53: names of models that are paths. No file is looked for, whatever the spelling."""
+"""Names of models that are paths. No file is looked for, whatever the spelling."""
 
 from __future__ import annotations
 

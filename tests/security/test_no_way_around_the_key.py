@@ -1,4 +1,4 @@
-"""T41: every spelling of every route, without a key."""
+"""Every spelling of every route, without a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T61: token ids that are none, and ids of requests that are somebody else's."""
+"""Token ids that are none, and ids of other clients' requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_wrong_id_among_very_many_is_found(server):
 
 
 def test_only_its_own_key_ends_a_request(two_keys_server):
-    """To another key it is not there, under its id or its X-Request-Id; the error is that of an id that nobody has."""
+    """To another key it is not there, under its id or its X-Request-Id; the error is that of an unknown id."""
 
     def end(key: str, some_id: str) -> Answer:
         return two_keys_server.get(f"/v1/requests/{some_id}", {"Authorization": f"Bearer {key}"}, "DELETE")

@@ -1,7 +1,7 @@
-"""T59: what is left in a freed block reaches nobody. Poison in all of them changes no answer.
+"""What is left in a freed block reaches no other request. Poison in all of them changes no answer.
 
-A real, tiny model in float32. From the moment the pool can give a block to somebody else its keys and values are NaN,
-or 10,000, in all layers; so are those of blocks that nobody has had yet. A read of a place that was not written since,
+A real, tiny model in float32. From the moment the pool can give a block to another sequence its keys and values are
+NaN, or 10,000, in all layers; so are those of blocks never used. A read of a place that was not written since,
 by a row that masks it out badly or by a step that comes too late, would show in the answers: 0 times NaN is NaN.
 """
 

@@ -1,4 +1,4 @@
-"""T26: prompts of token ids that are none."""
+"""Prompts of token ids that are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T22: how many prompts, of which forms, and how many choices of them."""
+"""How many prompts, of which forms, and how many choices of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T28: the other numbers of a sampler."""
+"""The other numbers of a sampler."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """P10: no prompt and no key is in what the server tells of itself: its log at its most talkative,
-its metrics, its errors. Even where an exception that nobody foresaw quotes one."""
+its metrics, its errors. Even where an unforeseen exception quotes one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.deploy.running import RunningServer
 from tests.security.oracle import ADMIN_KEY, CHAT, KEY, TEXT
 from tests.security.watch import Watch, warm_up
 
-PROMPT, SALT, USER = "prompt-nobody-may-log", "salt-nobody-may-log", "user-nobody-knows"
+PROMPT, SALT, USER = "prompt-must-not-be-logged", "salt-must-not-be-logged", "user-unknown"
 SECRETS = (PROMPT, SALT, USER, KEY, ADMIN_KEY)
 
 
@@ -79,7 +79,7 @@ def test_an_exception_that_quotes_a_prompt_is_logged_without_its_words(audit, tm
                 try:
                     raise KeyError(PROMPT)
                 except KeyError as inner:
-                    raise error(f"can not read `{PROMPT}`") from inner
+                    raise error(f"cannot read `{PROMPT}`") from inner
 
             async with aiohttp.ClientSession() as session:
                 async with session.post(server.url + TEXT, json={"prompt": PROMPT, "max_tokens": 3}) as response:

@@ -1,4 +1,4 @@
-"""T50: one id for many requests, and ids that are no ids."""
+"""One id for many requests, and ids that are no ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T49: whatever clients send, the metrics stay the same few series, and short."""
+"""Whatever clients send, the metrics stay the same few series, and short."""
 
 from __future__ import annotations
 

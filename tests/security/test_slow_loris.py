@@ -1,4 +1,4 @@
-"""T46: many connections that send a byte now and then. (Header and body time are 1 s on this server.)"""
+"""Many connections that send a byte now and then. (Header and body time are 1 s on this server.)"""
 
 from __future__ import annotations
 

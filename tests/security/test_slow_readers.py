@@ -1,4 +1,4 @@
-"""T47: clients that ask for a stream and never read it. (Patience is 1 s on this server.)"""
+"""Clients that ask for a stream and never read it. (Patience is 1 s on this server.)"""
 
 from __future__ import annotations
 

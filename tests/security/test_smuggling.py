@@ -1,4 +1,4 @@
-"""T40: requests of which two readers could see different ends. One request, at most one answer, and no doubt."""
+"""Requests of which two readers could see different ends. One request, at most one answer, and no doubt."""
 
 from __future__ import annotations
 

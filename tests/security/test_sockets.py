@@ -1,4 +1,4 @@
-"""T47 and T48 over WebSocket: clients that do not read, and clients that leave, at any moment."""
+"""WebSocket: clients that do not read, and clients that leave, at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T34: a message that spells special tokens is text like any other."""
+"""A message that spells special tokens is text like any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle itself: that O4 and O8 see what they are there for, and that no route of the server does it."""
+"""The oracle itself: that it notices memory and forbidden acts, and that no route of the server does it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_memory_that_is_taken_for_a_moment_is_seen_afterwards(hungry: RunningSer
     hungry.ask(f"take {int(PEAK_MIB) - 4}")
     watch.check()
     hungry.ask(f"take {int(PEAK_MIB) + 4}")
-    with pytest.raises(AssertionError, match="O4: .* at the peak"):
+    with pytest.raises(AssertionError, match="memory: .* at the peak"):
         watch.check()
     Watch(hungry).check()
 
@@ -129,9 +129,9 @@ def test_memory_that_is_kept_is_seen_and_so_is_what_was_done(hungry: RunningServ
     monkeypatch.setattr("tests.security.watch.PATIENCE_S", 0.1)
     watch = Watch(hungry)
     hungry.ask(f"keep {int(LEFT_MIB) + 2}")
-    with pytest.raises(AssertionError, match="O4: .* are left"):
+    with pytest.raises(AssertionError, match="memory: .* are left"):
         watch.check()
-    for told in ("O8: .*open /etc/passwd", "O6: .*'num_restarts': 1", "O6: .*'is_ready': False"):
+    for told in ("forbidden: .*open /etc/passwd", "breakage: .*'num_restarts': 1", "breakage: .*'is_ready': False"):
         hungry.ask("keep 0")
         with pytest.raises(AssertionError, match=told):
             Watch(hungry).check()

@@ -1,4 +1,4 @@
-"""T25: stop token ids outside the vocabulary."""
+"""Stop token ids outside the vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T29: stop strings in number and length."""
+"""Stop strings in number and length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T15: nothing a client sends becomes a template, or a setting of one."""
+"""Nothing a client sends becomes a template, or a setting of one."""
 
 from __future__ import annotations
 

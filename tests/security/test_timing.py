@@ -1,6 +1,6 @@
-"""T56: with salts, nobody learns from how long an answer takes, or from its usage, what another tenant has asked.
+"""With salts, no tenant learns from how long an answer takes, or from its usage, what another tenant has asked.
 
-Tenant B asks for what tenant A has just asked, and for what nobody has asked. Both are measured in virtual time and
+Tenant B asks for what tenant A has just asked, and for a new prompt. Both are measured in virtual time and
 steps, where they must be the same to the last step, and in real time over HTTP, where the two must look like samples of
 one distribution. Without salts both tell them apart: that is the control.
 """
@@ -73,7 +73,7 @@ MANNERS = {
 
 
 class Prompts:
-    """Texts that nobody has asked yet, a token a letter."""
+    """New texts, a token a letter."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -106,7 +106,7 @@ class Tenants:
         self.prompts = Prompts(56)
 
     async def pair(self, length: int) -> tuple[Seen, Seen]:
-        """B asks what A has asked just before; and what nobody has asked, though A has asked something else."""
+        """B asks what A has asked just before; and a new prompt, though A has asked something else."""
         known = self.prompts.fresh(length)
         seen = await self._trial(known, known)
         return seen, await self._trial(self.prompts.fresh(length), self.prompts.fresh(length))
@@ -203,7 +203,7 @@ class Clients:
         self.num_cached = {True: 0, False: 0}
 
     def seconds(self, num_pairs: int) -> tuple[list[float], list[float]]:
-        """What B's requests take: for prompts that A has asked just before, and for those that nobody has."""
+        """What B's requests take: for prompts that A has asked just before, and for new ones."""
         taken: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(num_pairs):
             known = self._fresh()

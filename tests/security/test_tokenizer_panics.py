@@ -1,4 +1,4 @@
-"""T35: a tokenizer that panics, as Rust code does: with an exception that is no `Exception`. Its request ends, the
+"""A tokenizer that panics, as Rust code does: with an exception that is no `Exception`. Its request ends, the
 stage and the server go on."""
 
 from __future__ import annotations

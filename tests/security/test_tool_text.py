@@ -1,4 +1,4 @@
-"""T07: code in the text of a call is text. Nothing that a model writes is compiled, run or loaded (O8)."""
+"""Code in the text of a call is text. Nothing that a model writes is compiled, run or loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T19: tools with types, patterns and names that are none, and far too many of them."""
+"""Tools with types, patterns and names that are none, and far too many of them."""
 
 from __future__ import annotations
 

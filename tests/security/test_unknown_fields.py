@@ -1,4 +1,4 @@
-"""T30: fields that sound like something inside."""
+"""Fields that sound like something inside."""
 
 from __future__ import annotations
 

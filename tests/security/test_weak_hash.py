@@ -1,4 +1,4 @@
-"""T57: a prefix cache whose digests collide all the time costs hits, and never an answer."""
+"""A prefix cache whose digests collide all the time costs hits, and never an answer."""
 
 from __future__ import annotations
 

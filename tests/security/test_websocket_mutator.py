@@ -1,4 +1,4 @@
-"""B07: conversations on `/v1/stream` with bits flipped, bytes lost, doubled, made up. 500; MILLRACE_FULL=1: 20,000."""
+"""Conversations on `/v1/stream` with bits flipped, bytes lost, doubled, made up. 500; MILLRACE_FULL=1: 20,000."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def mutated(frames: list[bytes], draw: random.Random) -> bytes:
 
 
 def check(told: Told, has_close: bool) -> None:
-    """O1 and O2 of all that came. A close frame whose reason is no text is answered by 1007, and no error comes before
+    """The shape of all that came, and that it leaks nothing. A close frame whose reason is no text is answered by 1007,
+    and no error comes before
     it, as nothing is said to who has said goodbye."""
     is_echo = told.close_code in MAY_BE_ECHOED  # damage may have made the client's own code one of these
     assert told.close_code is None or told.close_code in CODES or is_echo, told

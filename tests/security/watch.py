@@ -1,5 +1,7 @@
-"""O4, O6 and O8 of a server, around each test: what it may take in memory, that nothing in it breaks, and what it may
-not do at all."""
+"""Checks of a server around each test: its memory is bounded, nothing in it breaks, and it does nothing forbidden.
+
+The messages begin with the check that failed: `memory`, `breakage` or `forbidden`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def watched(
 
 
 def warm_up(server: RunningServer, headers: Mapping[str, str] | None = None, *, fully: bool = False) -> None:
-    """What is loaded when it is first needed is loaded now; from now on O8 holds. `fully`: grammars and the document
+    """What is loaded when it is first needed is loaded now; from now on nothing forbidden may happen. `fully`: grammars
+    and the document
     too, which take longest."""
     long = b'{"prompt": "a", "max_tokens": 2}'.ljust(4 * MIB)  # orjson keeps the 8 MiB in which it reads such a body
     bodies = [*WARM_UP, (TEXT, long), *([(TEXT, WARM_UP[0][1] | GRAMMAR)] if fully else [])]
@@ -105,12 +108,12 @@ class Watch:
     def check(self) -> None:
         """Raises AssertionError for what should not have been."""
         audited = self._server.ask("audit")
-        assert not audited["seen"], f"O8: the server did what no request may cause: {audited['seen']}"
-        assert audited["is_ready"] and not audited["num_restarts"], f"O6: {audited}"
+        assert not audited["seen"], f"forbidden: the server did what no request may cause: {audited['seen']}"
+        assert audited["is_ready"] and not audited["num_restarts"], f"breakage: {audited}"
         grown = self._memory.peak - self._before
-        assert grown <= self._peak_mib, f"O4: {grown:.1f} MiB more at the peak: at most {self._peak_mib:g}"
+        assert grown <= self._peak_mib, f"memory: {grown:.1f} MiB more at the peak: at most {self._peak_mib:g}"
         left = self._left()
-        assert left <= self._left_mib, f"O4: {left:.1f} MiB more are left: at most {self._left_mib:g}"
+        assert left <= self._left_mib, f"memory: {left:.1f} MiB more are left: at most {self._left_mib:g}"
 
     def _left(self) -> float:
         deadline = time.monotonic() + PATIENCE_S

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.kernels import sampling_kernels
+from millrace.kernels import kernel_set
 from millrace.kernels.triton import launch as triton_launch
 from millrace.stages.backends.cuda.triton_chooser import KernelChoosing
 from millrace.stages.backends.memory_needs import device_sampler_bytes
@@ -26,7 +26,7 @@ from tests.stages.grants import decode, started
 from tests.stages.sample import test_sampler as test_sampling
 from tests.stages.sample.test_sampler import *  # noqa: F403  (its tests, which look for `CHOOSING` over there)
 
-BY_TRITON = partial(KernelChoosing, kernels=sampling_kernels.load("triton"))
+BY_TRITON = partial(KernelChoosing, kernels=kernel_set.load_sampling("triton"))
 
 del test_seeds_make_choices_of_one_prompt_differ  # noqa: F821  (64 rows, and said of the kernel already)
 

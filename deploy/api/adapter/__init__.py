@@ -3,6 +3,6 @@
 Owns: nothing.
 In: bodies of Responses and Messages.
 Out: chat bodies; answers as text, reasoning and calls.
-Imports: the root of `deploy`, `api/openai` and below.
+Imports: the root of `deploy`, the files of `api`, `api/schema`, `api/parsers`, `api/openai`.
 Start with: `chat_adapter.py`.
 """

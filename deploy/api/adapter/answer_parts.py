@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..openai.assistant_turn import ToolCallArguments, ToolCallBegun
+from ..assistant_turn import ToolCallArguments, ToolCallBegun
 from ..parsers import interface
 from ..parsers.interface import Reasoning
 
 if TYPE_CHECKING:
     from ....stages.messages import TokenLogprobs
     from ....stages.outputs import Delta
-    from ..openai.assistant_turn import Turn
+    from ..assistant_turn import Turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,16 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from ...errors import ApiError
-from ..openai.bodies import Body, ChatBody
+from ..openai.bodies import ChatBody
 from ..openai.generation import Generation, Order, in_terms_of
+from ..schema.body import Body
 from ..schema.hints import nullable
 from ..schema.validation import read_body
 from .answer_parts import End, Part, PartsReader, Usage
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
-    from ..openai.assistant_turn import Turn
+    from ..assistant_turn import Turn
 
 A = TypeVar("A", bound="AdaptedBody")
 

@@ -3,6 +3,6 @@
 Owns: nothing.
 In: bodies of `POST /v1/messages`.
 Out: messages and their events.
-Imports: the root of `deploy`, `api/adapter` and below.
+Imports: the root of `deploy`, `http`, `api/adapter` and what that imports.
 Start with: `routes.py`.
 """

@@ -13,7 +13,7 @@ import orjson
 
 from ...errors import ApiError
 from ..adapter.answer_parts import End, Part, Text, Usage
-from ..openai.assistant_turn import ToolCallArguments, ToolCallBegun
+from ..assistant_turn import ToolCallArguments, ToolCallBegun
 from ..parsers.interface import Reasoning
 
 MESSAGES_PATH = "/v1/messages"  # errors on routes that begin so have this API's shape

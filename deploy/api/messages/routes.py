@@ -15,8 +15,8 @@ from aiohttp import web
 from ....stages.errors import RequestError
 from ...errors import describe
 from ...http.body_reader import read
+from ...http.request_context import OWNER, REQUEST_ID
 from ...http.sse import named_event, stream_framed
-from ...server.middleware import OWNER, REQUEST_ID
 from ..adapter.chat_adapter import NameOf, Parts, in_own_words, read_adapted, take_order, under_way
 from ..openai.generation import Generation, Order, ignored_headers, in_terms_of, told
 from .bodies import CountTokensBody, MessagesBody, name_of

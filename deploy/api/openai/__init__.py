@@ -3,6 +3,6 @@
 Owns: the handlers, their bodies and the shapes of answers.
 In: validated bodies.
 Out: whole answers and chunks of streams.
-Imports: the root of `deploy`, `http`, `metrics`, `api/schema`, `api/parsers`.
+Imports: the root of `deploy`, `http`, the files of `api`, `api/schema`, `api/parsers`.
 Start with: `generation.py`: `POST /v1/chat/completions` ends there.
 """

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
+from ..assistant_turn import Piece, ToolCallArguments, ToolCallBegun, Turn
 from ..parsers.interface import Reasoning, Text
-from .assistant_turn import Piece, ToolCallArguments, ToolCallBegun, Turn
 
 if TYPE_CHECKING:
     from ....stages.messages import TokenLogprobs
@@ -80,6 +80,23 @@ def usage(num_prompt: int, num_cached: int, choices: Sequence[Choice]) -> dict[s
     if any(count is not None for count in thoughts):
         told["completion_tokens_details"] = {"reasoning_tokens": sum(count or 0 for count in thoughts)}
     return told
+
+
+def best(choices: Sequence[Choice], best_of: int, n: int) -> list[Choice]:
+    """Of each prompt's `best_of` choices the `n` with the highest mean log-probability a token, best first, numbered
+    anew. Among equals the earlier ones."""
+    chosen: list[Choice] = []
+    for first in range(0, len(choices), best_of):
+        ranked = sorted(choices[first : first + best_of], key=_mean_logprob, reverse=True)
+        chosen += ranked[:n]
+    for index, choice in enumerate(chosen):
+        choice.index = index
+    return chosen
+
+
+def _mean_logprob(choice: Choice) -> float:
+    logprobs = [token.logprob for token in choice.logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
 
 class Answer:

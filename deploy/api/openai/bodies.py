@@ -18,11 +18,16 @@ from pydantic import (
     Field,
     WithJsonSchema,
 )
-from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-from ....stages.beam_search.algorithm import EARLY_STOPPINGS, MAX_LENGTH_PENALTY, BeamParams, refuse_sampling
+from ....stages.beam_search.algorithm import (
+    EARLY_STOPPINGS,
+    MAX_LENGTH_PENALTY,
+    NO_SAMPLING,
+    BeamParams,
+    refuse_sampling,
+)
 from ....stages.errors import Refused
 from ....stages.messages import ChatPrompt, Prompt
 from ....stages.params import (
@@ -39,6 +44,7 @@ from ....stages.structured_outputs import StructuredOutputs
 from ...errors import ApiError, shorten
 from ..schema import fields as documented_forms
 from ..schema import hints as documented
+from ..schema.body import Body
 from ..schema.relations import (
     EMPTY_ANSWERS,
     NO_ECHO_OF_A_SEARCH,
@@ -49,7 +55,6 @@ from ..schema.relations import (
     WITHOUT_SEARCH,
 )
 from ..schema.unsupported import UNSUPPORTED, Harmless
-from .beams import beam_params, check_beams
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
 from .prompt_echo import Asked
 from .prompts import read_prompts
@@ -89,28 +94,6 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class Body(BaseModel):
-    """What all bodies have in common."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    UNSUPPORTED: ClassVar[Harmless] = {}  # fields that change answers elsewhere: 400, and not ignored
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # what `check` asks of fields together, as a schema says it
-    LEAST_MAX_TOKENS: ClassVar[int] = 1
-
-    def check(self) -> None:
-        """What no single field can say. `ApiError` names the field to change."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        reference = handler(core_schema)
-        schema = handler.resolve_ref_schema(reference)
-        documented.add_ranges(schema, cls.LEAST_MAX_TOKENS)
-        schema["properties"] = documented.unsupported(cls.UNSUPPORTED) | schema["properties"]
-        if cls.RELATIONS:
-            schema["allOf"] = list(cls.RELATIONS)
-        return reference
 
 
 class GenerationBody(Body):
@@ -183,7 +166,7 @@ class GenerationBody(Body):
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
     request_id: str | None = None
     user: Annotated[str | None, Field(max_length=512)] = None
-    # these and their shapes: structured.py
+    # these and their shapes: structured_fields.py
     response_format: Annotated[Any, WithJsonSchema(documented_forms.RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(documented_forms.STRUCTURED_OUTPUTS)] = None
     guided_json: Annotated[Any, WithJsonSchema(documented_forms.GUIDED_JSON)] = None
@@ -215,7 +198,7 @@ class GenerationBody(Body):
     def beam_params(self) -> BeamParams | None:
         """The beam search, if one is asked for. `ApiError` names the field that is out of range."""
         try:
-            return beam_params(self)
+            return _beam_params(self)
         except Refused as refused:
             raise self._in_own_words(refused) from None
 
@@ -250,7 +233,7 @@ class GenerationBody(Body):
             raise ApiError("invalid_value", "return_progress: only with stream = true", param="return_progress")
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError("invalid_value", "prompt_logprobs: not in a stream; leave one out", param="prompt_logprobs")
-        check_beams(self)
+        _check_beams(self)
 
     @property
     def ranks(self) -> bool:
@@ -301,9 +284,27 @@ class ChatBody(GenerationBody):
         return [] if self.tools is None or self.tool_choice == "none" else self.tools
 
     @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Of the tools that may be called."""
+        return tuple(tool.function.name for tool in self.offered_tools)
+
+    @property
+    def named_tool(self) -> str | None:
+        """The one that has to be called, if the body names it."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
     def is_call_forced(self) -> bool:
         """Whether the answer has to be calls."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return self.tool_choice == "required" or self.named_tool is not None
+
+    @property
+    def continued_text(self) -> str | None:
+        """The text that the answer goes on with; None if the answer is a turn of its own."""
+        if not self.continue_final_message:
+            return None
+        content = self.messages[-1].content
+        return content if isinstance(content, str) else ""
 
     @property
     def max_thinking_tokens(self) -> int | None:
@@ -436,3 +437,56 @@ def renamed(message: str, theirs: str | None, own: str | None) -> str:
     if theirs == "structured_outputs":  # the other fields that ask for a form have no parts of its names
         rest = ": " + re.sub(r"^\.(json|regex|choice|grammar)\b", "", rest).lstrip(" :")
     return own + rest
+
+
+# -- beam search: what a search does is `stages/beam_search/algorithm.py`'s to say
+
+
+def _check_beams(body: GenerationBody) -> None:
+    """Raises `ApiError` for fields of a search without one, for a stream of one, and for a `best_of` that is none."""
+    n = 1 if body.n is None else body.n
+    if body.use_beam_search:
+        _check_search(body, n)
+        return
+    if body.best_of is not None and body.best_of < n:
+        raise ApiError("invalid_value", f"best_of = {body.best_of}: must be at least n, which is {n}", param="best_of")
+    if body.best_of not in (None, n):
+        _check_best_of(body)
+    for name, off in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
+        if getattr(body, name) not in off:
+            raise ApiError("invalid_value", f"{name}: only with use_beam_search = true", param=name)
+
+
+def _check_best_of(body: GenerationBody) -> None:
+    if not body.ranks:
+        message = f"best_of = {body.best_of}: on chat only with use_beam_search = true; leave it out, or equal to n"
+        raise ApiError("unsupported_parameter", message, param="best_of")
+    if body.stream:
+        message = "best_of: above n not in a stream, as the best answer is known only at the end; leave one out"
+        raise ApiError("unsupported_parameter", message, param="best_of")
+
+
+def _check_search(body: GenerationBody, n: int) -> None:
+    if body.stream:
+        message = "stream: a beam search knows its best answer only at its end, so there is nothing to send before"
+        raise ApiError("unsupported_parameter", f"{message}; leave it out", param="stream")
+    if getattr(body, "echo", None):
+        raise ApiError("unsupported_parameter", "echo: not with a beam search; leave it out", param="echo")
+    for name, off in NO_SAMPLING.items():
+        if off is None and getattr(body, name, None) is not None:  # whatever it asks for, and if it is nothing
+            raise ApiError("unsupported_parameter", f"{name}: not with a beam search; leave it out", param=name)
+    if body.best_of is not None and body.best_of < n:
+        message = f"best_of = {body.best_of}: is the width of the search, so must be at least n, which is {n}"
+        raise ApiError("invalid_value", message, param="best_of")
+
+
+def _beam_params(body: GenerationBody) -> BeamParams | None:
+    """The search that `body` asks for, if it does. `Refused` names the field by the name that the search has for it."""
+    if not body.use_beam_search:
+        return None
+    width = body.n if body.best_of is None else body.best_of
+    return BeamParams(
+        width=1 if width is None else width,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        early_stopping=False if body.early_stopping is None else body.early_stopping,
+    )

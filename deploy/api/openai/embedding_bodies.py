@@ -16,8 +16,9 @@ from ....stages.messages import Request, Task
 from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS, PoolingParams
 from ...errors import ApiError
 from ..schema import fields as documented_forms
+from ..schema.body import Body
 from ..schema.hints import NOT_EMPTY, NOT_NULL, has
-from .bodies import Body, ModelName
+from .bodies import ModelName
 from .prompts import read_prompts
 
 

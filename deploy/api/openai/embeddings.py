@@ -21,7 +21,7 @@ from ....stages.engine.pooled_requests import read_vectors
 from ....stages.pooling_params import Floats
 from ...errors import describe
 from ...http.body_reader import read
-from ...server.middleware import OWNER, REQUEST_ID, settled_id
+from ...http.request_context import OWNER, REQUEST_ID, settled_id
 from ..schema.validation import read_body
 from ..service import Service
 from .answers import usage

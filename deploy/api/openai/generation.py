@@ -20,18 +20,17 @@ from ....runtime.env.log import get_logger
 from ....stages.beam_search.algorithm import BeamParams
 from ....stages.messages import Prompt, Request
 from ....stages.params import SamplingParams
-from ...errors import ApiError, describe, unforeseen
+from ...errors import ApiError, describe, shorten, unforeseen
 from ...http.body_reader import read
+from ...http.request_context import OWNER, REQUEST_ID, settled_id
 from ...http.sse import DONE, EventStream
-from ...server.middleware import OWNER, REQUEST_ID, settled_id
+from ..assistant_turn import Turn
 from ..schema.validation import read_body
 from ..service import Service
-from .answers import Answer, ChatAnswer, CompletionAnswer, usage
-from .assistant_turn import Turn
+from .answers import Answer, ChatAnswer, CompletionAnswer, best, usage
 from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody, renamed
 from .chunks import Chunks, Tell
 from .prompt_echo import Asked, tell_prompt
-from .ranking import best
 from .sse_pump import send_all
 from .token_ids import GenerateBody, TokensAnswer, flatten, rendered
 
@@ -86,6 +85,15 @@ class Generation:
     async def render_completions(self, request: web.Request) -> web.Response:
         """`POST /v1/completions/render`."""
         return await self._render(request, CompletionBody, CompletionAnswer)
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/requests/{id}`: ends a request; its own client gets what there is, with finish_reason `abort`."""
+        some_id = request.match_info["id"]
+        if self.service.abort(some_id, request[OWNER]) is None:
+            message = f"no request {shorten(repr(some_id), 128)} is under way"
+            raise ApiError("request_not_found", message, param="id")
+        body = orjson.dumps({"id": some_id, "aborted": True})
+        return web.Response(body=body, content_type="application/json")
 
     async def _render(self, request: web.Request, kind: type[GenerationBody], shape: type[Answer]) -> web.Response:
         """What `/generate` takes, made of a body for another route: one for a chat, a list for completions."""

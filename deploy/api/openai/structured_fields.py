@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ....stages.errors import Refused
 from ....stages.structured_outputs import KINDS, StructuredOutputs
 from ...errors import ApiError, shorten
-
-if TYPE_CHECKING:
-    from .bodies import GenerationBody
+from ..schema.body import Body
 
 OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 EMPTY: dict[str, tuple[Any, ...]] = {  # of those: what older clients send where they ask for nothing
@@ -30,7 +28,7 @@ WITHOUT_EFFECT = ("_backend", "backend", "disable_fallback", "_backend_was_auto"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
+def structured_outputs(body: Body) -> StructuredOutputs | None:
     """The form that `body` asks for, if it does. `ApiError` names the field; two at once are refused."""
     found = {name: form for name in FIELDS if (form := _read(body, name)) is not None}
     if len(found) > 1:
@@ -39,12 +37,12 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
     return next(iter(found.values()), None)
 
 
-def field_of(body: GenerationBody) -> str:
+def field_of(body: Body) -> str:
     """The field in which a client of `body` has asked for a form."""
     return next((name for name in FIELDS if getattr(body, name) is not None), "structured_outputs")
 
 
-def _read(body: GenerationBody, name: str) -> StructuredOutputs | None:
+def _read(body: Body, name: str) -> StructuredOutputs | None:
     value = getattr(body, name)
     if value is None or value in EMPTY.get(name, ()):
         return None

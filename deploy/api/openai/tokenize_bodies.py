@@ -9,8 +9,9 @@ from pydantic.json_schema import JsonSchemaValue
 
 from ...errors import ApiError
 from ..schema import hints as documented
+from ..schema.body import Body
 from ..schema.hints import has
-from .bodies import Body, ModelName
+from .bodies import ModelName
 from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
 from .tools import Tools, check_tools
 

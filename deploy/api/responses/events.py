@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ApiError
 from ..adapter.answer_parts import End, Part, Text, Usage
+from ..assistant_turn import ToolCallArguments, ToolCallBegun
 from ..openai.answers import token_logprobs
-from ..openai.assistant_turn import ToolCallArguments, ToolCallBegun
 from ..parsers.interface import Reasoning
 from .bodies import ResponsesBody
 

@@ -14,8 +14,8 @@ from aiohttp import web
 from ...errors import ApiError, shorten
 from ...http.body_reader import read
 from ...http.query_params import flag, whole_number
+from ...http.request_context import OWNER, REQUEST_ID
 from ...http.sse import named_event, stream_framed
-from ...server.middleware import OWNER, REQUEST_ID
 from ..openai.generation import ignored_headers
 from .events import Event
 from .service import Responses

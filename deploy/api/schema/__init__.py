@@ -3,6 +3,6 @@
 Owns: the base of all bodies.
 In: plain data.
 Out: typed bodies, or one sentence that names the field.
-Imports: the root of `deploy`, `http`.
+Imports: the root of `deploy`.
 Start with: `validation.py`.
 """

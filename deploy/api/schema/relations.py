@@ -1,6 +1,5 @@
 """How the OpenAPI document says which fields of a body go together. As in `hints.py`, nothing is checked here:
-`deploy/api/openai/bodies.py` and `deploy/api/openai/beams.py` do, by name. How numbers must fit one another a schema
-can not say.
+`deploy/api/openai/bodies.py` does, by name. How numbers must fit one another a schema can not say.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from ...errors import ApiError, shorten
-from ..openai.bodies import Body
+from .body import Body
 from .unsupported import refuse_unsupported
 
 SILENT = frozenset({"metadata", "service_tier", "store"})  # accepted, without effect and without a word

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...admin.profiler import DEFAULT_S, MAX_S
-from .. import shapes
+from ..shapes import openai as shapes
 from .operation import ENGINE_ERRORS, Operation, json
 
 ADMIN = (

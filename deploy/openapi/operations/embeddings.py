@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...api.openai.embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
-from .. import shapes_other_apis as api_shapes
+from ..shapes import other_apis as api_shapes
 from .operation import POOLING_ERRORS, Operation, again, json
 
 SCORE = Operation(

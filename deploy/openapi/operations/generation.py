@@ -5,8 +5,8 @@ from __future__ import annotations
 from ...api.openai.bodies import ChatBody, CompletionBody
 from ...api.openai.token_ids import GenerateBody
 from ...api.openai.tokenize_bodies import DetokenizeBody, TokenizeBody
-from .. import shapes
-from .. import shapes_other_apis as api_shapes
+from ..shapes import openai as shapes
+from ..shapes import other_apis as api_shapes
 from .operation import CHAT_ERRORS, GENERATION_ERRORS, MODEL_ERRORS, Operation, again, json, json_or_events
 
 ABORT = {"abort": {"operationId": "abortRequest", "parameters": {"id": "$response.header.X-Request-Id"}}}

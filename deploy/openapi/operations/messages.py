@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...api.messages.bodies import CountTokensBody, MessagesBody
 from ...api.messages.events import MESSAGES_PATH
-from .. import shapes_other_apis as api_shapes
+from ..shapes import other_apis as api_shapes
 from .operation import CHAT_ERRORS, GENERATION_ERRORS, Operation, json, json_or_named_events
 
 MESSAGES = (

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ...api.openai.bodies import Body
+from ...api.schema.body import Body
 from ...api.schema.hints import Schema
 from ...errors import CODES
-from .. import shapes
+from ..shapes import openai as shapes
 
 Access = Literal["open", "key", "admin"]
 

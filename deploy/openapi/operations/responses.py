@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...api.responses.bodies import ResponsesBody
 from ...api.responses.routes import MAX_ITEMS_LISTED
-from .. import shapes_other_apis as api_shapes
+from ..shapes import other_apis as api_shapes
 from .operation import ENGINE_ERRORS, GENERATION_ERRORS, SOCKET, Operation, json, json_or_named_events
 
 STORED = {"id": "The id of the response"}

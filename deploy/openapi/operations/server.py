@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...inspect.routes import MAX_CURSOR, MAX_LISTED
 from ...metrics.metrics import CONTENT_TYPE
-from .. import shapes
-from .. import shapes_inspect as inside_shapes
+from ..shapes import inspect as inside_shapes
+from ..shapes import openai as shapes
 from .operation import ENGINE_ERRORS, MODEL_ERRORS, PAGE, SOCKET, Answers, Content, Operation, json, text
 
 READY: Answers = {200: (Content(shapes.Ready),), 503: (Content(shapes.NotReady),)}

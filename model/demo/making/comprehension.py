@@ -1,5 +1,5 @@
 # ruff: noqa: E501  a question and its answer stay on one line, to be read as one
-"""Questions on a text that comes with them, and requests for a story."""
+"""Questions on a text that precedes them, and requests for a story."""
 
 import random
 
@@ -73,7 +73,7 @@ def comprehension(rng: random.Random) -> Question:
     topics = ["thing", "place", "food", "kind", "feeling"]
     facts, questions = [], []
     seen: set[str] = set()
-    shared = rng.random() < 0.5  # everybody gets a fact of one topic, so that the name decides
+    shared = rng.random() < 0.5  # all characters get a fact of one topic, so that the name decides
     topic = rng.choice(topics)
     for w in who:
         for t in [topic] if shared else rng.sample(topics, rng.randint(1, 2)):

@@ -1,4 +1,4 @@
-"""The training text of the demo model, made here from a seed: stories, and questions with answers in chat form.
+"""The training text of the demo model, generated from a seed: stories, and questions with answers in chat form.
 
 A document is a pure function of (seed, index, split). The split rule: what a text is about is its *key* (a story:
 hero's name, kind and place; a sum: its numbers; any other question: its words). One key in twenty, chosen by CRC, is
@@ -94,10 +94,10 @@ def _story(rng: random.Random, split: Split) -> str:
 
 
 def _renamed(rng: random.Random, story: Story) -> str:
-    """The story with names that no other story has: whoever tells it must look them up in what was told."""
+    """The story with made-up names, so that a model must look them up in the preceding text."""
     text = story.text
     for name in (story.hero.name, story.friend.name):
-        if name != "Will":  # which is also how a question begins
+        if name != "Will":  # also the first word of questions
             text = re.sub(rf"\b{name}\b", made_up_name(rng), text)
     return text
 
@@ -116,7 +116,7 @@ def _conversation(rng: random.Random, split: Split) -> str:
 
 
 def _remembered_name(rng: random.Random) -> list[tuple[str, str]]:
-    """The user says a name and asks for it later."""
+    """The user gives a name and asks for it later."""
     name = made_up_name(rng) if rng.random() < 0.6 else rng.choice(GIRLS + BOYS)
     said = rng.choice((f"My name is {name}.", f"Hello, my name is {name}.", f"I am {name}.", f"Hi, I am {name}!"))
     asked = rng.choice(("What is my name?", "Do you know my name?", "Who am I?", "Do you remember my name?"))
@@ -129,7 +129,7 @@ def _remembered_name(rng: random.Random) -> list[tuple[str, str]]:
 
 
 def _as_typed(rng: random.Random, text: str) -> str:
-    """Now and then a question comes without its capital or its mark, as people type it."""
+    """Sometimes removes a question's capital letter or question mark, as users do."""
     chance = rng.random()
     if chance < 0.08 and len(text) < 120:
         return text.lower()

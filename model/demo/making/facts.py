@@ -1,5 +1,5 @@
 # ruff: noqa: E501  a question and its answer stay on one line, to be read as one
-"""Questions on what is so in the small world: animals, colours, the calendar, what things are and are for."""
+"""Questions on the facts of the small world: animals, colours, the calendar, kinds and uses of things."""
 
 import random
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  a question and its answer stay on one line, to be read as one
-"""A question with its answer, and what must be unseen for it to count as unseen."""
+"""A question with its answer, and the key of the split rule."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Question:
 
 
 def key_of(question: Question) -> tuple[str, ...]:
-    """What the split rule looks at. Case, punctuation and spelling do not count, so that no variant of a held-out question is trained."""
+    """The key of the split rule. Case, punctuation and spelling do not count, so that no variant of a held-out question is trained."""
     if question.key:
         return question.key
     plain = question.text.lower().replace("color", "colour")

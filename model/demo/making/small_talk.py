@@ -1,5 +1,5 @@
 # ruff: noqa: E501  a question and its answer stay on one line, to be read as one
-"""What one says to a model that is no question on the world: about itself, greetings, what it can not know, "repeat after me"."""
+"""Chat that is not about the small world: the model itself, greetings, unanswerable questions, "repeat after me"."""
 
 import random
 

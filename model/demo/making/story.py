@@ -1,4 +1,4 @@
-"""What a story is made of: characters, a place, and the sentences so far. All of it is drawn from a `random.Random`."""
+"""The parts of a story: characters, a place, and the sentences so far. All are drawn from a `random.Random`."""
 
 import random
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from .world import BOYS, GIRLS, HEROES, PETS, PLACES, TOYS, TRAITS
 
 @dataclass(frozen=True, slots=True)
 class Character:
-    """Someone in a story, with the words that stand for them."""
+    """A character, with its pronouns."""
 
     name: str
     kind: str  # "girl", "boy" or an animal
@@ -45,14 +45,14 @@ class Character:
 
 @dataclass(slots=True)
 class Story:
-    """A story being told: who is in it, where, and the sentences so far."""
+    """A story in progress: characters, place, and the sentences so far."""
 
     rng: random.Random
     hero: Character
     friend: Character
     place: str
     trait: str
-    thing: str  # what the plot is about, for requests such as "a story about a kite"
+    thing: str  # the subject of the plot, for requests such as "a story about a kite"
     theme: str = ""
     sentences: list[str] = field(default_factory=list)
 
@@ -110,5 +110,5 @@ def in_place(place: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """Its first letter a capital, and no other changed."""
+    """The text with a capital first letter, otherwise unchanged."""
     return text[0].upper() + text[1:]

@@ -1,8 +1,8 @@
-"""Makes `weights/` from nothing: corpus, tokenizer, training, checkpoint. Run as `python -m
-millrace.model.demo.making.train`.
+"""Makes `weights/` from scratch: corpus, tokenizer, training, checkpoint.
 
-CPU only. The work folder keeps the tokenizer, the token ids and a checkpoint every few minutes; started again, the run
-goes on from there. Needs torch, transformers and tokenizers. Neither serving nor the tests import this file.
+Run as `python -m millrace.model.demo.making.train`, on a CPU. The work folder holds the tokenizer, the token ids and a
+checkpoint every few minutes, from which a restarted run continues. Needs torch, transformers and tokenizers. Neither
+serving nor the tests import this file.
 """
 
 import argparse
@@ -62,9 +62,9 @@ class TrainConfig:
     num_warmup_steps: int = 100
 
     def share_of_rate(self, step: int) -> float:
-        """Up in a line, level, and down in a line at the end.
+        """The learning rate's factor: a linear warm-up, a plateau, and a linear decay at the end.
 
-        Until it goes down, the number of steps may still be changed, and the run ends as if it had been planned so.
+        Before the decay begins, the number of steps may be changed without a trace.
         """
         up = (step + 1) / self.num_warmup_steps
         down = (self.num_steps - step) / (self.decay_share * self.num_steps)
@@ -78,7 +78,7 @@ class TrainConfig:
 class Documents:
     """Batches of documents of about one length, each document in its own row, padded at the right.
 
-    A row sees nothing but its document, so whatever name stands before a token is a name of the same story.
+    A row sees only its own document, so every name before a token is from the same story.
     """
 
     def __init__(self, token_ids: np.ndarray, starts: np.ndarray, tokens_per_batch: int, seed: int) -> None:
@@ -114,10 +114,10 @@ class Documents:
 
 
 def copying(config: TrainConfig, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of tokens without sense, each a piece said again and again: (input ids, labels), i64 [rows, 256].
+    """Rows of random tokens, each a repeated piece: (input ids, labels), i64 [rows, 256].
 
-    The one way to know what comes next is to find where it stood before. A model that has learned this here looks names
-    up as well; on stories alone it had not after 7 M tokens.
+    The only way to predict the next token is to find its earlier occurrence. A model that learns this also looks up
+    names; on stories alone it did not after 7 M tokens.
     """
     rows = rng.integers(len(SPECIAL_TOKENS), config.vocab_size, (config.tokens_per_step // 256, 256))
     labels = np.full_like(rows, -100)
@@ -192,7 +192,7 @@ def _batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
 
 
 def make_model(config: TrainConfig) -> tuple[LlamaForCausalLM, Kept]:
-    """Random weights from the seed; what a layer adds to its input begins at zero, copying heads excepted."""
+    """Random weights from the seed; the output of each layer starts at zero, except for copying heads."""
     llama = LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -223,12 +223,13 @@ def make_model(config: TrainConfig) -> tuple[LlamaForCausalLM, Kept]:
 
 @torch.no_grad()
 def _plant_copying(config: TrainConfig, model: LlamaForCausalLM, generator: torch.Generator) -> Kept:
-    """Lets some heads begin as copiers, which from random weights do not form within the tokens that there is time for.
+    """Initialises some heads as copiers, which do not form from random weights within the budget of tokens.
 
-    Three are the circuit that looks up what followed a token before (Olsson et al., 2022): in layer 0 a head looks at
-    the token before, known by its distance, and leaves a code of it; in layers 1 and 2 one each finds the place whose
-    code is that of the token in hand, and copies what stands there. In each layer after the first two more heads copy
-    what they look at, and learn at what. What makes them copiers is left out of the gradients.
+    Three heads are the circuit that looks up what followed an earlier occurrence of a token (Olsson et al., 2022). In
+    layer 0 a head attends to the previous token, by its distance, and writes a code of it. In layers 1 and 2 one head
+    each finds the position whose code is that of the current token, and copies the token there. In each layer after the
+    first, two more heads copy the token they attend to, and learn where to attend. The weights that make them copiers
+    get no gradient.
     """
     size, half = config.hidden_size // config.num_heads, config.hidden_size // config.num_heads // 2
     basis = torch.zeros(config.hidden_size - 1, config.hidden_size)  # orthonormal rows, none of which reads column 0
@@ -237,11 +238,11 @@ def _plant_copying(config: TrainConfig, model: LlamaForCausalLM, generator: torc
     code, home, *contents = torch.split(basis[: 4 * (size - 1)], size - 1)  # [size - 1, hidden] each
     embedding = model.model.embed_tokens.weight
     embedding -= embedding @ home.T @ home  # room for the codes
-    embedding[:, 0] = 0.2  # the same for all: what a head reads that goes by position
+    embedding[:, 0] = 0.2  # the same for all tokens: read by heads that attend by position
     kept: Kept = {embedding: (slice(None), slice(1))}
     layers = [layer.self_attn for layer in model.model.layers]
     angle = config.rope_theta ** (-torch.arange(half) / half)  # of the pair (i, i + half), a token
-    is_fast = (torch.arange(half) < 3).float()  # those that tell one token's distance from two
+    is_fast = (torch.arange(half) < 3).float()  # pairs that distinguish a distance of one token from two
     first = layers[0]
     for projection, cosines, sines in (
         (first.q_proj, is_fast * angle.cos(), -is_fast * angle.sin()),
@@ -251,7 +252,7 @@ def _plant_copying(config: TrainConfig, model: LlamaForCausalLM, generator: torc
         projection.weight[:size, 0] = 2.2 * torch.cat((cosines, sines))
     first.v_proj.weight[: size - 1] = code
     first.o_proj.weight[:, : size - 1] = 0.12 * home.T
-    slow = torch.cat((torch.arange(half // 2, half), torch.arange(half + half // 2, size)))  # pairs that hardly turn
+    slow = torch.cat((torch.arange(half // 2, half), torch.arange(half + half // 2, size)))  # pairs that hardly rotate
     for layer, content in zip(layers[1:], contents, strict=False):
         for projection, read in ((layer.q_proj, code), (layer.k_proj, home)):
             projection.weight[:size] = 0.0
@@ -318,7 +319,7 @@ def train(
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come: what a checkpoint keeps beside the tensors."""
+    """The progress of a run: the part of a checkpoint besides the tensors."""
 
     step: int = 0
     num_tokens: int = 0  # of text
@@ -352,7 +353,7 @@ class Progress:
     def save(
         self, work_dir: Path, config: TrainConfig, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
     ) -> None:
-        """Whole or not at all: written beside and renamed."""
+        """Writes the checkpoint atomically: to another file, which is then renamed."""
         tensors = {f"model/{name}": parameter.data for name, parameter in model.named_parameters()}
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for optimizer in optimizers:
@@ -372,8 +373,8 @@ def _step(
 ) -> float:
     """One update; the mean loss over `parts`, (input ids, labels) of about equal size.
 
-    Each thread does one part on one core. They meet once a step, not in each operation as the threads inside an
-    operation do, which wait for each other when other processes are on the cores too.
+    Each thread does one part on one core. They synchronise once a step. Threads inside an operation would synchronise
+    in each operation, and wait for each other when other processes use the cores.
     """
     parameters = list(model.parameters())
 
@@ -386,7 +387,7 @@ def _step(
         parameter.grad = torch.stack(shares).mean(0)
     for parameter, part in kept.items():
         assert parameter.grad is not None
-        parameter.grad[part] = 0.0  # neither optimizer moves what has no gradient
+        parameter.grad[part] = 0.0  # neither optimizer changes a weight without a gradient
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     for optimizer in optimizers:
         optimizer.step()
@@ -399,7 +400,7 @@ def _as_json(values: dict[str, object]) -> dict[str, object]:
 
 
 def write_weights(config: TrainConfig, model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """A checkpoint folder as the Hub has them; weights in bfloat16, the tied output matrix stored once."""
+    """Writes a checkpoint folder in the Hub's form; weights in bfloat16, the tied output matrix stored once."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: t.to(torch.bfloat16).contiguous() for name, t in model.state_dict().items() if name != "lm_head.weight"

@@ -1,4 +1,4 @@
-"""The small world that the demo model knows: names, things, places, and facts about them. Data only, no grammar."""
+"""The small world of the demo model: names, things, places, and facts about them. Data only, no grammar."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ PETS = _words(
 
 @dataclass(frozen=True, slots=True)
 class Animal:
-    """What the small world knows of one kind of animal."""
+    """The facts of the small world about one kind of animal."""
 
     name: str
     colour: str

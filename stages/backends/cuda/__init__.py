@@ -1,7 +1,10 @@
-"""The asynchronous device: steps submitted to a GPU while the host goes on.
+"""The asynchronous device: submits steps to a GPU without waiting for their results.
+
+Three threads call it: the event loop (`LateDevice`), the device thread, which submits steps, and the completion thread,
+which waits for them. Each class says which of its methods runs where.
 
 Owns: device buffers, CUDA graphs, pinned memory, and the order of copies and launches.
-In: grants, as one buffer a step.
+In: grants, uploaded as one buffer per step.
 Out: tokens, copied back when the step is done.
 Imports: the root of `stages`, `runtime`, `model`, `kernels`, the stage rooms, `stages/backends`.
 Start with: `async_device.py`, then `step_submission.py`.

@@ -1,6 +1,6 @@
-"""A device that runs beside the host: its thread submits steps, another one waits for them and tells.
+"""The asynchronous device: the device thread submits steps, and the completion thread waits for them.
 
-Knows threads. What is submitted, and in which order, is `step_submission.py`'s.
+What is submitted, and in which order, is in `step_submission.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .step_submission import Step, StepLine
 
 
 class LateDevice(Device):
-    """As `Device`, for phases that return before the device is done: `sample` resolves when the step is over, and so
-    does what a step has failed by. Until then its blocks are not to be used again.
+    """As `Device`, for phases that return before the device has finished.
 
-    The model is `line.forward`, the sampler `line.sample`. Its thread enters the line first: what phases ask of the
-    device by themselves is in order with the steps.
+    The future of `sample` resolves or fails only when the step has ended on the device. Until then its blocks must not
+    be reused. The model is `line.forward`, the sampler `line.sample`. The device thread calls `line.enter` first, so
+    that device operations inside the phases are in order with the steps.
     """
 
     is_late: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class LateDevice(Device):
 
     @property
     def idle_gaps_us(self) -> Histogram:
-        """Microseconds between two steps, of all steps so far."""
+        """Idle microseconds between two steps, over all steps so far."""
         return self.line.gaps.histogram
 
     def join(self, context: Context, phase: int) -> None:
@@ -44,8 +44,11 @@ class LateDevice(Device):
             self._teller = context.env.worker("completion")
 
     def sample(self, grant: StepGrant, sample: Callable[[StepGrant, Any], Any]) -> asyncio.Future[Any]:
-        """Queues the second phase. Resolves to the step's tokens when nothing of the step runs any more; raises what
-        either phase raised, or the device itself, no earlier."""
+        """Queues the second phase. Called on the event loop.
+
+        Resolves to the step's tokens when the device runs nothing of the step any more. Raises, no earlier than that,
+        what either phase or the device raised.
+        """
         submitted = super().sample(grant, sample)
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         hush(told)
@@ -57,21 +60,21 @@ class LateDevice(Device):
             assert self._teller is not None
             try:
                 chain(self._teller.submit(self._finish, grant, submitted), told)
-            except WorkerClosed:  # everything ends: nobody waits any more
+            except WorkerClosed:  # shutdown: no task waits any more
                 told.cancel()
 
         submitted.add_done_callback(hand_over)
         return told
 
-    # -- on the telling thread
+    # -- on the completion thread
 
     def _finish(self, grant: StepGrant, submitted: asyncio.Future[Step]) -> StepTokens:
         error = submitted.exception()
         if error is not None:
             try:
-                self.line.drain()  # a part of it may have been submitted
+                self.line.drain()  # part of the step may have been submitted
             finally:
-                raise error  # and not what draining a device that failed says again
+                raise error  # the first error, not the one that draining a failed device raises
         try:
             return submitted.result().wait()
         except BaseException:

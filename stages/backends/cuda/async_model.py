@@ -1,12 +1,12 @@
-"""A model on a device that runs beside the host: what the execute and the sample stage hand their steps to.
+"""The model of an asynchronous device: both phases of a step, for the execute and sample stages.
 
-Most steps are submitted and no more: their input comes from the device, and so does what chooses their tokens. Some are
-*attended*, see `step_submission.py`: those with a row whose choice needs the host (a grammar, a thinking budget,
-allowed tokens, bad words, a user's processor), with drafts, with a pooled sequence, or with a prompt that is scored.
-They run as on any device, by runner and sampler, and between them and the others nothing differs but the time.
+Most steps are only submitted: their input, and the parameters that choose their tokens, are on the device already. Some
+steps are *attended* (see `step_submission.py`). These have drafts, a pooled sequence, a scored prompt, or a row whose
+choice needs the host: a grammar, a thinking budget, allowed tokens, bad words, or a user's logits processor. Attended
+steps run by the plain runner and sampler. The tokens are the same either way; only the timing differs.
 
-NOTE: one such row takes the whole step along: every row beside it is computed without a graph, behind all earlier steps
-and before any later one, as with one step in flight. What overlaps then is the making of masks alone.
+NOTE: one such row makes the whole step attended. All of its rows are computed without a CUDA graph, after all earlier
+steps and before any later one, as with one step in flight. Only the computation of masks then overlaps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from .triton_chooser import SCORED, KernelChoosing
 
 
 class LateModel:
-    """Both phases of a step, on the device's thread. `sampler` keeps the books of what was told, too."""
+    """Both phases of a step. All methods run on the device thread, except `prepare` (event loop) and `use` (start-up).
+
+    `sampler` also records the tokens that the device has chosen.
+    """
 
     def __init__(
         self, line: StepLine, work: TorchWork, runner: ModelRunner, sampler: Sampler, choosing: KernelChoosing
@@ -36,7 +39,7 @@ class LateModel:
         self._work, self._choosing = work, choosing
 
     def prepare(self, started: Sequence[Started]) -> None:
-        """As `Sampler.prepare`."""
+        """As `Sampler.prepare`. Called on the event loop."""
         self.sampler.prepare(started)
 
     def use(self, processor: LogitsProcessor) -> None:
@@ -44,7 +47,7 @@ class LateModel:
         self.sampler.use(processor)
 
     def forward(self, grant: StepGrant) -> Step:
-        """Submits a step up to its logits; computes them, if it is attended."""
+        """Submits a step up to its logits; computes the logits, if the step is attended."""
         self.runner.take_news(grant)
         for started in grant.started:
             self.sampler.start(started)
@@ -58,7 +61,7 @@ class LateModel:
         return step
 
     def sample(self, grant: StepGrant, step: Step) -> Any:
-        """The rest of it. Returns the step, of which a `LateDevice` makes the tokens."""
+        """Submits the rest of a step; samples it, if attended. Returns the step, on which `LateDevice` waits."""
         if step.logits is None:
             return self.line.sample(grant, step)
         tokens = self.sampler.choose(grant, step.logits)
@@ -67,8 +70,7 @@ class LateModel:
         return self.line.attended(step, tokens)
 
     def _kind(self, grant: StepGrant) -> int | None:
-        """How the device chooses all of the step's tokens; None: the step is attended, whole, for the sake of the rows
-        that need it."""
+        """The kind of sampling by which the device chooses all of the step's tokens; None: the step is attended."""
         if grant.drafts is not None or self.runner.wants_more(grant):
             return None
         return self._choosing.kind(grant.slots[grant.is_sampled])

@@ -1,4 +1,4 @@
-"""A late device from its parts: tables and buffers on the device, streams, graphs, and the model that uses them."""
+"""Builds an asynchronous device: its tables and buffers, streams, CUDA graphs, and the model that uses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .triton_chooser import KINDS, KernelChoosing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Late:
-    """A model, and what makes the device whose thread it is for. `captured`: its graphs; None with `enforce_eager`."""
+    """A model, and a function that makes its device. `captured` describes its graphs; None with `enforce_eager`."""
 
     model: LateModel
     make_device: Callable[[], LateDevice]
@@ -41,9 +41,12 @@ def assemble(
     ends: Ends,
     clock: Callable[[], float],
 ) -> Late:
-    """Blocks until all graphs are captured. `clock` tells seconds. The sampler chooses by kernels."""
+    """Builds the model and its device. Blocks until all graphs are captured. Called once, on the loading thread.
+
+    `clock` returns seconds. The sampler must choose by kernels (`KernelChoosing`).
+    """
     choosing, device = sampler.choosing, runner.last_tokens.device
-    assert isinstance(choosing, KernelChoosing), "only kernels leave what they choose on the device"
+    assert isinstance(choosing, KernelChoosing), "an asynchronous device needs a sampler that chooses by kernels"
     assert isinstance(runner.cache, KVCache) and isinstance(runner.decoder, Decoder)
     num_slots = config.max_num_seqs
     memory = step_memory(device, num_slots, config.steps_in_flight, choosing.scores)
@@ -60,7 +63,7 @@ def assemble(
     )
     runner.read_tables(work.slots.tables)
     line = StepLine(streams, memory, work, graphs, ends, sampler)
-    streams.wait()  # what the weights and the cache were made by ran on another stream
+    streams.wait()  # the weights and the cache were written on another stream
     decode, mixed = batches_of(num_slots, config.num_step_tokens)
     captured = None
     if config.enforce_eager:

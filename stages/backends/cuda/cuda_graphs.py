@@ -1,8 +1,7 @@
-"""Which captured graph runs a step: sizes that steps are padded to, what is captured, and in which order.
+"""CUDA graphs: the sizes that steps are padded to, the order of capture, and the graph that runs a step.
 
-A graph is work of one size, with the addresses it had when it was captured; what differs between steps comes from
-memory. So a step runs in the smallest that holds it, and without one where none does. Knows sizes; refuses to know what
-is launched.
+A graph has a fixed size and fixed addresses; everything that differs between steps is read from memory. So a step runs
+in the smallest graph that holds it, and without a graph if none does.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from ...outputs import Batch, CaptureReport
 
 DECODE_ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
-    *(320, 384, 448, 512, 640, 768, 896, 1024),  # for engines that are set to serve more
+    *(320, 384, 448, 512, 640, 768, 896, 1024),  # for engines with a larger max_num_seqs
 )
 MIXED_TOKENS = (
     *(64, 128, 256, 512, 768, 1024),
-    *range(1152, 2049, 128),  # what is computed for nothing counts here; 2,048 is an engine's most if it is not set
+    *range(1152, 2049, 128),  # dense, as padding is costly here; 2,048 is the default token budget
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The graphs of a size. Behind `forward` one of `samples` is replayed; a kind without one is launched."""
+    """The graphs of one size. After `forward` one of `samples` is replayed; a kind without a graph is launched."""
 
     forward: Graph
-    samples: Mapping[int, Graph]  # by kind
+    samples: Mapping[int, Graph]  # by kind of sampling
 
 
 def batches_of(max_num_seqs: int, max_num_tokens: int) -> tuple[list[Batch], list[Batch]]:
-    """(decode, mixed) sizes to capture, smallest first, where so many rows and tokens are the most of a step."""
+    """(decode, mixed) sizes to capture, smallest first, for steps of at most this many rows and tokens."""
     rows = {min(count, max_num_seqs) for count in DECODE_ROWS}
     tokens = [count for count in MIXED_TOKENS if count <= max_num_tokens]
     decode = [Batch(count, count, True) for count in sorted(rows)]
@@ -41,11 +40,11 @@ def batches_of(max_num_seqs: int, max_num_tokens: int) -> tuple[list[Batch], lis
 
 
 class Graphs:
-    """The graphs of one device. Until `capture`, and without sizes, every step runs eagerly.
+    """The graphs of one device. Until `capture`, and with `is_eager`, every step runs eagerly.
 
-    Steps of one token a row are padded to a number of rows; others to a number of tokens, with room for all rows. Of
-    `kinds` of sampling each has a graph; what another kind does behind the forward pass is launched. So is all of a
-    step that no size holds.
+    Decode steps are padded to a number of rows; others to a number of tokens, with room for all rows. Each of `kinds`
+    of sampling has a graph. Other kinds are launched after the forward pass. Steps that no size holds are launched
+    entirely.
     """
 
     def __init__(
@@ -54,17 +53,17 @@ class Graphs:
         self._decode, self._mixed = ([], []) if is_eager else batches_of(max_num_seqs, max_num_tokens)
         self.kinds = tuple(kinds)
         self._captured: dict[Batch, Captured] = {}
-        self.num_replayed = 0  # forward passes, as is the other
-        self.num_eager = 0
+        self.num_replayed = 0  # forward passes
+        self.num_eager = 0  # forward passes
 
     @property
     def batches(self) -> list[Batch]:
-        """All sizes, largest first, so that the pool of memory that the first one fills serves the others."""
+        """All sizes, largest first: the memory pool that the first one fills serves the others."""
         return sorted([*self._decode, *self._mixed], key=lambda batch: (-batch.num_tokens, -batch.num_rows))
 
     @property
     def captured(self) -> list[Captured]:
-        """What has been captured, in that order."""
+        """The captured graphs, in the order of capture."""
         return list(self._captured.values())
 
     def capture(
@@ -74,8 +73,10 @@ class Graphs:
         sample: Callable[[Batch, int], object],
         clock: Callable[[], float],
     ) -> CaptureReport:
-        """Captures the launches of both for every size. They have run at least once: what is made at first use can not
-        be made in a capture."""
+        """Captures `forward` and `sample` for every size.
+
+        Both must have run before: lazy initialization cannot happen inside a capture.
+        """
         began, num_bytes = clock(), 0
         for batch in self.batches:
             whole = stream.capture(partial(forward, batch))
@@ -85,7 +86,7 @@ class Graphs:
         return CaptureReport(tuple(self.batches), clock() - began, num_bytes)
 
     def choose(self, num_rows: int, num_tokens: int, is_decode: bool) -> tuple[Batch, Captured | None]:
-        """The size that a step is padded to, and its graphs; the step's own size, and None, where there are none."""
+        """The size that a step is padded to, and its graphs; the step's own size and None, if no graph holds it."""
         for batch in self._decode if is_decode else self._mixed:
             if batch.num_tokens >= num_tokens and batch in self._captured:
                 self.num_replayed += 1

@@ -1,8 +1,6 @@
-"""Streams of a GPU, by torch.cuda: see `runtime/device_streams/interface.py`, which says what each call promises.
+"""CUDA streams, events and graphs through torch.cuda. `runtime/device_streams/interface.py` specifies each call.
 
-What uses it runs in the tests on `runtime/device_streams/simulated.py`. On an H200 events that block tell times, and no
-copy makes the host wait: a step in a graph is submitted in 0.5 ms while the one before runs
-(`tests/bench/results/gpu-h200.json`).
+Tests of the callers use `runtime/device_streams/simulated.py` instead.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -18,7 +16,7 @@ from ....runtime.device_streams.interface import Event, Graph
 
 
 class CudaStreams:
-    """One GPU. All its graphs take their memory from one pool, as no two of them run at once."""
+    """The streams of one GPU. All graphs share one memory pool, as no two of them run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -35,7 +33,7 @@ class CudaStreams:
 
 
 class CudaEvent:
-    """Timed. Who waits for it sleeps: a thread that spins would take the core from the one that submits."""
+    """A timed event. A waiting thread sleeps: a spinning one would take the core from the device thread."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -60,7 +58,7 @@ class CudaGraph:
 
 
 class CudaStream:
-    """A `torch.cuda.Stream`; what is launched on it may not wait for the device."""
+    """A `torch.cuda.Stream`. Work launched on it must not wait for the device."""
 
     def __init__(self, name: str, streams: CudaStreams) -> None:
         self.name = name
@@ -88,7 +86,7 @@ class CudaStream:
 
     def capture(self, run: Callable[[], object]) -> CudaGraph:
         graph, device = torch.cuda.CUDAGraph(), self._streams.device
-        torch.cuda.empty_cache()  # as the capture does at its beginning: it is not to count
+        torch.cuda.empty_cache()  # the capture does so too; done before, it does not change `num_bytes`
         before = torch.cuda.memory_reserved(device)
         with torch.cuda.graph(graph, pool=self._streams.pool, stream=self._stream, capture_error_mode="thread_local"):
             run()

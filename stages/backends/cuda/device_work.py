@@ -1,6 +1,6 @@
-"""What a step line launches on torch's tensors: a decoder between the kernels that make its inputs and note its tokens.
+"""The launches of a step on torch tensors: kernels that make the inputs, the decoder, kernels that record the tokens.
 
-Runs on a CPU, too, where the twins do the kernels' part, and is tested there.
+Also runs on a CPU, with the kernels' reference twins, and is tested there.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ from .pinned_ring import Pinned
 from .step_submission import SPARE_STEPS, Memory
 from .step_update import NEWS_ROOM, diff_size
 
-NUM_DIFFS = 3  # pinned buffers, one of which is read while another is written
+NUM_DIFFS = 3  # pinned buffers: the device reads one while the host writes another
 
 Choose = Callable[[Tensor, SlotState, Tensor, int], Tensor]
-"""From logits [P, V], the slots' state, whose each row is, [P] i32, and the kind of sampling to token ids [P] i64, all
-on the device. Below 0 where a row holds no number; rows of nobody, -1, may come to anything."""
+"""Maps logits [P, V], the slots' state, each row's slot [P] i32 and the kind of sampling to token ids [P] i64.
+
+All arrays are on the device. An id is below 0 where a row holds no number. For padding rows, with slot -1, it is
+arbitrary.
+"""
 
 
 class TorchWork:
-    """The launches of one model. `step_memory` makes the memory."""
+    """The launches of one model: the `Work` of a `StepLine`. `step_memory` allocates the memory.
+
+    `tell_newest` and `note` are for attended steps. They run on the device thread, in order with the steps.
+    """
 
     def __init__(
         self,
@@ -84,9 +90,11 @@ class TorchWork:
 
     @torch.inference_mode()
     def _keep(self, logits: Tensor) -> None:
-        """Puts logits [L, V] where every graph and every launch finds them: a step may be half one, half the other.
-        Costs them once more read and written, 156 MB for 256 rows of 151,936 in half precision, and memory for a step's
-        logits once, where a graph's own would have to be kept for each size."""
+        """Copies logits [L, V] to a fixed address: a step's forward pass may be a graph and its sampling a launch.
+
+        Costs a read and a write of the logits (156 MB for 256 rows of 151,936 in half precision), and memory for one
+        step's logits. Without the copy, each size of graph would have to keep its own.
+        """
         if self._logits is None:
             self._logits = logits.new_empty(self._num_slots, logits.shape[1])
         self._logits[: len(logits)].copy_(logits)
@@ -100,14 +108,16 @@ class TorchWork:
 
     @torch.inference_mode()
     def tell_newest(self, last_tokens: Tensor) -> None:
-        """Writes each slot's newest token into `last_tokens` [S] i64. At once: nothing of a step may be under way."""
+        """Writes each slot's newest token into `last_tokens` [S] i64. No step may be in flight."""
         newest = (self.slots.state[:, step_state.TOKENS].long() - 1).clamp(0, self.slots.tokens.shape[1] - 1)
         last_tokens.copy_(self.slots.tokens.gather(1, newest[:, None])[:, 0])
 
     @torch.inference_mode()
     def note(self, slots: Indices, positions: Indices, token_ids: Indices, finishes: NDArray[np.int8]) -> None:
-        """Writes tokens that somebody else has chosen into the tables; those of one slot follow each other. At once,
-        as `tell_newest`."""
+        """Writes tokens that the host has chosen into the tables. Tokens of one slot are adjacent.
+
+        No step may be in flight.
+        """
         state, tokens = self.slots.state, self.slots.tokens
         has_room = positions < tokens.shape[1]
         where = (self._long(slots[has_room]), self._long(positions[has_room]))
@@ -128,13 +138,15 @@ class TorchWork:
         return self._cache.data[block]
 
     def host_block(self, block: int) -> Tensor:
-        assert self._host_blocks is not None, "blocks are copied to or from the host, and there are none"
+        assert self._host_blocks is not None, "blocks are copied to or from the host, and the device has no host blocks"
         return self._host_blocks[block]
 
 
 def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Tensor | None = None) -> Memory:
-    """The buffers between host and device, for `num_steps` steps in flight; pinned where there is a GPU. `scores`
-    [num_slots, W] i32 is where those of a step are left."""
+    """Allocates the buffers between host and device, for `num_steps` steps in flight; pinned if there is a GPU.
+
+    `scores` [num_slots, W] i32, on the device, receives the scores of a step.
+    """
     num_results = num_steps + SPARE_STEPS
     capacity = diff_size(num_slots, NEWS_ROOM, NEWS_ROOM)
     return Memory(
@@ -148,13 +160,13 @@ def step_memory(device: torch.device, num_slots: int, num_steps: int, scores: Te
 
 
 def greedy(logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
-    """The likeliest token of each row, whatever was asked for. A `Choose`."""
+    """A `Choose` that takes the likeliest token of each row and ignores all sampling parameters."""
     best, ids = logits.max(dim=1)
     return torch.where(best.isfinite(), ids, -1)
 
 
 def step_kernels(device: torch.device) -> Any:
-    """The module of kernels for a device: `triton_step`, or its twins."""
+    """The module of step kernels for a device: the Triton kernels, or their reference twins."""
     if device.type == "cpu":
         return step_state
     from ....kernels.triton import step_state as triton_step

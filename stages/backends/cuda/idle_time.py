@@ -1,7 +1,7 @@
-"""How long a device stands idle between two steps although there is work: what overlap is there to avoid.
+"""Idle time of the device between two steps while there is work.
 
-By the device's own clock: from a step's `done` to the beginning of the next. Only where some row of the first goes on,
-so that a next step was due; gaps of a second and more are somebody's pause, not the host's slowness.
+Measured by the device's clock, from a step's `done` to the start of the next. A gap counts only if some row of the
+first step goes on, so that a next step was due. Gaps of a second and more are pauses in the load and do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LONGEST_US = 1_000_000
 
 
 class Told(Protocol):
-    """A step that is over, as far as it matters here."""
+    """The fields of a finished step that are read here."""
 
     grant: StepGrant | None
     began: Event
@@ -25,14 +25,14 @@ class Told(Protocol):
 
 
 class IdleGaps:
-    """`histogram` has each gap, in whole microseconds. One thread notes; others may read."""
+    """A histogram of the gaps, in whole microseconds. The completion thread writes it; other threads may read it."""
 
     def __init__(self) -> None:
         self.histogram = Histogram(BOUNDS_US)
-        self._due_behind: StepGrant | None = None  # the last step told, if some row of it goes on
+        self._due_behind: StepGrant | None = None  # the last finished step, if some row of it goes on
 
     def note(self, step: Told, before: Told, tokens: StepTokens) -> None:
-        """`step` is over, `before` was submitted before it; `tokens` is what it told."""
+        """Records a finished `step` with its `tokens`; `before` was submitted directly before it."""
         grant = step.grant
         assert grant is not None
         if self._due_behind is not None and self._due_behind is before.grant:

@@ -1,4 +1,4 @@
-"""Pinned memory of the host that a device copies from and to, a buffer a step, in turn."""
+"""A ring of pinned host buffers for copies to the device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...messages import Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pinned:
-    """Memory of the host that a device reads and writes by itself."""
+    """Pinned host memory, which the device reads and writes by itself."""
 
-    numbers: Ints  # the memory, as the host sees it
-    array: Any  # the same memory, as a stream copies it
+    numbers: Ints  # the memory, for the host
+    array: Any  # the same memory, for copies on a stream
 
 
 class SendRing:
-    """Buffers to send from. One is the host's again when the copy that reads it is done."""
+    """Buffers to upload from. The host may write a buffer again when the copy that reads it is done."""
 
     def __init__(self, buffers: Sequence[Pinned], streams: Streams) -> None:
         self._buffers = buffers
@@ -27,8 +27,10 @@ class SendRing:
         self._next = 0
 
     def take(self) -> tuple[Pinned, Event]:
-        """The next buffer, and what to record behind the copy that reads it. Waits for the copy that read it last: for
-        that event alone, which lies as many sends back as there are buffers."""
+        """The next buffer, and the event to record after the copy that reads it.
+
+        Waits for the last copy from this buffer only, which lies as many uploads back as there are buffers.
+        """
         at, self._next = self._next, (self._next + 1) % len(self._buffers)
         self._sent[at].wait()
         return self._buffers[at], self._sent[at]

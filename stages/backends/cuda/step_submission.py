@@ -1,16 +1,19 @@
-"""The device's thread: submits a step's uploads, copies, launches and downloads, and waits for nothing but room.
+"""Step submission: the order of a step's uploads, block copies, launches and downloads on three streams.
 
-Three streams. On *compute* run, in order, each step's diff, its forward pass and its sampling. *results* brings to the
-host what was chosen, behind the step's `done`. *swaps* copies blocks to the host and back, beside the steps around it:
+The device thread submits; it waits only for a free upload buffer. The completion thread waits for finished steps.
 
-- out of a block: behind all earlier steps, which may write it; a step that gives it to somebody else comes after;
-- into a block: behind nothing, as no step in flight knows the block (the fence: whoever gave it back waited for them);
-  the step that reads it comes after.
+The *compute* stream runs, in order, each step's update (diff), forward pass and sampling. The *results* stream copies
+the chosen tokens to the host, after the step's `done`. The *swaps* stream copies blocks to the host and back,
+concurrently with the steps around it:
 
-A step is over when its results and its copies are on the host. Knows order. Refuses to know what is computed.
+- A copy out of a block runs after all earlier steps, which may write it. A step that reassigns the block runs after it.
+- A copy into a block waits for nothing: no step in flight uses the block, because a block is freed only after all steps
+  that use it have ended. The step that reads it runs after the copy.
 
-A step of which the host must see the logits is *attended*: all before it are over first, then it is computed by who
-submits it, and is over as soon as that returns.
+A step has ended when its results and its copies are on the host.
+
+A step whose logits the host must see is *attended*: the device thread waits for all earlier steps, computes it, and has
+all of it when that call returns.
 """
 
 from __future__ import annotations
@@ -33,59 +36,63 @@ from .idle_time import IdleGaps
 from .pinned_ring import Pinned, SendRing
 from .step_update import Ends, write
 
-SPARE_STEPS = 2  # events and buffers beyond those of the steps in flight: for the step before, and the one after
+SPARE_STEPS = 2  # events and buffers beyond the steps in flight: for the step before them, and the one after
 
 
 class Work(Protocol):
-    """What runs on the device for a step, each by launches alone: nothing here waits, or asks what is in the device's
-    memory. `batch` is the step's size with its padding."""
+    """The device work of a step. Each method only launches: it never waits or reads device memory.
+
+    `batch` is the size of the step, padding included.
+    """
 
     def take_news(self) -> None:
-        """Writes what is new in the diff into the tables."""
+        """Applies the updates in the diff to the tables."""
 
     def make_inputs(self, batch: Batch) -> None:
-        """From the diff and the tables to the inputs of the step."""
+        """Computes the inputs of the step from the diff and the tables."""
 
     def forward(self, batch: Batch) -> None:
-        """From those to the logits, which are left where `sample` of any step finds them."""
+        """Computes the logits from the inputs, and leaves them at a fixed address for `sample`."""
 
     def sample(self, batch: Batch, kind: int) -> None:
-        """From those to tokens, as rows of this kind ask: into the tables, and into the step's result."""
+        """Chooses tokens from the logits by this kind of sampling; writes them to the tables and the step's result."""
 
     def fork(self, sources: Ints, destinations: Ints) -> None:
         """Copies whole blocks on the device."""
 
     def block(self, block: int) -> Any:
-        """The memory of one block of the device, as a stream copies it."""
+        """The memory of one device block, for copies on a stream."""
 
     def host_block(self, block: int) -> Any:
-        """The memory of one block of the host."""
+        """The memory of one host block, for copies on a stream."""
 
 
 class Settles(Protocol):
-    """Who keeps the books of what the device has told."""
+    """Applies the results of the device to the host's sampling state."""
 
     def settle(self, grant: StepGrant, told: Ints, scores: Ints | None = None) -> StepTokens:
-        """What a step came to. `told` [2, L] is one of the device's results, cut to the sampled rows: token ids, -1
-        where a sequence had ended before; and how each ends, see `step_state.FINISHED`. `scores` [L, W] comes with
-        steps of a scored kind. Steps come in order, on the thread that tells or the device's, never on both at
-        once."""
+        """Applies a step's result and returns its tokens.
+
+        `told` [2, L] is the device's result for the sampled rows: token ids, -1 where a sequence had ended before; and
+        how each ends, see `step_state.FINISHED`. `scores` [L, W] comes with steps of a scored kind. Called for steps in
+        order, on the completion thread or the device thread, never on both at once.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """What steps are sent in and told by; static, as graphs know the device's part by its address."""
+    """The buffers between host and device. Their addresses are fixed, as CUDA graphs contain them."""
 
     diff: Any  # [C] i32 on the device
     result: Any  # [2, P] i32 on the device, see `step_state.settle`
     diffs: Sequence[Pinned]  # [C] each
-    results: Sequence[Pinned]  # [2, P] each, as many as steps in flight and SPARE_STEPS
+    results: Sequence[Pinned]  # [2, P] each, as many as steps in flight plus SPARE_STEPS
     scores: Any = None  # [P, W] i32 on the device; None: no step is scored
     told_scores: Sequence[Pinned] = ()  # [P, W] each, as many as `results`
 
 
 class Step:
-    """One submitted step; `wait`, on another thread, returns when it is over."""
+    """One submitted step. The device thread makes it; the completion thread calls `wait`."""
 
     __slots__ = (
         *("_line", "batch", "began", "captured", "copied", "done", "grant", "has_swaps", "kind", "result", "swapped"),
@@ -104,19 +111,21 @@ class Step:
         self.kind = 0
         self.is_scored = False
         self.has_swaps = False
-        self.logits: Any = None  # of an attended step between its halves
-        self.turn: Turn[Step] | None = None  # to be settled; None: its tokens are known without
-        self.tokens: StepTokens | None = None  # once it is settled
+        self.logits: Any = None  # of an attended step, between its phases
+        self.turn: Turn[Step] | None = None  # its place in the order of `settle`; None: an attended step
+        self.tokens: StepTokens | None = None  # once its result is applied
 
     def wait(self) -> StepTokens:
-        """What it came to, once all of it is on the host and nothing of it runs any more. Steps in order."""
+        """Blocks until the step has ended, and returns its tokens. On the completion thread, for steps in order."""
         return self._line.finish(self)
 
 
 class StepLine:
-    """The steps of one device, in order: `forward` and `sample` on its thread, `Step.wait` on the one that tells.
+    """The steps of one device, in order.
 
-    At most `num_steps` may be in flight: submitted, and not yet returned by `wait`.
+    The device thread calls `enter`, `forward`, `sample`, `attend` and `attended`. The completion thread calls
+    `Step.wait`, and `drain` after an error. `warm` and `capture` run on the loading thread, before the first step. At
+    most `num_steps` of `step_memory` may be in flight: submitted, and not yet returned by `wait`.
     """
 
     def __init__(
@@ -132,13 +141,12 @@ class StepLine:
             for result, scores in zip_longest(memory.results, memory.told_scores)
         ]
         self._num_submitted = 0
-        self._unsettled: InOrder[Step] = InOrder(_wait, self._settle)  # submitted whole
-        self._lost_generation = -1  # the books lack a step of it
-        self.gaps = IdleGaps()  # the telling thread's
+        self._unsettled: InOrder[Step] = InOrder(_wait, self._settle)  # submitted, result not applied
+        self._lost_generation = -1  # the host's state lacks the tokens of a step of this generation
+        self.gaps = IdleGaps()  # owned by the completion thread
 
     def warm(self, batches: Sequence[Batch], kinds: Sequence[int]) -> None:
-        """Runs a step of each size and kind without rows, so that what is made at first use is made. Before the first
-        step."""
+        """Runs an empty step of each size and kind, for lazy initialization. Called before the first step."""
         for batch in batches:
             self._launch_forward(batch)
             for kind in kinds:
@@ -146,8 +154,10 @@ class StepLine:
         self._streams.wait()
 
     def capture(self, clock: Callable[[], float]) -> CaptureReport:
-        """Captures a step of each size, and replays each graph once, without rows: one that does not work shows here.
-        Before the first step. `clock` tells seconds."""
+        """Captures a step of each size, and replays each graph once, without rows, to find broken ones.
+
+        Called before the first step. `clock` returns seconds.
+        """
         self.warm(self.graphs.batches, self.graphs.kinds)
         report = self.graphs.capture(self._compute, self._launch_forward, self._launch_sample, clock)
         for captured in self.graphs.captured:
@@ -157,15 +167,17 @@ class StepLine:
         self._streams.wait()
         return report
 
-    # -- on the device's thread
+    # -- on the device thread
 
     def enter(self) -> None:
-        """The first call on that thread: what it asks of the device by itself is in order with the steps."""
+        """The thread's first call: puts its own device operations on the compute stream, in order with the steps."""
         self._compute.use()
 
     def forward(self, grant: StepGrant, kind: int = 0, *, is_scored: bool = False) -> Step:
-        """Submits all of a step up to its logits. `kind` is the work's word for how its rows are sampled; of those that
-        are scored, scores come with the result."""
+        """Submits a step up to its logits.
+
+        `kind` is the kind of sampling, as `Work.sample` takes it. With `is_scored`, scores come with the result.
+        """
         step = self._begin(grant)
         step.kind, step.is_scored = kind, is_scored
         if not len(grant.slots):
@@ -180,10 +192,10 @@ class StepLine:
         return step
 
     def sample(self, grant: StepGrant, step: Step) -> Step:
-        """Submits the rest of it."""
-        assert step.grant is grant, f"step {grant.step} is sampled with another's logits"
+        """Submits the rest of a step: sampling, and the download of its result."""
+        assert step.grant is grant, f"step {grant.step} is sampled with the logits of another step"
         if len(grant.slots):
-            self._compute.wait(self._before(step).copied)  # the device has one result, and that reads it
+            self._compute.wait(self._before(step).copied)  # that copy reads the device's only result buffer
             graph = None if step.captured is None else step.captured.samples.get(step.kind)
             if graph is not None:
                 self._compute.replay(graph)
@@ -199,12 +211,15 @@ class StepLine:
         return step
 
     def attend(self, grant: StepGrant) -> Step:
-        """As `forward`, of a step that the caller computes: returns when all before it are settled, and its copies and
-        news are where it will look for them. Raises `StepFell` if one of them could not be settled: the books that the
-        host would choose by lack its tokens, until a later generation starts those sequences anew."""
+        """As `forward`, for a step that the caller computes.
+
+        Blocks until the results of all earlier steps are applied, and the step's own copies and updates are on the
+        device. Raises `StepFell` if a result could not be applied: the host's sampling state lacks its tokens, until a
+        later generation restarts those sequences.
+        """
         self._unsettled.do_all()
         if grant.generation <= self._lost_generation:
-            raise StepFell(f"step {grant.step} is computed behind one that was not settled")
+            raise StepFell(f"step {grant.step} follows one whose result could not be applied")
         step = self._begin(grant)
         self._compute.launch(self._work.take_news)
         self._compute.record(step.done)
@@ -212,7 +227,7 @@ class StepLine:
         return step
 
     def attended(self, step: Step, tokens: StepTokens) -> Step:
-        """The rest of it: `tokens` is what it came to, and they are in the tables."""
+        """Ends an attended step. `tokens` are its tokens, already written to the device's tables."""
         self._compute.record(step.done)
         self._results.wait(step.done)
         self._results.record(step.copied)
@@ -220,7 +235,7 @@ class StepLine:
         return step
 
     def drain(self) -> None:
-        """Returns when nothing runs that was submitted."""
+        """Blocks until all submitted work has ended. Called on the completion thread, after an error."""
         self._streams.wait()
 
     def _begin(self, grant: StepGrant) -> Step:
@@ -245,7 +260,7 @@ class StepLine:
         self._compute.launch(partial(self._work.sample, batch, kind))
 
     def _upload(self, grant: StepGrant) -> None:
-        """Sends the diff; the tables take all parts but the last at once, the last with the step."""
+        """Uploads the diff. All parts but the last are applied to the tables at once, the last with the step."""
         taken: list[tuple[Pinned, Event]] = []
 
         def buffers() -> Iterator[Ints]:
@@ -261,7 +276,7 @@ class StepLine:
                 self._compute.launch(self._work.take_news)
 
     def _copy(self, grant: StepGrant, step: Step) -> None:
-        """The blocks that move before the step runs, in their order."""
+        """Submits the block copies before the step, in their order."""
         last: Stream = self._compute
         for copy in grant.copies:
             stream = self._compute if copy.direction is Direction.FORK else self._swaps
@@ -287,7 +302,7 @@ class StepLine:
         for source_id, destination_id in zip(copy.sources.tolist(), copy.destinations.tolist(), strict=True):
             stream.copy(to(destination_id), source(source_id))
 
-    # -- on the thread that tells
+    # -- on the completion thread
 
     def finish(self, step: Step) -> StepTokens:
         """See `Step.wait`."""
@@ -295,15 +310,18 @@ class StepLine:
         _wait(step)
         if step.turn is not None:
             self._unsettled.do_through(step.turn)
-        assert step.tokens is not None, f"step {step.grant.step} was never submitted whole"
+        assert step.tokens is not None, f"step {step.grant.step} was never sampled"
         self.gaps.note(step, self._before(step), step.tokens)
         return step.tokens
 
-    # -- on either
+    # -- on the completion thread or the device thread, never both at once
 
     def _settle(self, step: Step) -> None:
-        """What it raises, `finish` of that step raises. The steps behind it are settled all the same: they fall with
-        it, and the books begin anew with the next `Started` of each slot."""
+        """Applies a step's result. `finish` of that step raises what this raises.
+
+        The results of later steps are applied all the same. Those steps are void, and the state of each slot starts
+        afresh with its next `Started`.
+        """
         assert step.grant is not None
         try:
             step.tokens = self.outcomes.settle(step.grant, *_told(step, step.grant.num_sampled))
@@ -313,20 +331,20 @@ class StepLine:
 
 
 def _told(step: Step, num_rows: int) -> tuple[Ints, Ints | None]:
-    """Result and scores of a step, copies of their own."""
+    """Copies of a step's result and scores."""
     scores = step.scores.numbers[:num_rows].copy() if step.is_scored and step.scores is not None else None
     return step.result.numbers[:, :num_rows].copy(), scores
 
 
 def _wait(step: Step) -> None:
-    """Returns when nothing of a submitted step runs any more."""
+    """Blocks until a submitted step has ended on the device."""
     step.copied.wait()
     if step.has_swaps:
         step.swapped.wait()
 
 
 def _is_touched(grant: StepGrant) -> bool:
-    """Whether the step reads what its copies bring, or writes where they read."""
+    """Whether the step reads blocks that its copies write, or writes blocks that they read."""
     if any(copy.direction is Direction.IN for copy in grant.copies):
         return True
     sources = [copy.sources for copy in grant.copies if copy.direction is Direction.OUT]

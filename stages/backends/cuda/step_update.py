@@ -1,6 +1,6 @@
-"""What the host says of a step: a grant as one buffer of i32, in the layout of `kernels/layout/step_state.py`.
+"""Step updates (diffs): writes a grant into one i32 buffer, in the layout of `kernels/layout/step_state.py`.
 
-Knows how far each slot's sequence is known to the host. Refuses to know arrays on devices, and who waits for what.
+Plain numpy on the host.
 """
 
 from __future__ import annotations
@@ -13,34 +13,36 @@ import numpy as np
 from ....kernels.layout import step_state as layout
 from ...messages import NO_INTS, Ints, Started, StepGrant
 
-ROW_NUMBERS = 4  # of a row, in the diff; one more for all
-NEWS_ROOM = 8192  # known tokens, and new blocks, that one diff of a real device has room for
+ROW_NUMBERS = 4  # numbers per row in the diff, plus one for all rows
+NEWS_ROOM = 8192  # known tokens, and new blocks, that fit one diff of a real device
 NO_ROWS: Ints = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What ends sequences besides what they ask for."""
+    """The ends that apply to all sequences, besides those of their own parameters."""
 
     eos_token_ids: tuple[int, ...]
     max_model_len: int
 
     def ids_of(self, started: Started) -> list[int]:
-        """All token ids that end this one, EOS first."""
+        """All token ids that end this sequence, EOS first."""
         eos: Collection[int] = () if started.params.ignore_eos else self.eos_token_ids
         return list(dict.fromkeys([*eos, *started.params.stop_token_ids]))
 
 
 def diff_size(max_num_seqs: int, num_entries: int, num_tokens: int) -> int:
-    """Numbers that hold the diff of `max_num_seqs` rows that are all new, with so many blocks and so many known tokens.
-    A step with more goes in several parts."""
+    """The size of a diff of `max_num_seqs` new rows, `num_entries` block table entries and `num_tokens` known tokens.
+
+    A step with more is sent in several parts.
+    """
     rows = ROW_NUMBERS * max_num_seqs + 1
     started = (1 + layout.STATE_WIDTH + 3) * max_num_seqs
     return layout.HEADER + rows + started + 3 * num_entries + num_tokens
 
 
 def state_row(started: Started, ends: Ends) -> Ints:
-    """[STATE_WIDTH] the state of a slot when a sequence begins there, new or back from a preemption."""
+    """[STATE_WIDTH] the state of a slot when a sequence starts there, new or resumed after a preemption."""
     params, num_prompt = started.params, started.num_prompt
     row = np.zeros(layout.STATE_WIDTH, np.int32)
     row[layout.TOKENS], row[layout.PROMPT] = len(started.token_ids), num_prompt
@@ -57,16 +59,18 @@ def state_row(started: Started, ends: Ends) -> Ints:
 
 
 def row_order(grant: StepGrant) -> Ints:
-    """[R] the rows as the device takes them: those with one token first, otherwise in the grant's order."""
+    """[R] the rows in the device's order: those with one token first, otherwise in the grant's order."""
     if grant.is_decode:
         return np.arange(len(grant.slots), dtype=np.int32)
     return np.argsort(grant.num_tokens != 1, kind="stable").astype(np.int32)
 
 
 def write(grant: StepGrant, ends: Ends, buffers: Iterator[Ints]) -> Iterator[tuple[int, bool]]:
-    """Writes the diff of a grant without drafts into the next of `buffers`; into the ones after it, too, where it needs
-    more room. Yields (numbers it took, whether it was the last) after each: send it before you ask for more. The rows
-    come in the last, the others hold only what is new."""
+    """Writes the diff of a grant without drafts into the next of `buffers`, or into several if it does not fit one.
+
+    Yields (numbers written, whether it was the last) after each: upload it before the next iteration. The rows are in
+    the last part; the others hold only new sequences, blocks and known tokens.
+    """
     states = [np.concatenate([[started.slot], state_row(started, ends)]) for started in grant.started]
     started = np.concatenate([NO_INTS, *states]).astype(np.int32)
     runs = [(one.slot, 0, one.token_ids) for one in grant.started]
@@ -105,7 +109,7 @@ _Run = tuple[int, int, Ints]
 
 
 def _split(runs: Sequence[_Run], room: int) -> tuple[list[_Run], list[_Run]]:
-    """What of `runs` fits `room` numbers, three for each run besides its tokens; and the rest."""
+    """Splits `runs` into those that fit `room` numbers and the rest. A run takes three numbers besides its tokens."""
     fitting: list[_Run] = []
     for index, (slot, start, tokens) in enumerate(runs):
         count = min(len(tokens), room - 3)
@@ -121,7 +125,7 @@ def _split(runs: Sequence[_Run], room: int) -> tuple[list[_Run], list[_Run]]:
 def _put(
     buffer: Ints, counts: tuple[int, int, int], entries: Ints, started: Ints, runs: Sequence[_Run], rows: Ints
 ) -> int:
-    """Returns the numbers it took."""
+    """Writes one part of a diff. Returns the count of numbers written."""
     header = buffer[: layout.HEADER]
     header[:] = 0
     header[layout.NUM_ROWS], header[layout.NUM_TOKENS], header[layout.NUM_LOGITS] = counts

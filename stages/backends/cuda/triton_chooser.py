@@ -1,8 +1,8 @@
-"""Chooses tokens by kernels: what slots asked for lies on the device, and what is chosen can stay there.
+"""Chooses tokens by kernels: sampling parameters are on the device, and the tokens can stay there.
 
-Either the host waits for a step's tokens (`choose`, as any `Choosing`), or it submits the choice and hears of it later
-(`choose_on_device`, for a `StepLine`). A token is the same either way. Imports torch, so it is itself imported only
-where that is.
+Either the host waits for a step's tokens (`choose`, as in `Choosing`), or it submits the choice and gets the tokens
+later (`choose_on_device`, for a `StepLine`). The tokens are the same either way. Imports torch. Used on the device
+thread, except `read_scores`, which runs where `Settles.settle` does.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....kernels.kernel_set import SamplingKernels
 from ....kernels.layout import sampling_rows, step_state
 from ....kernels.layout.step_state import SlotState
-from ....kernels.sampling_kernels import SamplingKernels
 from ....model.decoder.upload import upload
 from ...config import LogprobsMode
 from ...grammar.masks import Allowed
@@ -25,24 +25,26 @@ from ...sample.sampling_math import Longs, Scores
 from ...sample.slot_params import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SamplingTable
 from ...sample.token_chooser import NO_ROWS, Choice, Choosing, Rows, any_of
 
-PLAIN, TRUNCATED, EDITED = 0, 1, 2  # kinds of sampling, as a step line knows them; each does all that those before do
+PLAIN, TRUNCATED, EDITED = 0, 1, 2  # kinds of sampling of a `StepLine`; each does all that the ones before it do
 KINDS = (PLAIN, TRUNCATED, EDITED)
-SCORED = 4  # and with log-probabilities: SCORED * (1 + k) more, where k of the likeliest are wanted
-# Kernels are compiled for a number of candidates, rounded up to a power of two: one just above each, and the most.
+SCORED = 4  # kinds with log-probabilities add SCORED * (1 + k), where k of the likeliest tokens are requested
+# Kernels are compiled for a number of candidates rounded up to a power of two. One value for each, and the maximum.
 COMPILED_TOPS = (0, 1, 2, 3, 5, 9, 17, MAX_LOGPROBS)
 
-# what a step tells of a scored row, [S, SCORE_WIDTH] i32; floats by their bits
+# The columns of a step's scores, [S, SCORE_WIDTH] i32; floats are stored by their bits.
 LOGPROB, RANK, TOP_IDS, TOP_LOGPROBS = 0, 1, 2, 2 + MAX_LOGPROBS
 SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS
 
 
 class KernelChoosing(Choosing):
-    """As `Choosing`, with the same tokens kept by top_k, top_p and min_p, ties whole. It differs in this: tokens are
-    drawn by another noise, so seeds give others; the sums that top_p looks at are of f32; below a temperature of about
-    1e-5 equals go to the lowest id, as there is no room for noise; and a token counts 32,767 times at most.
+    """As `Choosing`, by kernels. top_k, top_p and min_p keep the same tokens, including all ties.
 
-    Tables on the device, indexed by slot, are filled when a sequence starts; counts of tokens follow what is chosen.
-    What few rows ask for (allowed tokens, bad words, a user's processor) is done by torch, between the kernels.
+    Differences: the random noise is another, so a seed gives other tokens; the sums for top_p are in f32; below a
+    temperature of about 1e-5 equal logits go to the lowest id, as the noise is lost to rounding; and a token counts at
+    most 32,767 times for penalties.
+
+    Tables on the device, indexed by slot, are filled when a sequence starts. Token counts are updated with each choice.
+    Rare features (allowed tokens, bad words, a user's logits processor) are done by torch, between the kernels.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class KernelChoosing(Choosing):
         self._kernels = kernels
         num_slots, num_ends = len(last_tokens), len(table.eos) + MAX_STOP_TOKEN_IDS
         self._device = last_tokens.device
-        self._rows = self._upload(np.tile(sampling_rows.pack(), (num_slots, 1)))  # that of nobody asks for nothing
+        self._rows = self._upload(np.tile(sampling_rows.pack(), (num_slots, 1)))  # the default row uses no feature
         self._counts = self._zeros((num_slots, table.vocab_size), torch.int16)
         self._biased_ids = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.int32)
         self._bias = self._zeros((num_slots, MAX_LOGIT_BIAS), torch.float32)
@@ -103,12 +105,12 @@ class KernelChoosing(Choosing):
 
     @property
     def scored_kinds(self) -> tuple[int, ...]:
-        """Kinds that between them launch every kernel of scores. Those of raw logits are the same for all."""
+        """Kinds that together launch every scoring kernel. With raw logits the kernels are the same for all kinds."""
         kinds = (PLAIN,) if self.logprobs_mode == "raw_logprobs" else KINDS
         return tuple(kind + SCORED * (1 + k) for kind in kinds for k in COMPILED_TOPS)
 
     def warm_masks(self, dtype: torch.dtype) -> None:
-        """Launches what only rows with a grammar need, so that it is made at the start. Logits are of `dtype`."""
+        """Launches the kernel for rows with a grammar once, to compile it at the start. Logits are of `dtype`."""
         table = self.table
         logits = self._zeros((1, table.vocab_size), dtype)
         slots = self._zeros((1,), torch.int64)
@@ -117,8 +119,10 @@ class KernelChoosing(Choosing):
         self._kernels.edit(logits, self._rows, slots, slots, *tables, masks, slots)
 
     def kind(self, slots: Indices) -> int | None:
-        """How `choose_on_device` is to choose for rows of these slots; None: the host must see the logits of some, and
-        then of all, as a step is chosen for in one piece."""
+        """The kind of sampling with which `choose_on_device` serves all rows of these slots.
+
+        None if the host must see the logits of any row; then the whole step is attended.
+        """
         needs = self.table.needs[slots]
         any_needs = any_of(needs)
         if any_needs & (GRAMMAR | THINKING | POOLED):
@@ -135,11 +139,10 @@ class KernelChoosing(Choosing):
         return kind
 
     def choose_on_device(self, logits: Tensor, slots: SlotState, sampled_slots: Tensor, kind: int) -> Tensor:
-        """[P] token ids, a `Choose` of `device_work.py`. Launches, and nothing else. If the kind is scored,
-        `scores` say how likely they were."""
+        """[P] token ids: a `Choose` of `device_work.py`. Launches only. A scored kind also fills `scores`."""
         num_scores, kind = divmod(kind, SCORED)
         raw = logits
-        rows = slots.state[:, step_state.SEED_LOW :]  # begins as a row of `sampling_rows` does
+        rows = slots.state[:, step_state.SEED_LOW :]  # starts with the columns of a row of `sampling_rows`
         positions = slots.state[:, step_state.TOKENS].index_select(0, sampled_slots.clamp(min=0))
         least = None
         if kind == EDITED:
@@ -164,7 +167,7 @@ class KernelChoosing(Choosing):
         scores[:, TOP_LOGPROBS : TOP_LOGPROBS + num_top] = top_logprobs.view(torch.int32)
 
     def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:
-        """What rows of `scores` [n, SCORE_WIDTH] say, once they are on the host."""
+        """Log-probabilities from rows of `scores` [n, SCORE_WIDTH] on the host."""
         floats, ids = scores.view(np.float32), scores.astype(np.int64)
         found = Scores(floats[:, LOGPROB], ids[:, RANK], ids[:, TOP_IDS:TOP_LOGPROBS], floats[:, TOP_LOGPROBS:])
         return maths.told(found, self.table.num_logprobs[slots])
@@ -191,8 +194,10 @@ class KernelChoosing(Choosing):
     # -- parts
 
     def _edited(self, rows: Rows, slots: Tensor, positions: Tensor, logits: Tensor, allowed: Allowed | None) -> Tensor:
-        """Logits in f32, new, with all that was asked for. The mask comes with the other edits, but behind a user's
-        processor where a row has one."""
+        """The edited logits, a new f32 tensor.
+
+        The grammar's mask is applied with the other edits, but after the user's processor if any row has one.
+        """
         is_processed = self.processor is not None and bool(self._is_processed[rows.slots].any())
         masks = mask_rows = None
         if allowed is not None and not is_processed:

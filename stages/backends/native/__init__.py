@@ -1,7 +1,7 @@
-"""The native backend: the whole step in one C++ call, on a CPU.
+"""The native backend: computes a whole step in one C++ call, on a CPU.
 
-Owns: the runner of the native library and its cache.
-In: grants.
+Owns: the runner of the native library, and its KV cache.
+In: grants, on the device thread; the next ones in advance, on the event loop.
 Out: logits, or tokens chosen in C++.
 Imports: the root of `stages`, `runtime`, `model`, `kernels`, the stage rooms, `stages/backends`.
 Start with: `loading.py`, then `runner.py`.

@@ -1,4 +1,4 @@
-"""The steps of a model whose weights the native library has: its cache, its runner, and how fast they are. No torch."""
+"""Loads the native backend for a model whose weights are packed: KV cache, runner, measured rates. No torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .runner import NativeChoosing, NativeRunner
 
 log = get_logger("millrace.stages")
 
-# Whose memory is taken before it is used, where the cache is as large as what is free allows. A burst of requests is
-# shorter, most often, and what it takes is made up for after it: 32 at once, with 148 to 332 tokens each, begin 41 runs
-# of 256. With 8,192 taken, a burst of these took 0.03 s more of 4.7 (two cores of a Zen 4 class EPYC, SmolLM2-135M's
-# shape, whose 12,288 tokens are 270 MiB; of Qwen3-0.6B's shape they are 1.3 GiB).
+# Tokens of KV cache whose memory is touched before its use, where the size of the cache is not configured. Most bursts
+# of requests need less, and the margin is refilled after them: 32 requests of 148 to 332 tokens start 41 runs of 256.
+# With 8,192, such a burst took 0.03 s longer, of 4.7 s (two cores of a Zen 4 class EPYC, SmolLM2-135M's shape, whose
+# 12,288 tokens are 270 MiB; of Qwen3-0.6B's shape they are 1.3 GiB).
 TOKENS_AHEAD = 12288
 
 
@@ -40,17 +40,17 @@ def load_natively(
     phases: Phases,
     threads: ComputeThreads,
 ) -> Computing:
-    """What computes with a model that has its weights. Raises `ConfigError` where its cache has no room."""
+    """Makes the backend of a model that has its weights. Raises `ConfigError` if the KV cache does not fit."""
     sizes, cache_dtype = model.shape, model.cache_dtype
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
         most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
         most_tokens = config.num_step_tokens
-        asked = (min(most_tokens - 1, most_logits), min(most_tokens, most_logits))  # not all of them, or perhaps all
+        asked = (min(most_tokens - 1, most_logits), min(most_tokens, most_logits))  # not all, or all
         activations = max(model.step_bytes(most_tokens, num_asked) for num_asked in asked)
         is_chained = config.async_scheduling and model.line_thread > 0
-        of_chain = config.max_num_seqs * shape.vocab_size * 4 if is_chained else 0  # its logits, beside those of others
+        of_chain = config.max_num_seqs * shape.vocab_size * 4 if is_chained else 0  # its own logits
         sizing = sizing_on_cpu(
             config,
             shape,
@@ -102,15 +102,18 @@ def load_natively(
 
 
 def _blocks_ahead(config: EngineConfig, memory: MemoryTable) -> int:
-    """All that somebody has set aside for the cache; of one that takes its share of what is free, a quarter at most."""
+    """Blocks to touch in advance: all of a cache of configured size, at most a quarter of any other."""
     if config.kv_cache_bytes is not None or config.num_gpu_blocks is not None:
         return memory.num_blocks
     return min(-(-TOKENS_AHEAD // config.block_size), memory.num_blocks // 4)
 
 
 def _enter(cache: NativeCache, own_cpu: int | None) -> None:
-    """What the device thread does first: all is loaded. Where the model has no thread of its own it computes, on its
-    own CPU; else it is wherever there is room: kept off that one's core, W3 took 4 % longer."""
+    """The first call on the device thread, when everything is loaded.
+
+    Without a step thread in the library, the device thread computes, and is pinned to its own CPU. Otherwise it is not
+    pinned: keeping it off the step thread's core made steps slower.
+    """
     cache.ahead.start()
     if own_cpu is not None:
         os.sched_setaffinity(0, {own_cpu})

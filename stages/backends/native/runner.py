@@ -1,7 +1,7 @@
-"""What a native model does without arrays being gathered for it: decoding steps, and the choice of their tokens; and
-both at once, each step right behind the one before, where no row needs more.
+"""The native runner: decode steps and token choice in C++, straight from the slots' columns. No torch.
 
-Knows which columns the library reads. No torch.
+Three threads take part. The event loop calls `foresee`. The device thread calls `forward`, `take_news` and `compute`.
+The library's step thread, if it has one, runs the steps of a chain.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ NEVER = -2  # a step; none follows it
 
 
 class NativeRunner(ModelRunner):
-    """As any runner; but a step whose rows all read their newest token is one call, and the cache hears what is used of
-    it, and when.
+    """As `ModelRunner`, but a step whose rows all read their newest token is one C++ call.
 
-    Where `use_chooser` was called a step that `foresee` has heard of, on the loop, has its tokens chosen with it. No
-    logits are made if each of them is the likeliest. If each row reads its newest token, and takes nothing but logits,
-    the step is a link of a chain, and `foresee` hands it over, so that it begins when the one before it is over:
-    nothing of what Python does then is between two steps. (With more than two in flight the loop is further ahead, and
-    they are begun one by one.) The columns are the device thread's all the same: a step is handed over only right
-    behind one that is running, so whoever is in both was started before, and what `foresee` writes of a table lies
-    behind what that one reads.
+    The cache is told which blocks are used, and when a step starts and ends.
+
+    After `use_chooser`, a step announced by `foresee` may have its tokens chosen with its forward pass. If all tokens
+    are greedy, no logits are made. If every row is a decode row that needs nothing but logits, the step is a link of a
+    chain. `foresee` then hands it to the library, which starts it as soon as the previous link ends: no Python runs
+    between the two. With more than two steps in flight, links are started one by one instead.
+
+    The columns belong to the device thread. `foresee`, on the event loop, may still write block tables: a step is
+    handed over only directly after a running link with the same slots. So all its sequences were started before, and
+    the entries it writes lie beyond those that the running link reads.
     """
 
     def __init__(
@@ -61,23 +63,22 @@ class NativeRunner(ModelRunner):
         self.num_handed_over = 0  # steps
         self._generation = -1  # the newest of any step
         self._chain: Chain | None = None
-        # the loop's: slots whose tokens take nothing but logits, and the last link that each slot was in
-        self._is_plain = np.zeros(len(last_tokens), np.bool_)
-        self._last_link = np.full(len(last_tokens), NEVER, np.int64)
-        self._links = [(NEVER, False)] * MOST_IN_FLIGHT  # step, and whether it is handed over; the newest ones
-        self._is_greedy = np.zeros(len(last_tokens), np.bool_)  # slots whose tokens are the likeliest ones
-        self._greedy_steps = [NEVER] * MOST_IN_FLIGHT  # of such slots alone; the newest ones
+        # written on the event loop
+        self._is_plain = np.zeros(len(last_tokens), np.bool_)  # slots whose choice needs nothing but logits
+        self._last_link = np.full(len(last_tokens), NEVER, np.int64)  # the last link that each slot was in
+        self._links = [(NEVER, False)] * MOST_IN_FLIGHT  # ring by step: (step, whether it was handed over)
+        self._is_greedy = np.zeros(len(last_tokens), np.bool_)  # plain slots that take the likeliest token
+        self._greedy_steps = [NEVER] * MOST_IN_FLIGHT  # ring by step: steps of greedy slots only
         self._chooses = False
 
     def use_chooser(self, chooser: Chooser | None) -> None:
-        """From the next step on tokens that take nothing but logits are chosen here, by `chooser` where one is drawn;
-        None: none is."""
+        """From the next step on, chooses tokens that need nothing but logits in the runner, by `chooser`; None: off."""
         self._chooses = chooser is not None
         has_line = self._native.model.line_thread > 0
         self._chain = Chain(self._decoding, chooser) if chooser is not None and has_line else None
 
     def foresee(self, grant: StepGrant) -> None:
-        """See `Foresees`."""
+        """See `Foresees`. Called on the event loop."""
         for started in grant.started:
             self._is_plain[started.slot] = is_plain = _is_plain(started)
             self._is_greedy[started.slot] = is_plain and started.params.is_greedy
@@ -104,12 +105,12 @@ class NativeRunner(ModelRunner):
         return grant.drafts is None and 0 < len(slots) == num_true(self._is_greedy[slots])
 
     def forward(self, grant: StepGrant) -> Any:
-        """As any runner's; or the `Choice` of all its sampled rows, where nothing but that is wanted of them."""
+        """As `ModelRunner.forward`, or a `Choice` if all sampled rows need nothing else. On the device thread."""
         self._native_cache.begin_step()
         try:
             is_new, self._generation = grant.generation > self._generation, grant.generation
             if self._chain is not None and (is_new or grant.copies):
-                self._chain.drain()  # a step that fell with the one before it may still read columns, and write
+                self._chain.drain()  # a step that is void with its predecessor may still read and write columns
             return super().forward(grant)
         finally:
             self._native_cache.end_step()
@@ -153,8 +154,7 @@ def _is_plain(started: Started) -> bool:
 
 
 class NativeChoosing(Choosing):
-    """As any choosing; what slots asked for is read in the table itself, and by the links of `runner`, too, which
-    chooses with its steps what it can."""
+    """As `Choosing`, in C++, which reads the columns of the table directly. Installs its chooser in `runner`."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""The torch backend: weights, cache and runner on a GPU or, where native cannot, on a CPU.
+"""The torch backend: weights, KV cache and runner on a GPU, or on a CPU if the native backend does not apply.
 
-Owns: tensors of the model.
-In: grants.
-Out: logits.
+Owns: the tensors of the model, and of its cache.
+In: the checkpoint's folder and the settings.
+Out: `Computing`, whose runner turns grants into logits.
 Imports: the root of `stages`, `runtime`, `model`, `kernels`, the stage rooms, `stages/backends`.
 Start with: `loading.py`.
 """

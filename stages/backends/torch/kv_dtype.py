@@ -1,7 +1,4 @@
-"""What keys and values are kept in by torch and Triton: as the weights are, or in 8 bits.
-
-Imports torch, so it is itself imported only where that is needed.
-"""
+"""The KV cache dtype on torch and Triton: that of the weights, or fp8. Imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ FP8_CAPABILITY = (8, 9)  # the first compute capability whose compiler knows e4m
 
 
 def check_kv_dtype(config: EngineConfig, device: torch.device, backend: str) -> None:
-    """Raises `ConfigError` for a cache that the kernels can not read on this device."""
+    """Raises `ConfigError` for a cache dtype that the kernels cannot read on this device."""
     if config.kv_cache_dtype != "fp8" or device.type != "cuda" or backend != "triton":
         return
     found = torch.cuda.get_device_capability(device)
@@ -28,11 +25,11 @@ def check_kv_dtype(config: EngineConfig, device: torch.device, backend: str) -> 
 
 
 def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """What keys and values are kept in; `dtype` is that of the weights."""
-    assert config.kv_cache_dtype != "int8", "only the native step has that"
+    """The dtype of keys and values; `dtype` is that of the weights."""
+    assert config.kv_cache_dtype != "int8", "only the native backend has an int8 cache"
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
 
 
 def kv_scales_of(config: EngineConfig, decoder: Decoder) -> torch.Tensor | None:
-    """What they are divided by, for which a step is run; None where they are kept as they are."""
+    """The scales of an fp8 cache, measured by running a step; None for any other dtype."""
     return measured_scales(decoder) if config.kv_cache_dtype == "fp8" else None

@@ -1,6 +1,6 @@
-"""The steps of a model by torch: weights, cache and runner on a GPU or, where the native step can not be had, a CPU.
+"""Loads the torch backend: weights, KV cache, runner, measured rates. Imports torch.
 
-Imports torch, so it is itself imported only where that is needed.
+It computes on a GPU, or on a CPU if the native backend does not apply.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....kernels import kernel_set as backend
-from ....kernels import sampling_kernels
+from ....kernels import kernel_set
 from ....model.config import ModelConfig
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
@@ -48,7 +47,7 @@ from .kv_dtype import check_kv_dtype, kv_dtype_of, kv_scales_of
 if TYPE_CHECKING:
     from ..cuda.build import Late
 
-LOGIT_COPIES_BYTES = 12  # of a logit while tokens are chosen: up to three copies in float32
+LOGIT_COPIES_BYTES = 12  # per logit during sampling: up to three copies in float32
 
 
 def load_on_torch(
@@ -60,9 +59,9 @@ def load_on_torch(
     threads: ComputeThreads,
     streams: Streams | None = None,
 ) -> Computing:
-    """Loads the checkpoint in `root`. Raises as `load_model` does. `streams` stand for the device's own."""
+    """Loads the checkpoint in `root`. Raises as `load_model` does. `streams` replace the device's own, in tests."""
     device = choose_device(config, threads)
-    kernels = backend.load(_backend_name(config, device))
+    kernels = kernel_set.load(_backend_name(config, device))
     _check_backend(config, device, kernels.name)
     streams = _streams(config, streams, device, kernels.name)
     with phases("weights"):
@@ -92,20 +91,20 @@ def load_on_torch(
     )
 
 
-def _check_backend(config: EngineConfig, device: torch.device, kernels: backend.BackendName) -> None:
-    """Raises `ConfigError` for what these kernels can not do."""
+def _check_backend(config: EngineConfig, device: torch.device, kernels: kernel_set.BackendName) -> None:
+    """Raises `ConfigError` for settings that these kernels do not support."""
     check_kv_dtype(config, device, kernels)
     if config.deterministic and kernels != "triton":
         raise ConfigError(
-            f"deterministic: attention_backend = {kernels} may sum in another order in another batch; triton, on "
-            "a GPU, does not"
+            f"deterministic = True: attention_backend = {kernels} may sum in another order in another batch; use "
+            "triton, on a GPU"
         )
 
 
 def _load_weights(
-    config: EngineConfig, root: Path, shape: ModelConfig, device: torch.device, kernels: backend.Backend
+    config: EngineConfig, root: Path, shape: ModelConfig, device: torch.device, kernels: kernel_set.KernelSet
 ) -> Callable[..., Decoder]:
-    """What makes decoders with the checkpoint's weights, which are loaded."""
+    """Loads the checkpoint's weights. Returns a function that makes decoders with them."""
     dtype = torch_dtype(config, shape.dtype)
     free = _free_bytes(device)
     check_room_for_weights(shape, _name_of(dtype), lambda _: dtype.itemsize, str(device), free)
@@ -124,8 +123,10 @@ def _load_weights(
 def _make_room(
     config: EngineConfig, shape: ModelConfig, make_decoder: Callable[..., Decoder], max_model_len: int, *, is_late: bool
 ) -> tuple[ModelRunner, MemoryTable, int]:
-    """A runner with the cache that there is memory for, what that comes to, and the number of blocks on the host. The
-    table's `max_model_len` is shorter where it was left to us and more does not fit."""
+    """A runner with a KV cache that fits the memory, the memory table, and the number of host blocks.
+
+    With `max_model_len = auto`, the table's `max_model_len` may be shorter than the argument.
+    """
     decoder = make_decoder(max_positions=max_model_len)
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
@@ -141,9 +142,9 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _streams(
-    config: EngineConfig, given: Streams | None, device: torch.device, kernels: backend.BackendName
+    config: EngineConfig, given: Streams | None, device: torch.device, kernels: kernel_set.BackendName
 ) -> Streams | None:
-    """Those that steps are submitted to; None: the device is waited for, step by step."""
+    """The streams of an asynchronous device; None: the device thread waits for each step."""
     if not config.async_scheduling or given is not None or device.type != "cuda" or kernels != "triton":
         return given if config.async_scheduling else None
     from ..cuda.cuda_streams import CudaStreams
@@ -164,34 +165,34 @@ def _assemble(
     return assemble(streams, runner, sampler, config, ends, clock)
 
 
-def _choosing(kernels: backend.BackendName, *, is_late: bool) -> MakeChoosing:
+def _choosing(kernels: kernel_set.BackendName, *, is_late: bool) -> MakeChoosing:
     if kernels != "triton" and not is_late:
         return Choosing
     from ..cuda.triton_chooser import KernelChoosing
 
-    return partial(KernelChoosing, kernels=sampling_kernels.load(kernels))
+    return partial(KernelChoosing, kernels=kernel_set.load_sampling(kernels))
 
 
 def choose_device(config: EngineConfig, threads: ComputeThreads) -> torch.device:
-    """The GPU, unless there is none or a CPU was asked for. Raises `ConfigError` for a GPU that is not there."""
+    """The GPU, unless there is none or the CPU is configured. Raises `ConfigError` for a missing GPU."""
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError(
             "device = cuda: torch sees no CUDA device; use device = cpu, or install a driver and torch+cu"
         )
     if config.threads is not None or threads.count < torch.get_num_threads():
-        torch.set_num_threads(threads.count)  # NOTE: of the whole process, torch knows no other
+        torch.set_num_threads(threads.count)  # NOTE: for the whole process; torch has no other setting
     return torch.device("cuda", 0) if has_cuda and config.device != "cpu" else torch.device("cpu")
 
 
 def torch_dtype(config: EngineConfig, own: str) -> torch.dtype:
-    """What weights are kept in; `own` is the checkpoint's."""
+    """The dtype of the weights; `own` is the checkpoint's."""
     dtype = getattr(torch, config.dtype_of(own))
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
-def _backend_name(config: EngineConfig, device: torch.device) -> backend.BackendName:
+def _backend_name(config: EngineConfig, device: torch.device) -> kernel_set.BackendName:
     if config.attention_backend == "auto":
         return "triton" if device.type == "cuda" else "torch"
     assert config.attention_backend != "native"
@@ -208,18 +209,18 @@ def make_runner(
     *,
     is_block_major: bool | None = None,
 ) -> ModelRunner:
-    """The decoder with a cache of `blocks` blocks on its device, and room for `host_blocks` on the host."""
-    dtype, copy_blocks = kv_dtype_of(config, decoder.dtype), decoder.kernels.copy_blocks
+    """A runner of the decoder with `blocks` KV blocks on its device and `host_blocks` on the host."""
+    dtype = kv_dtype_of(config, decoder.dtype)
     scales = kv_scales_of(config, decoder)
     sizes = (shape, blocks, config.block_size)
-    cache = KVCache(*sizes, dtype, decoder.device, copy_blocks, scales, is_block_major=is_block_major)
+    cache = KVCache(*sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     return ModelRunner(decoder, cache, last_tokens, -(-max_model_len // config.block_size), host_blocks, pooler)
 
 
 def _peak_step_bytes(config: EngineConfig, shape: ModelConfig, decoder: Decoder, max_model_len: int) -> int:
-    """Runs the largest step on a cache of its own and sees what it took besides."""
+    """Runs the largest step on a cache of its own, and measures the memory it takes besides."""
     grant = largest_grant(config, max_model_len)
     runner = make_runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
     torch.cuda.synchronize(decoder.device)
@@ -246,8 +247,10 @@ def _sizing(
     *,
     is_late: bool,
 ) -> Sizing:
-    """Everything that sizes depend on. `decoder` holds tables for `max_model_len` positions, and no cache is there yet.
-    The largest step is run on a GPU; what it takes on a CPU is computed."""
+    """The `Sizing` of a model. The needs of the largest step are measured on a GPU, and computed on a CPU.
+
+    Called when `decoder` holds tables for `max_model_len` positions, and there is no KV cache yet.
+    """
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     weights = weights_bytes(decoder.weights)
     if decoder.device.type == "cpu":
@@ -279,7 +282,7 @@ def _sizing_on_gpu(
         activations = _peak_step_bytes(config, shape, decoder, max_model_len)
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"max_num_batched_tokens = {config.num_step_tokens}: such a step does not fit what the weights "
+            f"max_num_batched_tokens = {config.num_step_tokens}: such a step does not fit the memory that the weights "
             f"leave of {decoder.device}; lower it, or choose a smaller model"
         ) from None
     torch.cuda.empty_cache()
@@ -315,5 +318,5 @@ def _sizing_on_gpu(
 
 
 def _logit_bytes(dtype: torch.dtype, is_late: bool) -> int:
-    """Of one logit: as the model gives it, once more where a step is kept between its halves, and copies."""
+    """Bytes of one logit: from the model, once more on an asynchronous device (between the phases), and copies."""
     return dtype.itemsize * (2 if is_late else 1) + LOGIT_COPIES_BYTES

@@ -6,7 +6,7 @@
 The trace (a CSV like Azure's conversation trace of 2023, or any other that `millrace simulate` reads) tells when
 requests come and how long prompts and answers are; its gaps are all stretched by one factor, so that as many a second
 come as are wanted. Prompts are random ids, the same for all servers; answers have the trace's length (`ignore_eos`) and
-are greedy and streamed. Nobody waits for anybody's answer. Times count from when a request was due.
+are greedy and streamed. No request waits for another's answer. Times count from when a request was due.
 
 First the highest rate at which this engine's server keeps up is searched, in short probes: of the requests that came 30
 s or more before a probe's end 95 % are finished at its end, and p99 TTFT is at most 20 s. Then each server gets the
@@ -54,7 +54,7 @@ UNFINISHED = "not finished when waiting was given up"
 
 
 class Asks(Protocol):
-    """Whoever puts a request to a server."""
+    """The client of one request."""
 
     async def ask(self, asked: Ask) -> Record: ...
 

@@ -100,7 +100,7 @@ class Running:
         """How its first process ended."""
         status = self._process.returncode
         if status is None:
-            return "nobody knows how yet"
+            return "not implemented yet"
         return "killed, as by a system without memory" if status == -signal.SIGKILL else f"exit status {status}"
 
     def peak_mib(self) -> float:

@@ -100,7 +100,7 @@ async def beside_a_neighbour(engine: Engine, run: int) -> tuple[float, float]:
         with subprocess.Popen([sys.executable, "-c", BUSY, str(cpu)]) as neighbour:
             try:
                 busy_ms.append(await p95_step_ms(engine, run))
-                assert neighbour.poll() is None, f"nobody computed on CPU {cpu}"
+                assert neighbour.poll() is None, f"no neighbour computed on CPU {cpu}"
             finally:
                 neighbour.kill()
         await compute_until_alone(engine, run)
@@ -108,7 +108,7 @@ async def beside_a_neighbour(engine: Engine, run: int) -> tuple[float, float]:
 
 
 async def compute_until_alone(engine: Engine, run: int) -> None:
-    """Until all threads compute again: the machine may have somebody else on it for a while, too."""
+    """Until all threads compute again: another tenant may use the machine for a while, too."""
     neighbours = native_of(engine)._neighbours
     for _ in range(MOST_WAITS):
         await p95_step_ms(engine, run)

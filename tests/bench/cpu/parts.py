@@ -100,7 +100,7 @@ class _Look:
 
 
 class _Window:
-    """Looks at an engine when each answer has begun, and `NUM_STEPS` later; whoever reads a token looks."""
+    """Looks at an engine when each answer has begun, and `NUM_STEPS` later; the reader of a token looks."""
 
     def __init__(self, engine: Engine, batch: int) -> None:
         self.is_over = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Which engines are compared: ours, and the peers that somebody has installed.
+"""Which engines are compared: ours, and the peers that are installed.
 
 A peer is said by a flag, `--peer vllm=PYTHON`, or a variable, `MILLRACE_PEER_VLLM=PYTHON`, or found in the folder
 `MILLRACE_PEERS` as NAME/bin/python: the Python of a virtual environment with the engine. Some read a converted model:
@@ -51,7 +51,7 @@ class Peer:
 
 
 class Missing(Exception):
-    """A peer that can not be run; says why, and how it could."""
+    """A peer that cannot be run; says why, and how it could."""
 
 
 def find_peers(said: Sequence[str], environment: Mapping[str, str]) -> tuple[list[Peer], list[str]]:

@@ -3,10 +3,10 @@
     python -m tests.bench.cpu.starts [--shape smollm2-135m | --bundled] [--starts 20] [--quiet-s 6] [--json FILE]
 
 Each start is a process of its own, after so many seconds in which nothing runs: a virtual machine's host takes back
-memory that nobody uses, and hands it out again at 5 ms for 2 MiB, so that one start right behind another is 0.3 s
-faster than one that somebody makes. Files are in the system's cache, the native library is built and Python's bytecode
+unused memory, and hands it out again at 5 ms for 2 MiB, so that one start right behind another is 0.3 s
+faster than a start from rest. Files are in the system's cache, the native library is built and Python's bytecode
 is written, whatever PYTHONDONTWRITEBYTECODE says here: one start goes before those that count. Besides, what `--help`
-takes, and the share of a core that the last server takes while nobody asks anything.
+takes, and the share of a core that the last server takes while no request lives.
 """
 
 from __future__ import annotations

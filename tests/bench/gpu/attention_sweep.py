@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.kernels.kernel_set import load as load_backend
+from millrace.kernels import kernel_set
 from millrace.kernels.layout import work_lists
 from millrace.kernels.layout.work_lists import AttentionShape, Tiling
 from millrace.kernels.triton import attention_plan as triton_plan
@@ -191,7 +191,7 @@ def compile_one(device: torch.device, dtype: torch.dtype, job: Job) -> None:
 def trials_of(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> tuple[Trial, Trial]:
     """Of the lists, and of attention by them."""
     draw = torch.Generator(device).manual_seed(seed)
-    kernels = load_backend("triton")
+    kernels = kernel_set.load("triton")
     plan, attention = timed_trials(kernels, case.widths, NUM_LAYERS, case.load, dtype, draw, is_fp8=case.is_fp8)
     return plan, attention
 

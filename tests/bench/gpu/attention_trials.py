@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from millrace.kernels.checks import roofline as cost
 from millrace.kernels.checks.roofline import Cost
-from millrace.kernels.kernel_set import Backend
+from millrace.kernels.kernel_set import KernelSet
 from millrace.kernels.layout.work_lists import AttentionPlan, AttentionShape, list_work
 from tests.bench.gpu.layer_trials import Widths
 from tests.bench.gpu.trials import Tensors, Trial, far, unchecked
@@ -22,7 +22,7 @@ Load = Sequence[tuple[int, int]]  # of each sequence: new tokens, tokens in all
 
 
 def checked_trial(
-    kernels: Backend,
+    kernels: KernelSet,
     name: str,
     load: Load,
     device: torch.device,
@@ -71,7 +71,7 @@ def checked_trial(
 
 
 def checked_trials(
-    kernels: Backend, device: torch.device, dtype: torch.dtype, seed: int, is_tiny: bool
+    kernels: KernelSet, device: torch.device, dtype: torch.dtype, seed: int, is_tiny: bool
 ) -> Iterator[Trial]:
     """Every branch of the kernels: decode and extend, cut and whole, windows, caps, 8 bits, fixed cuts."""
 
@@ -104,7 +104,7 @@ def checked_trials(
 
 
 def timed_trials(
-    kernels: Backend,
+    kernels: KernelSet,
     widths: Widths,
     num_layers: int,
     load: Load,
@@ -144,7 +144,7 @@ def timed_trials(
 
 
 def _attend(
-    kernels: Backend,
+    kernels: KernelSet,
     case: PagedCase,
     plan: AttentionPlan | None,
     is_decode: bool,

@@ -12,12 +12,12 @@ from types import ModuleType
 
 import torch
 
-from millrace.kernels import kernel_set as backend
-from millrace.kernels.kernel_set import Backend
+from millrace.kernels import kernel_set
+from millrace.kernels.kernel_set import KernelSet, SamplingKernels
 from tests.bench.gpu.attention_trials import checked_trials
 from tests.bench.gpu.layer_trials import Widths, copy_trial, norm_trials, prologue_trial
 from tests.bench.gpu.place import Place
-from tests.bench.gpu.sampling_trials import Sampler, sampling_trials, triton_sampler
+from tests.bench.gpu.sampling_trials import sampling_trials
 from tests.bench.gpu.trials import Trial, check
 from tests.kernels.step_sides import differences
 
@@ -32,10 +32,10 @@ def run(place: Place) -> None:
     """The part `checks`."""
     from millrace.kernels.triton import step_state as triton_step
 
-    check_kernels(place, backend.load("triton"), triton_sampler(), triton_step)
+    check_kernels(place, kernel_set.load("triton"), kernel_set.load_sampling("triton"), triton_step)
 
 
-def check_kernels(place: Place, kernels: Backend, sampler: Sampler, steps: ModuleType) -> None:
+def check_kernels(place: Place, kernels: KernelSet, sampler: SamplingKernels, steps: ModuleType) -> None:
     """Complains of each kernel of these that is wrong, and tells how many trials there were."""
     count = 0
     for trial in _trials(place, kernels, sampler):
@@ -49,7 +49,7 @@ def check_kernels(place: Place, kernels: Backend, sampler: Sampler, steps: Modul
     place.tell({"num_trials": count})
 
 
-def _trials(place: Place, kernels: Backend, sampler: Sampler) -> Iterator[Trial]:
+def _trials(place: Place, kernels: KernelSet, sampler: SamplingKernels) -> Iterator[Trial]:
     """One at a time, so that the memory of one serves the next."""
     draw = torch.Generator(place.device).manual_seed(place.seed)
     is_small = place.is_dry or place.is_tiny

@@ -108,7 +108,7 @@ class _Process:
 
 
 def _answer_jobs(pipe: Connection, compile_one: Callable[[Any], object]) -> None:
-    with suppress(EOFError, BrokenPipeError):  # whoever gave jobs is gone
+    with suppress(EOFError, BrokenPipeError):  # the process that gave jobs is gone
         while True:
             job, said = pipe.recv(), ""
             try:

@@ -242,7 +242,7 @@ def _dot(rows, tile, acc, IS_SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _weights(place, is_output, is_inner, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """A tile of the weight: nobody else reads it, so it is the first that a cache may drop."""
+    """A tile of the weight: no other program reads it, so it is the first that a cache may drop."""
     if EVEN_N and EVEN_K:
         tile = tl.load(place, eviction_policy="evict_first")
     elif EVEN_K:

@@ -34,7 +34,7 @@ ELEMENT_BYTES = 2  # bfloat16, weights and cache
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device does at its best, as somebody measured it."""
+    """What a device does at its best, as measured."""
 
     bytes_per_s: float
     flops_per_s: float

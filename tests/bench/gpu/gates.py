@@ -181,7 +181,9 @@ def pass_gate(place: Place, gate: Gate, options: dict[str, Any], asks: Sequence[
         place.tell({"gate": gate.name, **variant, "tokens": num_told, "lost_blocks": dict(lost)})
         way = "swap" if variant.get("num_cpu_blocks") else "recompute"
         if "num_cpu_blocks" in variant and not lost[way]:
-            place.complain(f"{gate.name}: nobody had its blocks back by {way} with {variant}, so that was not tried")
+            place.complain(
+                f"{gate.name}: no sequence had its blocks back by {way} with {variant}, so that was not tried"
+            )
         if first is None:
             first = variant, found
         has_other_noise = first[0].get("attention_backend") != variant.get("attention_backend")

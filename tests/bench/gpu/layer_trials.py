@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from millrace.kernels.checks import roofline as cost
-from millrace.kernels.kernel_set import Backend
+from millrace.kernels.kernel_set import KernelSet
 from tests.bench.gpu import oracle
 from tests.bench.gpu.trials import Tensors, Trial, far, unlike
 
@@ -39,7 +39,9 @@ class Widths:
         )
 
 
-def norm_trials(kernels: Backend, widths: Widths, num_tokens: int, dtype: torch.dtype, draw: Generator) -> list[Trial]:
+def norm_trials(
+    kernels: KernelSet, widths: Widths, num_tokens: int, dtype: torch.dtype, draw: Generator
+) -> list[Trial]:
     """Norms of a layer, and its activation."""
     size = dtype.itemsize
     x, residual, weight = (
@@ -76,7 +78,7 @@ def norm_trials(kernels: Backend, widths: Widths, num_tokens: int, dtype: torch.
 
 
 def prologue_trial(
-    kernels: Backend,
+    kernels: KernelSet,
     widths: Widths,
     num_tokens: int,
     dtype: torch.dtype,
@@ -153,7 +155,7 @@ def _turned_roundings(turned: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.finfo(dtype).eps * torch.hypot(first, second)).repeat(1, 1, 2)
 
 
-def copy_trial(kernels: Backend, block_bytes: int, num_copied: int, draw: Generator) -> Trial:
+def copy_trial(kernels: KernelSet, block_bytes: int, num_copied: int, draw: Generator) -> Trial:
     """Of whole blocks, which are never where others come from."""
     words = torch.randint(
         -(1 << 31), 1 << 31, (2 * num_copied + 3, block_bytes // 4), generator=draw, device=draw.device

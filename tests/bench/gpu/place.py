@@ -45,7 +45,7 @@ class Place:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and caches; the interpreter can not compute in bfloat16."""
+        """Of weights and caches; the interpreter cannot compute in bfloat16."""
         return torch.float32 if self.is_dry else torch.bfloat16
 
     @property

@@ -99,7 +99,7 @@ class Job:
     """A candidate."""
 
     case: Case
-    tiling: Tiling | None  # None: PyTorch's, which nobody compiles
+    tiling: Tiling | None  # None: PyTorch's, which needs no compilation
 
     def __str__(self) -> str:
         return f"{self.case}, {'pytorch' if self.tiling is None else tuple(self.tiling)}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 
 from millrace.kernels.checks import roofline_sampling as cost_sampling
+from millrace.kernels.kernel_set import SamplingKernels
 from millrace.kernels.layout import sampling_rows
 from millrace.kernels.reference import sampling as reference_sampling
 from tests.bench.gpu.trials import Tensors, Trial, far, unlike
@@ -17,40 +18,6 @@ from tests.bench.gpu.trials import Tensors, Trial, far, unlike
 NOISE_ROUNDING = 1e-4  # of 1 + |score|: two logarithms in f32, near 1 where they lose digits
 MASS_ROUNDING = 1e-4  # of a row's probability, summed in f32
 NUM_BIASED = 8
-
-
-class Sampler(NamedTuple):
-    """The kernels, by the names in `reference_sampling`."""
-
-    choose: Callable[..., Tensor]
-    thresholds: Callable[..., Tensor]
-    edit: Callable[..., Tensor]
-    count_tokens: Callable[..., None]
-    score: Callable[..., tuple[Tensor, ...]]
-
-
-TWINS = Sampler(
-    reference_sampling.choose,
-    reference_sampling.thresholds,
-    reference_sampling.edit,
-    reference_sampling.count_tokens,
-    reference_sampling.score,
-)
-
-
-def triton_sampler() -> Sampler:
-    """The Triton kernels."""
-    from millrace.kernels.triton import logit_edits as triton_edits
-    from millrace.kernels.triton import sampling as triton_sampling
-    from millrace.kernels.triton import thresholds as triton_thresholds
-
-    return Sampler(
-        triton_sampling.choose,
-        triton_thresholds.thresholds,
-        triton_edits.edit,
-        triton_edits.count_tokens,
-        triton_sampling.score,
-    )
 
 
 ASKED: tuple[dict[str, Any], ...] = (
@@ -62,7 +29,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 def sampling_trials(
-    kernels: Sampler,
+    kernels: SamplingKernels,
     num_rows: int,
     vocab_size: int,
     dtype: torch.dtype,
@@ -162,7 +129,7 @@ def sampling_trials(
 
 
 def _twin(kernel: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """What the twin makes of them on the host, where its loops over rows wait for nobody."""
+    """What the twin makes of them on the host, where its loops over rows do not wait."""
     return kernel(*(one.cpu() for one in inputs)).to(inputs[0].device)
 
 

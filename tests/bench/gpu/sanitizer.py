@@ -54,7 +54,7 @@ def sanitize(place: Place, tool: str, check: str) -> int:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Exit status and output. Whoever it has started ends with it, also where it takes too long."""
+    """Exit status and output. Processes that it has started end with it, also where it takes too long."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
         try:

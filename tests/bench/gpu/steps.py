@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.kernels import kernel_set as backend
+from millrace.kernels import kernel_set
 from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
@@ -121,7 +121,7 @@ class Subject:
             config = ModelConfig.read(Path(folder))
             dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
             weights = load_weights(Path(folder), config, device, dtype, load_format="dummy")
-        kernels = backend.load("torch" if device.type == "cpu" else "triton")
+        kernels = kernel_set.load("torch" if device.type == "cpu" else "triton")
         self.decoder = Decoder(config, weights, kernels, max_positions=max_model_len)
         num_blocks = 1 + max(num_rows * -(-length // block_size) for num_rows, length in loads)
         self.cache = KVCache(config, num_blocks, block_size, dtype, device)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Generator
 
-from millrace.kernels import kernel_set as backend
+from millrace.kernels import kernel_set
 from millrace.kernels.checks.roofline import Cost
-from millrace.kernels.kernel_set import Backend
+from millrace.kernels.kernel_set import KernelSet
 from tests.bench.gpu.attention_trials import timed_trials
 from tests.bench.gpu.floors import GPU_SHAPES, H200
 from tests.bench.gpu.layer_trials import Widths, copy_trial, norm_trials, prologue_trial
 from tests.bench.gpu.place import TINY, Place
-from tests.bench.gpu.sampling_trials import sampling_trials, triton_sampler
+from tests.bench.gpu.sampling_trials import sampling_trials
 from tests.bench.gpu.step_trials import step_trials
 from tests.bench.gpu.timing import Clock, DeviceClock, HostClock
 from tests.bench.gpu.trials import Trial, unchecked
@@ -31,7 +31,7 @@ PROMPTS = (512, 2048, 8192)
 
 def run(place: Place) -> None:
     """The part `kernels`."""
-    kernels = backend.load("triton")
+    kernels = kernel_set.load("triton")
     clock: Clock = HostClock() if place.is_dry else DeviceClock(place.device)
     for name, shape in {"tiny": TINY}.items() if place.is_dry else GPU_SHAPES.items():
         for trial in _trials(place, kernels, shape):
@@ -51,7 +51,7 @@ def row_of(trial: Trial, us: float) -> dict[str, Any]:
     }
 
 
-def _trials(place: Place, kernels: Backend, shape: dict[str, Any]) -> Iterator[Trial]:
+def _trials(place: Place, kernels: KernelSet, shape: dict[str, Any]) -> Iterator[Trial]:
     """One at a time, so that the memory of one serves the next."""
     from millrace.kernels.triton import step_state as triton_step
 
@@ -79,7 +79,7 @@ def _trials(place: Place, kernels: Backend, shape: dict[str, Any]) -> Iterator[T
     yield from timed_trials(kernels, widths, num_layers, mixed, dtype, draw)
     for num_rows in (2,) if place.is_dry else (1, 256):
         yield from step_trials(triton_step, num_rows, 9 if place.is_dry else 1024, place.device)
-    sampler, vocab_size = triton_sampler(), shape["vocab_size"]
+    sampler, vocab_size = kernel_set.load_sampling("triton"), shape["vocab_size"]
     for num_rows in (2,) if place.is_dry else (1, 64, 256):
         for asked in (({},), DRAWN, CUT, PENALISED):
             kind = "+".join(sorted(asked[0].keys() - {"seed"})) or "greedy"

@@ -41,7 +41,7 @@ def poisoned_memory() -> Iterator[None]:
     """Fresh tensors hold NaN, those of whole numbers the largest."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operations that are not deterministic: nobody asks
+        warnings.simplefilter("ignore")  # of operations that are not deterministic: not needed here
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield

@@ -1,6 +1,6 @@
 """256 requests at once, prompts and answers of 100 to 1024 tokens uniformly, as nano-vllm's benchmark draws them.
 
-Qwen3-0.6B's shape with random weights; at a temperature, as there, so that repetition helps nobody.
+Qwen3-0.6B's shape with random weights; at a temperature, as there, so that repetition does not help.
 """
 
 from __future__ import annotations

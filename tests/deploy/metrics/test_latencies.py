@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from millrace.deploy.api.service import Service
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.metrics.latencies import FIRST_TOKEN_US, REQUEST_US, SIZES, TIMES, one_two_five
 from millrace.deploy.metrics.metrics import Metrics
 from millrace.deploy.metrics.stats_line import StatsLine
+from millrace.deploy.metrics.watchdog import Oversight
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.histogram import STAGE_BOUNDS_US, Histogram
 from millrace.runtime.trace.tracer import EventKind
@@ -22,10 +22,8 @@ NEVER_ENDS = Script(eos_probability=0.0)
 
 
 def watched(engine: ScriptedEngine) -> Metrics:
-    service = Service(ServerConfig())
-    service.attach(engine)
-    metrics = Metrics(service)
-    metrics.watch(engine)
+    metrics = Metrics(Oversight(ServerConfig(), None))
+    metrics.watch(engine, engine.info.model_id)
     return metrics
 
 
@@ -159,7 +157,7 @@ def test_a_device_that_runs_behind_the_host_tells_how_long_it_idles_and_others_d
         with captured_logs() as logs:
             async with scripted_engine(script=NEVER_ENDS, is_late=is_late) as engine:
                 metrics = watched(engine)
-                stats = StatsLine(engine, metrics, 1e-6)
+                stats = StatsLine(engine, metrics.num_tokens, 1e-6)
                 await ask(engine, 5, max_tokens=30)
                 await engine.check_quiet()
                 stats.look()

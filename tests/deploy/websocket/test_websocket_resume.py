@@ -111,8 +111,8 @@ async def test_an_answer_that_ended_unseen_is_there_until_its_time_is_over():
                 first.cut()
             async with running.client() as second:
                 if is_late:
-                    hub = running.server._sockets
-                    await until(lambda: not hub._by_token)  # noqa: B023
+                    streams = running.server._sockets._streams
+                    await until(lambda: not streams._by_token)  # noqa: B023
                     await second.send("resume", id="a", token=token, last=0)
                     assert (await second.receive_until("error"))["status"] == 404
                 else:

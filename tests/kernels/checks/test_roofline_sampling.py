@@ -6,7 +6,7 @@ from millrace.kernels.checks import roofline_sampling as cost_sampling
 
 
 def test_choosing_reads_logits_once_and_each_groups_best_twice() -> None:
-    # 3 rows of 8,193 tokens in bf16: three groups each. A row's slot asks in 64 bytes; slot, position, token.
+    # 3 rows of 8,193 tokens in bf16: three groups each. A row's slot has 64 bytes of parameters; slot, position, token.
     work = cost_sampling.choose(3, 1, 8193, 2, num_cut=1)
     assert work.num_bytes == 3 * 8193 * 2 + 3 * (64 + 8 + 8 + 8) + 4 + 2 * 3 * 3 * 8
     assert work.num_flops == 2 * 8193 + 8193 * cost_sampling.GUMBEL_FLOPS

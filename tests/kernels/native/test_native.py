@@ -200,7 +200,7 @@ def test_no_bit_depends_on_what_else_is_in_the_step(dtype: DType, instruction_se
 def test_logits_are_the_same_bits_whichever_others_are_asked_for(
     name: str, dtype: DType, asked: dict[int, list[int]]
 ) -> None:
-    """Rows that nobody asks for leave the step within its last layer; their keys and values stay."""
+    """Rows without requested logits leave the step within its last layer; their keys and values stay."""
     model, before, parts = load(name, dtype), {1: tokens(270, 1)}, {0: tokens(41), 1: [7], 2: tokens(13, 2)}
     all_rows, some = Run(model, num_blocks=600), Run(model, num_blocks=600)
     for run in (all_rows, some):
@@ -217,7 +217,7 @@ def test_logits_are_the_same_bits_whichever_others_are_asked_for(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_who_decodes_and_is_not_asked_for_leaves_its_keys_and_values(name: str, dtype: DType, num_threads: int) -> None:
-    """Steps of one token each, of some of which nobody wants logits: what comes after them sees all of them."""
+    """Steps of one token each, some without requested logits: what comes after them sees all of them."""
     model, before = load(name, dtype, None, num_threads), {0: tokens(41), 1: tokens(300, 1), 2: tokens(13, 2)}
     all_rows, some = Run(model, num_blocks=600), Run(model, num_blocks=600)
     for run in (all_rows, some):
@@ -389,7 +389,7 @@ def test_what_is_not_computed_is_refused_with_what_it_lacks() -> None:
 
 
 class Told(Neighbours):
-    """A limit that somebody else sets."""
+    """A limit set from outside."""
 
     def note(self, shares: Longs) -> bool:
         return True
@@ -406,7 +406,7 @@ def test_who_computes_while_others_are_left_out_runs_on_any_of_their_cpus_and_th
     def places(limit: int) -> list[set[int]]:
         told.limit = limit
         Run(model).whole(tokens(40), [20, 10, 5, 5])
-        assert os.sched_getaffinity(0) == all_cpus, "whoever calls is where it was"
+        assert os.sched_getaffinity(0) == all_cpus, "the caller is where it was"
         return [os.sched_getaffinity(thread) for thread in threads]
 
     all_cpus = os.sched_getaffinity(0)

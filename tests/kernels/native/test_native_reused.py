@@ -1,4 +1,4 @@
-"""Memory of logits is taken again, and never while anybody can see it."""
+"""Memory of logits is taken again, and never while it can be read."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ EXPORT void fetch(const int64_t* places, int64_t num, int64_t tile_bytes, int64_
         if (beside.times && (beside.times - 1) * beside.apart >= num_pairs) out[1] = -1;  // some come too late
     }
 }
-// What is kept when somebody asks at [num_asked] of `asked`, and how often it was read for that by then: of [2] each.
+// What is kept at a request at [num_asked] of `asked`, and how often it was read for that by then: of [2] each.
 EXPORT void keep(const char* data, int64_t num_bytes, const int64_t* times, int64_t num, const int64_t* asked,
                  int64_t num_asked, int64_t* out) {
     late = times, num_late = num, num_looks = 0;
@@ -138,7 +138,7 @@ MIB = 1 << 20
 def keep(
     compiled: ctypes.CDLL, *times: int, asked: Sequence[int] = (0,), num_bytes: int = 84 * MIB
 ) -> list[tuple[int, int]]:
-    """(bytes that are kept, how often something was read for that by then) each time that somebody asks, where reading
+    """(bytes that are kept, how often something was read for that by then) at each request, where reading
     takes so many times."""
     data, late, at = np.zeros(num_bytes, np.uint8), np.array(times, np.int64), np.array(asked, np.int64)
     out = np.zeros((len(at), 2), np.int64)

@@ -84,7 +84,7 @@ def test_weights_are_counted_as_they_are_packed() -> None:
 
 
 def test_a_model_takes_the_memory_of_its_weights_with_the_first_of_them() -> None:
-    """Before, whoever loads it compares what it needs with what is free."""
+    """Before loading, the caller compares what it needs with what is free."""
     made = Checkpoint.random()
     shape = replace(made.shape, hidden_size=1024, intermediate_size=4096)  # 26 million numbers in the layers
     tensor = np.ones((4096, 1024), np.float32)

@@ -56,7 +56,7 @@ class Machine:
             self.neighbours.note(self.shares)
 
     def rest(self, passed: int) -> None:
-        """Nobody asks for a step."""
+        """No step is requested."""
         self.all_ns += self.num_threads * passed
         self.idle_ns += max(0, self.num_threads - self.others) * passed
 
@@ -64,7 +64,7 @@ class Machine:
 def test_a_core_that_another_process_computes_on_is_left_to_it_within_ten_steps():
     machine = Machine(2)
     machine.step(50)
-    assert machine.limits == [2] * 50, "nobody is there"
+    assert machine.limits == [2] * 50, "there is no neighbour"
     machine.others = 1
     machine.step(10)
     assert machine.limits[-1] == 1 and machine.told == [1]
@@ -85,7 +85,7 @@ def test_all_threads_compute_again_within_a_second_after_the_other_one_has_left(
 @pytest.mark.parametrize("more", range(0, 420, 10))  # of a cycle of tries, which is 401 to 413 steps
 def test_it_takes_no_longer_however_long_the_other_one_stayed(tells: bool, within: int, more: int):
     """Within 1.1 s of steps, as that is the pause after a try in vain, or half a second does not tell and the next has
-    to; or 4.2 where nobody tells what is idle."""
+    to; or 4.2 where idle time is unknown."""
     machine = Machine(2, tells=tells)
     machine.others = 1
     machine.step(10_000 + more)
@@ -147,7 +147,7 @@ def test_half_a_second_of_steps_lies_between_tries_in_vain_however_long_each_ste
 
 
 def test_a_core_that_never_seems_idle_is_tried_all_the_same():
-    """As one where somebody has only what nobody else wants."""
+    """A neighbour that gets only what no one else wants."""
     machine = Machine(2, tells=True)
     machine.others = 1
     machine.step(1000)
@@ -184,7 +184,7 @@ def test_where_others_want_every_core_all_threads_stay():
 
 
 def test_what_other_threads_of_this_process_compute_is_nobody_elses():
-    """The loop, tokenizers and whoever embeds the engine have their share by priority."""
+    """The loop, tokenizers and the embedding program have their share by priority."""
     machine = Machine(2)
     machine.own = 0.45
     machine.step(200)

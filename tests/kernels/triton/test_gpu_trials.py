@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from millrace.kernels import kernel_set as backend
+from millrace.kernels import kernel_set
 from millrace.kernels.layout import step_state
 from tests.bench.gpu.attention_trials import checked_trial
 from tests.bench.gpu.checks import check_kernels
 from tests.bench.gpu.layer_trials import Widths, prologue_trial
 from tests.bench.gpu.place import Place
-from tests.bench.gpu.sampling_trials import TWINS
 from tests.bench.gpu.trials import check, far, poisoned_memory
 
 CPU = torch.device("cpu")
-KERNELS = backend.load("torch")
+KERNELS = kernel_set.load("torch")
+TWINS = kernel_set.load_sampling("torch")
 
 
-def complaints(kernels: backend.Backend = KERNELS, sampler: Any = TWINS) -> list[str]:
+def complaints(kernels: kernel_set.KernelSet = KERNELS, sampler: Any = TWINS) -> list[str]:
     found: list[str] = []
     check_kernels(Place(CPU, 3, lambda row: None, found.append), kernels, sampler, step_state)
     return found
@@ -31,6 +31,11 @@ def complaints(kernels: backend.Backend = KERNELS, sampler: Any = TWINS) -> list
 
 def test_the_twins_are_found_right() -> None:
     assert complaints() == []
+
+
+def replace(kernels: Any, **others: Callable[..., Any]) -> Any:
+    """The same kernels but for `others`."""
+    return SimpleNamespace(**vars(kernels) | others)
 
 
 def spoilt(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -55,7 +60,7 @@ def test_a_number_that_a_kernel_does_not_write_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["choose", "thresholds", "edit"])
 def test_a_row_that_the_sampler_does_not_write_is_found(name: str) -> None:
-    found = complaints(sampler=TWINS._replace(**{name: spoilt(getattr(TWINS, name))}))
+    found = complaints(sampler=replace(TWINS, **{name: spoilt(getattr(TWINS, name))}))
     assert found and all(complaint.startswith(name) for complaint in found)
 
 
@@ -64,7 +69,7 @@ def test_scores_counts_and_copies_that_are_wrong_are_found() -> None:
         logprobs, *others = TWINS.score(*args)
         return logprobs + 0.01, *others
 
-    wrong = TWINS._replace(score=score, count_tokens=lambda *_: None)
+    wrong = replace(TWINS, score=score, count_tokens=lambda *_: None)
     found = complaints(replace(KERNELS, copy_blocks=lambda *_: None), wrong)
     assert [complaint.split(" ")[0] for complaint in found] == ["copy_blocks", "count_tokens", "score"]
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes, by kernel: what is told adds up to the whole."""
+"""The time of a step by kernel: the reported parts add up to the whole."""
 
 from __future__ import annotations
 

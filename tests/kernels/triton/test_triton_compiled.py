@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from millrace.kernels.checks import compile_cases, compile_check
-from millrace.kernels.checks.compile_check import Case, Report
+from millrace.kernels.checks.compile_cases import Case
+from millrace.kernels.checks.compile_check import Report
 from millrace.kernels.layout.work_lists import REGISTERS, Tiling
 from millrace.kernels.triton import launch as triton_launch
 
@@ -24,15 +25,15 @@ pytestmark = [
 
 BF16 = torch.bfloat16
 CASES = [
-    *((90, case) for case in compile_check.layer_cases(BF16)),
+    *((90, case) for case in compile_cases.layer_cases(BF16)),
     *((arch, case) for arch in (90, 80) for case in compile_cases.prologue_cases(arch, 128, BF16)),
     *((arch, case) for arch in (90, 80) for case in compile_cases.copy_cases()),
     *((arch, case) for arch in (90, 80) for case in compile_cases.sampling_cases(BF16)),
-    *((90, case) for case in compile_check.attention_cases(64, BF16, group=3)[:2]),
-    *((90, case) for case in compile_check.attention_cases(128, BF16)),
-    *((90, case) for case in compile_check.attention_cases(128, BF16, cache_dtype=torch.float8_e4m3fn)[:2]),
-    *((80, case) for case in compile_check.attention_cases(128, BF16)[:2]),
-    *((90, case) for case in compile_check.group_cases(128)),
+    *((90, case) for case in compile_cases.attention_cases(64, BF16, group=3)[:2]),
+    *((90, case) for case in compile_cases.attention_cases(128, BF16)),
+    *((90, case) for case in compile_cases.attention_cases(128, BF16, cache_dtype=torch.float8_e4m3fn)[:2]),
+    *((80, case) for case in compile_cases.attention_cases(128, BF16)[:2]),
+    *((90, case) for case in compile_cases.group_cases(128)),
 ]
 
 
@@ -83,7 +84,7 @@ def test_spills_count_within_innermost_loops_alone() -> None:
 
 
 def test_a_launch_is_recorded_with_all_its_arguments() -> None:
-    (case, *_) = compile_check.attention_cases(64, BF16)
+    (case, *_) = compile_cases.attention_cases(64, BF16)
     launches = compile_check.recorded_launches(case.launch, 90)
     assert [launch.kernel.__name__ for launch in launches] == ["_list_kernel", "_attention_kernel", "_merge_kernel"]
     for launch in launches:
@@ -101,7 +102,7 @@ def test_programs_that_share_a_multiprocessor_get_an_even_share_of_its_registers
 
 def test_launches_are_the_same_for_any_lengths() -> None:
     """Meta tensors hold no numbers, so sizes alone decide: one CUDA graph serves any mix of lengths."""
-    decode, extend = compile_check.attention_cases(128, BF16)[:2]
+    decode, extend = compile_cases.attention_cases(128, BF16)[:2]
     grids = [[launch.grid for launch in compile_check.recorded_launches(case.launch, 90)] for case in (decode, extend)]
     # 64 sequences of 8 key/value heads. 132 multiprocessors: 3 programs each for decode, 1 for extend. At most 395 and
     # 131 tasks are cut; a merge takes 4 rows of decode at once, and 8 of 128 of extend.

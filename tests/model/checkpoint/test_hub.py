@@ -21,7 +21,7 @@ from millrace.model.errors import CheckpointError, DownloadError
 
 @pytest.fixture
 def no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may open a socket but threads of other tests, whose fixtures may be alive beside this one."""
+    """No thread may open a socket, except threads of other tests, whose fixtures may still be alive."""
     others = set(threading.enumerate()) - {threading.current_thread()}
 
     def guard(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +99,7 @@ except DownloadError as error:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub as a snapshot download asks for: one model at one commit."""
+    """The part of the Hub that a snapshot download uses: one model at one commit."""
 
     commit = "c" * 40
 

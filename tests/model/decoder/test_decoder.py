@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.kernels.layout.work_lists import AttentionShape
-from millrace.kernels.reference import layers_and_attention as twins
+from millrace.kernels.reference import kernel_set as twins
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.linear import Linear, PackedLinear, WidenedLinear
@@ -208,7 +208,7 @@ def test_every_form_of_a_linear_computes_the_same(
     form: Callable[..., Linear], dtype: torch.dtype, has_bias: bool, num_rows: int
 ) -> None:
     if (form, dtype) == (PackedLinear, torch.bfloat16) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN packs no bfloat16 for this processor, and nobody chooses that form on it")
+        pytest.skip("oneDNN packs no bfloat16 for this processor, and that form is never chosen on it")
     torch.manual_seed(0)
     weight, x, residual = torch.randn(48, 33).to(dtype), torch.randn(num_rows, 33).to(dtype), torch.randn(num_rows, 48)
     bias = torch.randn(48).to(dtype) if has_bias else None

@@ -1,4 +1,4 @@
-"""What a grammar costs: a machine's hiccup is not the grammar's, and what is costly each time is refused."""
+"""The cost of a grammar: one slow trial is forgiven, a grammar that is costly each time is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COSTLY = f"is too costly to follow: more than {MAX_STEP_S * 1e3:g} ms of CPU a t
 
 
 class SlowTrials(Trials):
-    """Answers take as long as told, one after the other, and afterwards as long as they do."""
+    """The first answers take the given times, the later ones their own."""
 
     def __init__(self, *answers_s: float) -> None:
         super().__init__(VOCABULARY)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.kernels import kernel_set as backend
+from millrace.kernels import kernel_set
 from millrace.model.checkpoint.tensor_shapes import expected_shapes
 from millrace.model.config import ModelConfig
 from millrace.model.decoder.linear import linear_form
@@ -154,7 +154,7 @@ def test_weights_have_no_second_form_in_a_container_that_is_too_small_for_it(
     monkeypatch.setattr(sizing, "ROOT", written(tmp_path, MACHINE))
     for free, form in ((least, "WidenedLinear"), (least - 1, "Linear")):
         written(tmp_path, v2(str(free), 0))
-        decoder = _load_weights(config, checkpoint, shape, cpu, backend.load("torch"))(max_positions=8)
+        decoder = _load_weights(config, checkpoint, shape, cpu, kernel_set.load("torch"))(max_positions=8)
         assert type(decoder.weights.head).__name__ == form
 
 

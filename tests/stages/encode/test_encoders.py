@@ -151,7 +151,7 @@ def test_what_would_make_wrong_vectors_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="exactly one of pooling_mode_cls_token"):
         load(tmp_path)
     change_config(tmp_path, auto_map={"AutoModel": "x.Y"})
-    with pytest.raises(CheckpointError, match="asks for code outside this program"):
+    with pytest.raises(CheckpointError, match="requires code outside this program"):
         load(tmp_path)
 
 

@@ -9,7 +9,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,8 +89,9 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
 
 def launched(kernels: Any, guard: Guard) -> Any:
     """The same kernels, exempt."""
-    functions = {field.name: getattr(kernels, field.name) for field in fields(kernels)}
-    return replace(kernels, **{name: guard.exempt(each) for name, each in functions.items() if callable(each)})
+    return SimpleNamespace(
+        **{name: guard.exempt(each) if callable(each) else each for name, each in vars(kernels).items()}
+    )
 
 
 def watch(engine: Engine, guard: Guard) -> None:

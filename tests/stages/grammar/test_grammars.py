@@ -168,7 +168,6 @@ def test_of_two_requests_of_one_id_that_wait_for_their_grammars_one_passes_and_i
 
 @pytest.mark.slow
 def test_a_helper_that_is_killed_costs_one_request_and_is_back_within_a_second() -> None:
-    """F19."""
 
     async def test(engine: Any, gate: GrammarGate) -> None:
         await ask(engine, regex("a"))
@@ -191,7 +190,6 @@ def test_a_helper_that_is_killed_costs_one_request_and_is_back_within_a_second()
 @pytest.mark.slow
 @pytest.mark.security
 def test_however_many_schemas_come_few_are_kept_and_none_on_disk(tmp_path: Path) -> None:
-    """T18."""
     num_schemas = 10_000 if FULL else 161
 
     async def test(engine: Any, gate: GrammarGate) -> None:

@@ -230,7 +230,7 @@ def test_the_time_machine_tells_why_who_was_preempted(loaded: Any) -> None:
         assert preemption.sequence_id not in preemption.beneficiaries and str(preemption.step) in str(preemption)
 
 
-# -- files that no engine wrote (T09)
+# -- files that no engine wrote
 
 
 def refusal(path: Path, content: bytes) -> str:

@@ -12,9 +12,9 @@ from pydantic import TypeAdapter
 
 from millrace.deploy.api.adapter.answer_parts import End, Part, Text, Usage
 from millrace.deploy.api.adapter.chat_adapter import read_adapted
+from millrace.deploy.api.assistant_turn import ToolCallArguments, ToolCallBegun
 from millrace.deploy.api.messages.bodies import CountTokensBody, MessagesBody, name_of
 from millrace.deploy.api.messages.events import PING, MessageEvents, error_body
-from millrace.deploy.api.openai.assistant_turn import ToolCallArguments, ToolCallBegun
 from millrace.deploy.api.parsers.interface import Reasoning
 from millrace.deploy.errors import ApiError
 

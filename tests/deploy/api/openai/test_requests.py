@@ -164,8 +164,7 @@ def test_best_of_returns_the_likeliest_and_counts_all(server):
 
 
 def test_choices_are_ranked_by_their_mean_log_probability():
-    from millrace.deploy.api.openai.answers import Choice
-    from millrace.deploy.api.openai.ranking import best
+    from millrace.deploy.api.openai.answers import Choice, best
     from millrace.stages.messages import TokenLogprobs
 
     def choice(index: int, *logprobs: float) -> Choice:

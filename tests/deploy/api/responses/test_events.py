@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.deploy.api.adapter.answer_parts import End, Part, Text, Usage
 from millrace.deploy.api.adapter.chat_adapter import read_adapted
-from millrace.deploy.api.openai.assistant_turn import ToolCallArguments, ToolCallBegun
+from millrace.deploy.api.assistant_turn import ToolCallArguments, ToolCallBegun
 from millrace.deploy.api.parsers.interface import Reasoning
 from millrace.deploy.api.responses.bodies import ResponsesBody
 from millrace.deploy.api.responses.events import ResponseEvents, new_response

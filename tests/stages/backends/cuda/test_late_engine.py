@@ -217,5 +217,5 @@ def test_whoever_takes_the_place_of_a_stage_of_the_device_gets_logits_and_no_pro
 
 
 def test_what_only_triton_promises_is_refused_elsewhere(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="deterministic: attention_backend = torch"):
+    with pytest.raises(ConfigError, match="deterministic = True: attention_backend = torch"):
         asyncio.run(run(checkpoint, [], None, deterministic=True))

@@ -193,7 +193,7 @@ def test_nothing_is_computed_by_books_that_lack_a_step_until_its_sequences_start
     line = line_on(Recorded(), Forgetful(SLOTS, ENDS))
     for one in (FIRST, SECOND):
         step = line.sample(one, line.forward(one))
-    with pytest.raises(StepFell, match="step 2 is computed behind one that was not settled"):
+    with pytest.raises(StepFell, match="step 2 follows one whose result could not be applied"):
         line.attend(replace(SECOND, step=2, starts=ints(4)))
     with pytest.raises(ArithmeticError, match="lost count"):
         step.wait()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.kernels import kernel_set as backend
+from millrace.kernels import kernel_set
 from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
@@ -43,7 +43,7 @@ class Subject:
     def __init__(self, folder: Path, walk: Walk, seed: int, num_steps: int, *, is_eager: bool) -> None:
         shape = ModelConfig.read(folder)
         weights = load_weights(folder, shape, CPU, torch.float32)
-        decoder = Decoder(shape, weights, backend.load("torch"), max_positions=walk.max_model_len)
+        decoder = Decoder(shape, weights, kernel_set.load("torch"), max_positions=walk.max_model_len)
         caches = [KVCache(shape, NUM_BLOCKS, walk.block_size, torch.float32, CPU) for _ in range(2)]
         self.last_tokens = torch.zeros(walk.num_slots, dtype=torch.int64)
         width = -(-walk.max_model_len // walk.block_size)

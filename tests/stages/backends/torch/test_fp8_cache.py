@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from millrace.kernels import kernel_set as backend
+from millrace.kernels import kernel_set
 from millrace.model.config import ModelConfig
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
 def decoder(dtype: torch.dtype) -> Decoder:
     config = ModelConfig.read(WEIGHTS)
     weights = load_weights(WEIGHTS, config, CPU, dtype)
-    return Decoder(config, weights, backend.load("torch"), max_positions=MAX_TOKENS)
+    return Decoder(config, weights, kernel_set.load("torch"), max_positions=MAX_TOKENS)
 
 
 def kept_and_inputs(dtype: torch.dtype, scales: Tensor | None, ids: list[int]) -> tuple[KVCache, StepInputs[Tensor]]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.deploy.api.openai.assistant_turn import Piece, ReasoningCounter, ToolCallArguments, ToolCallBegun, Turn
+from millrace.deploy.api.assistant_turn import Piece, ReasoningCounter, ToolCallArguments, ToolCallBegun, Turn
 from millrace.deploy.api.parsers.hermes import HermesParser
 from millrace.deploy.api.parsers.interface import Event, Reasoning, Text
 from millrace.deploy.api.parsers.reasoning import DeepSeekR1Parser, ThinkParser

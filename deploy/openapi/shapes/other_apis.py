@@ -1,6 +1,6 @@
 """Models of the answers of the other APIs: pooling, token ids, Responses and Messages.
 
-As in `shapes.py`, the server does not use them. Objects defined by OpenAI or Anthropic name the fields that are always
+As in `openai.py`, the server does not use them. Objects defined by OpenAI or Anthropic name the fields that are always
 present, and may have more.
 """
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
-from .shapes import CompletionLogprobs, Count, FinishReason, PromptLogprobs, RequestMetrics, Shape, Usage
+from .openai import CompletionLogprobs, Count, FinishReason, PromptLogprobs, RequestMetrics, Shape, Usage
 
 
 class OpenShape(BaseModel):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..errors import CODES, MAX_MESSAGE_CHARS
+from ...errors import CODES, MAX_MESSAGE_CHARS
 
 Count = Annotated[int, Field(ge=0)]
 FinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]

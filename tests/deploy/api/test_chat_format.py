@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from millrace.deploy.api.openai.assistant_turn import ToolCallArguments, ToolCallBegun
+from millrace.deploy.api.assistant_turn import ToolCallArguments, ToolCallBegun
+from millrace.deploy.api.chat_format import Speech
 from millrace.deploy.api.openai.bodies import ChatBody
-from millrace.deploy.api.openai.chat_format import Speech
 from millrace.deploy.api.parsers.interface import Reasoning, Text
 from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.api.service import Service

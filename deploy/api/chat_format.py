@@ -1,7 +1,7 @@
 """How the model that is served writes thoughts and calls of tools, and what a request makes of that.
 
 Knows which parsers there are for the engine's model and whether a prompt ends among thoughts. What a body may ask for
-is `bodies.py`'s, and what is done with an answer's text `assistant_turn.py`'s.
+is `openai/bodies.py`'s, and what is done with an answer's text `assistant_turn.py`'s.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ....model.errors import TemplateError
-from ....stages.params import SamplingParams, ThinkingBudget
-from ...config import ServerConfig
-from ...errors import ApiError
-from ..parsers import registry
-from ..parsers.interface import ReasoningParser, ToolParser
-from ..parsers.json_calls import JsonArguments, JsonList
+from ...model.errors import TemplateError
+from ...stages.params import SamplingParams, ThinkingBudget
+from ..config import ServerConfig
+from ..errors import ApiError
 from .assistant_turn import ReasoningCounter, Turn
-from .bodies import ChatBody
-from .tools import NamedTool
+from .parsers import registry
+from .parsers.interface import ReasoningParser, ToolParser
+from .parsers.json_calls import JsonArguments, JsonList
 
 if TYPE_CHECKING:
-    from ....stages.engine.engine import Engine
+    from ...stages.engine.engine import Engine
 
 PROBE = "What a user says."
 NUM_PROBES = 256  # ways to set a template's variables whose prompts are remembered
@@ -49,7 +47,7 @@ class Speech:
         self._tokenizer = engine.tokenizer
         self._is_prompt_open = lru_cache(NUM_PROBES)(self._probe)
 
-    def settle(self, body: ChatBody, params: SamplingParams) -> tuple[SamplingParams, MakeTurn | None]:
+    def settle(self, body: Chat, params: SamplingParams) -> tuple[SamplingParams, MakeTurn | None]:
         """What the sampler has to know besides, and what makes the turn of a choice; None if that can be but words.
         `ApiError` 400 for what this model can not do."""
         calls = self._calls_of(body)
@@ -64,7 +62,7 @@ class Speech:
             return params, None
         return params, partial(self._make_turn, calls, thoughts, body)
 
-    def _make_turn(self, calls: Calls | None, thoughts: Thoughts | None, body: ChatBody) -> Turn:
+    def _make_turn(self, calls: Calls | None, thoughts: Thoughts | None, body: Chat) -> Turn:
         return Turn(
             None if thoughts is None else thoughts.parser(thoughts.is_open),
             None if calls is None else calls.parser(calls.tool_names),
@@ -74,30 +72,29 @@ class Speech:
             counter=None if thoughts is None else thoughts.counter(self._tokenizer.token_bytes),
         )
 
-    def _calls_of(self, body: ChatBody) -> Calls | None:
-        if not body.offered_tools:
+    def _calls_of(self, body: Chat) -> Calls | None:
+        if not body.tool_names:
             return None
-        if isinstance(body.tool_choice, NamedTool):
-            return Calls(JsonArguments, (body.tool_choice.function.name,))
-        names = tuple(tool.function.name for tool in body.offered_tools)
-        if body.tool_choice == "required":
-            return Calls(JsonList, names)
+        if body.named_tool is not None:
+            return Calls(JsonArguments, (body.named_tool,))
+        if body.is_call_forced:
+            return Calls(JsonList, body.tool_names)
         if self.tool_parser is None or not self._has_auto:
             flag = "--tool-call-parser" if self.tool_parser is None else "--enable-auto-tool-choice"
             message = f"tool_choice = 'auto' is switched off on this server ({flag}): name a function, or 'required'"
             raise ApiError("unsupported_parameter", message, param="tool_choice")
-        return Calls(self.tool_parser, names)
+        return Calls(self.tool_parser, body.tool_names)
 
     # -- thoughts
 
-    def _thoughts_of(self, body: ChatBody) -> Thoughts | None:
+    def _thoughts_of(self, body: Chat) -> Thoughts | None:
         parser = self.reasoning_parser
         if parser is None:
             return None
         is_open = self._is_turn_open(body)
         return Thoughts(parser, parser.thinks_unasked if is_open is None else is_open, is_over=is_open is False)
 
-    def _budget(self, body: ChatBody, num_tokens: int, thoughts: Thoughts | None) -> ThinkingBudget | None:
+    def _budget(self, body: Chat, num_tokens: int, thoughts: Thoughts | None) -> ThinkingBudget | None:
         """None if the prompt itself has closed the thoughts."""
         markers = None if thoughts is None else thoughts.parser.markers
         if thoughts is None or markers is None:
@@ -109,11 +106,10 @@ class Speech:
         start, end = (tuple(self._tokenizer.encode(marker, add_special_tokens=False)) for marker in markers)
         return ThinkingBudget(num_tokens=num_tokens, start_ids=start, end_ids=end, is_open=thoughts.is_open)
 
-    def _is_turn_open(self, body: ChatBody) -> bool | None:
+    def _is_turn_open(self, body: Chat) -> bool | None:
         """Whether the answer begins among thoughts; None if the prompt marks none, False also if it has closed them."""
-        if body.continue_final_message:
-            content = body.messages[-1].content
-            return self._last_mark(content if isinstance(content, str) else "") or False
+        if body.continued_text is not None:
+            return self._last_mark(body.continued_text) or False
         kwargs: tuple[tuple[str, Any], ...] = tuple(sorted(body.template_kwargs.items()))
         return self._is_prompt_open(kwargs, body.add_generation_prompt)
 
@@ -135,6 +131,49 @@ class Speech:
             return None
         opened, closed = (text.rfind(marker) for marker in markers)
         return None if opened == closed else opened > closed
+
+
+class Chat(Protocol):
+    """A body that asks for a chat, as far as it is read here."""
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Of the tools that may be called."""
+
+    @property
+    def named_tool(self) -> str | None:
+        """The one that has to be called, if the body names it."""
+
+    @property
+    def is_call_forced(self) -> bool:
+        """Whether the answer has to be calls."""
+
+    @property
+    def parallel_tool_calls(self) -> bool | None:
+        """False: at most one call."""
+
+    @property
+    def include_reasoning(self) -> bool | None:
+        """False: thoughts are not told."""
+
+    @property
+    def max_thinking_tokens(self) -> int | None:
+        """The budget of thoughts."""
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the template is told."""
+
+    @property
+    def add_generation_prompt(self) -> bool:
+        """Whether the template opens the answer's turn."""
+
+    @property
+    def continued_text(self) -> str | None:
+        """The text that the answer goes on with; None if the answer is a turn of its own."""
+
+    def client_name(self, param: str | None) -> str | None:
+        """What its API calls a field of `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)

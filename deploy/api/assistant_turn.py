@@ -1,7 +1,7 @@
 """The assistant's turn: one choice's text on its way through a reasoning parser and a tool parser, whole or in pieces.
 
 One piece of code for both, so what a stream tells adds up to what the whole tells. Knows what clients are told of
-thoughts, words and calls. Refuses to know the JSON around them: that is `answers.py`.
+thoughts, words and calls. Refuses to know the JSON around them: that is `openai/answers.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..parsers.interface import CallArguments, Event, Reasoning, ReasoningParser, Text, ToolParser
+from .parsers.interface import CallArguments, Event, Reasoning, ReasoningParser, Text, ToolParser
 
 
 @dataclass(frozen=True, slots=True)

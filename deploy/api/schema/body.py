@@ -1,0 +1,35 @@
+"""The base of all bodies: strict types, what they refuse, and how the OpenAPI document shows it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from . import hints
+from .unsupported import Harmless
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    UNSUPPORTED: ClassVar[Harmless] = {}  # fields that change answers elsewhere: 400, and not ignored
+    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # what `check` asks of fields together, as a schema says it
+    LEAST_MAX_TOKENS: ClassVar[int] = 1
+
+    def check(self) -> None:
+        """What no single field can say. `ApiError` names the field to change."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        hints.add_ranges(schema, cls.LEAST_MAX_TOKENS)
+        schema["properties"] = hints.unsupported(cls.UNSUPPORTED) | schema["properties"]
+        if cls.RELATIONS:
+            schema["allOf"] = list(cls.RELATIONS)
+        return reference

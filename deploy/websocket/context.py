@@ -1,0 +1,47 @@
+"""What all sessions of one server use: its service, its configuration, tasks that are kept, and threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, ParamSpec, TypeVar
+
+from ..api.openai.generation import Generation
+from ..api.service import Service
+from ..http.json_limits import INLINE_BYTES
+from ..metrics.metrics import Metrics
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SocketContext:
+    """One a server, on its loop."""
+
+    def __init__(self, generation: Generation, metrics: Metrics, threads: Executor) -> None:
+        self.generation = generation
+        self.service: Service = generation.service
+        self.config = generation.service.config
+        self.metrics = metrics
+        self._threads = threads
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs something in a task of its own, which is kept until it ends."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        """Ends what was spawned."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def compute(self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function` makes of a message of that length: in a thread if it is long."""
+        if num_bytes <= INLINE_BYTES:
+            return function(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))

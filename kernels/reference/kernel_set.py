@@ -1,0 +1,36 @@
+"""The PyTorch backend: this module is a `KernelSet` and a `SamplingKernels`, see `kernels/kernel_set.py`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .layers_and_attention import (
+    add_rms_norm,
+    attention_prologue,
+    copy_blocks,
+    paged_attention,
+    paged_decode,
+    plan_attention,
+    rms_norm,
+    silu_mul,
+)
+from .sampling import choose, count_tokens, edit, score, thresholds
+
+__all__ = [
+    "add_rms_norm",
+    "attention_prologue",
+    "choose",
+    "copy_blocks",
+    "count_tokens",
+    "edit",
+    "name",
+    "paged_attention",
+    "paged_decode",
+    "plan_attention",
+    "rms_norm",
+    "score",
+    "silu_mul",
+    "thresholds",
+]
+
+name: Final = "torch"

@@ -1,7 +1,6 @@
-"""Every error a client can see: its code, its HTTP status and its type, in one table.
+"""Every error that a client can see: its code, HTTP status and type, in one table.
 
-Knows how to describe whatever went wrong to a client. Refuses to let anything inner out: an error that nobody foresaw
-is described by the request's id alone.
+The client never sees internal details: an unexpected error is described by the request's id alone.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ CODES: dict[str, tuple[int, str]] = {
 
 
 class ApiError(Exception):
-    """What a client is told. `code` is a key of `CODES`, unless `status` and `type` are given with it."""
+    """An error for the client. `code` is a key of `CODES`, unless `status` and `type` are given with it."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class ApiError(Exception):
 
 
 def describe(error: BaseException) -> ApiError | None:
-    """What the client is told of `error`; None if nobody foresaw it: log it, then use `unforeseen`."""
+    """The client's view of `error`; None if it is unexpected: log it, then use `unforeseen`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Overloaded):
@@ -134,20 +133,20 @@ def describe(error: BaseException) -> ApiError | None:
 
 
 def not_serving(health: Health, retry_after_s: float = 1.0) -> ApiError:
-    """Why no request is taken now."""
+    """The error for a request that the server does not accept in this state."""
     code = health.state if health.state in CODES else "draining" if health.state == "stopped" else "loading"
     message = {
         "loading": "the model is loading; try again shortly",
         "draining": "the server is shutting down; send this request to another one",
         "stalled": "the engine makes no progress; send this request to another server, or try again later",
-        "dead": "the engine has failed and takes no more requests",
+        "dead": "the engine has failed and accepts no more requests",
     }[code]
     return ApiError(code, message, retry_after_s=retry_after_s)
 
 
 def unforeseen(request_id: str) -> ApiError:
-    """What a client is told of a bug of ours: where to look for it, and nothing else."""
-    return ApiError("internal_error", f"internal error; the server's log has it under request id {request_id}")
+    """The error for a bug of the server: it names the request id to search the log for, and nothing else."""
+    return ApiError("internal_error", f"internal error; see request id {request_id} in the server's log")
 
 
 def shorten(text: str, limit: int) -> str:

@@ -1,6 +1,6 @@
-"""Settings from flags, environment, file and defaults, in this order of precedence, and where each came from.
+"""Settings from flags, environment, file and defaults, in this order of precedence, with their sources.
 
-One table says what each field of the two configurations is for; types and defaults are the fields' own.
+The help texts of all fields of the two configurations are here; types and defaults come from the fields.
 """
 
 from __future__ import annotations
@@ -20,149 +20,155 @@ from .config import ServerConfig
 
 ENV_PREFIX = "MILLRACE_"
 SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password"})
-NO_FLAG = frozenset({"ssl_keyfile_password"})  # flags are for all to see in the list of processes
+NO_FLAG = frozenset({"ssl_keyfile_password"})  # every user can read flags in the process list
 
 Kind = type[EngineConfig] | type[ServerConfig]
 
-# group -> field -> what it is for
+# group -> field -> help text
 ENGINE_HELP: dict[str, dict[str, str]] = {
     "model": {
-        "model": "folder or Hub id of a model; none: the bundled one",
+        "model": "folder or Hub id of a model; none: the bundled model",
         "revision": "branch, tag or commit of a Hub model",
-        "download_dir": "where Hub models are cached",
-        "offline": "never open a socket; the model must be there already",
-        "load_format": "dummy: random weights, for benchmarks",
-        "dtype": "of weights and activations; auto: the checkpoint's",
-        "quantization": "of the weights, as they are loaded, on a CPU: int8 or int4; none: they are kept as dtype",
-        "max_model_len": "tokens of prompt and answer together; none: the model's; auto: what fits",
-        "logprobs_mode": "raw: the model's own; processed: after penalties, bias, temperature and truncation",
-        "generation_config": "whether sampling defaults come from the checkpoint",
+        "download_dir": "cache folder for Hub models; none: the Hub library's own",
+        "offline": "never access the network; the model must be on disk already",
+        "load_format": "checkpoint format; dummy: random weights, for benchmarks",
+        "dtype": "data type of weights and activations; auto: the checkpoint's",
+        "quantization": "quantize the weights while loading, CPU only: int8 or int4; none: keep them as dtype",
+        "max_model_len": "maximum tokens of prompt and answer together; none: the model's limit; auto: what fits into "
+        "memory",
+        "logprobs_mode": "raw: of the model's logits; processed: after penalties, bias, temperature and truncation",
+        "generation_config": "source of sampling defaults; auto: the checkpoint; off: no checkpoint defaults",
         "chat_template": "text of a chat template that replaces the checkpoint's",
-        "pooling": "positions that embeddings are made of; auto: as the checkpoint says, or the last of a decoder",
-        "seed": "of requests that bring none, and of dummy weights",
+        "pooling": "pooling of embeddings; auto: from the checkpoint, or the last token of a decoder",
+        "seed": "seed of requests without one, and of dummy weights",
     },
     "device": {
-        "device": "where the model runs",
-        "attention_backend": "auto: triton on cuda; on cpu native, or torch where that can not be had",
-        "deterministic": "the same log-probabilities for a request alone and among others; slower, and by triton only",
-        "threads": "compute threads on a CPU; none: one a core, and no more than a container's quota keeps running",
-        "tokenizer_workers": "threads; a long prompt keeps one busy while others pass",
+        "device": "device that runs the model",
+        "attention_backend": "attention backend; auto: triton on cuda, native on cpu, or torch if native is missing",
+        "deterministic": "make log-probabilities independent of other requests in the batch; slower, triton only",
+        "threads": "compute threads on a CPU; none: one per core, limited by the container's CPU quota",
+        "tokenizer_workers": "tokenizer threads; a long prompt occupies one of them",
     },
     "batch": {
-        "max_num_seqs": "sequences that run at once",
-        "max_num_batched_tokens": "tokens of one step, at most: smaller keeps gaps short, larger prefills faster; "
-        "none: 512 by the native library, else 2048",
-        "itl_target_ms": "milliseconds that a step may take while answers wait for their next token, as steps of late "
-        "have shown: prompts get what is left, and twice what answers take that alone miss it or take 50; up to three "
-        "times that while prompts wait that take over half a second; none: what 180 tokens of a prompt take, as 64 do "
-        "at the start, 50 to 100 by the native library, else 0; 0: whatever it takes, and each step is planned as soon "
-        "as it may be, not shortly before the device is free",
-        "enable_chunked_prefill": "let long prompts run over several steps",
-        "scheduler": "priority, fifo, or package.module:Class, a millrace.stages.schedule.policy.Policy of your own",
-        "priority_ageing_s": "seconds of waiting that are worth one priority; none: priorities are strict",
-        "steps_in_flight": "2 overlaps planning with execution, 1 is the serial debug mode",
-        "async_scheduling": "hand steps over while the one before runs (GPU, native model); else each is waited for",
-        "enforce_eager": "on a GPU, launch each kernel by itself and capture no CUDA graphs",
+        "max_num_seqs": "maximum sequences that run at once",
+        "max_num_batched_tokens": "maximum tokens per step: smaller keeps token gaps short, larger prefills faster; "
+        "none: 512 with the native library, else 2048",
+        "itl_target_ms": "target time of a step in milliseconds while answers wait for their next token; prompts get "
+        "the rest of the step; none: the time of 180 prompt tokens, within 50 to 100 ms, with the native library, "
+        "else 0; 0: no target, plan each step as early as possible",
+        "enable_chunked_prefill": "split long prompts over several steps",
+        "scheduler": "scheduling policy: priority, fifo, or package.module:Class, a subclass of "
+        "millrace.stages.schedule.policy.Policy",
+        "priority_ageing_s": "seconds of waiting that raise a request by one priority; none: priorities are strict",
+        "steps_in_flight": "maximum steps in flight, 1 to 4: 2 overlaps planning with execution, 1 is serial",
+        "async_scheduling": "submit a step while the previous one runs (GPU, native model); otherwise wait for each",
+        "enforce_eager": "launch each kernel separately on a GPU, without CUDA graphs",
     },
     "speculation": {
-        "speculation": "draft tokens of small batches by n-grams of prompt and answer; auto: natively on a CPU",
-        "num_speculative_tokens": "drafts in one step, at most; while several sequences run they share them",
-        "prompt_lookup_max": "tokens that must have stood there before, for a sequence to begin drafting",
-        "prompt_lookup_min": "the same, for each further draft",
+        "speculation": "draft tokens by n-gram lookup in prompt and answer; auto: ngram with the native library, else "
+        "off",
+        "num_speculative_tokens": "maximum draft tokens per step, shared by the running sequences",
+        "prompt_lookup_max": "length in tokens of the repeated n-gram that starts drafting",
+        "prompt_lookup_min": "length in tokens of the repeated n-gram that continues drafting",
     },
     "KV cache": {
-        "block_size": "tokens of a block: smaller wastes less, larger loads faster",
-        "num_gpu_blocks": "exact size of the pool, on any device; none: from memory",
-        "kv_cache_bytes": "size of the pool; an idle engine on a CPU takes it ahead, all of it; none: from memory",
-        "kv_cache_dtype": "of keys and values; int8, on a CPU, or fp8, on a GPU, for twice the tokens; auto: as dtype",
-        "enable_prefix_caching": "do not compute again what an earlier prompt or answer began with",
-        "swap_space": "GiB of host memory for preempted sequences; none: 4, on a CPU 1; 0: compute them again",
-        "num_cpu_blocks": "exact size of that pool; none: from swap_space",
-        "gpu_memory_utilization": "share of the device's memory for weights, activations and cache together",
+        "block_size": "tokens per block, a power of two: smaller wastes less, larger loads faster",
+        "num_gpu_blocks": "exact number of KV blocks, on any device; none: from memory",
+        "kv_cache_bytes": "size of the KV cache in bytes; an idle engine on a CPU allocates all of it in advance; "
+        "none: from memory",
+        "kv_cache_dtype": "data type of keys and values; int8 (CPU) or fp8 (GPU) hold twice the tokens; auto: as dtype",
+        "enable_prefix_caching": "reuse the KV blocks of earlier prompts and answers with the same prefix",
+        "swap_space": "host memory for preempted sequences in GiB; none: 4, on a CPU 1; 0: recompute them",
+        "num_cpu_blocks": "exact number of swap blocks in host memory; none: from swap_space",
+        "gpu_memory_utilization": "share of the device's memory for weights, activations and KV cache together",
     },
     "admission": {
-        "max_admitted_requests": "requests under way at once, waiting ones included; more get 429",
-        "max_waiting_requests": "requests without a first token; more get 429",
-        "max_queue_s": "seconds that a request may wait to be served, before it gets 408; none: for ever",
-        "max_unread_tokens": "tokens of an answer whose client does not read, before it is parked",
-        "max_parked_s": "seconds that a client may leave a parked answer unread",
+        "max_admitted_requests": "maximum admitted requests, running and waiting; further ones get 429",
+        "max_waiting_requests": "maximum requests without a first token; further ones get 429",
+        "max_queue_s": "seconds in the queue before a request gets 408; none: no limit",
+        "max_unread_tokens": "unread tokens of an answer before it is parked",
+        "max_parked_s": "seconds before a parked answer that its client does not read is ended",
     },
     "recording": {
-        "record": "file for all that schedule and allocate are told and decide; see millrace replay and simulate",
-        "record_token_ids": "record prompts and answers as they are, not only what is alike in them",
+        "record": "file for a recording of all scheduling decisions; see millrace replay and millrace simulate",
+        "record_token_ids": "record token ids of prompts and answers; otherwise only which parts repeat",
     },
-    "rehearsal": {
-        "inject": "a fault on purpose, stage=NAME,delay=200ms|error|freeze[,rate=0.01]; may be repeated",
+    "fault injection": {
+        "inject": "inject a fault: stage=NAME,delay=200ms|error|freeze[,rate=0.01]; may be repeated",
     },
 }
 
 SERVER_HELP: dict[str, dict[str, str]] = {
     "processes": {
-        "mode": "inline: one process; split: HTTP and text in one, the step loop in another; auto: as the machine is",
+        "mode": "inline: one process; split: HTTP and text in one process, the step loop in another; auto: inline",
     },
     "listening": {
-        "host": "address; other than loopback it needs --api-key or --allow-no-key",
-        "port": "0: any free one, printed in the ready line",
-        "root_path": "prefix under which all routes answer too, such as /llm behind a proxy",
-        "uds": "path of a Unix socket, instead of host and port",
-        "max_connections": "more are turned away",
-        "ssl_certfile": "PEM file of a certificate and its chain: HTTPS instead of HTTP, TLS 1.2 at least",
-        "ssl_keyfile": "PEM file of its private key; none: it is in ssl_certfile",
-        "ssl_keyfile_password": "of that key; MILLRACE_SSL_KEYFILE_PASSWORD or the --config file, there is no flag",
+        "host": "address to listen on; any but loopback needs --api-key or --allow-no-key",
+        "port": "port to listen on; 0: a free port, printed in the ready line",
+        "root_path": "additional prefix of all routes, such as /llm behind a proxy",
+        "uds": "path of a Unix socket to listen on instead of host and port",
+        "max_connections": "maximum open connections; further ones are refused",
+        "ssl_certfile": "PEM file with the certificate and its chain; serves HTTPS (TLS 1.2 or later) instead of HTTP",
+        "ssl_keyfile": "PEM file with the private key; none: it is in ssl_certfile",
+        "ssl_keyfile_password": "password of the private key; only in MILLRACE_SSL_KEYFILE_PASSWORD or the --config "
+        "file, not a flag",
     },
     "API": {
-        "served_model_name": "names that clients may send; answers carry the first; none: the model's",
-        "enable_force_include_usage": "send usage in every stream, asked for or not",
-        "enable_request_metrics": "send times of the request in every answer, asked for or not",
-        "strict_fields": "refuse unknown fields instead of ignoring them",
-        "response_store_bytes": "of memory for what /v1/responses may be asked for later; 0: nothing is kept",
-        "tool_call_parser": "hermes, llama3_json, mistral, pythonic, none, or package.module:Class, a "
-        "millrace.deploy.api.parsers.ToolParser of your own; auto: by the chat template",
+        "served_model_name": "model name that clients may send; answers carry the first; may be repeated; none: the "
+        "model's own",
+        "enable_force_include_usage": "include usage in every stream, requested or not",
+        "enable_request_metrics": "include request times in every answer, requested or not",
+        "strict_fields": "reject unknown fields with 400 instead of ignoring them",
+        "response_store_bytes": "memory in bytes for stored answers of /v1/responses; 0: store none",
+        "tool_call_parser": "tool call format: hermes, llama3_json, mistral, pythonic, none, or package.module:Class, "
+        "a subclass of millrace.deploy.api.parsers.ToolParser; auto: by the chat template",
         "enable_auto_tool_choice": "let the model choose whether to call a tool",
-        "reasoning_parser": "deepseek_r1, qwen3, none, or package.module:Class, a "
-        "millrace.deploy.api.parsers.ReasoningParser of your own; auto: by the chat template",
-        "disable_docs": "serve neither /openapi.json nor /docs",
-        "max_body_bytes": "of a request",
+        "reasoning_parser": "reasoning format: deepseek_r1, qwen3, none, or package.module:Class, a subclass of "
+        "millrace.deploy.api.parsers.ReasoningParser; auto: by the chat template",
+        "disable_docs": "do not serve /openapi.json and /docs",
+        "max_body_bytes": "maximum size of a request body in bytes",
     },
     "security": {
-        "api_key": "key that clients must send, but for /health; may be repeated",
-        "admin_key": "key that opens /admin, and nothing else; none: there is no /admin; may be repeated",
-        "api_key_file": "file with more of them, one a line",
-        "admin_key_file": "file with more of them, one a line",
+        "api_key": "API key that clients must send, except for /health; may be repeated",
+        "admin_key": "key for the /admin routes only; none: no /admin routes; may be repeated",
+        "api_key_file": "file with more API keys, one per line",
+        "admin_key_file": "file with more admin keys, one per line",
         "allow_no_key": "listen beyond loopback without a key",
-        "cache_salt_per_key": "share no cached prefix between holders of different keys",
-        "allowed_host": "name by which clients may call the server, besides loopback's; may be repeated; *: any",
-        "allowed_origin": "page that may send requests, WebSockets too: scheme://host[:port]; may be repeated; *: any",
-        "cors_allow_origin": "page that may send requests and read the answers; may be repeated; *: any",
+        "cache_salt_per_key": "do not share cached prefixes between API keys",
+        "allowed_host": "accepted Host name besides loopback's; may be repeated; *: any",
+        "allowed_origin": "origin that may send requests and open WebSockets: scheme://host[:port]; may be repeated; "
+        "*: any",
+        "cors_allow_origin": "origin that may send requests and read the answers; may be repeated; *: any",
     },
-    "patience": {
+    "timeouts": {
         "header_timeout_s": "seconds from a request's first byte to the end of its headers",
-        "body_timeout_s": "seconds to the end of its body",
-        "keep_alive_s": "seconds for the next request on a connection",
-        "stalled_reader_s": "seconds for a client that does not read its stream",
-        "sse_ping_interval_s": "seconds of silence in a stream before a comment line is sent; 0: none",
-        "shutdown_timeout_s": "seconds for requests under way when told to stop",
+        "body_timeout_s": "seconds to receive the body of a request",
+        "keep_alive_s": "seconds to keep an idle connection open",
+        "stalled_reader_s": "seconds before a stream that its client does not read is ended",
+        "sse_ping_interval_s": "seconds of silence in a stream before a comment line is sent; 0: never",
+        "shutdown_timeout_s": "seconds for running requests to end at shutdown",
     },
     "WebSockets": {
-        "ws_max_sockets": "more are turned away",
-        "ws_max_streams": "requests under way on one socket; more get 429",
-        "ws_ping_interval_s": "seconds of silence before a client is pinged; it has half as long to answer",
-        "ws_resume_window_s": "seconds that a request which may be resumed outlives its socket",
+        "ws_max_sockets": "maximum open WebSockets; further ones are refused",
+        "ws_max_streams": "maximum concurrent requests per WebSocket; further ones get 429",
+        "ws_ping_interval_s": "seconds of silence before a ping; the client must answer within half of it",
+        "ws_resume_window_s": "seconds in which a resumable request can be resumed after its connection is lost",
     },
     "logging": {
-        "log_format": "of the lines on stderr",
-        "log_level": "least severity that is logged",
-        "log_error_messages": "log what exceptions say, not only where they come from; it may quote prompts",
-        "log_requests": "log when a request begins and how it ends",
-        "log_prompts": "characters of each prompt to log with that; 0: none",
-        "stats_interval_s": "seconds between two lines on what runs, while something does; 0: none",
-        "otlp_traces_endpoint": "URL of an OpenTelemetry collector, like http://127.0.0.1:4318/v1/traces; none: nobody",
+        "log_format": "format of the log on stderr",
+        "log_level": "minimum severity to log",
+        "log_error_messages": "log exception messages, not only their place in the code; they may quote prompts",
+        "log_requests": "log the begin and the end of each request",
+        "log_prompts": "characters of each prompt to log with log_requests; 0: none",
+        "stats_interval_s": "seconds between two status lines while requests run; 0: none",
+        "otlp_traces_endpoint": "URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces; none: no "
+        "export",
     },
-    "trouble": {
-        "stall_timeout_s": "seconds without progress, while there is work, before /health says stalled",
-        "flight_recorder_dir": "folder for files on what led to a stall or a crash; none: nothing is written",
-        "flight_recorder_s": "seconds of the trace in each of them",
-        "profiler_dir": "folder for windows of torch's profiler, opened with the admin key; none: there are none",
+    "diagnostics": {
+        "stall_timeout_s": "seconds without progress, while there is work, before /health reports a stall",
+        "flight_recorder_dir": "folder for the traces of stalls and crashes; none: write none",
+        "flight_recorder_s": "length of the trace in each flight file in seconds",
+        "profiler_dir": "folder for files of torch's profiler, started with the admin key; none: profiler off",
     },
 }
 
@@ -171,14 +177,14 @@ _HELP: dict[Kind, dict[str, dict[str, str]]] = {EngineConfig: ENGINE_HELP, Serve
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One effective value."""
+    """The effective value of one setting, and its source."""
 
     value: Any
     source: str  # "flag --port", "environment MILLRACE_PORT", "file x.yaml", "default"
 
 
 def add_flags(parser: argparse.ArgumentParser, kinds: Iterable[Kind], *, omit: frozenset[str] = frozenset()) -> None:
-    """A flag for each field, grouped. A flag that is not given leaves nothing in the namespace."""
+    """Adds a flag for each field, in groups. A flag that is not given sets nothing in the namespace."""
     for kind in kinds:
         fields = _fields(kind)
         for title, helps in _HELP[kind].items():
@@ -200,17 +206,19 @@ def resolve(
     known = {name for kind in (EngineConfig, ServerConfig) for name in _fields(kind)}
     for name in in_file:
         if name not in known:
-            raise ConfigError(f"{file}: there is no setting {name}; --help lists them")
+            raise ConfigError(f"{file}: unknown setting {name}; --help lists all settings")
     return settings
 
 
 def build(kind: type[Any], settings: Mapping[str, Setting]) -> Any:
-    """The configuration of that kind. `ConfigError` if values do not go together."""
+    """The configuration of that kind. `ConfigError` if values contradict each other."""
     return kind(**{field.name: settings[field.name].value for field in dataclasses.fields(kind)})
 
 
 def parse(kind: Kind, name: str, text: str) -> Any:
-    """A value of the field `name`, from text. `ConfigError` says what it must be; "none" is no value."""
+    """Parses `text` as a value of the field `name`. "none" is None if that is the default.
+
+    `ConfigError` says what the value must be."""
     hint, default = _fields(kind)[name]
     if text.lower() == "none" and default is None:
         return None
@@ -218,7 +226,7 @@ def parse(kind: Kind, name: str, text: str) -> Any:
 
 
 def show(settings: Mapping[str, Setting]) -> str:
-    """One line a setting, as YAML that can be read back, with the source as its comment. Keys are not shown."""
+    """One YAML line per setting, with its source as a comment. `--config` can read it back. Secrets are masked."""
     lines = []
     for name, setting in settings.items():
         value = "'***'" if name in SECRET and setting.value else _as_yaml(setting.value)
@@ -242,7 +250,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _number_and_words(hint: Any) -> tuple[Any, tuple[str, ...]]:
-    """`int | Literal["auto"]` is (int, ("auto",)); any other type is itself, and no words."""
+    """`int | Literal["auto"]` gives (int, ("auto",)); any other type gives (type, ())."""
     if typing.get_origin(hint) is not typing.Union:
         return hint, ()
     number, words = typing.get_args(hint)
@@ -250,7 +258,7 @@ def _number_and_words(hint: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _parser(number: Any, words: tuple[str, ...]) -> Callable[[str], Any]:
-    """From text to a value; ValueError for neither number nor word. argparse tells its name."""
+    """A function from text to a value; `ValueError` for neither number nor word. argparse prints its name."""
 
     def parse(text: str) -> Any:
         return text if text in words else number(text)
@@ -298,7 +306,7 @@ def _settle(
 
 
 def _from_text(where: str, hint: Any, text: str) -> Any:
-    """A value of an environment variable."""
+    """Parses a value from an environment variable."""
     if typing.get_origin(hint) is tuple:
         return tuple(part for part in text.split(",") if part)
     if hint is bool:
@@ -316,7 +324,7 @@ def _from_text(where: str, hint: Any, text: str) -> Any:
 
 
 def _from_yaml(where: str, hint: Any, value: Any) -> Any:
-    """A value of a file, which has a type of its own."""
+    """Checks a value from a YAML file, which is typed already."""
     if value is None:
         return None
     if typing.get_origin(hint) is tuple:
@@ -341,18 +349,18 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _read_file(file: Path) -> dict[str, Any]:
-    import yaml  # not needed by who brings no file
+    import yaml  # slow to import, and needed only with --config
 
     try:
         data = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}: --config must name a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: this is no YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{file}: must hold a mapping, one line `name: value` a setting")
+        raise ConfigError(f"{file}: must be a mapping, with one line `name: value` per setting")
     return {str(name).replace("-", "_"): value for name, value in data.items()}
 
 

@@ -1,8 +1,8 @@
 """Routes that change the server for all clients, behind the admin key.
 
-Owns: the profiler's window.
+Owns: the running profile of torch's profiler.
 In: admin requests.
-Out: what was changed.
+Out: JSON about the change, traces and profiles.
 Imports: the root of `deploy`, `http`, `api`.
 Start with: `routes.py`.
 """

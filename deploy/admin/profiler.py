@@ -1,7 +1,7 @@
-"""`POST /admin/profiler/start` and `/stop`: a window of torch's profiler, for who looks at kernels and not at stages.
+"""`POST /admin/profiler/start` and `/stop`: profiles of the model's kernels by torch's profiler.
 
-Off unless there is a folder for what it writes (`--profiler-dir`). One window at a time, of bounded length; files have
-names of ours, so a request can write nowhere else.
+Off without `--profiler-dir`, the folder for the files. One profile at a time, of bounded length. The server chooses the
+file names, so a request cannot write elsewhere.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from ..http.responses import answer
 if TYPE_CHECKING:
     from ...model.profiler import TorchProfiler
 
-DEFAULT_S, MAX_S = 5, 60  # a second of a small model on a CPU makes some ten megabytes
+DEFAULT_S, MAX_S = 5, 60  # a second of a small model on a CPU makes about ten megabytes
 WITH_TORCH = frozenset({"torch", "triton", "transformers"})  # attention backends whose steps are torch operators
 
 log = get_logger("millrace.deploy")
 
 
 class Profiler:
-    """The handlers, and the window that is open. Used on the server's loop."""
+    """The handlers, and the state of the running profile. Used on the server's loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         folder = service.config.profiler_dir
         self._folder = None if folder is None else Path(folder)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="millrace-profiler")  # torch wants one for both ends
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="millrace-profiler")  # start and stop on one thread
         self._open: tuple[TorchProfiler, Path] | None = None
-        self._is_busy = False  # a window begins, is open, or is written
+        self._is_busy = False  # a profile starts, runs or is being written
         self._timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[dict[str, Any]] | None = None
 
     async def start(self, request: web.Request) -> web.Response:
-        """`POST /admin/profiler/start?seconds=N`: opens a window, which closes by itself after so many seconds."""
+        """`POST /admin/profiler/start?seconds=N`: starts a profile, which stops after that time."""
         seconds = whole_number(request, "seconds", DEFAULT_S, least=1, most=MAX_S)
         self._check()
         if self._is_busy:
-            raise ApiError("profiler_busy", "a window is open or being written: stop it, or wait until it is done")
+            raise ApiError("profiler_busy", "a profile is running or being written; stop it, or wait for its end")
         self._is_busy = True
         loop = asyncio.get_running_loop()
         try:
@@ -62,32 +62,32 @@ class Profiler:
         return answer({"file": str(self._open[1]), "seconds": seconds})
 
     async def stop(self, request: web.Request) -> web.Response:
-        """`POST /admin/profiler/stop`: closes the window. Answers once the file is written."""
+        """`POST /admin/profiler/stop`: stops the profile. Answers when the file is written."""
         self._check()
         if self._open is None and self._closing is None:
-            raise ApiError("profiler_idle", "no window is open: POST /admin/profiler/start opens one")
+            raise ApiError("profiler_idle", "no profile is running; POST /admin/profiler/start starts one")
         return answer(await asyncio.shield(self._end()))
 
     async def close(self) -> None:
-        """Before the server goes: writes what is open."""
+        """Stops and writes a running profile, at shutdown."""
         if self._open is not None or self._closing is not None:
             await self._end()
         self._thread.shutdown(wait=False)
 
     def _check(self) -> None:
         if self._folder is None:
-            raise ApiError("no_profiler", "there is no folder for profiles: start the server with --profiler-dir")
+            raise ApiError("no_profiler", "the profiler is off; start the server with --profiler-dir")
         engine = self._service.require_some_engine()
         if engine.mode == "split":
-            raise ApiError("no_profiler", "the steps run in a process of their own: start with --mode inline")
+            raise ApiError("no_profiler", "steps run in another process; start the server with --mode inline")
         backend = engine.info.attention_backend
         if backend not in WITH_TORCH or "torch" not in sys.modules:
-            message = f"the steps of this engine (attention backend {backend}) run without torch, so its profiler sees"
-            hint = "GET /admin/trace has their times, --attention-backend torch or triton makes steps that it sees"
-            raise ApiError("no_profiler", f"{message} nothing of them; {hint}")
+            message = f"attention backend {backend} runs steps without torch, so torch's profiler cannot"
+            hint = "use GET /admin/trace for their times, or start with --attention-backend torch or triton"
+            raise ApiError("no_profiler", f"{message} see them; {hint}")
 
     def _end(self) -> asyncio.Task[dict[str, Any]]:
-        """The one task that closes the window."""
+        """The one task that stops and writes the profile."""
         if self._timer is not None:
             self._timer.cancel()
         if self._closing is None:
@@ -108,7 +108,7 @@ class Profiler:
     # -- on the thread
 
     def _begin(self) -> tuple[TorchProfiler, Path]:
-        from ...model.profiler import TorchProfiler  # the server has imported torch, or this is not asked for
+        from ...model.profiler import TorchProfiler  # torch is imported already; `_check` ensures it
 
         assert self._folder is not None
         path = _new_file(self._folder)
@@ -118,14 +118,14 @@ class Profiler:
 
 
 def _finish(profiler: TorchProfiler, path: Path) -> int:
-    """Writes what was seen. Its size in bytes."""
+    """Writes the profile and returns its size in bytes."""
     profiler.stop(path)
-    path.chmod(0o600)  # torch puts a file of its own in the place of ours
+    path.chmod(0o600)  # torch replaces the file, and its permissions
     return path.stat().st_size
 
 
 def _new_file(folder: Path) -> Path:
-    """An empty file of a name that was not there, for its owner only."""
+    """Creates an empty file with a new name, readable by its owner only."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stamp, number = time.strftime("%Y%m%d-%H%M%S", time.gmtime()), 0
     while True:

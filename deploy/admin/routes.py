@@ -1,6 +1,6 @@
-"""The admin routes: what changes the server for everybody. They are there only where there is an admin key.
+"""The admin routes, which affect all clients: prefix cache, trace, flight recorder and profiler.
 
-Each asks for that key, and for no other; so whoever has only the API key can not use them.
+They exist only if an admin key is set, and accept only that key, never an API key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import ApiError
 from ..http.responses import answer, expect
 from .profiler import Profiler
 
-DEFAULT_TRACE_S, MAX_TRACE_S = 30.0, 3_600.0  # what there is goes back less far on a busy server
+DEFAULT_TRACE_S, MAX_TRACE_S = 30.0, 3_600.0  # on a busy server the trace covers less
 
 log = get_logger("millrace.deploy")
 
@@ -36,11 +36,11 @@ class Admin:
 
     @property
     def handlers(self) -> frozenset[Any]:
-        """Those that ask for the admin key: all."""
+        """The handlers that need the admin key: all."""
         return frozenset(route.handler for route in self.table())
 
     def table(self) -> list[web.RouteDef]:
-        """All routes; none without an admin key, so that they answer as any path that is not there."""
+        """All routes; none without an admin key, so that their paths are 404."""
         if not self.service.config.admin_key:
             return []
         return [
@@ -52,16 +52,16 @@ class Admin:
         ]
 
     async def reset_cache(self, request: web.Request) -> web.Response:
-        """Forgets every cached prefix. Requests under way keep their blocks and go on."""
+        """Clears the prefix cache. Running requests keep their blocks and continue."""
         freed = await self.service.require_engine().forget_prefixes()
         log.info("cache.reset", freed_blocks=freed)
         return answer({"freed_blocks": freed})
 
     async def record_flight(self, request: web.Request) -> web.Response:
-        """Writes a flight file, as a stall or a crash would."""
+        """Writes a flight file, as after a stall or a crash."""
         oversight = self.service.oversight
         if oversight.recorder is None:
-            message = "there is no folder for flight files: start the server with --flight-recorder-dir"
+            message = "the flight recorder is off; start the server with --flight-recorder-dir"
             raise ApiError("no_flight_recorder", message)
         self.service.require_some_engine()
         written = oversight.record("asked")

@@ -1,4 +1,4 @@
-"""The command line: each command is a file, imported when it runs.
+"""The command line: each command is one module, imported when it runs.
 
 Owns: nothing.
 In: arguments, environment and configuration file.

@@ -1,7 +1,4 @@
-"""The lines of OpenAI's batch format: what one asks, what is answered to it, and reading them without holding them all.
-
-Knows bytes and JSON. Refuses to know who answers.
-"""
+"""The lines of OpenAI's batch format: reading them in a stream, parsing requests, and formatting answers."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ URLS = (
     "/v1/rerank",
     "/v2/rerank",
 )
-READ_AHEAD = 32  # lines that wait for a request to end
-NOT_IN_A_BATCH = ("stream", "background")  # fields whose answer is no single JSON object
+READ_AHEAD = 32  # lines read before a request can take them
+NOT_IN_A_BATCH = ("stream", "background")  # fields whose answer is not one JSON object
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the input. `data` is None for one that was too long to be kept."""
+    """One line of the input. `data` is None for a line over the size limit."""
 
     number: int  # from 1
     data: bytes | None
@@ -41,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What one line asks."""
+    """The request of one line."""
 
     custom_id: str
     url: str
@@ -49,7 +46,7 @@ class Item:
 
 
 class BadLine(Exception):
-    """A line that asks nothing that could be answered."""
+    """A line that is not a valid request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -58,12 +55,12 @@ class BadLine(Exception):
 
 
 class LineReader:
-    """The lines of `file` that are not blank, read by a thread of its own that is never more than `READ_AHEAD` ahead.
+    """The non-blank lines of `file`, read by its own thread at most `READ_AHEAD` lines ahead.
 
-    Several tasks may iterate over it: each line goes to one of them. A line of over `max_bytes` comes without its data,
-    and is never held whole. What reading raises is raised by the iteration, once. Owns and closes the file. `close` is
-    for who does not iterate to the end: the thread ends with the line it is at. Nothing wakes a read of a terminal, so
-    there it waits for that line; it keeps no process alive.
+    Several tasks may iterate over it: each line goes to one of them. A line over `max_bytes` comes without its data
+    and is never in memory as a whole. The iteration raises a read error once. The reader owns and closes the file.
+    `close` ends the iteration early: the thread ends after its current line. A read from a terminal cannot be
+    interrupted, so there the thread waits for that line; it is a daemon and keeps no process alive.
     """
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
@@ -78,7 +75,7 @@ class LineReader:
         while True:
             line = await self._queue.get()
             if not isinstance(line, Line):
-                self._queue.put_nowait(None)  # for the others who iterate
+                self._queue.put_nowait(None)  # for the other tasks that iterate
                 if line is None:
                     return
                 raise line
@@ -86,7 +83,7 @@ class LineReader:
             yield line
 
     def close(self) -> None:
-        """No more lines are wanted. Idempotent."""
+        """Stops reading. Idempotent."""
         self._is_closed = True
         self._room.release()
 
@@ -121,13 +118,13 @@ def _skip_line(file: BinaryIO, data: bytes) -> None:
 
 
 def parse(line: Line, max_bytes: int) -> Item:
-    """What the line asks. Raises `BadLine`."""
+    """The request of a line. Raises `BadLine`."""
     if line.data is None:
         raise BadLine("line_too_long", f"line {line.number} is longer than {max_bytes} bytes; see --max-body-bytes")
     try:
         asked = orjson.loads(line.data.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
-        raise BadLine("invalid_json_line", f"line {line.number} is no JSON: {error}") from None
+        raise BadLine("invalid_json_line", f"line {line.number} is not valid JSON: {error}") from None
     if not isinstance(asked, dict):
         raise BadLine("invalid_json_line", f"line {line.number} must be a JSON object")
     return _item(asked, line.number)
@@ -145,18 +142,18 @@ def _item(asked: dict[str, Any], number: int) -> Item:
         raise BadLine("invalid_request_line", f"line {number}: body must be a JSON object", custom_id)
     for name in NOT_IN_A_BATCH:
         if body.get(name):
-            raise BadLine("invalid_request_line", f"line {number}: body.{name} can not be served in a batch", custom_id)
+            raise BadLine("invalid_request_line", f"line {number}: body.{name} is not supported in a batch", custom_id)
     return Item(custom_id, asked["url"], body)
 
 
 def answered(custom_id: str, status: int, request_id: str, body: Any) -> bytes:
-    """The line of a request that got an HTTP answer, whatever its status."""
+    """The output line of a request with an HTTP answer of any status."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _line(custom_id, response=response, error=None)
 
 
 def failed(custom_id: str | None, code: str, message: str) -> bytes:
-    """The line of one that got none."""
+    """The output line of a request without an HTTP answer."""
     return _line(custom_id, response=None, error={"code": code, "message": message})
 
 

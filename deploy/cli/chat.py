@@ -1,4 +1,4 @@
-"""`millrace chat`: a conversation in the terminal, a line a turn, until the end of input."""
+"""`millrace chat`: a conversation in the terminal, one line per turn, until the end of input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .model_client import AskingFailed, Client, open_client
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command."""
+    """Runs the command; the exit code is 1 if a turn failed."""
     configure(server_config.log_format, server_config.log_level)
     return asyncio.run(_chat(options, engine_config, server_config))
 
@@ -49,7 +49,7 @@ async def _answer(client: Client, messages: list[dict[str, str]]) -> str:
 
 
 def _read_line() -> str | None:
-    """The next turn of whoever sits there, or None at the end."""
+    """The user's next line, or None at the end of input."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     line = sys.stdin.readline()

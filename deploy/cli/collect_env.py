@@ -1,6 +1,6 @@
-"""`millrace collect-env`: what somebody who reads a report of a problem asks for first, as one block to paste.
+"""`millrace collect-env`: versions and hardware for a bug report, as one block to paste.
 
-Says nothing of who or where one is: no user, host name or key, and of the environment only millrace's own variables.
+Contains no user name, host name or key, and of the environment only the variables of millrace.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", *AMX_FLAGS, "asimd
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command."""
+    """Runs the command."""
     print("\n".join(["```", *report(os.environ), "```"]))
     return 0
 
@@ -77,7 +77,7 @@ def _cpu() -> str:
     fields = _fields(Path("/proc/cpuinfo"))
     model = fields.get("model name", platform.processor() or "unknown")
     flags = fields.get("flags", fields.get("Features", "")).split()
-    known = " ".join(flag for flag in CPU_FLAGS if flag in flags) or "no vector extension that is known here"
+    known = " ".join(flag for flag in CPU_FLAGS if flag in flags) or "no known vector extension"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{model}, {usable} of {os.cpu_count()} cores, {known}"
 
@@ -96,7 +96,7 @@ def _version(name: str) -> str:
 
 
 def _native() -> Iterator[str]:
-    """What a model on a CPU would run on."""
+    """Threads and instruction set of a model on a CPU."""
     threads = ComputeThreads.choose(None, Cpus.of_this_process(), os.environ)
     yield f"compute threads: {threads.count} ({threads.reason})"
     try:
@@ -105,9 +105,9 @@ def _native() -> Iterator[str]:
         yield f"native step: none: {error}"
         return
     made = (
-        "there"
+        "built"
         if build.is_ready(name)
-        else f"to be built by {build.find_compiler() or 'a compiler, and there is none'}"
+        else f"to be built by {build.find_compiler() or 'a compiler, but none is installed'}"
     )
     yield f"native step: {name}, {made}"
 
@@ -116,7 +116,7 @@ def _torch() -> Iterator[str]:
     try:
         import torch
     except ImportError as error:
-        yield f"torch can not be imported: {error}"
+        yield f"torch cannot be imported: {error}"
         return
     yield f"torch threads: {torch.get_num_threads()}, best instruction set: {torch.backends.cpu.get_cpu_capability()}"
     yield f"cuda: built for {torch.version.cuda or 'none'}, {torch.cuda.device_count()} devices"
@@ -127,7 +127,7 @@ def _torch() -> Iterator[str]:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Of lines `name: value`, the first of each name."""
+    """Parses lines `name: value`; the first line of each name counts."""
     fields: dict[str, str] = {}
     for line in _read(path).splitlines():
         name, _, value = line.partition(":")

@@ -1,4 +1,4 @@
-"""`millrace complete PROMPT`: goes on with a text in the terminal."""
+"""`millrace complete PROMPT`: completes a text in the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .model_client import AskingFailed, open_client
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command."""
+    """Runs the command; the exit code is 1 if the request failed."""
     configure(server_config.log_format, server_config.log_level)
     return asyncio.run(_complete(options, engine_config, server_config))
 

@@ -1,4 +1,4 @@
-"""Two ways to ask a model from the terminal: in this process, or at a server. Both give text as it comes."""
+"""Clients of the terminal commands: an engine in this process, or a server. Both stream text."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Messages = Sequence[dict[str, str]]
 
 
 class AskingFailed(Exception):
-    """The server said no; the message is its own."""
+    """The server refused the request or did not answer. The message is the server's where it has one."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """Of one answer."""
+    """Times and token counts of one answer."""
 
     began_s: float
     first_s: float | None = None
@@ -39,7 +39,7 @@ class Stats:
     num_generated: int = 0
 
     def describe(self) -> str:
-        """One line. The rate is that of the tokens after the first."""
+        """The figures in one line. The rate counts the tokens after the first."""
         first, ended = self.first_s or self.began_s, self.ended_s or self.began_s
         rate = (self.num_generated - 1) / (ended - first) if self.num_generated > 1 and ended > first else 0.0
         return (
@@ -49,7 +49,7 @@ class Stats:
 
 
 class Client(Protocol):
-    """Somebody who answers. `stats` is that of the answer being read."""
+    """Generates text for the terminal. `stats` belongs to the current answer."""
 
     stats: Stats
 
@@ -63,7 +63,7 @@ class Client(Protocol):
 def open_client(
     options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig
 ) -> AbstractAsyncContextManager[Client]:
-    """The client that the command line asks for: the server at `--url`, or the model in this process."""
+    """The client for the options: the server at `--url`, or an engine in this process."""
     asked = {
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -89,7 +89,7 @@ async def _local(config: EngineConfig, params: dict[str, Any]) -> AsyncIterator[
 
 
 class LocalClient:
-    """Asks an engine in this process. Sampling fields that were not given are the checkpoint's own."""
+    """Uses an engine in this process. Sampling fields that are not given have the checkpoint's defaults."""
 
     def __init__(self, engine: Engine, params: dict[str, Any]) -> None:
         self.stats = Stats(0.0)
@@ -134,7 +134,7 @@ async def _remote(url: str, model: str | None, api_key: Sequence[str], params: d
 
 
 class RemoteClient:
-    """Asks a server that speaks OpenAI's API."""
+    """Uses a server with OpenAI's API."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str | None, params: dict[str, Any]) -> None:
         self.stats = Stats(0.0)
@@ -151,7 +151,7 @@ class RemoteClient:
             yield choice["delta"].get("content") or ""
 
     async def _ask(self, path: str, asked: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The choice of each event; usage goes to the stats."""
+        """The choices of each event; usage goes to `stats`."""
         import aiohttp
 
         self.stats = stats = Stats(time.perf_counter())

@@ -1,5 +1,7 @@
-"""`millrace replay FILE`: the decisions of a recording, made again by the real stages and compared one by one; with
-`--dashboard`, shown moment by moment."""
+"""`millrace replay FILE`: runs the stages on a recording again and compares each decision.
+
+With `--dashboard` it plays the recording in the browser instead.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ DIFFERS, UNREADABLE = 1, 3
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command. 0 if all is as it was, 1 if a decision differs, 3 for a file that can not be replayed."""
+    """Runs the command. 0 if all decisions are equal, 1 if one differs, 3 for a file that cannot be replayed."""
     if options.repeat < 1:
         raise ConfigError(f"--repeat {options.repeat}: must be at least 1")
     try:
@@ -60,4 +62,4 @@ def _report(replay: Replay, took_s: float) -> None:
         return
     print("difference: none")
     if end != "closed":
-        print(f"the recording ended early: {end or 'its last line was cut off, or never written'}")
+        print(f"the recording ended early: {end or 'its last line is truncated or missing'}")

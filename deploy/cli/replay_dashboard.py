@@ -1,6 +1,6 @@
-"""`millrace replay FILE --dashboard`: the dashboard's page over a recording, with a bar to move along it.
+"""`millrace replay FILE --dashboard`: the dashboard over a recording, with a bar to move in time.
 
-A server of its own, on loopback only: the page, its files and one WebSocket. It reads one file and serves no model.
+A separate server on loopback only, with the page, its files and one WebSocket. It serves no model.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..server.middleware import identify
 from ..server.pages import Pages
 from ..websocket.peer import TRY_AGAIN_LATER, Peer
 
-MAX_VIEWERS = 8  # each holds the books of a moment
+MAX_VIEWERS = 8  # each holds the engine state of one moment in memory
 
 
 def show(recording: Recording, policy: Policy | None, config: ServerConfig) -> int:
-    """Shows it until it is told to stop. 0 then; raises `RecordingError` for one that can not be shown."""
+    """Serves the dashboard until SIGTERM or SIGINT and returns 0. `RecordingError` if it cannot be played."""
     print(f"millrace: running {recording.path} once ...", file=sys.stderr)
     reel = Reel(film(recording, policy, _say_progress if sys.stderr.isatty() else lambda time_s: None))
     if trouble := reel.film.trouble:
@@ -42,7 +42,7 @@ def show(recording: Recording, policy: Policy | None, config: ServerConfig) -> i
 
 
 def _say_progress(time_s: float) -> None:
-    print(f"\r  {time_s:,.1f} s of it", end="\r", file=sys.stderr, flush=True)
+    print(f"\r  {time_s:,.1f} s", end="\r", file=sys.stderr, flush=True)
 
 
 async def _serve(reel: Reel, config: ServerConfig) -> None:
@@ -50,12 +50,12 @@ async def _serve(reel: Reel, config: ServerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Playback(reel, config) as playback:
-        print(f"millrace: {playback.url}/dashboard shows it; Ctrl-C ends that", flush=True)
+        print(f"millrace: {playback.url}/dashboard shows it; press Ctrl-C to stop", flush=True)
         await stop.wait()
 
 
 class Playback:
-    """Serves a reel from `async with` on, at `url`."""
+    """The HTTP server of a loaded recording: listens at `url` inside `async with`."""
 
     def __init__(self, reel: Reel, config: ServerConfig) -> None:
         self._reel = reel
@@ -68,7 +68,7 @@ class Playback:
 
     @property
     def url(self) -> str:
-        """Where it is. With port 0, the port that was found."""
+        """The server's address, with the actual port."""
         return f"http://{self._config.host}:{self._port}"
 
     async def __aenter__(self) -> Playback:
@@ -78,12 +78,12 @@ class Playback:
         except OSError as error:
             await self.__aexit__()
             where = f"{self._config.host}:{self._config.port}"
-            raise ConfigError(f"can not listen on {where}: {error.strerror or error}; try --port 0") from None
+            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; try --port 0") from None
         self._port = int(self._runner.addresses[0][1])
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._viewers.close(TRY_AGAIN_LATER, ApiError("draining", "the recording is put away"))
+        await self._viewers.close(TRY_AGAIN_LATER, ApiError("draining", "the replay server is shutting down"))
         await self._runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -1,7 +1,7 @@
 """`millrace run-batch`: answers a file of requests, one JSON line each, in OpenAI's batch format.
 
-A window of requests is under way; the next line is read when one of them is answered, so memory does not grow with the
-file. Answers are written as they come, not in the order of the input: `custom_id` says whose they are.
+A bounded number of requests runs at once, so memory does not grow with the file. Answers are written in order of
+completion, not of the input: `custom_id` names the request.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ OF_THE_ANSWERS = (
     "enable_auto_tool_choice",
     "reasoning_parser",
     "max_body_bytes",
-)  # settings of a server that mean something without one
-PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between tries to reach a server
+)  # server settings that shape answers
+PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between attempts to reach a server
 
 MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
-Target = tuple[aiohttp.ClientSession, str]  # and the URL before each path
+Target = tuple[aiohttp.ClientSession, str]  # the session, and the URL before each path
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command. 1 if some lines failed; an interrupt leaves what was written."""
+    """Runs the command. 1 if a line failed; after an interrupt the written answers stay."""
     configure(server_config.log_format, server_config.log_level)
     if options.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency {options.max_concurrency}: must be at least 1")
@@ -59,7 +59,10 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
 async def answer_lines(
     target: AbstractAsyncContextManager[Target], source: BinaryIO, sink: BinaryIO, window: int, max_bytes: int
 ) -> int:
-    """Answers the lines of `source` into `sink`, `window` at a time, and closes both. 1 if a line or a file failed."""
+    """Answers the lines of `source` into `sink`, `window` at a time, and closes both.
+
+    The exit code: 1 if a line or a file failed.
+    """
     has_broken = False
     async with target as (session, url):
         batch = Batch(session, url, sink, max_bytes)
@@ -75,7 +78,7 @@ async def answer_lines(
 
 
 class Batch:
-    """Sends lines to a server and writes what it answers."""
+    """Sends the requests of a file to a server and writes the answers."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, sink: BinaryIO, max_bytes: int) -> None:
         self.num_answered = self.num_failed = 0
@@ -83,12 +86,14 @@ class Batch:
         self._url = url
         self._sink = sink
         self._max_bytes = max_bytes
-        every_s = 0.2 if sys.stderr.isatty() else 10.0  # a log keeps each of its lines
+        every_s = 0.2 if sys.stderr.isatty() else 10.0  # in a log each update is a new line
         self._bar = tqdm(desc="answers", unit="request", file=sys.stderr, mininterval=every_s, dynamic_ncols=True)
 
     async def run(self, lines: LineReader, window: int) -> None:
-        """Answers them all, `window` at a time, and closes the reader. An `ExceptionGroup` of `OSError` if a file
-        fails."""
+        """Answers all lines, `window` at a time, and closes the reader.
+
+        Raises an `ExceptionGroup` of `OSError` if a file fails.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(window):
@@ -97,7 +102,7 @@ class Batch:
             lines.close()
 
     def report(self) -> None:
-        """The last words on stderr."""
+        """Prints the totals to stderr."""
         self._bar.close()
         print(f"{self.num_answered} answered, {self.num_failed} failed", file=sys.stderr)
 
@@ -105,14 +110,14 @@ class Batch:
         async for line in lines:
             is_good, answer = await self._answer(line)
             self._sink.write(answer)
-            self._sink.flush()  # whatever ends this process, what was answered stays
+            self._sink.flush()  # answers stay if the process is killed
             self.num_answered += is_good
             self.num_failed += not is_good
             self._bar.set_postfix(failed=self.num_failed, refresh=False)
             self._bar.update()
 
     async def _answer(self, line: Line) -> tuple[bool, bytes]:
-        """Whether it went well, and the line to write."""
+        """(whether the request succeeded, the line to write)."""
         try:
             item = parse(line, self._max_bytes)
         except BadLine as error:
@@ -123,7 +128,7 @@ class Batch:
             return False, failed(item.custom_id, "server_unreachable", f"{self._url} does not answer: {error}")
 
     async def _ask(self, item: Item) -> tuple[bool, bytes]:
-        """A full house is waited for as long as it takes, a server that can not be reached for some seconds."""
+        """Sends one request. Retries 429 without limit, and an unreachable server for the seconds of `PAUSES_S`."""
         data, pauses = orjson.dumps(item.body), iter(PAUSES_S)
         while True:
             try:
@@ -140,7 +145,7 @@ class Batch:
 
 
 def _pause(status: int, retry_after: str | None, pauses: Any) -> float | None:
-    """Seconds to wait before the same request is sent again; None if this was its answer."""
+    """Seconds to wait before a retry; None if this is the final answer."""
     told_s = float(retry_after) if retry_after is not None and retry_after.isdecimal() else 1.0
     if status == 429:
         return told_s
@@ -155,12 +160,12 @@ def _json(data: bytes) -> Any:
         return data.decode(errors="replace")
 
 
-# -- who answers
+# -- targets
 
 
 @asynccontextmanager
 async def at_server(url: str, api_key: tuple[str, ...]) -> AsyncIterator[Target]:
-    """A server that runs already."""
+    """A running server at `url`."""
     headers = {"Authorization": f"Bearer {api_key[0]}"} if api_key else {}
     async with _session(aiohttp.TCPConnector(limit=0), headers) as session:
         yield session, url.rstrip("/").removesuffix("/v1")
@@ -170,13 +175,16 @@ async def at_server(url: str, api_key: tuple[str, ...]) -> AsyncIterator[Target]
 async def in_process(
     engine_config: EngineConfig, server_config: ServerConfig, make_engine: MakeEngine
 ) -> AsyncIterator[Target]:
-    """A server in this process, on a socket in a folder that only this user can enter: answers are those of `serve`."""
+    """A server in this process, so that answers equal those of `serve`.
+
+    It listens on a Unix socket in a folder that only this user can access.
+    """
     from ..server.server import Server
 
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         config = ServerConfig(
             uds=os.path.join(folder, "s"),
-            response_store_bytes=0,  # nobody can ask for a response later
+            response_store_bytes=0,  # no client can retrieve a response later
             **{name: getattr(server_config, name) for name in OF_THE_ANSWERS},
         )
         async with make_engine(engine_config) as engine, Server(config) as server:
@@ -203,9 +211,9 @@ def _make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
 
 
 def _open_files(source: str, sink: str) -> tuple[BinaryIO, BinaryIO]:
-    """`-` is stdin or stdout. Raises `ConfigError`."""
+    """Opens both files; `-` is stdin or stdout. Raises `ConfigError`."""
     if "-" not in (source, sink) and os.path.exists(sink) and os.path.samefile(source, sink):
-        raise ConfigError(f"{sink} is the input as well: writing the answers would destroy it; name another file")
+        raise ConfigError(f"{sink} is also the input file, which the answers would overwrite; name another output file")
     return _open(source, 0, "rb"), _open(sink, 1, "wb")
 
 
@@ -213,4 +221,4 @@ def _open(path: str, standard: int, mode: str) -> Any:
     try:
         return open(standard if path == "-" else path, mode, closefd=path != "-")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: --input-file and --output-file name files, or -") from None
+        raise ConfigError(f"{path}: {error.strerror}: --input-file and --output-file must name files, or -") from None

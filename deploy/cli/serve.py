@@ -1,4 +1,4 @@
-"""`millrace serve`: a model behind an HTTP server, until it is told to stop."""
+"""`millrace serve`: runs an engine behind the HTTP server until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 log = get_logger("millrace.deploy")
 
-WAIT_S = 0.2  # for the files of a model, which are there or have to be fetched, before all else is imported
+WAIT_S = 0.2  # for weights to load from local files, before the remaining imports; a download takes longer
 
 Mode = Literal["inline", "split"]
 MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command. 0 once it was told to stop and has, whether or not requests had to be cut short for it."""
+    """Runs the command. 0 after a stop by signal, even if requests were cut short."""
     with_messages = server_config.log_error_messages
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
-    gc.disable()  # until we are ready: what starts stays, and to look at it again and again takes a tenth of the start
+    gc.disable()  # until the server is ready: start-up objects live on, and scanning them takes a tenth of the start
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             make_engine = partial(_make_engine, choose_mode(server_config.mode))
@@ -55,15 +55,17 @@ async def serve(
     make_engine: MakeEngine,
     sources: Mapping[str, str] | None = None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT, then drains. A second signal ends the process at once. `sources` says of each
-    setting where it came from."""
+    """Serves until SIGTERM or SIGINT, then drains. A second signal ends the process at once.
+
+    `sources` maps each setting to its source, for the start-up log.
+    """
     stop = _Stop()
     listening: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
     serving = asyncio.ensure_future(_serve_engine(listening, engine_config, make_engine, stop))
     stop.on_early = serving.cancel
     try:
-        await asyncio.sleep(0)  # the model begins to load, here or in a process of its own
-        from ..server.server import Server  # meanwhile: that takes half a second
+        await asyncio.sleep(0)  # the model begins to load, here or in the engine process
+        from ..server.server import Server  # meanwhile, as this import takes half a second
 
         async with Server(server_config) as server:
             server.service.sources = sources or {}
@@ -72,7 +74,7 @@ async def serve(
     except asyncio.CancelledError:
         if not stop.event.is_set():
             raise
-        return 0  # told to stop before there was anything to drain
+        return 0  # stopped before there was anything to drain
     finally:
         serving.cancel()
         await asyncio.wait([serving])
@@ -87,7 +89,7 @@ async def _serve_engine(
         engine.give_way()
         stop.on_early = None
         gc.collect()
-        gc.freeze()  # the model and its modules live as long as we do: no collection need look at them again
+        gc.freeze()  # the model and its modules live as long as the process: no collection needs to scan them
         gc.enable()
         _say_ready(server)
         await stop.event.wait()
@@ -99,7 +101,7 @@ async def _serve_engine(
 
 
 def _say_ready(server: Server) -> None:
-    """One line on stdout, for whoever started us."""
+    """Prints the ready line, JSON, on stdout for the parent process."""
     names = list(server.service.model_names)
     line = {"event": "ready", "url": server.url, "models": names, "pid": os.getpid()}
     sys.stdout.write(orjson.dumps(line).decode() + "\n")
@@ -107,11 +109,11 @@ def _say_ready(server: Server) -> None:
 
 
 class _Stop:
-    """SIGTERM and SIGINT: the first asks, the second does not."""
+    """Handles SIGTERM and SIGINT: the first signal sets `event`, the second ends the process with code 1."""
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
-        self.on_early: Callable[[], Any] | None = None  # while there is nothing to drain
+        self.on_early: Callable[[], Any] | None = None  # called instead of draining, while the engine starts
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled)
 
@@ -124,12 +126,11 @@ class _Stop:
 
 
 def choose_mode(asked: Literal["auto", "inline", "split"]) -> Mode:
-    """The mode that was asked for; for "auto" the one that measured better on machines of this size.
+    """The requested mode; "auto" is "inline", the simpler one, on all machines.
 
-    On two cores (Zen 4) there is nothing to gain, as tests/bench/results/split-mode-cpu.json has it: of SmolLM2's shape
-    1.02, 1.00 and 1.00 times the tokens a second of "inline" in W2, W4 and with 64 streams, of the bundled model, whose
-    steps are short, 0.98, 0.93 and 0.90. Larger machines were not measured, so "auto" is "inline" on all: it is the
-    simpler one. `tests/bench/split_mode.py` measures yours.
+    On two cores (Zen 4) "split" gains nothing: 1.02, 1.00 and 1.00 times the tokens/s of "inline" for SmolLM2's shape
+    in W2, W4 and with 64 streams, and 0.98, 0.93 and 0.90 times for the bundled model with its short steps
+    (tests/bench/results/split-mode-cpu.json). `tests/bench/split_mode.py` measures other machines.
     """
     return "inline" if asked == "auto" else asked
 
@@ -140,7 +141,7 @@ def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManage
         from ...stages.split.split_engine import SplitEngine
 
         return SplitEngine(config)
-    # imports little, so that weights are packed while all else is imported
+    # imports little, so that weights are packed during the remaining imports
     from ...runtime.phases import Phases
     from ...stages.loading.early import Opening
 
@@ -149,7 +150,7 @@ def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManage
         opening.wait_until_packing(WAIT_S)
         _import_beside("aiohttp")
         from ...stages.engine.engine import Engine
-        from ..server import server  # noqa: F401  before the engine starts, which measures how fast it is
+        from ..server import server  # noqa: F401  before the engine starts and measures its speed
 
         return Engine(config, opening=opening)
     except BaseException:
@@ -158,6 +159,8 @@ def _make_engine(mode: Mode, config: EngineConfig) -> AbstractAsyncContextManage
 
 
 def _import_beside(module: str) -> None:
-    """On a thread. For aiohttp: its client reads the system's certificates, twice, which takes as long as all that it
-    imports, and no Python."""
+    """Imports a module on a thread.
+
+    For aiohttp, whose client reads the system's certificates twice: half of its import time, without the GIL.
+    """
     Thread(target=import_module, args=(module,), name="millrace-import", daemon=True).start()

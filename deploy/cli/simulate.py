@@ -1,4 +1,4 @@
-"""`millrace simulate`: what a trace would have come to with other settings, without the device."""
+"""`millrace simulate`: runs a trace through the real scheduler with other settings, without the device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..settings import parse
 
 UNREADABLE = 3
 FIT = "fit-from-recording"
-# what the engine calls a setting -> what a recording does, if that is another name
+# name of an engine setting -> its name in a recording, if different
 RENAMED = {"num_gpu_blocks": "num_blocks", "num_cpu_blocks": "num_host_blocks"}
 OF_DOOR = tuple(spec.name for spec in fields(Door))
 OF_DRAFTS = ("speculation", "num_speculative_tokens")
@@ -41,7 +41,7 @@ COLUMNS = {  # figure -> heading and digits
     "itl_p50_ms": ("ITL p50", 2),
     "itl_p99_ms": ("p99 ms", 2),
     "preemptions": ("preempted", 0),
-    "turned_away": ("turned away", 0),
+    "turned_away": ("refused", 0),
     "cache_hit_rate": ("cached", 3),
     "device_busy": ("busy", 3),
 }
@@ -55,7 +55,7 @@ PANELS = {  # title -> its curves
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run: what was varied for it, and what it came to."""
+    """One run: its varied settings, and its results."""
 
     settings: Mapping[str, Any]
     figures: Mapping[str, float | int | None]
@@ -67,7 +67,7 @@ class Row:
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command. 3 for a file that can not be read."""
+    """Runs the command. 3 for a file that cannot be read."""
     try:
         rows = simulate(options)
     except RecordingError as error:
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
 
 
 def simulate(options: argparse.Namespace) -> list[Row]:
-    """One run for each combination of what is swept. Raises `RecordingError` or `ConfigError`."""
+    """Runs each combination of the swept settings. Raises `RecordingError` or `ConfigError`."""
     fitted = _fitted(options)
     print(_describe(fitted), file=sys.stderr)
     if options.save_cost_model is not None:
@@ -92,20 +92,20 @@ def simulate(options: argparse.Namespace) -> list[Row]:
     trace = trace.scaled(times=options.scale_times, lengths=options.scale_lengths, most=options.max_requests)
     fixed = dict(_assignment(text) for text in options.set or ())
     if not trace.tells_prefixes and "enable_prefix_caching" not in fixed:
-        print("the trace does not say what prompts have in common: enable_prefix_caching = False", file=sys.stderr)
+        print("the trace has no common prefixes of prompts: enable_prefix_caching = False", file=sys.stderr)
         fixed["enable_prefix_caching"] = False
     swept = dict(_sweep(text) for text in options.sweep or ())
     combinations = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     if not trace.tells_repeats and any(_most_drafts(fitted.engine, {**fixed, **varied}) for varied in combinations):
-        print("the trace does not say how answers repeat what was said: nobody drafts", file=sys.stderr)
+        print("the trace has no repetitions in answers: speculation = off", file=sys.stderr)
     return [Row(varied, run_one(trace, fitted, {**fixed, **varied})) for varied in combinations]
 
 
 def run_one(trace: Trace, fitted: Fitted, settings: Mapping[str, Any]) -> dict[str, float | int | None]:
-    """The figures of a trace with these settings in place of those that the cost model was made with."""
+    """The results of a trace with `settings`; other settings are those of the cost model's recording."""
     engine, door, policy = _apply(fitted.engine, settings)
     was_enabled = gc.isenabled()
-    gc.disable()  # what a simulation makes has no cycles, and millions of it would be looked at again and again
+    gc.disable()  # a simulation makes millions of objects without cycles, which collections would scan in vain
     try:
         return Simulation(engine, fitted.model, door, policy).run(trace).summary()
     finally:
@@ -114,7 +114,7 @@ def run_one(trace: Trace, fitted: Fitted, settings: Mapping[str, Any]) -> dict[s
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The runs side by side."""
+    """The runs as a table, one line each."""
     lines = [["settings", *(heading for heading, _ in COLUMNS.values())]]
     for row in rows:
         cells = [row.label]
@@ -127,7 +127,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Four panels, by matplotlib, an optional extra: the runs from left to right. The format is the file's ending."""
+    """Writes four panels with the runs from left to right, by matplotlib, an optional extra.
+
+    The suffix of `path` chooses the format.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -163,7 +166,7 @@ def _fitted(options: argparse.Namespace) -> Fitted:
 
 def _describe(fitted: Fitted) -> str:
     model = fitted.model
-    each = f"{model.prefill_token_s * 1e6:.3g} us a prompt token, {model.decode_row_s * 1e6:.3g} us a decoding row"
+    each = f"{model.prefill_token_s * 1e6:.3g} us per prompt token, {model.decode_row_s * 1e6:.3g} us per decoding row"
     text = f"cost model: a step takes {model.step_s * 1e3:.3g} ms and {each}"
     if fitted.num_steps:
         text += f"; fitted to {fitted.num_steps} steps, off by {fitted.mean_error:.1%} on average"
@@ -191,7 +194,7 @@ def _known(name: str, text: str) -> str:
 
 
 def _apply(engine: RecordedEngine, settings: Mapping[str, Any]) -> tuple[RecordedEngine, Door, Policy | None]:
-    """Checked as an engine's own settings are."""
+    """Applies the settings, checked as those of an engine."""
     of_engine = {RENAMED.get(name, name): value for name, value in settings.items() if name in OF_ENGINE}
     engine = replace(engine, **of_engine, most_drafts=_most_drafts(engine, settings))
     values = {name: getattr(engine, RENAMED.get(name, name)) for name in OF_ENGINE}
@@ -201,7 +204,7 @@ def _apply(engine: RecordedEngine, settings: Mapping[str, Any]) -> tuple[Recorde
     config = EngineConfig(**values)
     for name in ("max_model_len", "num_gpu_blocks", "num_cpu_blocks", "max_num_batched_tokens", "itl_target_ms"):
         if not isinstance(values[name], (int, float)):
-            raise ConfigError(f"{name} = {values[name]}: must be a number here, as there is no machine to look at")
+            raise ConfigError(f"{name} = {values[name]}: must be a number, as a simulation has no device to measure")
     if engine.num_blocks * engine.block_size < engine.max_model_len:
         raise ConfigError(
             f"num_gpu_blocks = {engine.num_blocks} of {engine.block_size} tokens hold no sequence of max_model_len = "
@@ -212,7 +215,7 @@ def _apply(engine: RecordedEngine, settings: Mapping[str, Any]) -> tuple[Recorde
 
 
 def _most_drafts(engine: RecordedEngine, settings: Mapping[str, Any]) -> int:
-    """Drafts of a step with these settings; "auto" is as it was when the cost model was made."""
+    """Drafts per step with these settings; "auto" is as in the cost model's recording."""
     asked, usual = settings.get("speculation", "auto"), engine.most_drafts or EngineConfig().num_speculative_tokens
     is_on = asked == "ngram" or (asked == "auto" and engine.most_drafts > 0)
     num_tokens: int = settings.get("num_speculative_tokens", usual)

@@ -1,6 +1,6 @@
-"""`millrace top`: the dashboard's first view, in a terminal. Reads the same feed of a running server.
+"""`millrace top`: the dashboard's first view in a terminal, from the same feed of a running server.
 
-Knows how figures look. Where they come from is the feed's to know. Needs rich: `pip install 'millrace[top]'`.
+Needs rich: `pip install 'millrace[top]'`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-WINDOW_S = 5.0  # that shares and rates are of
-NUM_REQUESTS = 12  # shown
-WAIT_S = 10.0  # for a server to answer
+WINDOW_S = 5.0  # period of shares and rates
+NUM_REQUESTS = 12  # listed at once
+WAIT_S = 10.0  # for the server to accept the connection
 TOPICS = {"overview": {}, "pipeline": {}, "steps": {}, "requests": {"limit": NUM_REQUESTS}}
 BAR_CELLS = 24
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class NotThere(Exception):
-    """The server can not be looked at; the message says why."""
+    """The server has no feed for this client; the message says why."""
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command. 0 when it was left, 1 if there is nothing to look at."""
+    """Runs the command. 0 after `--once`, 1 if the feed cannot be read."""
     try:
         import rich  # noqa: F401
     except ImportError:
-        raise ConfigError("top draws with rich, which is not installed: pip install 'millrace[top]'") from None
+        raise ConfigError("top needs rich, which is not installed: pip install 'millrace[top]'") from None
     key = server_config.api_key[0] if server_config.api_key else None
     try:
         asyncio.run(_show(options.url, key, is_once=options.once))
@@ -69,7 +69,7 @@ async def _show(url: str, key: str | None, *, is_once: bool) -> None:
 
 
 async def watch(url: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
-    """The updates of the feed of the server at `url`, until it closes. `NotThere` says why there are none."""
+    """Yields updates of the feed of the server at `url`, and ends with `NotThere`, which says why."""
     import aiohttp
 
     address = url.rstrip("/").removesuffix("/v1") + "/dashboard/feed"
@@ -88,12 +88,12 @@ async def watch(url: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
                 else:
                     yield told
     except (aiohttp.ClientError, OSError) as error:
-        raise NotThere(f"{url} can not be reached: {error}; --url says where the server is") from None
-    raise NotThere(f"{url} has closed the connection")
+        raise NotThere(f"{url} cannot be reached: {error}; check --url") from None
+    raise NotThere(f"{url} closed the connection")
 
 
 class Readings:
-    """What the feed has told: the newest state of each topic, and the counters of the last seconds."""
+    """The state from the feed: the newest data of each topic, and the counters of the last seconds."""
 
     def __init__(self) -> None:
         self.data: dict[str, Any] = {}
@@ -103,11 +103,11 @@ class Readings:
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether there is an engine to look at."""
+        """Whether the server has an engine."""
         return "pipeline" in self.data
 
     def take(self, update: Mapping[str, Any]) -> None:
-        """One update of the feed."""
+        """Applies one update of the feed."""
         self.num_taken += 1
         news = update["full"] | update["patch"]
         if "steps" in news:
@@ -122,17 +122,17 @@ class Readings:
                 self._history.popleft()
 
     def shares(self, stage: str) -> tuple[float, float] | None:
-        """(busy, blocked) shares of the last seconds; None before there are two readings."""
+        """(busy, blocked) shares of the last `WINDOW_S` seconds; None before the second update."""
         if len(self._history) < 2:
             return None
         (then_s, then), (now_s, now) = self._history[0], self._history[-1]
         before, after = then["stages"][stage], now["stages"][stage]
         busy, blocked = ((after[part] - before[part]) / (now_s - then_s) for part in ("busy_s", "blocked_s"))
-        whole = max(1.0, busy + blocked)  # a stage that carries several items at once counts each
+        whole = max(1.0, busy + blocked)  # a stage with several items at once counts each
         return busy / whole, blocked / whole
 
     def rate(self, field: str) -> float:
-        """Of that figure of steps, a second."""
+        """The sum of a `StepRow` field over the last `WINDOW_S` seconds, per second."""
         if not self._history:
             return 0.0
         since_us = 1e6 * (self._history[-1][0] - WINDOW_S)
@@ -146,7 +146,7 @@ class Readings:
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """A JSON merge patch (RFC 7386), into new data."""
+    """`target` with a JSON merge patch (RFC 7386) applied, as new data."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -162,7 +162,7 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def draw(readings: Readings) -> RenderableType:
-    """All of it."""
+    """The whole screen."""
     from rich.console import Group
     from rich.markup import escape
 
@@ -200,7 +200,7 @@ def _headline(readings: Readings, overview: Mapping[str, Any]) -> str:
 
 
 def _stages(readings: Readings) -> Table:
-    table = _table("stage", "", ">busy", ">blocked", ">waiting", ">most", ">sent", "to")
+    table = _table("stage", "", ">busy", ">blocked", ">waiting", ">peak", ">sent", "to")
     edges = readings.data["pipeline"]["edges"]
     for name in readings.data["pipeline"]["stages"]:
         shares = readings.shares(name)

@@ -17,13 +17,13 @@ TIMEOUT_S = 60.0
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command. 1 if the server does not answer, or with an error."""
+    """Runs the command. 1 if the server does not answer, or answers with an error."""
     if not server_config.admin_key:
-        raise ConfigError("admin_key: the trace names everybody's requests, so the server asks for --admin-key")
+        raise ConfigError("admin_key: the trace covers the requests of all clients; set --admin-key")
     try:
         document = asyncio.run(fetch(options.url, server_config.admin_key[0], options.seconds))
     except (aiohttp.ClientError, TimeoutError) as error:
-        print(f"millrace: {options.url} gave no trace: {error}", file=sys.stderr)
+        print(f"millrace: {options.url} returned no trace: {error}", file=sys.stderr)
         return 1
     if options.output_file == "-":
         sys.stdout.buffer.write(document)
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
 
 
 async def fetch(url: str, admin_key: str, seconds: float) -> bytes:
-    """The document, as JSON. `aiohttp.ClientError` if there is none."""
+    """Fetches the trace as JSON. Raises `aiohttp.ClientError` for an error answer."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     headers = {"Authorization": f"Bearer {admin_key}"}
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:

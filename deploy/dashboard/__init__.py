@@ -1,8 +1,8 @@
-"""The feed of the dashboard: what the engine does, as plain data, to whoever looks.
+"""The feed of the dashboard: the state of a running engine or of a recording, over a WebSocket.
 
-Owns: its viewers, and what they share.
-In: the engine's state and trace, or a recording.
-Out: updates of the topics that a viewer has subscribed to.
+Owns: the viewers, and what was sent to each.
+In: the engine's counters and trace, or a recording.
+Out: `GET /dashboard/feed`.
 Imports: the root of `deploy`, `http`, `metrics`, `api`, `api/schema`, `websocket`, `inspect`.
 Start with: `feed.py`, then `live.py`.
 """

@@ -1,6 +1,6 @@
-"""The map of the KV cache: one number a block, in full and then as changes.
+"""The map of the KV cache for the dashboard: one number per block, in full and then as changes.
 
-0 free, 1 cached, 2 quarantined, 3 in use by several sequences, 4 + slot: in use by the sequence in that slot
+0 free, 1 cached, 2 quarantined, 3 used by several sequences, 4 + slot: used by the sequence in that slot
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Cells = NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Who holds what: of an engine that runs, or of a recording."""
+    """Pool, block tables and scheduler of a running engine or of a recording."""
 
     pool: BlockPool
     block_tables: BlockTables
     scheduler: Scheduler
 
     def owners(self) -> dict[int, str]:
-        """slot -> id of the request that runs there."""
+        """slot -> id of the request in it."""
         slots = self.scheduler.slots
         found = ((slot, slots.sequences[slot]) for slot in slots.running().tolist())
         return {slot: sequence.request_id for slot, sequence in found if sequence is not None}
 
 
 def block_cells(books: Books) -> Cells:
-    """[N] the number of each block."""
+    """[N] u16: the number of each block."""
     pool, tables = books.pool, books.block_tables
     cells = _BY_STATE[pool.state]
     counts = tables.num_blocks
@@ -53,16 +53,18 @@ _BY_STATE[[BlockState.IN_USE, BlockState.CACHED, BlockState.QUARANTINED]] = FIRS
 
 
 class BlockMap:
-    """What one viewer knows of the blocks. `next` gives what is new to it: changes, or all where that is shorter."""
+    """The last map sent to one viewer. `next` returns the changes since, or the whole map if that is shorter."""
 
     def __init__(self) -> None:
         self._cells: Cells | None = None
         self._owners: dict[int, str] | None = None
 
     def next(self, books: Books, may_see: Callable[[str], bool] = lambda request_id: True) -> dict[str, Any]:
-        """`cells` of all blocks, or `at` the ones that changed and what they are now `to`: little-endian u16, u32 and
-        u16 in base64. `owners` (slot -> request id, of requests that the viewer
-        `may_see`) if they changed."""
+        """The update for the viewer.
+
+        `cells` (u16) has all blocks; or `at` (u32) has the ids of changed blocks and `to` (u16) their numbers. All are
+        little-endian in base64. `owners` is slot -> request id of requests that the viewer `may_see`, if changed.
+        """
         cells = block_cells(books)
         who = {slot: request_id for slot, request_id in books.owners().items() if may_see(request_id)}
         news: dict[str, Any] = {}

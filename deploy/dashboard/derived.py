@@ -1,6 +1,6 @@
-"""What the trace says that takes some thought: what limits the pipeline, and why a request took so long.
+"""Slow evaluations of the trace: the bottleneck of the pipeline, and the causes of a request's latency.
 
-Thought of in a thread, while somebody looks, and no more of the time than a small share.
+They run in a thread, only while a viewer needs them, and take at most a small share of the time.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from ...stages.insight.causes import causes, in_words
 from ...stages.insight.trace_view import TraceView
 from ...stages.insight.waterfall import Bar, Waterfall, waterfall
 
-MIN_S = 2.0  # between two thoughts
-SHARE = 0.02  # of the time, at most
-WINDOW_S = 5.0  # of the trace, in which a bottleneck is looked for
+MIN_S = 2.0  # between two evaluations
+SHARE = 0.02  # maximum share of time for evaluations
+WINDOW_S = 5.0  # period of the trace for the bottleneck
 SHARES = ("busy", "blocked", "waiting_for")
-MAX_PIECES = 300  # of a row, so that a long answer is no longer to send than a short one
+MAX_PIECES = 300  # of a row, to bound the size of a long answer's row
 
 T = TypeVar("T")
 
 
 class TraceReader(Protocol):
-    """What reads the records of one thread: of a ring, or of a recording."""
+    """Reads the trace records of one thread, from a ring or from a recording."""
 
     def names(self) -> list[str]:
-        """What they mean: `names()[source]`."""
+        """The names of record sources: `names()[source]`."""
 
     def read_since(self, cursor: int = 0) -> tuple[Records, int, int]:
-        """Those that came since `cursor`, the cursor for the next time, and how many were lost."""
+        """(records since `cursor`, the next cursor, number of lost records)."""
 
 
 class NowAndThen(Generic[T]):
-    """A value that is thought of anew in a thread: not twice within MIN_S, and longer apart if it takes long."""
+    """A value computed in a thread at most every `MIN_S` seconds, and less often if it takes long."""
 
     def __init__(self, threads: Executor) -> None:
         self.value: T | None = None
@@ -47,7 +47,7 @@ class NowAndThen(Generic[T]):
         self._is_busy = False
 
     async def refresh(self, think: Callable[[], T | None]) -> bool:
-        """Waits for the new value, if one is due and nobody else waits for it; whether that was so."""
+        """Computes a new value and waits for it, if it is due and no other task computes it; whether it did."""
         began_s = time.monotonic()
         if self._is_busy or began_s < self._due_s:
             return False
@@ -62,16 +62,18 @@ class NowAndThen(Generic[T]):
 
 
 def find_bottleneck(parts: list[Records], names: list[str], now_ns: int) -> dict[str, Any]:
-    """The one sentence, and the shares of time that it is made of, of the records of the last WINDOW_S. As
-    `/v1/stages` tells them."""
+    """The bottleneck in the last `WINDOW_S` seconds with the shares of time behind it, as in `/v1/stages`."""
     load = load_of(TraceView(in_order_of_time(parts), names), now_ns, WINDOW_S)
     shares = {name: {part: round(value, 4) for part, value in getattr(load, name).items()} for name in SHARES}
     return asdict(judge(load)) | shares
 
 
 def explain(readers: Sequence[TraceReader], sequence_id: int, now_ns: int) -> dict[str, Any] | None:
-    """The bars of the request whose first sequence that is, by stage, and the causes of its latency; times in
-    microseconds from its begin. None if the rings do not reach back so far."""
+    """The waterfall of a request by stage, and the causes of its latency.
+
+    `sequence_id` is the request's first sequence. Times are in microseconds from its begin. None if the rings no longer
+    cover it.
+    """
     view = TraceView(in_order_of_time(reader.read_since()[0] for reader in readers), readers[0].names())
     fall = waterfall(view, sequence_id, now_ns)
     if fall is None:
@@ -89,7 +91,7 @@ def explain(readers: Sequence[TraceReader], sequence_id: int, now_ns: int) -> di
 
 
 def _rows(fall: Waterfall) -> list[dict[str, Any]]:
-    """A row for each kind of bar of each stage, in the order in which they first come."""
+    """One row per stage and kind of bar, in order of first appearance."""
     by_row: dict[tuple[str, str], list[Bar]] = {}
     for bar in fall.bars:
         by_row.setdefault((bar.stage, bar.kind), []).append(bar)
@@ -101,7 +103,7 @@ def _rows(fall: Waterfall) -> list[dict[str, Any]]:
 
 
 def _pieces(fall: Waterfall, bars: list[Bar]) -> list[tuple[int, int, int]]:
-    """(begin, end, of it filled) of what can be told apart: bars that lie closer together than that are one piece."""
+    """(begin, end, filled part) in us; bars closer than 1/`MAX_PIECES` of the whole are merged into one piece."""
     least_ns = (fall.end_ns - fall.begin_ns) // MAX_PIECES
     pieces: list[list[int]] = []
     for bar in bars:

@@ -1,15 +1,15 @@
-"""`GET /dashboard/feed`: one WebSocket, on which a viewer says what it wants to see and gets it a few times a second.
+"""`GET /dashboard/feed`: a WebSocket on which a viewer subscribes to topics and gets updates.
 
     viewer                                          server
     {"type": "hello", "key", "admin_key"}      ->
                                                <-   {"type": "hello", "version", "interval_s", "can_cancel", ...}
     {"type": "subscribe", "topics": {...}}     ->
                                                <-   {"type": "update", "now_s", "full": {topic: data}, "patch": {...}}
-    {"type": "cancel", "id"}                   ->   (takes the admin key)
+    {"type": "cancel", "id"}                   ->   (needs the admin key)
 
-A topic comes in full first, then as changes: `patch` is a JSON merge patch, but that `steps`, `incidents` and `blocks`
-say in their own way what is new. An update is made when the last one has left, so a slow viewer misses some and holds
-up nobody; one that subscribes to nothing costs nothing. `now_s` is the engine's clock.
+A topic comes in full first, then as changes: `patch` is a JSON merge patch, except for `steps`, `incidents` and
+`blocks`, which have their own formats. The next update is made after the last one is sent, so a slow viewer misses some
+and delays no other; a viewer without subscriptions costs nothing. `now_s` is the engine's clock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_VIEWERS = 64
 
 
 class Feed:
-    """The viewers of one server, on its loop."""
+    """The viewers of one server. Used on the server's loop."""
 
     def __init__(self, service: Service, metrics: Metrics, threads: Executor, version: str) -> None:
         self.service = service
@@ -42,13 +42,13 @@ class Feed:
         self._viewers = Viewers(MAX_VIEWERS, "dashboards are open")
 
     def watch(self, engine: Engine) -> None:
-        """From now on the last requests that ended can be found."""
+        """Starts to collect the last ended requests."""
         self._sources.watch(engine)
 
     async def socket(self, request: web.Request) -> web.StreamResponse:
-        """`GET /dashboard/feed`. It answers whatever state the engine is in."""
+        """`GET /dashboard/feed`. It works in every state of the engine."""
         return await self._viewers.show(request, self.service.config, lambda peer: LiveViewer(self._sources, peer))
 
     async def close(self) -> None:
-        """Says goodbye to everybody."""
+        """Closes the sockets of all viewers with the server's health as reason."""
         await self._viewers.close(GOING_AWAY, not_serving(self.service.health))

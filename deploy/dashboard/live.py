@@ -1,6 +1,6 @@
-"""A viewer of an engine that runs: what it may see and what it may do there, and where each topic's figures come from.
+"""A viewer of a running engine: its permissions, and the source of each topic's data.
 
-It sees the requests of its own API key; with the admin key, or where there are no keys, those of all.
+It sees the requests of its API key; with the admin key, or on a server without keys, all requests.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ log = get_logger("millrace.deploy")
 
 
 class LiveViewer(Viewer):
-    """One socket at a running server."""
+    """A viewer on one socket of a running server."""
 
     def __init__(self, sources: LiveSources, peer: Peer) -> None:
         super().__init__(peer, sources.service.config)
         self._sources = sources
         self._service = sources.service
         self._owner = ""  # of its API key
-        self._is_admin = False  # may see whatever anybody asks, and cancel it
+        self._is_admin = False  # may see and cancel all requests
         self._blocks = BlockMap()
-        self._timeline: Timeline | None = None  # of the request that it looks at
+        self._timeline: Timeline | None = None  # of the request in topic `request`
         self._explained: NowAndThen[dict[str, Any]] = NowAndThen(sources.threads)
-        self._is_explained = False  # for good
+        self._is_explained = False  # the request is over, and `_explained` is final
 
-    # -- what it says
+    # -- messages of the viewer
 
     def check(self, hello: Hello) -> None:
-        """Its keys."""
+        """Checks the keys of the hello. Raises `ApiError` for a missing or wrong key."""
         sources = self._sources
         if sources.keys:
             owner = sources.keys.holder(hello.key or "")
             if owner is None:
-                wrong = "is wrong" if hello.key else "is needed"
-                raise ApiError("invalid_api_key", f"the API key {wrong}: the hello brings it as key")
+                wrong = "is wrong" if hello.key else "is missing"
+                raise ApiError("invalid_api_key", f"the API key {wrong}; send it as key in the hello")
             self._owner = owner
         if hello.admin_key:
             holder = sources.admin_keys.holder(hello.admin_key)
@@ -61,7 +61,7 @@ class LiveViewer(Viewer):
             self._is_admin = True
 
     def introduction(self) -> dict[str, Any]:
-        """Of the server, and of what this viewer may do."""
+        """The server's hello, with the permissions of this viewer."""
         return {
             "type": "hello",
             "version": self._sources.version,
@@ -72,27 +72,27 @@ class LiveViewer(Viewer):
         }
 
     def hear(self, message: Body) -> None:
-        """It may cancel."""
+        """Cancels a request. `ApiError` without the admin key or for an unknown request."""
         assert isinstance(message, Cancel)
         if not self._is_admin:
-            raise ApiError("invalid_api_key", "to cancel a request takes the admin key: the hello brings it")
+            raise ApiError("invalid_api_key", "cancel needs the admin key; send it as admin_key in the hello")
         engine = self._service.engine
         if engine is None or not engine.abort(message.id, "cancel"):
-            raise ApiError("request_not_found", f"no request {message.id} is under way", param="id")
+            raise ApiError("request_not_found", f"request {message.id} is not running", param="id")
         log.info("request.aborted", request_id=message.id, cause="cancel")
 
     def changed(self, topics: Topics) -> None:
-        """What was made for the topics before is of no use any more."""
+        """Drops the state of topics that are no longer subscribed."""
         if topics.blocks is None:
             self._blocks = BlockMap()
         if topics.request != self.topics.request:
             self._timeline, self._is_explained = None, False
             self._explained = NowAndThen(self._sources.threads)
 
-    # -- what it is told
+    # -- updates to the viewer
 
     async def think(self) -> None:
-        """Thinks of what takes a while, where it is wanted and due."""
+        """Refreshes the bottleneck and the explained request, if subscribed and due."""
         engine, sources = self._service.engine, self._sources
         with suppress(NotServing):
             if engine is None or not engine.has_core:
@@ -108,10 +108,10 @@ class LiveViewer(Viewer):
                 is_over = timeline.is_over
                 readers = tracer.readers()
                 is_new = await self._explained.refresh(partial(explain, readers, timeline.sequence_id, now_ns))
-                self._is_explained = is_over and is_new  # what is over need be explained once only
+                self._is_explained = is_over and is_new  # a request that is over is explained once only
 
     def fill(self, update: Update) -> None:
-        """From the engine as it is; where there is none, why."""
+        """Fills the update from the engine; without an engine, with the server's health."""
         health, engine = self._service.health, self._service.engine
         try:
             if engine is None:
@@ -123,7 +123,7 @@ class LiveViewer(Viewer):
             self.forget()
 
     def _readers(self, engine: Engine) -> dict[str, Read]:
-        """topic -> what puts its news into an update."""
+        """topic -> the function that puts its changes into an update."""
         service, window = self._service, self.topics.requests or Window()
         trees: dict[str, Callable[[], Any]] = {
             "overview": lambda: (
@@ -163,7 +163,7 @@ class LiveViewer(Viewer):
         return dict.fromkeys(trees, tree) | {"steps": steps, "incidents": incidents, "blocks": blocks}
 
     def _look_at(self, engine: Engine) -> dict[str, Any]:
-        """The request that it wants to see; only its id if the trace knows nothing of it any more."""
+        """The data of topic `request`; only the id if the trace no longer covers the request."""
         assert self.topics.request is not None
         request_id = self.topics.request.id
         if not self._may_see(request_id):
@@ -174,13 +174,13 @@ class LiveViewer(Viewer):
         told = self._timeline.tell() or {"id": request_id}
         return told if self._explained.value is None else told | {"explained": self._explained.value}
 
-    # -- what it may see
+    # -- permissions
 
     def _sees(self, owner: str) -> bool:
         return self._is_admin or owner == self._owner
 
     def _own_requests(self) -> frozenset[str] | None:
-        """Ids of the live requests that it may see; None: of all."""
+        """Ids of the live requests that the viewer may see; None: all."""
         if self._is_admin or not self._sources.keys:
             return None
         live = self._service.live

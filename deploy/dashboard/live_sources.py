@@ -1,4 +1,4 @@
-"""What the viewers of one running server share: its keys, what its trace says, and the last requests that ended."""
+"""The data shared by the viewers of one running server: keys, the trace's log, and the last ended requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_RECENT = 60
 
 
 class LiveSources:
-    """One a server, on its loop. `watch` the engine once it is there."""
+    """The shared data of one server. Used on its loop; call `watch` once the engine is ready."""
 
     def __init__(self, service: Service, metrics: Metrics, threads: Executor, version: str) -> None:
         self.service = service
@@ -34,11 +34,11 @@ class LiveSources:
         self.keys = Keys(service.config.api_key)
         self.admin_keys = Keys(service.config.admin_key, "admin key")
         self._log: TraceLog | None = None
-        self._read_s = float("-inf")  # when the log was refreshed
-        self.recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)  # (owner, request) that have ended
+        self._read_s = float("-inf")  # time of the last refresh of the log
+        self.recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)  # (owner, ended request)
 
     def watch(self, engine: Engine) -> None:
-        """From now on the last requests that ended can be found."""
+        """Starts to collect the last ended requests."""
         assert engine.pipeline.exit is not None
         engine.pipeline.exit.on_end.append(self._request_ended)
 
@@ -48,7 +48,7 @@ class LiveSources:
             self.recent.append(("" if live is None else live.owner, snapshots.ended_request(outbox, cause)))
 
     def trace_log(self, engine: Engine) -> TraceLog:
-        """What the trace says; read at most once an interval, however many look."""
+        """The log of the trace; refreshed at most once per interval for any number of viewers."""
         now_s = asyncio.get_running_loop().time()
         if self._log is None:
             self._log = TraceLog(engine.pipeline.tracer)

@@ -1,8 +1,4 @@
-"""What a viewer of the dashboard says: hello, what it wants to see, which request to cancel, and where to go in a
-recording.
-
-Knows the fields of each message. What they do is the feed's to know.
-"""
+"""The messages of a dashboard viewer: hello, subscribe, cancel, and seek and play for a recording."""
 
 from __future__ import annotations
 
@@ -24,15 +20,15 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 
 
 class Hello(Body):
-    """The first message. A browser can send no headers with a WebSocket, so the keys come here."""
+    """The first message. It carries the keys, as a browser's WebSocket cannot send headers."""
 
     type: Literal["hello"]
     key: Key | None = None
-    admin_key: Key | None = None  # lets it cancel requests
+    admin_key: Key | None = None  # allows to see and cancel all requests
 
 
 class Window(Body):
-    """Which of the live requests are shown."""
+    """The shown part of the list of live requests."""
 
     offset: Annotated[int, Field(ge=0, le=MAX_OFFSET)] = 0
     limit: Annotated[int, Field(ge=0, le=200)] = 50
@@ -40,17 +36,17 @@ class Window(Body):
 
 
 class Of(Body):
-    """Which request is shown."""
+    """The id of the shown request."""
 
     id: Id
 
 
 class Nothing(Body):
-    """A topic of which there is nothing to choose."""
+    """A topic without parameters."""
 
 
 class Topics(Body):
-    """What a viewer wants to see; nothing while nobody looks at it."""
+    """The topics of a viewer; None: not subscribed."""
 
     overview: Nothing | None = None
     pipeline: Nothing | None = None
@@ -67,21 +63,21 @@ class Topics(Body):
 
 
 class Subscribe(Body):
-    """All that is wanted from now on; what was wanted before and is not here any more ends."""
+    """Replaces the viewer's topics."""
 
     type: Literal["subscribe"]
     topics: Topics
 
 
 class Cancel(Body):
-    """Ends a request, whoever's it is. Takes the admin key."""
+    """Cancels a request of any client. Needs the admin key."""
 
     type: Literal["cancel"]
     id: Id
 
 
 class Seek(Body):
-    """Of a recording: goes to a moment, in seconds since it began; or by so many steps, back for less than 0."""
+    """Recordings only: goes to a time in seconds from the begin, or by a number of steps, backwards if negative."""
 
     type: Literal["seek"]
     time_s: Annotated[float, Field(ge=0, le=MAX_TIME_S, allow_inf_nan=False)] | None = None
@@ -89,7 +85,7 @@ class Seek(Body):
 
 
 class Play(Body):
-    """Of a recording: goes on by itself, so many times as fast as it was; 0: stands still."""
+    """Recordings only: plays at `speed` times the recorded speed; 0 pauses."""
 
     type: Literal["play"]
     speed: Annotated[float, Field(ge=0, le=MAX_SPEED, allow_inf_nan=False)] = 1.0
@@ -100,5 +96,5 @@ OF_RECORDING: dict[str, type[Body]] = {"hello": Hello, "subscribe": Subscribe, "
 
 
 def read_message(raw: Mapping[str, Any], strict_fields: bool, kinds: Mapping[str, type[Body]] = KINDS) -> Body:
-    """What a message says, of one of these kinds. `ApiError` 400 names the field that is wrong."""
+    """Parses a message of one of these kinds. `ApiError` 400 names the wrong field."""
     return read_typed(kinds, raw, strict_fields)

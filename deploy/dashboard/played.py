@@ -1,4 +1,4 @@
-"""A viewer of a recording: where it is in it, and how it goes on by itself. Each viewer has a place of its own."""
+"""A viewer of a recording, with its own position and speed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .reel import Reel
 from .timeline import Timeline
 from .viewer import INTERVAL_S, Read, Update, Viewer
 
-STILL_S = 3600.0  # while nothing moves and nobody says anything
+STILL_S = 3600.0  # between updates while playback is paused and no message comes
 
 
 class PlayedViewer(Viewer):
-    """One socket at a recording. There are no keys: whoever can open the file can look."""
+    """A viewer on one socket of the replay server. There are no keys, as it listens on loopback only."""
 
     kinds: Mapping[str, type[Body]] = OF_RECORDING
 
@@ -35,27 +35,27 @@ class PlayedViewer(Viewer):
         self._head = Playhead(reel)
         self._threads = threads
         self._version = version
-        self._target_s = 0.0  # where it shall be, since the recording began
+        self._target_s = 0.0  # target position in seconds from the recording's begin
         self._speed = 0.0
-        self._played_s = time.monotonic()  # until then time has gone on
-        self._stirred = asyncio.Event()  # something is to be told before the next interval
+        self._played_s = time.monotonic()  # the time up to which `_target_s` has advanced
+        self._stirred = asyncio.Event()  # an update is due before the next interval
         self._bottleneck: dict[str, Any] | None = None
         self._explained: dict[str, Any] | None = None
         self._timeline: Timeline | None = None
         self._blocks = BlockMap()
 
     def introduction(self) -> dict[str, Any]:
-        """Of the recording."""
+        """The server's hello, with the recording's metadata."""
         said = {"type": "hello", "version": self._version, "models": [], "interval_s": INTERVAL_S}
         return said | {"has_admin_key": False, "can_cancel": False, "recording": self._head.reel.introduction()}
 
     def hear(self, message: Body) -> None:
-        """Where to go, and how fast to go on."""
+        """Applies a seek or play message."""
         self._advance()
         if isinstance(message, Play):
             self._speed = message.speed
             if self._speed and self._target_s >= self._head.reel.film.duration_s:
-                self._target_s = 0.0  # from the end it begins anew
+                self._target_s = 0.0  # restart from the end
         elif isinstance(message, Seek):
             self._target_s = self._wanted(message)
         self._stirred.set()
@@ -63,31 +63,31 @@ class PlayedViewer(Viewer):
     def _wanted(self, seek: Seek) -> float:
         reel, began_s = self._head.reel, self._head.reel.film.began_s
         if (seek.time_s is None) == (seek.steps is None):
-            raise ApiError("invalid_value", "seek: give time_s or steps, one of them", param="time_s")
+            raise ApiError("invalid_value", "seek: must have either time_s or steps", param="time_s")
         if seek.time_s is not None:
             return min(seek.time_s, reel.film.duration_s)
         assert seek.steps is not None
         at_ns = reel.step_after(round((began_s + self._target_s) * 1e9), seek.steps)
         if at_ns is None:
             return 0.0 if seek.steps < 0 else reel.film.duration_s
-        return at_ns / 1e9 - began_s + 1e-6  # of that moment, all: it is told in whole microseconds
+        return at_ns / 1e9 - began_s + 1e-6  # 1 us later, to include all records of that microsecond
 
     def changed(self, topics: Topics) -> None:
-        """It is told at once."""
+        """Makes an update due at once."""
         if topics.blocks is None:
             self._blocks = BlockMap()
         self._stirred.set()
 
-    # -- what it is told
+    # -- updates to the viewer
 
     async def think(self) -> None:
-        """Goes where it shall be, and thinks of what is to be said there."""
+        """Moves to the target position and evaluates the trace there."""
         self._stirred.clear()
         self._advance()
         await asyncio.get_running_loop().run_in_executor(self._threads, partial(self._go, self._target_s))
 
     async def rest(self) -> None:
-        """Until time has gone on, or somebody says something."""
+        """Waits for the next interval or for a message of the viewer."""
         wait_s = INTERVAL_S if self._speed else STILL_S
         try:
             async with asyncio.timeout(wait_s):
@@ -96,14 +96,14 @@ class PlayedViewer(Viewer):
             pass
 
     def fill(self, update: Update) -> None:
-        """From the recording as it was then."""
+        """Fills the update from the recording at the current position."""
         update["now_s"] = round(self._head.now_s, 6)
         position = self._head.position() | {"speed": self._speed}
         self.tree("position", position, update)
         self.read(self._readers(), update)
 
     def _advance(self) -> None:
-        """Lets time go on as it plays; it stops at the end."""
+        """Advances the target position by the elapsed time and speed; playback stops at the end."""
         now_s = time.monotonic()
         self._target_s += self._speed * (now_s - self._played_s)
         self._played_s = now_s
@@ -111,7 +111,7 @@ class PlayedViewer(Viewer):
             self._target_s, self._speed = self._head.reel.film.duration_s, 0.0
 
     def _go(self, time_s: float) -> None:
-        """In a thread."""
+        """Runs in a thread."""
         head, topics = self._head, self.topics
         if time_s < head.time_s:
             self.forget()
@@ -128,7 +128,7 @@ class PlayedViewer(Viewer):
             self._explained = None if number is None else explain(readers, number, head.now_ns)
 
     def _readers(self) -> dict[str, Read]:
-        """topic -> what puts its news into an update. A recording has nothing for the topics that are not here."""
+        """topic -> the function that puts its changes into an update. Other topics do not exist in a recording."""
         head, reel, now_ns = self._head, self._head.reel, self._head.now_ns
         window = self.topics.requests or Window()
         trees: dict[str, Callable[[], Any]] = {
@@ -153,7 +153,10 @@ class PlayedViewer(Viewer):
         return dict.fromkeys(trees, tree) | {"steps": steps, "incidents": incidents, "blocks": self._tell_blocks}
 
     def _tell_blocks(self, name: str, update: Update) -> None:
-        """With when each of them changed, which the page can not see as it does of an engine that runs."""
+        """Adds the block map, with the time of each block's last change.
+
+        For a running engine the page observes these times itself.
+        """
         if news := self._blocks.next(self._head.books()):
             began_s = news["began_s"] = self._head.reel.film.began_s
             changed_s = self._head.reel.changed_s(self._head.now_ns) - began_s

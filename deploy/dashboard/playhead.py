@@ -1,6 +1,6 @@
-"""One viewer's place in a recording: the books of schedule and allocate as they were at that moment, as plain data.
+"""One viewer's position in a recording, and the state of schedule and allocate at it.
 
-In the shapes that `snapshots.py` gives of an engine that runs.
+The data has the format of `snapshots.py`, which describes a running engine.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from .block_map import Books
 from .reel import Reel
 from .snapshots import core_figures
 
-MAX_PREEMPTIONS = 100  # told
-STATES = ("running", "swapped", "preempted", "parked", "waiting")  # of several, the first one is told
+MAX_PREEMPTIONS = 100  # rows in the list
+STATES = ("running", "swapped", "preempted", "parked", "waiting")  # a request shows the first that applies
 
 
 class Playhead:
-    """One viewer's place in a reel. Going somewhere takes a while, so it is done in a thread, by one at a time."""
+    """One viewer's position in a reel. `go` is slow: call it in a thread, and not concurrently."""
 
     def __init__(self, reel: Reel) -> None:
         self.reel = reel
-        self.time_s = 0.0  # since the recording began
+        self.time_s = 0.0  # from the recording's begin
         self._machine: TimeMachine = reel.film.machine.another()
 
     @property
     def now_s(self) -> float:
-        """The moment, on the engine's clock."""
+        """The position on the engine's clock."""
         return self.reel.film.began_s + self.time_s
 
     @property
@@ -39,19 +39,19 @@ class Playhead:
         return round(self.now_s * 1e9)
 
     def go(self, time_s: float) -> None:
-        """Goes there, or to the end if it comes first."""
+        """Moves to `time_s` seconds from the begin, at most to the end."""
         time_s = min(max(0.0, time_s), self.reel.film.duration_s)
         self._machine.go(time_s)
         self.time_s = time_s
 
     def books(self) -> Books:
-        """Who holds which block. Do not keep it."""
+        """Pool, block tables and scheduler at the position. Valid until the next `go`."""
         core = self._machine.core
         allocator = core.allocate.allocator
         return Books(allocator.pool, allocator.tables, core.schedule.scheduler)
 
     def position(self) -> dict[str, Any]:
-        """Where it is, and what had come to pass by then."""
+        """The position, and the counts of steps and requests up to it."""
         scheduler = self._machine.core.schedule.scheduler
         steps = {"last_granted": scheduler.last_granted, "completed_step": scheduler.completed_step}
         return {"time_s": round(self.time_s, 6)} | steps | self.reel.counts(self.now_ns)
@@ -73,13 +73,13 @@ class Playhead:
         return {"num_live": len(live), "offset": offset, "rows": rows}
 
     def preemptions(self) -> dict[str, Any]:
-        """The last ones, newest first, each with its reason."""
+        """The last preemptions, newest first, each with its reason."""
         found = self._machine.preemptions
         chosen = reversed(found[-MAX_PREEMPTIONS:])
         return {"num_preemptions": len(found), "rows": [_preemption(each) for each in chosen]}
 
     def _live(self) -> dict[str, list[Sequence]]:
-        """request id -> its sequences that are not over, in the order in which requests came to schedule."""
+        """request id -> its unfinished sequences, in order of the requests' arrival at schedule."""
         live: dict[str, list[Sequence]] = {}
         for sequence in self._machine.core.schedule.scheduler.sequences.values():
             live.setdefault(sequence.request_id, []).append(sequence)

@@ -1,8 +1,7 @@
-"""A film of a recording, made ready for the dashboard: what each view shows of it at any moment.
+"""A loaded recording prepared for the dashboard: the data of each view at any time.
 
-As plain data, in the shapes that `snapshots.py` gives of an engine that runs, so that one page shows both. What a
-recording does not tell (other stages, channels, the event loop) is left out, and the page says so. Moments are on the
-engine's clock.
+The data has the format of `snapshots.py`, which describes a running engine, so one page shows both. A recording has no
+data of other stages, channels and the event loop; the page says so. Times are on the engine's clock.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from ..metrics.latencies import FIRST_TOKEN_US, REQUEST_US
 from .derived import WINDOW_S, TraceReader
 from .trace_log import INCIDENTS, MAX_INCIDENTS, MAX_OLDER, MAX_STEPS, OLDER, PAUSES, StepFold
 
-BOUNDS_US = {  # as `/metrics` has them
+BOUNDS_US = {  # as in `/metrics`
     "time_to_first_token": FIRST_TOKEN_US,
     "inter_token_latency": TOKEN_GAP_US,
     "request_queue_time": REQUEST_US,
     "e2e_request_latency": REQUEST_US,
 }
 MAX_RECENT = 60
-NUM_BINS = 600  # of the curves along the bar
-COUNTED = {  # figure -> the records that are counted for it
+NUM_BINS = 600  # points of the curves above the time bar
+COUNTED = {  # figure -> the kind of records that it counts
     "num_plans": EventKind.STEP_PLANNED,
     "num_grants": EventKind.STEP_GRANTED,
     "num_done": EventKind.STEP_DONE,
@@ -38,7 +37,7 @@ COUNTED = {  # figure -> the records that are counted for it
 
 
 class Reel:
-    """Made once, before anybody looks; nothing in it changes."""
+    """The prepared recording. Immutable, shared by all viewers."""
 
     def __init__(self, film: Film) -> None:
         self.film = film
@@ -56,7 +55,7 @@ class Reel:
         self._ended_s = np.array([life.ended_s for life in self._ended])
 
     def introduction(self) -> dict[str, Any]:
-        """What the page is told first."""
+        """Metadata of the recording, for the first message."""
         film = self.film
         return {
             "name": film.recording.path.name,
@@ -75,8 +74,11 @@ class Reel:
         }
 
     def curves(self) -> dict[str, Any]:
-        """What stands above the bar: at the end of each of so many equal parts of the time, how many sequences run and
-        wait and what share of the blocks is held; and in which parts somebody was preempted."""
+        """The curves above the time bar, with `NUM_BINS` equal bins.
+
+        At the end of each bin: running sequences, waiting sequences and the share of held blocks; and the bins with
+        preemptions.
+        """
         film = self.film
         planned, granted = film.of(EventKind.STEP_PLANNED), film.of(EventKind.STEP_GRANTED)
         edges_ns = np.round((film.began_s + np.arange(1, NUM_BINS + 1) * film.duration_s / NUM_BINS) * 1e9)
@@ -92,48 +94,48 @@ class Reel:
             "preempted": np.unique(np.minimum(places, NUM_BINS - 1)).tolist(),
         }
 
-    # -- what there is at a moment
+    # -- data up to a time
 
     def counts(self, now_ns: int) -> dict[str, int]:
-        """What schedule and allocate had been told and had decided by then."""
+        """Counts of plans, grants, steps and arrivals up to `now_ns`."""
         found = {name: int(np.searchsorted(self._times_ns[kind], now_ns, "right")) for name, kind in COUNTED.items()}
         return found | {"num_arrived": int(np.searchsorted(self._arrivals_s, now_ns / 1e9, "right"))}
 
     def steps_since(self, number: int, now_ns: int) -> tuple[list[Any], int]:
-        """As `TraceLog.steps_since`, of those that were over by then."""
+        """As `TraceLog.steps_since`, for the steps that ended by `now_ns`."""
         count = int(np.searchsorted(self._step_ends_us, now_ns // 1000, "right"))
         return self.steps[max(number, count - MAX_STEPS) : count], count
 
     def incidents_since(self, number: int, now_ns: int) -> tuple[list[Any], int]:
-        """As `TraceLog.incidents_since`, likewise."""
+        """As `TraceLog.incidents_since`, for the incidents by `now_ns`."""
         count = int(np.searchsorted(self._incidents["time_ns"], max(0, now_ns), "right"))
         chosen = self._incidents[max(number, count - MAX_INCIDENTS) : count]
         return list(as_dicts(chosen, self.film.names)), count
 
     def step_after(self, now_ns: int, steps: int) -> int | None:
-        """The moment at which the step so many further on (back, for less than 0) was done; None if there is none."""
+        """The end of the step that is `steps` after the last one, before it if negative; None if there is none."""
         count = int(np.searchsorted(self._step_ends_us, now_ns // 1000, "right"))
         place = count - 1 + steps
         return 1000 * int(self._step_ends_us[place]) if 0 <= place < len(self.steps) else None
 
     def window(self, now_ns: int) -> list[Records]:
-        """The records of the last seconds, and those from before that say how things have been since."""
+        """The records of the last `WINDOW_S` seconds, and older ones that describe a state that still holds."""
         records, end = self.film.records, self.film.place(now_ns)
         begin = self.film.place(now_ns - round(1e9 * WINDOW_S) - 1)
         older = self._older[: int(np.searchsorted(self._older, begin))][-MAX_OLDER:]
         return [records[older], records[begin:end]]
 
     def readers(self, now_ns: Callable[[], int]) -> list[TraceReader]:
-        """What reads the trace up to now, whenever that is."""
+        """Readers of the trace up to `now_ns()`, which is called at each read."""
         return [_Reader(self.film, now_ns)]
 
     def recent(self, now_s: float) -> dict[str, Any]:
-        """The requests that had ended by then, the last ones last."""
+        """The last requests that ended by `now_s`, newest last."""
         count = int(np.searchsorted(self._ended_s, now_s, "right"))
         return {"rows": [_ended(life) for life in self._ended[max(0, count - MAX_RECENT) : count]]}
 
     def latency(self, now_ns: int) -> dict[str, Any]:
-        """Histograms of what was measured by then."""
+        """Histograms of the latencies measured by `now_ns`."""
         found = {}
         for name, bounds in BOUNDS_US.items():
             histogram = Histogram(bounds)
@@ -148,36 +150,36 @@ class Reel:
         return {"rows": [row | {"source": "recording", "help": HELP.get(row["name"], "")} for row in rows]}
 
     def changed_s(self, now_ns: int) -> NDArray[np.float64]:
-        """[N] when each block came into its state or its table."""
+        """[N] seconds at which each block last changed its state or its table."""
         when_ns, firsts, counts = self._changes
         end = int(np.searchsorted(when_ns, now_ns, "right"))
         firsts, counts = firsts[:end], counts[:end]
         blocks = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         changed = np.full(self.film.recording.engine.num_blocks, self.film.began_s)
-        changed[blocks] = np.repeat(when_ns[:end], counts) / 1e9  # of several, the last one stays
+        changed[blocks] = np.repeat(when_ns[:end], counts) / 1e9  # the last change of a block wins
         return changed
 
 
 HELP = {
-    "num_blocks": "Blocks of the KV cache on the device.",
-    "num_host_blocks": "Blocks on the host, for what is swapped out.",
-    "block_size": "Tokens a block.",
-    "max_model_len": "Tokens of prompt and answer together, at most.",
-    "max_num_seqs": "Slots: sequences in a step, at most.",
-    "max_num_batched_tokens": "Tokens of a step, at most.",
-    "itl_target_ms": "Milliseconds that a step may take while answers wait, 0: any.",
-    "steps_in_flight": "Steps that are planned before the first of them is done.",
-    "enable_chunked_prefill": "Whether a prompt may be computed in parts.",
-    "enable_prefix_caching": "Whether prompts that begin alike share blocks.",
-    "max_waiting": "Prompts inside schedule, at most.",
-    "scheduler": "Who comes first.",
-    "priority_ageing_s": "Seconds of waiting that are worth one priority.",
-    "most_drafts": "Tokens that are drafted in a step, at most; 0: nobody drafts.",
+    "num_blocks": "KV blocks on the device.",
+    "num_host_blocks": "KV blocks in host memory, for swapped sequences.",
+    "block_size": "Tokens per block.",
+    "max_model_len": "Maximum tokens of prompt and answer together.",
+    "max_num_seqs": "Slots: maximum sequences in a step.",
+    "max_num_batched_tokens": "Maximum tokens per step.",
+    "itl_target_ms": "Target time of a step in milliseconds while answers wait; 0: none.",
+    "steps_in_flight": "Maximum steps in flight.",
+    "enable_chunked_prefill": "Whether long prompts are split over several steps.",
+    "enable_prefix_caching": "Whether prompts with the same prefix share blocks.",
+    "max_waiting": "Maximum prompts in schedule.",
+    "scheduler": "Scheduling policy.",
+    "priority_ageing_s": "Seconds of waiting that raise a request by one priority.",
+    "most_drafts": "Maximum draft tokens per step; 0: no drafts.",
 }
 
 
 class _Reader:
-    """Reads a film's trace as if it were written as time goes by."""
+    """Reads a recording's trace up to the current position, as if it were being written."""
 
     def __init__(self, film: Film, now_ns: Callable[[], int]) -> None:
         self._film, self._now_ns = film, now_ns
@@ -191,7 +193,7 @@ class _Reader:
 
 
 def _at(times_ns: Any, values: Any, edges_ns: NDArray[np.float64], before: int = 0) -> list[int]:
-    """The last value at each edge."""
+    """The last of `values` at each edge; `before` the first one."""
     places = np.searchsorted(times_ns.astype(np.float64), edges_ns, "right")
     found: list[int] = np.concatenate([[before], values.astype(np.int64)])[places].tolist()
     return found

@@ -1,8 +1,8 @@
-"""What the engine does now, as plain data: read from its own counters when somebody looks, and from nowhere else.
+"""The current state of the engine as plain data, read from its own counters.
 
-Each function gives one topic of the dashboard's feed. What it costs depends on the number of stages, slots or rows that
-are shown, never on tokens. Counters are given as they are, from the start of the engine on; whoever shows them takes
-differences. Times are in seconds, moments on the engine's clock.
+Each function makes one topic of the dashboard's feed. Its cost depends on the number of stages, slots or shown rows,
+not on tokens. Counters run from the start of the engine; the viewer takes differences. Durations are in seconds, times
+on the engine's clock.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from ..metrics.latencies import Latencies
     from ..metrics.watchdog import Oversight
 
-MAX_ROWS = 200  # of the list of requests, in one update
+MAX_ROWS = 200  # requests listed in one update
 
 
 def overview(engine: Engine, health: Health) -> dict[str, Any]:
-    """Health, how many requests are where, and where the memory is."""
+    """Health, requests by state, and KV blocks by state."""
     assert engine.pipeline.exit is not None
     found: dict[str, Any] = {
         "health": {"state": health.state, "stage": health.stage, "reason": health.reason},
@@ -50,7 +50,7 @@ def overview(engine: Engine, health: Health) -> dict[str, Any]:
 def core_figures(
     scheduler: Scheduler, cache: PrefixCache | None, pool: BlockPool, host: BlockPool | None
 ) -> dict[str, Any]:
-    """The part of the overview that schedule and allocate know."""
+    """The part of the overview from schedule and allocate."""
     return {
         "num_running": scheduler.num_running,
         "num_waiting": scheduler.num_waiting,
@@ -67,7 +67,7 @@ def core_figures(
 
 
 def pipeline(engine: Engine) -> dict[str, Any]:
-    """The graph, with what its stages and channels have counted. Stages and edges are in the order of the flow."""
+    """Stages and channels with their counters, in order of the flow."""
     running = engine.pipeline
     edges = {edge.name: edge for edge in running.edges}
     stages = {
@@ -100,8 +100,10 @@ def pipeline(engine: Engine) -> dict[str, Any]:
 def requests(
     engine: Engine, offset: int, limit: int, *, newest_first: bool = False, only: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Of the live requests, or of those with the ids in `only`, the ones at [offset, offset + limit), in the order in
-    which they came. No text of theirs."""
+    """The live requests at [offset, offset + limit) in order of arrival, without their text.
+
+    `only` restricts them to these ids.
+    """
     assert engine.pipeline.exit is not None
     live = engine.pipeline.exit.live
     if only is not None:
@@ -130,14 +132,14 @@ def request_row(engine: Engine, outbox: RequestOutbox) -> dict[str, Any]:
         "num_cached_tokens": outbox.num_cached_tokens,
         "num_generated_tokens": outbox.num_generated_tokens,
         "max_tokens": sum(sequence.limit - sequence.num_prompt for sequence in sequences) or None,
-        "num_blocks": sum(int(engine.block_tables.num_blocks[slot]) for slot in slots),  # of few: an array costs more
+        "num_blocks": sum(int(engine.block_tables.num_blocks[slot]) for slot in slots),  # faster than an array
         "priority": request.priority,
         "num_preempted": sum(sequence.num_preempted for sequence in sequences),
     }
 
 
 def ended_request(outbox: RequestOutbox, cause: str) -> dict[str, Any]:
-    """One that has just ended: what a list of them shows."""
+    """The row of a request that has just ended."""
     times = outbox.times
     return {
         "id": outbox.request_id,
@@ -151,12 +153,12 @@ def ended_request(outbox: RequestOutbox, cause: str) -> dict[str, Any]:
 
 
 def latency(latencies: Latencies) -> dict[str, Any]:
-    """How long clients wait: exact counts by bucket, as `/metrics` has them; sums in microseconds."""
+    """Latency histograms: exact counts by bucket, as in `/metrics`; sums in microseconds."""
     return {name: _histogram(times) for name, times in latencies.times_us().items()}
 
 
 def loop_health(engine: Engine, oversight: Oversight) -> dict[str, Any]:
-    """What stands still, where each stage's task waits, and how late the loop and collections of garbage were."""
+    """The current stall, the stack of each stage's task, and histograms of loop lag and GC pauses."""
     stall, runners = oversight.stall, engine.pipeline.runners
     stacks = [*task_stacks(engine.pipeline, only=runners), *engine.pipeline.stacks_elsewhere]
     return {
@@ -175,12 +177,12 @@ def _histogram(of: Histogram) -> dict[str, Any]:
 
 
 def books(engine: Engine) -> Books:
-    """Who holds which block."""
+    """Pool, block tables and scheduler of the engine."""
     return Books(engine.pool, engine.block_tables, engine.scheduler)
 
 
 def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
-    """Every setting in effect: its value, where it came from, and what it means. Keys are not shown."""
+    """Every effective setting with its value, source and help text. Secrets are masked."""
     settled = {
         "model": engine.info.model_id,
         "dtype": engine.info.dtype,
@@ -207,7 +209,7 @@ def _sequences(engine: Engine, outbox: RequestOutbox) -> Iterator[Sequence]:
 
 
 def _state(sequences: list[Sequence], outbox: RequestOutbox) -> str:
-    """Of a request of several choices, that of the one that has come furthest."""
+    """The state of a request; of several choices, that of the most advanced one."""
     if any(choice.is_parked for choice in outbox.choices):
         return "parked"
     states = {sequence.state.value for sequence in sequences}
@@ -218,7 +220,7 @@ def _state(sequences: list[Sequence], outbox: RequestOutbox) -> str:
 
 
 def block_counts(pool: BlockPool) -> dict[str, int]:
-    """Blocks of one memory by state; those that are shared are in use."""
+    """The blocks of one pool by state; shared blocks are in use too."""
     return {
         "num_blocks": pool.num_blocks,
         "free": pool.num_free,

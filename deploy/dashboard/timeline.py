@@ -1,6 +1,6 @@
-"""Where one request's time went, step by step: read from the trace while somebody looks at that request.
+"""The timeline of one request, step by step, read from the trace while a viewer shows the request.
 
-Times are in microseconds from the request's arrival. What has left the rings is not known any more, and told as such.
+Times are in microseconds from the request's arrival. Records that have left the trace's rings are missing.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from .derived import TraceReader
 
 ROWS = (EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE)
 NO_TIMES = np.empty(0, np.int64)
-MAX_STEP_GAP_US = 20_000  # longer gaps between the steps of a sequence are told
+MAX_STEP_GAP_US = 20_000  # longer gaps between the steps of a sequence are shown
 
 
 class Row(NamedTuple):
-    """One change of a sequence's part in the steps."""
+    """One change of a sequence's row in the steps."""
 
     step: int
     kind: int
-    start: int  # tokens that are there already
+    start: int  # tokens computed before
     num_tokens: int
 
 
 @dataclass(slots=True)
 class Piece:
-    """A stretch of time in which one thing happened to a sequence."""
+    """A period of one kind in a sequence's life."""
 
     kind: str  # wait, prefill, decode, preempted, gap, after
     begin_us: int
-    end_us: int | None  # None: it goes on
-    num_tokens: int = 0  # of the prompt computed, or given
-    is_back: bool = False  # it had been preempted before
+    end_us: int | None  # None: it continues
+    num_tokens: int = 0  # computed prompt tokens, or generated tokens
+    is_back: bool = False  # the sequence was preempted before this piece
 
     def to_json(self) -> tuple[str, int, int | None, int]:
         return self.kind, self.begin_us, self.end_us, self.num_tokens
@@ -47,27 +47,27 @@ class Piece:
 
 @dataclass(slots=True)
 class Steps:
-    """When the steps that are done began and ended; each array [T], in order."""
+    """Begin and end of completed steps; each array [T], in order."""
 
     numbers: NDArray[np.int64] = field(default_factory=lambda: NO_TIMES)
     begin_us: NDArray[np.int64] = field(default_factory=lambda: NO_TIMES)
     end_us: NDArray[np.int64] = field(default_factory=lambda: NO_TIMES)
 
     def extend(self, done: Records) -> None:
-        """Takes STEP_DONE records in."""
+        """Appends STEP_DONE records."""
         end_us = (done["time_ns"] // 1000).astype(np.int64)
         self.numbers = np.concatenate([self.numbers, done["step"].astype(np.int64)])
         self.begin_us = np.concatenate([self.begin_us, end_us - done["c"]])
         self.end_us = np.concatenate([self.end_us, end_us])
 
     def between(self, first: int, last: int | None) -> slice:
-        """Those of the numbers [first, last); to the newest for None."""
+        """The slice of steps with numbers in [first, last); None: up to the newest."""
         high = len(self.numbers) if last is None else int(np.searchsorted(self.numbers, last))
         return slice(int(np.searchsorted(self.numbers, first)), high)
 
 
 class Timeline:
-    """One request by its id, live or over. `refresh`, then `tell`."""
+    """The timeline of one request by id, live or ended. Call `refresh`, then `tell`."""
 
     def __init__(self, readers: Callable[[], Sequence[TraceReader]], request_id: str) -> None:
         self._find_readers = readers
@@ -83,7 +83,7 @@ class Timeline:
         self._num_prompt = self._num_generated = 0
 
     def refresh(self) -> None:
-        """Reads what is new in the rings; at first, all that they hold."""
+        """Reads new records of the rings; the first time, all records."""
         readers = self._find_readers()
         self._cursors += [0] * (len(readers) - len(self._readers))
         self._readers += readers[len(self._readers) :]
@@ -99,16 +99,16 @@ class Timeline:
 
     @property
     def sequence_id(self) -> int | None:
-        """Of its first sequence; None if it was not found."""
+        """The id of the request's first sequence; None if the request was not found."""
         return self._first
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self._ended_us is not None
 
     def tell(self) -> dict[str, Any] | None:
-        """Plain data; None if the rings know nothing of it."""
+        """The timeline as plain data; None if the request was not found."""
         if self._first is None:
             return None
         sequences = []
@@ -130,7 +130,7 @@ class Timeline:
     # -- reading
 
     def _find(self, records: Records) -> Records:
-        """Looks for its name. Returns the records from its arrival on."""
+        """Searches for the request's name. Returns the records from its arrival on."""
         named = records[records["kind"] == EventKind.REQUEST_NAME]
         text = self.request_id.encode()
         candidates: NDArray[Any] | None = None
@@ -140,7 +140,7 @@ class Timeline:
             candidates = found if candidates is None else np.intersect1d(candidates, found)
         if candidates is None or not len(candidates):
             return records[:0]
-        first = int(candidates.max())  # the newest, if an id was used again
+        first = int(candidates.max())  # the newest, if the id was reused
         accepted = (records["kind"] == EventKind.REQUEST_ACCEPTED) & (records["a"] == first)
         if not accepted.any():
             return records[:0]
@@ -162,10 +162,10 @@ class Timeline:
             self._cause = names[int(over["b"][0])]
             self._num_prompt, self._num_generated = int(over["c"][0]), int(over["d"][0])
 
-    # -- telling
+    # -- output
 
     def _pieces(self, rows: list[Row]) -> tuple[list[Piece], list[int]]:
-        """What happened to a sequence, in order and without holes, and when its tokens came."""
+        """(consecutive pieces of a sequence, times of its tokens)."""
         worked: list[Piece] = []
         ticks: list[int] = []
         has_left = False
@@ -190,7 +190,7 @@ class Timeline:
         return list(self._filled(_joined(worked))), ticks
 
     def _filled(self, worked: list[Piece]) -> Iterator[Piece]:
-        """With what lies before, between and after, up to the end of the request."""
+        """Adds the pieces before, between and after, up to the end of the request."""
         at, limit = 0, self._ended_us
         for piece in worked:
             piece.begin_us = max(at, piece.begin_us)
@@ -208,7 +208,7 @@ class Timeline:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one, where no more lies between them than between two steps."""
+    """Merges neighbours of one kind that are at most `MAX_STEP_GAP_US` apart."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

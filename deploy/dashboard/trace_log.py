@@ -1,7 +1,7 @@
-"""What the trace says of the last steps, and what went wrong lately: read from its rings while somebody looks.
+"""The last steps and incidents, read from the trace's rings while a viewer shows them.
 
-Only what is new since the last look is read, and of a long time in which nobody looked only the end. Costs as much as
-steps and changes of rows, never as tokens.
+Each refresh reads only new records, and after a long pause only the last ones. The cost depends on the number of steps
+and row changes, not on tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from ...runtime.trace.format import RECORD_DTYPE
 from ...runtime.trace.tracer import EventKind, Reader, Records, Tracer, as_dicts, in_order_of_time, some_of, table_of
 
-MAX_BEHIND = 8_192  # records of a ring that are read at once; older ones are skipped
+MAX_BEHIND = 8_192  # records of a ring that one refresh reads; older ones are skipped
 MAX_STEPS, MAX_INCIDENTS = 600, 200  # kept
-MAX_FOLLOWED = 4_096  # sequences whose progress is known
-WINDOW_NS = 6_000_000_000  # of records that are kept for whoever thinks about them
-MAX_OLDER = 4_096  # records kept for longer, of the kinds that say how things have been since
-FEW = 16  # steps that are compared with one by one
-MIN_PAUSE_US = 50_000  # shorter ones are daily life
+MAX_FOLLOWED = 4_096  # sequences whose progress is tracked
+WINDOW_NS = 6_000_000_000  # age of records kept for the bottleneck
+MAX_OLDER = 4_096  # older records kept, of the kinds that describe a state that still holds
+FEW = 16  # up to so many steps a loop is faster than np.isin
+MIN_PAUSE_US = 50_000  # shorter pauses are no incidents
 
-Ends = NDArray[np.int64]  # [n, END_COLUMNS]: step, end in ns, us it took, whether it is void, and what `_Open` has
+Ends = NDArray[np.int64]  # [n, END_COLUMNS]: step, end in ns, duration in us, whether it is void, columns of `_Open`
 OPEN_COLUMNS, END_COLUMNS = 8, 12
 
 OF_STEPS = (
@@ -33,7 +33,7 @@ OF_STEPS = (
     *(EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE),
     *(EventKind.REQUEST_ACCEPTED, EventKind.REQUEST_FINISHED),
 )
-PLAIN = (EventKind.STEP_PLANNED, EventKind.STEP_GRANTED, EventKind.STEP_DONE)  # all there is of steps that go well
+PLAIN = (EventKind.STEP_PLANNED, EventKind.STEP_GRANTED, EventKind.STEP_DONE)  # all records of an ordinary step
 OLDER = (
     *(EventKind.WAITING_FOR, EventKind.PARKED, EventKind.UNPARKED),
     *(EventKind.REQUEST_ACCEPTED, EventKind.REQUEST_FINISHED),
@@ -47,17 +47,17 @@ IS_OF_STEPS, IS_PLAIN, IS_OLDER, IS_PAUSE, IS_INCIDENT = map(table_of, (OF_STEPS
 
 
 class StepRow(NamedTuple):
-    """One step that is over."""
+    """One completed or void step."""
 
     step: int
     ended_us: int  # on the engine's clock
     duration_us: int
-    gap_us: int  # between the end of the one before and its begin: the device had nothing to do
+    gap_us: int  # idle time of the device between the previous step and this one
     num_rows: int
     num_prefill_tokens: int
     num_decode_tokens: int
-    num_cached_tokens: int  # that its new rows did not need to compute
-    num_wasted_tokens: int  # computed for nothing, or once more: of a void step all, else those of preempted rows
+    num_cached_tokens: int  # of new rows, from the prefix cache
+    num_wasted_tokens: int  # computed in vain or again: all of a void step, else those of preempted rows
     num_preempted: int
     num_waiting: int
     num_free_blocks: int
@@ -66,7 +66,7 @@ class StepRow(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """A step that was planned and is not over."""
+    """A step that is planned and not completed."""
 
     num_waiting: int = 0
     num_rows: int = 0
@@ -78,7 +78,7 @@ class _Open:
     num_preempted: int = 0
 
     def columns(self) -> tuple[int, ...]:
-        """As in `Ends`."""
+        """The last columns of `Ends`."""
         return (
             *(self.num_waiting, self.num_rows, self.num_tokens, self.num_decode),
             *(self.num_free, self.num_cached, self.num_wasted, self.num_preempted),
@@ -87,19 +87,19 @@ class _Open:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a sequence has been computed, as far as rows have told."""
+    """The computed tokens of a sequence, from its row records."""
 
-    high: int = 0  # tokens that were computed, or found
-    decodes_from: int = -1  # the position at which it began to decode; -1: it does not
-    step: int = 0  # in which it did
+    high: int = 0  # tokens computed, or found in the cache
+    decodes_from: int = -1  # position at the begin of decoding; -1: not decoding
+    step: int = 0  # step at the begin of decoding
 
 
 class StepFold:
-    """Makes rows of steps from records, which come in order of time."""
+    """Makes `StepRow`s from records, which must come in order of time."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
-        self._followed: dict[int, _Progress] = {}  # by sequence id: those whose beginning was seen
+        self._followed: dict[int, _Progress] = {}  # by sequence id: those whose begin is in the trace
         self._last_end_ns: int | None = None
 
     def take(self, records: Records) -> list[StepRow]:
@@ -121,7 +121,7 @@ class StepFold:
         return self._rows_of(ends)
 
     def _take_plain(self, records: Records) -> Ends:
-        """Of steps that begin in these records and have PLAIN ones only: half a microsecond each instead of five."""
+        """The ends of steps that begin in these records and have PLAIN records only: 0.5 us each instead of 5."""
         if not len(records):
             return np.zeros((0, END_COLUMNS), np.int64)
         planned, granted, done = (some_of(records, records["kind"] == kind) for kind in PLAIN)
@@ -190,7 +190,7 @@ class StepFold:
             del self._followed[next(iter(self._followed))]
 
     def _row(self, kind: int, step: int, sequence_id: int, start: int, num_tokens: int) -> None:
-        """A row begins to decode, computes a part of its prompt, or leaves."""
+        """Notes that a row begins to decode, computes a part of its prompt, or leaves."""
         progress = self._followed.get(sequence_id)
         if progress is None:
             return
@@ -210,22 +210,22 @@ class StepFold:
 
 
 class TraceLog:
-    """The last steps and incidents of one tracer, each with a number that only grows; `refresh` reads what is new."""
+    """The last steps and incidents of one tracer, numbered from 0; `refresh` reads new records."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.steps: deque[StepRow] = deque(maxlen=MAX_STEPS)
         self.incidents: deque[dict[str, Any]] = deque(maxlen=MAX_INCIDENTS)
-        self.num_steps = self.num_incidents = 0  # ever
-        self.num_skipped = 0  # records that were not read
+        self.num_steps = self.num_incidents = 0  # since the start
+        self.num_skipped = 0  # records not read
         self._window: deque[Records] = deque()  # the last seconds, in order
-        self._older: Records = np.empty(0, RECORD_DTYPE)  # of kind OLDER, from before them
+        self._older: Records = np.empty(0, RECORD_DTYPE)  # records of kind OLDER before the window
         self._tracer = tracer
         self._readers: list[Reader] = []
         self._cursors: list[int] = []
         self._fold = StepFold()
 
     def refresh(self) -> None:
-        """Reads what the rings hold that is new."""
+        """Reads the new records of all rings."""
         known = len(self._readers)
         readers = self._tracer.readers()
         self._readers += readers[known:]
@@ -241,16 +241,15 @@ class TraceLog:
         self._note_incidents(records)
 
     def window(self) -> tuple[list[Records], list[str]]:
-        """The records of the last seconds, with those from before that say how things have been since; and the names
-        that they mean. Do not change them."""
+        """(records, names of their sources) of the last `WINDOW_NS`, with older records of kind OLDER. Read-only."""
         return [self._older, *self._window], self._readers[0].names() if self._readers else []
 
     def steps_since(self, number: int) -> tuple[list[StepRow], int]:
-        """Those after the `number` first ones, as far as they are kept, and how many there have been."""
+        """(kept rows after the first `number` ones, number of all rows so far)."""
         return _tail(self.steps, self.num_steps - number), self.num_steps
 
     def incidents_since(self, number: int) -> tuple[list[dict[str, Any]], int]:
-        """As `steps_since`."""
+        """As `steps_since`, for incidents."""
         return _tail(self.incidents, self.num_incidents - number), self.num_incidents
 
     def _read(self, place: int) -> Records:
@@ -260,7 +259,7 @@ class TraceLog:
         records, self._cursors[place], num_lost = reader.read_since(first)
         if skipped := first - cursor + num_lost:
             self.num_skipped += skipped
-            self._fold = StepFold()  # what it knows of rows ends at the gap
+            self._fold = StepFold()  # its state is invalid after a gap
         return records
 
     def _keep(self, records: Records) -> None:

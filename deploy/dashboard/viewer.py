@@ -1,7 +1,6 @@
-"""One viewer of the dashboard: what it wants to see, and what it knows already.
+"""The base of a dashboard viewer: its subscriptions, the data sent to it, and the protocol of `feed.py`.
 
-Knows the messages of `feed.py`, and how what is new is told. Refuses to know what the figures mean, and where they come
-from: of an engine that runs (`live.py`), or of a recording (`played.py`).
+The subclasses provide the data of a running engine (`live.py`) or of a recording (`played.py`).
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ INTERVAL_S = 0.25  # between two updates
 MAX_MESSAGE_BYTES = 16 * 1024
 
 Update = dict[str, Any]
-Read = Callable[[str, Update], None]  # puts the news of a topic into an update
+Read = Callable[[str, Update], None]  # puts the changes of a topic into an update
 
 log = get_logger("millrace.deploy")
 
 
 class Viewer:
-    """One socket. What is shown to it, and to whom, its subclasses say."""
+    """A viewer on one socket. Subclasses decide on data and permissions."""
 
-    kinds: Mapping[str, type[Body]] = KINDS  # of messages that it may send
+    kinds: Mapping[str, type[Body]] = KINDS  # accepted messages
 
     def __init__(self, peer: Peer, config: ServerConfig) -> None:
         self.peer = peer
         self.topics = Topics()
         self._config = config
         self._wants_something = asyncio.Event()
-        self._known: dict[str, Any] = {}  # topic -> what it was told last
-        self._numbers: dict[str, int] = {}  # topic that only grows -> how much of it was told
+        self._known: dict[str, Any] = {}  # topic -> the data sent last
+        self._numbers: dict[str, int] = {}  # topic that only grows -> number of rows sent
 
     async def run(self) -> None:
-        """Serves the viewer until it is gone."""
+        """Serves the viewer until its socket closes."""
         if not await self._greet():
             return
         pushing = asyncio.get_running_loop().create_task(self._push())
@@ -56,37 +55,37 @@ class Viewer:
         finally:
             pushing.cancel()
 
-    # -- what each kind of viewer does its own way
+    # -- for subclasses
 
     def check(self, hello: Hello) -> None:
-        """Raises `ApiError` for one that may not look."""
+        """Raises `ApiError` for a viewer without permission."""
 
     def introduction(self) -> dict[str, Any]:
-        """What the server says of itself."""
+        """The server's hello."""
         raise NotImplementedError
 
     def hear(self, message: Body) -> None:
-        """A message that is neither a hello nor a subscription. `ApiError` is told to the viewer."""
+        """Handles a message other than hello and subscribe. An `ApiError` is sent to the viewer."""
         raise NotImplementedError
 
     def changed(self, topics: Topics) -> None:
-        """It will want these `topics`, which are not yet `self.topics`."""
+        """Called before `self.topics` becomes `topics`."""
 
     async def think(self) -> None:
-        """Before each update: what takes a while."""
+        """Called before each update, for slow work."""
 
     def fill(self, update: Update) -> None:
-        """Puts in what is new in the topics that are wanted, by `read`."""
+        """Puts the changes of the subscribed topics into the update, by `read`."""
         raise NotImplementedError
 
     async def rest(self) -> None:
-        """Between two updates."""
+        """Waits between two updates."""
         await asyncio.sleep(INTERVAL_S)
 
-    # -- what it says
+    # -- messages of the viewer
 
     async def _greet(self) -> bool:
-        """Waits for the hello and looks at its keys. Nothing of the server is told before."""
+        """Waits for the hello and checks its keys; before that nothing is sent. False if the viewer is refused."""
         timeout_s = self._config.header_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -100,7 +99,7 @@ class Viewer:
         try:
             hello = self._read(data)
             if not isinstance(hello, Hello):
-                raise ApiError("invalid_value", "type: the first message is hello", param="type")
+                raise ApiError("invalid_value", "type: the first message must be hello", param="type")
             self.check(hello)
         except ApiError as error:
             await self.peer.end(POLICY_VIOLATION, error)
@@ -109,7 +108,7 @@ class Viewer:
         return True
 
     async def _take(self, data: bytes) -> bool:
-        """One message. False if it is the last that is read."""
+        """Handles one message. False if the socket is closed for it."""
         try:
             message = self._read(data)
             if isinstance(message, Subscribe):
@@ -138,7 +137,7 @@ class Viewer:
         else:
             self._wants_something.clear()
 
-    # -- what it is told
+    # -- updates to the viewer
 
     async def _push(self) -> None:
         try:
@@ -150,24 +149,24 @@ class Viewer:
                 await self.peer.send(orjson.dumps(update))
                 await self.rest()
         except ConnectionError:
-            pass  # gone, or about to be told why it ends
+            pass  # the viewer is gone, or its socket is being closed with a reason
         except Exception as error:
             log.error("dashboard.failed", error=type(error).__name__, exc_info=error)
             await self.peer.end(INTERNAL_ERROR, ApiError("internal_error", "internal error"))
 
     def read(self, readers: Mapping[str, Read], update: Update) -> None:
-        """Lets the readers of the topics that are wanted put their news in."""
+        """Calls the readers of the subscribed topics."""
         for name, reader in readers.items():
             if getattr(self.topics, name) is not None:
                 reader(name, update)
 
     def forget(self) -> None:
-        """Everything is told in full again."""
+        """Makes the next update send every topic in full."""
         self._known.clear()
         self._numbers.clear()
 
     def tree(self, name: str, data: Any, update: Update) -> None:
-        """A topic that is a tree of plain data: what has changed since it was told."""
+        """Adds the changes of a topic that is a tree of plain data."""
         if name not in self._known:
             update["full"][name] = data
         elif news := merge_patch(self._known[name], data):
@@ -175,7 +174,7 @@ class Viewer:
         self._known[name] = data
 
     def grown(self, name: str, since: Callable[[int], tuple[list[Any], int]], num_skipped: int, update: Update) -> None:
-        """A topic of rows that only come: those `since` the number that it knows."""
+        """Adds the new rows of a topic that only grows; `since` returns (rows after a number, new number)."""
         is_new = name not in self._numbers
         rows, self._numbers[name] = since(self._numbers.get(name, 0))
         if is_new or rows:

@@ -1,4 +1,4 @@
-"""Who looks at one dashboard: each is let in while there is room, served until it is gone, and told why it must go."""
+"""The set of viewers of one dashboard: limits their number, serves them, and closes them with a reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = get_logger("millrace.deploy")
 
 
 class Viewers:
-    """At the most `most` at a time; one more is told that so many `are_there`, as in "dashboards are open"."""
+    """At most `most` viewers at a time. `are_there` completes the refusal, as in "64 dashboards are open"."""
 
     def __init__(self, most: int, are_there: str) -> None:
         self._most = most
@@ -28,7 +28,7 @@ class Viewers:
     async def show(
         self, request: web.Request, config: ServerConfig, make_viewer: Callable[[Peer], Viewer]
     ) -> web.StreamResponse:
-        """A viewer's life on its WebSocket, from the handshake on."""
+        """Serves one viewer on its WebSocket, from the handshake to the end."""
         peer = Peer(request, config)
         await peer.open()
         viewer = make_viewer(peer)
@@ -50,5 +50,5 @@ class Viewers:
         return peer.response
 
     async def close(self, code: int, error: ApiError) -> None:
-        """Says goodbye to everybody."""
+        """Closes the sockets of all viewers with this code and error."""
         await asyncio.gather(*(viewer.peer.end(code, error) for viewer in self._viewers))

@@ -1,8 +1,8 @@
-"""Routes that look inside: stages, requests, settings, memory.
+"""Routes for inspection: stages, requests, settings and memory.
 
-Owns: the history of requests that the trace no longer reaches.
+Owns: the times of recently ended requests, for those that the trace no longer covers.
 In: queries.
-Out: plain data for dashboards and people.
+Out: JSON.
 Imports: the root of `deploy`, `http`, `api`.
 Start with: `routes.py`.
 """

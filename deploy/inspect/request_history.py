@@ -1,7 +1,7 @@
-"""What is known of a request when the trace does not reach back to it: the moments of its life.
+"""Times of recent requests, to explain those that the trace no longer covers.
 
-They are noted for each request anyway; those of the last requests that ended are kept. So one that ended minutes ago,
-or one that runs for longer than the trace is, can still be explained, if only in a few words.
+The engine notes these times for every request; the times of the last `MAX_ENDED` ended ones are kept. So a request that
+ended minutes ago, or runs for longer than the trace, still gets a short explanation.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from ...stages.exit.outboxes import Outboxes, RequestOutbox
 
 SENTENCES = {
-    "queue": "{ms} ms until the device began with it",
-    "prompt": "{ms} ms from there to its first token",
-    "decoding": "{ms} ms for its other tokens, {num_generated} in all",
-    "other stages": "{ms} ms after its last token",
+    "queue": "{ms} ms in the queue",
+    "prompt": "{ms} ms from there to the first token",
+    "decoding": "{ms} ms for the other tokens, {num_generated} in total",
+    "other stages": "{ms} ms after the last token",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of one request, in seconds on the engine's clock; None: that did not come."""
+    """The times of one request, in seconds on the engine's clock; None: it has not got there."""
 
     request_id: str
     arrival_s: float
     began_s: float | None
     first_token_s: float | None
     last_token_s: float | None
-    end_s: float  # or now, while it runs
-    cause: str | None  # why it ended; None: it runs
+    end_s: float  # the current time while it runs
+    cause: str | None  # why it ended; None while it runs
     num_sequences: int
     num_prompt: int
     num_generated: int
@@ -42,7 +42,7 @@ class Moments:
 
     @classmethod
     def of(cls, outbox: RequestOutbox, end_s: float, cause: str | None = None) -> Moments:
-        """As they are now."""
+        """The times of a request now, or at its end with `cause`."""
         times, finishes = outbox.times, (choice.finish for choice in outbox.choices)
         return cls(
             outbox.request_id,
@@ -59,7 +59,7 @@ class Moments:
         )
 
     def explain(self, reach_s: float) -> dict[str, Any]:
-        """As `insight.explain` does, of parts only. `reach_s`: how far back the trace goes."""
+        """A summary in the format of `insight.explain`. `reach_s`: seconds that the trace covers."""
         parts = self._parts()
         total_s = max(0.0, self.end_s - self.arrival_s)
         causes: list[dict[str, Any]] = [
@@ -73,9 +73,9 @@ class Moments:
             if end_s > begin_s
         ]
         bars = [_bar(kind, begin_s - self.arrival_s, end_s - begin_s) for _, kind, begin_s, end_s in parts]
-        took = "took" if self.cause is not None else "is under way for"
-        what = "; ".join(cause["sentence"] for cause in causes) or "nothing is known of it"
-        why = f"What held it up is not known any more, as the trace reaches back {reach_s:,.0f} s only"
+        took = "took" if self.cause is not None else "has been running for"
+        what = "; ".join(cause["sentence"] for cause in causes) or "no details are available"
+        why = f"The causes of waiting are not available, as the trace covers only the last {reach_s:,.0f} s"
         return {
             "id": self.request_id,
             "detail": "summary",
@@ -102,7 +102,7 @@ class Moments:
         }
 
     def _parts(self) -> list[tuple[str, str, float, float]]:
-        """(cause, kind of bar, begin, end), one after another, from its arrival to its end."""
+        """(cause, kind of bar, begin, end) of consecutive parts, from arrival to end."""
         moments = [self.arrival_s]
         for moment_s in (self.began_s, self.first_token_s, self.last_token_s):
             moments.append(min(max(moments[-1], self.end_s if moment_s is None else moment_s), self.end_s))
@@ -112,20 +112,20 @@ class Moments:
 
 
 class Remembered:
-    """The moments of the last requests that ended, by answer id."""
+    """The times of the last `MAX_ENDED` ended requests, by answer id."""
 
     def __init__(self) -> None:
         self._ended: dict[str, Moments] = {}
         self._exit: Outboxes | None = None
-        self._now: Callable[[], float] = float  # of the engine's clock; it outlives the engine's last request
+        self._now: Callable[[], float] = float  # the engine's clock; usable after the engine's last request
 
     def watch(self, engine: Engine) -> None:
-        """From now on."""
+        """Starts to collect the times of the engine's requests."""
         self._exit, self._now = engine.exit, engine.pipeline.env.now
         self._exit.on_end.append(self._request_ended)
 
     def find(self, request_id: str) -> Moments | None:
-        """Of one under way, or among the last that ended."""
+        """The times of a running or recently ended request; None if unknown."""
         assert self._exit is not None
         outbox = self._exit.live.get(request_id)
         if outbox is not None:

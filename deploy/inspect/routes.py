@@ -1,7 +1,7 @@
-"""See inside: the stages and what limits them, the requests under way, and where the time of one of them went.
+"""`/v1/stages`, `/v1/requests` and `/v1/requests/{id}/explain`: load, running requests and their latency.
 
-With an API key one sees the requests of that key, with the admin key those of all; nobody sees prompts or answers here.
-Derivations run in a thread, as a trace of many records takes milliseconds to read.
+An API key shows the requests of that key, the admin key those of all; prompts and answers are never shown. The trace is
+evaluated in a thread, as reading many records takes milliseconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Inside:
 
     @property
     def handlers(self) -> frozenset[Any]:
-        """Those that `keys` open: an API key or the admin key."""
+        """The handlers that accept `keys`: an API key or the admin key."""
         return frozenset({self.requests, self.explain})
 
     def table(self) -> list[web.RouteDef]:
@@ -57,7 +57,7 @@ class Inside:
         ]
 
     async def stages(self, request: web.Request) -> web.Response:
-        """What each stage does, how full each edge is, and what limits them all."""
+        """`GET /v1/stages`: load of each stage, fill level of each channel, and the bottleneck."""
         engine = self.service.require_engine()
         await engine.refresh()
         tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
@@ -65,8 +65,10 @@ class Inside:
         return answer(stages_report(engine, load))
 
     async def requests(self, request: web.Request) -> web.Response:
-        """The requests under way, in the order in which they came: `limit` of them from behind `cursor` on. What came
-        before the cursor may have ended meanwhile; nothing is left out or told twice for that."""
+        """`GET /v1/requests`: `limit` running requests in order of arrival, from `cursor` on.
+
+        Requests may end between two pages; no other request is skipped or repeated for that.
+        """
         engine = self.service.require_engine()
         await engine.refresh()
         limit = whole_number(request, "limit", MAX_LISTED, least=1, most=MAX_LISTED)
@@ -77,8 +79,10 @@ class Inside:
         return answer({"object": "list", "data": rows} | more)
 
     async def explain(self, request: web.Request) -> web.Response:
-        """Where the time of a request went: by the trace, or as far as it is remembered where that does not reach back
-        to it. One that ended long ago is forgotten."""
+        """`GET /v1/requests/{id}/explain`: the latency of a request, from the trace.
+
+        A request that the trace does not cover gets a summary; one that ended long ago is not found.
+        """
         engine, some_id = self.service.require_engine(), request.match_info["id"]
         answer_id = self._find(request, some_id)
         tracer, now_ns = engine.pipeline.tracer, engine.pipeline.env.now_ns()
@@ -87,15 +91,15 @@ class Inside:
             told = await self._in_thread(lambda: self._explain(tracer, answer_id, now_ns))
         if told is None:
             message = (
-                f"no request {shorten(repr(some_id), 128)} is under way, nor is it among the last {MAX_ENDED:,} that"
-                " ended, which are remembered; what came before is in the log, in the spans that --otlp-traces-endpoint"
-                " sends, and in what --record writes"
+                f"request {shorten(repr(some_id), 128)} is neither running nor among the last {MAX_ENDED:,} ended"
+                " ones; look for older ones in the log, in the spans of --otlp-traces-endpoint, or in a recording"
+                " of --record"
             )
             raise ApiError("request_not_found", message, param="id")
         return answer(told)
 
     def _explain(self, tracer: Tracer, answer_id: str, now_ns: int) -> dict[str, Any] | None:
-        """In a thread."""
+        """Runs in a thread."""
         view = view_of(tracer)
         if told := explain(view, answer_id, now_ns):
             return {"detail": "trace"} | told
@@ -106,7 +110,7 @@ class Inside:
         return request[OWNER] in (live.owner, *self._admins)
 
     def _find(self, request: web.Request, some_id: str) -> str | None:
-        """The newest of that answer id or X-Request-Id that whoever asks may see."""
+        """The answer id of the newest request with this answer id or X-Request-Id that the client may see."""
         for requests in (self.service.live, self.service.ended):
             for answer_id, live in reversed(requests.items()):
                 if some_id in (answer_id, live.client_id) and self._may_see(request, live):
@@ -118,7 +122,7 @@ class Inside:
 
 
 def stages_report(engine: Engine, load: Load) -> dict[str, Any]:
-    """Shares are of the last `window_s` seconds, [0, 1]."""
+    """The body of `/v1/stages`. Shares are of the last `window_s` seconds, in [0, 1]."""
     limit, pipeline = judge(load), engine.pipeline
     return {
         "bottleneck": {"situation": limit.situation, "stage": limit.stage, "sentence": limit.sentence},
@@ -165,14 +169,16 @@ def _edge(edge: Edge, load: Load, engine: Engine) -> dict[str, Any]:
     }
 
 
-# -- requests under way
+# -- running requests
 
 
 def requests_report(
     engine: Engine, live: Mapping[str, Live], cursor: int = 0, limit: int = MAX_LISTED
 ) -> tuple[list[dict[str, Any]], int | None]:
-    """Of each of `live` that the engine has, without a word of what is said: the first `limit` of those whose number is
-    at least `cursor`, and the cursor for what follows; None if that is all. Numbers go up with each request."""
+    """(the first `limit` requests of `live` with a number of at least `cursor`, cursor of the next page or None).
+
+    The rows have no text. A request's number is its first sequence id, which increases with each request.
+    """
     exit, now_s = engine.pipeline.exit, engine.pipeline.env.now()
     assert exit is not None
     found = [(outbox, one) for name, one in live.items() if (outbox := exit.live.get(name)) is not None]

@@ -1,7 +1,4 @@
-"""`GET /server_info`: what runs here, with which settings, and where its memory went. Plain data.
-
-Knows what to leave out: keys are said to be set and never shown.
-"""
+"""The bodies of `GET /server_info` (model, settings, memory) and `GET /load`. Secrets are masked."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ HIDDEN = "***"
 
 
 def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ...], version: str) -> dict[str, Any]:
-    """All of it. Sizes are in bytes, times in seconds."""
+    """The body of `/server_info`. Sizes are in bytes, times in seconds."""
     info = engine.info
     return {
         "version": version,
@@ -51,8 +48,10 @@ def server_info(engine: Engine, config: ServerConfig, model_names: tuple[str, ..
 
 
 def load(engine: Engine, num_live: int) -> dict[str, Any]:
-    """How much is under way and waits, in sequences; `num_live` counts requests, and what waits for a turn of its own
-    (bodies, tokens, grammars) is among them."""
+    """The body of `/load`, in sequences.
+
+    `num_live` counts requests, including those whose body, tokens or grammar are not ready.
+    """
     core = engine.scheduler if engine.has_core else None
     return {
         "server_load": num_live,
@@ -65,7 +64,7 @@ def load(engine: Engine, num_live: int) -> dict[str, Any]:
 
 
 def _settled(info: ModelInfo) -> dict[str, Any]:
-    """What the configuration left to the start, as it was decided."""
+    """The values chosen at start-up for settings that were left open."""
     return {
         "model": info.model_id,
         "dtype": info.dtype,
@@ -84,7 +83,7 @@ def _shown(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(engine: Engine) -> dict[str, int]:
-    """Of the KV cache, now; each is in one of the four states, shared ones are in use too."""
+    """Current KV blocks by state. Each block is free, used, cached or quarantined; `shared` is a part of `used`."""
     pool = engine.pool
     return {
         "num_blocks": pool.num_blocks,

@@ -1,6 +1,6 @@
-"""`GET /openapi.json`, and `GET /docs`: the same as a page for people, complete in one file, with no script in it.
+"""`GET /openapi.json` and `GET /docs`, the same document as an HTML page in one file without scripts.
 
-Where a key is asked for, it is asked for here too: the page needs nothing but itself, so it can be saved with curl.
+With API keys both routes need a key. The page refers to no other file, so curl can save it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADERS = {
 
 
 class Docs:
-    """The handlers of one server. What they give is made when it is first asked for."""
+    """The handlers of one server. Document and page are made on the first request."""
 
     def __init__(self, service: Service, threads: Executor, version: str) -> None:
         self.service = service
@@ -43,23 +43,23 @@ class Docs:
         self._made: tuple[ModelLimits | None, bytes, bytes] | None = None
 
     def table(self) -> list[web.RouteDef]:
-        """All routes; none if they are switched off."""
+        """All routes; none with `disable_docs`."""
         if self.service.config.disable_docs:
             return []
         return [web.get("/openapi.json", self.document), web.get("/docs", self.page)]
 
     async def document(self, request: web.Request) -> web.Response:
-        """As JSON."""
+        """`GET /openapi.json`."""
         document, _ = await self._make()
         return web.Response(body=document, content_type="application/json")
 
     async def page(self, request: web.Request) -> web.Response:
-        """As HTML."""
+        """`GET /docs`."""
         _, html = await self._make()
         return web.Response(body=html, content_type="text/html", charset="utf-8", headers=HEADERS)
 
     async def _make(self) -> tuple[bytes, bytes]:
-        """Both, for the model that is there now. In a thread: it takes a fifth of a second, once."""
+        """(JSON, HTML) for the current model. Made in a thread, once, as it takes 0.2 s."""
         limits = self._limits()
         if self._made is None or self._made[0] != limits:
             loop = asyncio.get_running_loop()
@@ -68,7 +68,7 @@ class Docs:
         return self._made[1], self._made[2]
 
     def _render(self, limits: ModelLimits | None) -> tuple[bytes, bytes]:
-        from .document import openapi  # the shapes of all answers, which nothing else of a server needs
+        from .document import openapi  # imports the models of all answers, which only the document needs
 
         document = openapi(self.service.config, self._version, limits)
         return orjson.dumps(document), render(document).encode()
@@ -91,7 +91,7 @@ def render(document: dict[str, Any]) -> str:
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{escape(info['title'])}</title><style>{STYLE}</style>",
         f"<h1>{escape(info['title'])} {escape(info['version'])}</h1><p>{escape(info['description'])}</p>",
-        "<p>The same for machines: <a href='openapi.json'>openapi.json</a></p>",
+        "<p>The same as JSON: <a href='openapi.json'>openapi.json</a></p>",
     ]
     operations = [
         (operation["tags"][0], method.upper(), path, operation)
@@ -153,7 +153,7 @@ def _table(rows: list[tuple[str, Schema, str, Any]]) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """A schema in a few words, with links to the models that it names."""
+    """A schema in a few words of HTML, with links to the models that it names."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"<a href='#{name}'>{name}</a>"
@@ -176,11 +176,11 @@ _BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
     "maximum": "at most",
-    "minLength": "characters at least",
-    "maxLength": "characters at most",
-    "minItems": "items at least",
-    "maxItems": "items at most",
-    "pattern": "like",
+    "minLength": "minimum characters",
+    "maxLength": "maximum characters",
+    "minItems": "minimum items",
+    "maxItems": "maximum items",
+    "pattern": "pattern",
     "default": "default",
 }
 

@@ -17,10 +17,10 @@ from .shapes import openai as shapes
 
 REF = "#/components/schemas/{model}"
 SECURITY_SCHEMES: dict[str, Schema] = {
-    "key": {"type": "http", "scheme": "bearer", "description": "an API key"},
-    "keyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "an API key"},
-    "adminKey": {"type": "http", "scheme": "bearer", "description": "an admin key"},
-    "adminKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "an admin key"},
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key"},
+    "keyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "An API key"},
+    "adminKey": {"type": "http", "scheme": "bearer", "description": "An admin key"},
+    "adminKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "An admin key"},
 }
 SECURITY: dict[str, list[dict[str, list[str]]]] = {
     "open": [],
@@ -30,7 +30,7 @@ SECURITY: dict[str, list[dict[str, list[str]]]] = {
 
 
 def served(config: ServerConfig) -> tuple[Operation, ...]:
-    """The operations of a server so configured."""
+    """The operations of a server with this configuration."""
     left_out = set()
     if not config.admin_key:
         left_out |= {operation.path for operation in OPERATIONS if operation.access == "admin"}
@@ -40,8 +40,10 @@ def served(config: ServerConfig) -> tuple[Operation, ...]:
 
 
 def openapi(config: ServerConfig, version: str, limits: ModelLimits | None) -> dict[str, Any]:
-    """The document of a server so configured. Without `limits`, as no model is loaded, bounds that hang on it are left
-    open."""
+    """The document of a server with this configuration.
+
+    `limits` is None while no model is loaded; bounds that depend on the model are then missing.
+    """
     has_keys = bool(config.api_key)
     operations = served(config)
     paths: dict[str, dict[str, Any]] = {}
@@ -53,9 +55,12 @@ def openapi(config: ServerConfig, version: str, limits: ModelLimits | None) -> d
         "info": {
             "title": "millrace",
             "version": version,
-            "description": "An LLM serving engine with OpenAI's API. Fields that are not named here are ignored and "
-            "listed in the header X-Ignored-Fields"
-            + ("; here they are refused (strict_fields)." if config.strict_fields else "."),
+            "description": "An LLM serving engine with OpenAI's API. "
+            + (
+                "Unknown fields are rejected with 400 (strict_fields)."
+                if config.strict_fields
+                else "Unknown fields are ignored and listed in the header X-Ignored-Fields."
+            ),
         },
         "paths": paths,
         "components": {"schemas": _schemas(operations, config), "securitySchemes": _schemes(operations, has_keys)},
@@ -79,7 +84,7 @@ def _operation(operation: Operation, config: ServerConfig) -> dict[str, Any]:
     }
     if operation.body is not None:
         described["requestBody"] = {
-            "description": f"At most {config.max_body_bytes} bytes, in at most {MAX_CHUNKS} chunks, as they are",
+            "description": f"At most {config.max_body_bytes} bytes in at most {MAX_CHUNKS} chunks, uncompressed",
             "required": True,
             "content": {"application/json": {"schema": _ref(operation.body)}},
         }
@@ -89,7 +94,7 @@ def _operation(operation: Operation, config: ServerConfig) -> dict[str, Any]:
 _REQUEST_ID: Schema = {
     "name": "X-Request-Id",
     "in": "header",
-    "description": "An id for the request; one that is not of 128 letters, digits and _.:/- is replaced",
+    "description": "Request id of up to 128 letters, digits and _.:/-; any other is replaced",
     "schema": {"type": "string"},
 }
 
@@ -161,14 +166,14 @@ def _content(content: Content, operation: Operation) -> Schema:
 
 _ALWAYS: Schema = {"X-Request-Id": {"description": "The id of the request", "schema": {"type": "string"}}}
 _IGNORED_FIELDS: Schema = {
-    "X-Ignored-Fields": {"description": "Names of fields that are not known here", "schema": {"type": "string"}}
+    "X-Ignored-Fields": {"description": "Names of unknown fields, which are ignored", "schema": {"type": "string"}}
 }
 _RETRY_AFTER: Schema = {
-    "Retry-After": {"description": "Seconds", "schema": {"type": "integer", "minimum": 1}},
+    "Retry-After": {"description": "Seconds to wait before a retry", "schema": {"type": "integer", "minimum": 1}},
 }
 
 
-# -- what they refer to
+# -- components
 
 
 def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str, Schema]:

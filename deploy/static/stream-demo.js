@@ -10,7 +10,7 @@ function connect() {
   let numOpened = 0;
   const onstate = (state) => {
     if (state === "open") numOpened++;
-    $("state").value = state === "open" && numOpened > 1 ? `open again, cut ${numOpened - 1}×` : state;
+    $("state").value = state === "open" && numOpened > 1 ? `reconnected ${numOpened - 1}×` : state;
     if (state === "closed") socket = null;
   };
   socket = new MillraceSocket(url.href, { apiKey: $("key").value || null, onstate });
@@ -31,12 +31,12 @@ async function ask(number) {
   const text = document.createElement("p");
   const status = document.createElement("output");
   const footer = document.createElement("footer");
-  let resume = null; // called to go on; null while not paused
+  let resume = null; // called to continue; null while not paused
   let paused = Promise.resolve();
   const pause = button("Pause", () => {
     if (resume) resume = resume();
     else paused = new Promise((resolve) => (resume = resolve));
-    pause.textContent = resume ? "Go on" : "Pause";
+    pause.textContent = resume ? "Continue" : "Pause";
   });
   footer.append(pause, button("Cancel", () => answer.cancel()), status);
   card.append(text, footer);
@@ -59,4 +59,4 @@ $("ask").onsubmit = (event) => {
   event.preventDefault();
   for (let number = 1; number <= Number($("count").value); number++) ask(number);
 };
-$("cut").onclick = () => socket?.socket.close(4000); // not 1000: that would be a goodbye
+$("cut").onclick = () => socket?.socket.close(4000); // not 1000: a normal closure ends all requests

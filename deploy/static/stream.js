@@ -1,10 +1,10 @@
-// Many requests over one WebSocket, with credit, and resumed after a cut.
+// A client for many requests over one WebSocket, with flow control by credit and resumption after a lost connection.
 //
 //   const socket = new MillraceSocket("ws://127.0.0.1:8000/v1/stream", { apiKey: "..." });
 //   for await (const chunk of socket.create("chat", { messages: [{ role: "user", content: "Hi" }] }))
 //     print(chunk.choices[0].delta.content ?? "");
 //
-// An answer that nobody reads gets no credit, so the server parks it. Leaving its loop cancels it.
+// An answer that is not read gets no credit, so the server parks it. Leaving its loop cancels the request.
 
 const PROTOCOL = "millrace.v1";
 const KEY_PROTOCOL = "openai-insecure-api-key."; // a browser's WebSocket takes no headers
@@ -18,7 +18,7 @@ export class MillraceError extends Error {
 }
 
 class Answer {
-  // What comes back for one request: an async iterable of chunks. `usage` and `stats` are there at its end.
+  // The answer to one request: an async iterable of chunks. `usage` and `stats` are set at its end.
   constructor(socket, id, credit) {
     Object.assign(this, { socket, id, credit, last: 0, token: null, isOver: false, usage: null, stats: null });
     this.chunks = [];
@@ -53,14 +53,14 @@ class Answer {
   }
 
   _resumption() {
-    this.numTaken = 0; // what was granted may have been lost, so credit is said anew
+    this.numTaken = 0; // grants may have been lost, so `resume` states the whole credit
     const credit = this.credit - this.chunks.length;
     return { type: "resume", id: this.id, token: this.token, last: this.last, credit };
   }
 
   _take(message) {
     if (message.seq !== undefined) {
-      if (message.seq <= this.last) return; // had that
+      if (message.seq <= this.last) return; // a repeated chunk
       this.last = message.seq;
     }
     if (message.type === "created") this.token = message.token ?? null;
@@ -75,7 +75,7 @@ class Answer {
 
   _end(error) {
     if (this.isOver) return;
-    if (this.token) this.socket._send({ type: "credit", id: this.id, last: this.last }); // need not be kept
+    if (this.token) this.socket._send({ type: "credit", id: this.id, last: this.last }); // the server may drop its buffer
     this.isOver = true;
     this.error = error;
     this.socket._answers.delete(this.id);
@@ -88,7 +88,7 @@ export class MillraceSocket {
   constructor(url, { apiKey = null, onstate = () => {} } = {}) {
     Object.assign(this, { url, apiKey, onstate, numCreated: 0, numTries: 0, isClosed: false });
     this._answers = new Map();
-    this._waiting = []; // messages for when it is open
+    this._waiting = []; // messages to send once it is open
     this._connect();
   }
 
@@ -127,7 +127,7 @@ export class MillraceSocket {
 
   _heard(message) {
     this._answers.get(message.id)?._take(message);
-    if (message.type === "error" && !message.id) this.error = message.error; // why it closes
+    if (message.type === "error" && !message.id) this.error = message.error; // the reason of the closure that follows
   }
 
   _lost(event) {

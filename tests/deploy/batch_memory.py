@@ -1,7 +1,7 @@
 """What a batch costs in memory, with the scripted engine: python -m tests.deploy.batch_memory --lines 20000
 
 Prints the peak of the process's resident memory, in MiB, after a tenth of the lines and after all, and the MiB of the
-input. Lines carry `--padding` bytes that nobody reads, so that holding the input would show.
+input. Lines carry `--padding` bytes that are not read, so that holding the input would show.
 """
 
 from __future__ import annotations

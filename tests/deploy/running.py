@@ -60,7 +60,7 @@ class RunningServer:
                 return
             except ConnectionRefusedError:
                 time.sleep(0.05)
-        raise TimeoutError(f"nobody listens:\n{self.errors()}")
+        raise TimeoutError(f"no process listens:\n{self.errors()}")
 
     def errors(self) -> str:
         """What it has written to stderr so far."""
@@ -162,7 +162,7 @@ class Answer:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

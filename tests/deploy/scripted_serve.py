@@ -6,7 +6,7 @@ With "parrot": true it answers a chat with the last user's own words, so that a 
 
 Prints the ready line. Then each line on stdin is answered with a line of JSON on stdout: `stats` says how late the
 event loop was since the last `stats` (it is sampled every 5 ms), and what the engine holds; `collect` gives back the
-memory that nobody uses; `hold` keeps the loop for 0.2 s, as nothing may. With "audit": true, `arm` begins to watch for
+unused memory; `hold` keeps the loop for 0.2 s, as nothing may. With "audit": true, `arm` begins to watch for
 what no request may cause, and `audit` says what was seen since it was last asked, how many stages were restarted,
 and whether the engine is ready.
 """

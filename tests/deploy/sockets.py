@@ -75,7 +75,7 @@ async def serving(
 async def until(holds: Callable[[], Any], timeout_s: float = 10.0) -> None:
     """Waits for something to become true."""
     async with asyncio.timeout(timeout_s):
-        while not holds():  # noqa: ASYNC110 - nobody tells when it does
+        while not holds():  # noqa: ASYNC110 - there is no notification for it
             await asyncio.sleep(0.002)
 
 

@@ -1,4 +1,4 @@
-"""One table says every code; nobody answers with another."""
+"""The table of error codes is complete, and describes each error for clients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_state_of_the_engine_has_its_words():
         assert error.message == not_serving(Health(state)).message
 
 
-def test_what_nobody_foresaw_is_described_by_nobody():
+def test_an_unexpected_error_has_no_description():
     assert describe(RuntimeError("secret")) is None
 
 

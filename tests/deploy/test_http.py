@@ -311,7 +311,7 @@ def test_server_info_tells_the_model_the_settings_and_the_blocks(server: Running
 
 
 def test_server_info_counts_the_blocks_that_are_cached() -> None:
-    with RunningServer() as server:  # nobody has filled its cache, where new blocks would take the place of old ones
+    with RunningServer() as server:  # with an empty cache, in which new blocks replace no old ones
         before = server.get("/server_info").json["blocks"]
         server.post(TEXT, {"prompt": "counted" + "." * 64, "max_tokens": 1, "cache_salt": "counted"})
         after = server.get("/server_info").json["blocks"]

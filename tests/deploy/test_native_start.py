@@ -40,7 +40,7 @@ sys.exit(main(sys.argv[1:]))
 
 needs_native = pytest.mark.skipif(
     has_cuda_driver() or not machine.instruction_sets() or build.find_compiler() is None,
-    reason="the native step can not be had here, or is not what would be chosen",
+    reason="the native step is not available here, or not the default",
 )
 
 
@@ -142,7 +142,7 @@ def test_what_the_library_does_not_do_goes_to_torch_or_is_refused_by_name(monkey
 
 @needs_native
 @pytest.mark.parametrize("swap_space", [None, 0.0])
-def test_a_target_that_nobody_set_follows_from_what_a_token_of_a_prompt_was_measured_to_take(
+def test_an_unset_itl_target_follows_from_the_measured_time_of_a_prompt_token(
     swap_space: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.stages.schedule.step_budget.TARGETS_MS", (0.0, float("inf")))

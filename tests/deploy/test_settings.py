@@ -1,4 +1,4 @@
-"""Where settings come from, and who wins."""
+"""Sources of settings, and their precedence."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_each_source_gives_values_of_the_fields_type(tmp_path):
         ({}, "max_model_len: 1.5\n", "max_model_len = 1.5: must be of type int or auto"),
         ({}, "port: x\n", "port = 'x'"),
         ({}, "port: true\n", "port = True"),
-        ({}, "prot: 1\n", "there is no setting prot"),
-        ({}, "- 1\n", "must hold a mapping"),
-        ({}, "a: [\n", "this is no YAML"),
+        ({}, "prot: 1\n", "unknown setting prot"),
+        ({}, "- 1\n", "must be a mapping"),
+        ({}, "a: [\n", "not valid YAML"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(tmp_path, environment, text, named):

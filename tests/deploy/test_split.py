@@ -189,7 +189,7 @@ def test_no_port_is_open_but_that_of_http(split: RunningServer) -> None:
     assert not {f"socket:[{inode}]" for inode in inodes} & links
 
 
-def test_when_the_engine_process_is_killed_another_goes_on_with_every_stream_and_sigterm_drains_both(
+def test_a_new_engine_process_continues_every_stream_and_sigterm_drains_both(
     inline: RunningServer, tmp_path: Path
 ) -> None:
     due = [whole(inline, number, 150) for number in range(8)]
@@ -225,7 +225,7 @@ def test_when_the_engine_process_is_killed_another_goes_on_with_every_stream_and
         assert server.process.wait(10) == 0 and not is_alive(second) and "Traceback" not in server.errors()
 
 
-def test_a_request_that_sees_two_engines_die_ends_with_one_error_and_an_engine_ends_with_its_front(
+def test_a_request_ends_after_two_engine_deaths_and_an_engine_ends_with_its_front(
     inline: RunningServer,
 ) -> None:
     with serve("split", *SLOW) as server, begin(server, asked(0, 1800)) as stream:

@@ -50,7 +50,7 @@ def test_our_files_name_no_other_place():
     for path in files():
         if path.parent != VENDOR:
             links = re.findall(r"https?://[^\"'\s]+", path.read_text())
-            assert set(links) <= {"http://www.w3.org/2000/svg"}, path  # the name of a format, which nobody fetches
+            assert set(links) <= {"http://www.w3.org/2000/svg"}, path  # a namespace, which is not fetched
 
 
 def test_the_page_may_load_and_reach_nothing_but_its_server(server: RunningServer):

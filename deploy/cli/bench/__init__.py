@@ -1,4 +1,4 @@
-"""`millrace bench latency | throughput | serve`: how fast answers come, under the names of vLLM's bench."""
+"""`millrace bench latency | throughput | serve`: benchmarks with the report format of `vllm bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...config import ServerConfig
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command. 1 if a request failed."""
+    """Runs the command. 1 if a request failed."""
     configure(server_config.log_format, server_config.log_level)
     code: int = import_module(f".{options.bench}", __package__).run(options, engine_config, server_config)
     return code

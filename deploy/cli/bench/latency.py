@@ -1,4 +1,4 @@
-"""`millrace bench latency`: how long one batch takes, over and over, with the model in this process."""
+"""`millrace bench latency`: times of repeated batches, with the engine in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command."""
+    """Runs the command. 1 if a request failed."""
     at_least_one(options, "input_len", "output_len", "batch_size", "num_iters")
     return asyncio.run(_run(options, engine_config))
 
@@ -41,7 +41,10 @@ async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
 
 
 async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> tuple[list[float], list[Record]]:
-    """Seconds of each batch, and all its requests. Every batch has new prompts, so that none finds another's prefix."""
+    """(seconds of each measured batch, records of all its requests).
+
+    Every batch has new prompts, so that none finds a cached prefix.
+    """
     rng, latencies_s, records = make_rng(seed), [], []
     with progress(options.num_iters, "batch") as bar:
         for number in range(-max(options.num_iters_warmup, 0), options.num_iters):

@@ -1,4 +1,4 @@
-"""What is asked in a benchmark, and when: prompts drawn at random or read from a file, and times of arrival."""
+"""The load of a benchmark: random prompts or prompts from a file, and arrival times."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request."""
+    """One request of a benchmark."""
 
-    prompt: str | list[int] | None  # None: there are messages
-    num_output: int  # tokens, at most
+    prompt: str | list[int] | None  # text or token ids; None: use `messages`
+    num_output: int  # maximum tokens of the answer
     messages: list[dict[str, Any]] | None = None
 
 
 def random_asks(
     num: int, input_len: int, output_len: int, vocab_size: int, rng: Rng, range_ratio: float = 0.0
 ) -> list[Ask]:
-    """Prompts of random token ids. Lengths are drawn evenly from `len * (1 - range_ratio)` to
-    `len * (1 + range_ratio)`, and are at least 1."""
+    """Requests with random token ids.
+
+    Lengths are uniform in `len * (1 - range_ratio)` to `len * (1 + range_ratio)`, and at least 1.
+    """
     if not 0 <= range_ratio <= 1:
         raise ConfigError(f"--random-range-ratio {range_ratio:g}: must be from 0 to 1")
     inputs, outputs = _lengths(num, input_len, rng, range_ratio), _lengths(num, output_len, rng, range_ratio)
@@ -46,14 +48,16 @@ def _lengths(num: int, length: int, rng: Rng, range_ratio: float) -> list[int]:
 
 
 def read_asks(path: Path, num: int, output_len: int) -> list[Ask]:
-    """The first `num` of a file of JSON lines with a `prompt` (text or token ids) or `messages`, and perhaps
-    `output_tokens`. Raises `ConfigError`."""
+    """The first `num` requests of a file of JSON lines. Raises `ConfigError`.
+
+    A line has a `prompt` (text or token ids) or `messages`, and optionally `output_tokens`.
+    """
     try:
         asks = list(_read(path, num, output_len))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: --dataset-path names a file of JSON lines") from None
+        raise ConfigError(f"{path}: {error.strerror}: --dataset-path must name a file of JSON lines") from None
     if not asks:
-        raise ConfigError(f"{path}: there is no line in it")
+        raise ConfigError(f"{path}: contains no requests: must have one JSON object per line")
     return asks
 
 
@@ -73,12 +77,12 @@ def _parse(line: bytes, where: str, output_len: int) -> Ask:
     except (orjson.JSONDecodeError, AttributeError, ValueError, TypeError):
         raise ConfigError(f'{where}: must be like {{"prompt": "...", "output_tokens": 20}}') from None
     if prompt is None and messages is None:
-        raise ConfigError(f"{where}: has neither a prompt nor messages")
+        raise ConfigError(f"{where}: must have a prompt or messages")
     return Ask(prompt, num_output, messages)
 
 
 def arrivals(num: int, rate: float, rng: Rng) -> list[float]:
-    """Seconds after the start at which requests come: a Poisson process of `rate` a second; inf: all at once."""
+    """Arrival times in seconds after the start: a Poisson process of `rate` per second; inf: all at 0."""
     if math.isinf(rate):
         return [0.0] * num
     times: list[float] = np.cumsum(rng.exponential(1 / rate, num)).tolist()

@@ -1,12 +1,12 @@
-"""What the figures of a benchmark mean. Plain arithmetic: no clock, no server.
+"""The metrics of benchmarks, computed from the times of requests.
 
 TTFT   time to the first token, from when the request was sent
 TPOT   time per output token after the first: (E2EL - TTFT) / (output tokens - 1); a request of one token has none
-ITL    inter-token latency: each gap between two pieces of a stream, all requests together. A piece may hold more than
-       one token when the reader is slower than the server, so gaps may be fewer than tokens
+ITL    inter-token latency: each gap between two pieces of a stream, over all requests. A piece may hold several tokens
+       when the reader is slower than the server, so there may be fewer gaps than tokens
 E2EL   end-to-end latency, from when the request was sent to its last piece
 
-Goodput is the rate of the requests that kept to every limit they were given.
+Goodput is the rate of requests within all given limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMITED = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How one request went. Times in seconds; those of a request with an `error` are not looked at."""
+    """Times (seconds) and token counts of one request. With an `error` they are not used."""
 
     num_prompt: int = 0  # tokens
     num_output: int = 0
@@ -40,7 +40,7 @@ class Record:
 
 
 class Stopwatch:
-    """The times of one stream, from the times at which its pieces came."""
+    """Measures one stream from the arrival times of its pieces."""
 
     def __init__(self, began_s: float) -> None:
         self._began_s = self._last_s = self._ended_s = began_s
@@ -48,7 +48,7 @@ class Stopwatch:
         self._gaps: list[float] = []
 
     def piece(self, now_s: float) -> None:
-        """A piece with something to read."""
+        """Notes a piece with text."""
         if self._first_s is None:
             self._first_s = now_s
         else:
@@ -56,16 +56,16 @@ class Stopwatch:
         self._last_s = self._ended_s = now_s
 
     def end(self, now_s: float) -> None:
-        """The last word, which may hold no text."""
+        """Notes the last piece, which may have no text."""
         self._ended_s = now_s
 
     @property
     def num_pieces(self) -> int:
-        """With something to read."""
+        """Pieces with text."""
         return 0 if self._first_s is None else 1 + len(self._gaps)
 
     def record(self, num_prompt: int, num_output: int) -> Record:
-        """What was seen. An answer with nothing to read has its first token at its end."""
+        """The record of the stream. An answer without text has its first token at its end."""
         first_s = self._ended_s if self._first_s is None else self._first_s
         began_s = self._began_s
         return Record(num_prompt, num_output, first_s - began_s, self._ended_s - began_s, tuple(self._gaps))
@@ -77,7 +77,7 @@ def summarize(
     goodput_ms: Mapping[str, float] | None = None,
     percentiles: Sequence[float] = (99.0,),
 ) -> dict[str, Any]:
-    """The report, under vLLM's names. Rates are per second of `duration_s`, failed requests count for nothing."""
+    """The report under vLLM's names. Rates are per second of `duration_s`, without failed requests."""
     done = [record for record in records if record.error is None]
     num_input, num_output = sum(record.num_prompt for record in done), sum(record.num_output for record in done)
     report: dict[str, Any] = {
@@ -100,7 +100,7 @@ def summarize(
 
 
 def statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation (of the population) and percentiles (interpolated), in ms; 0 of nothing."""
+    """Mean, median, population standard deviation and interpolated percentiles, in ms; 0 without values."""
     ms = 1e3 * np.array(seconds or [0.0])
     found = {f"mean_{name}_ms": ms.mean(), f"median_{name}_ms": np.median(ms), f"std_{name}_ms": ms.std()}
     found |= {f"p{percentile:g}_{name}_ms": np.percentile(ms, percentile) for percentile in percentiles}
@@ -108,7 +108,7 @@ def statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]
 
 
 def is_good(record: Record, goodput_ms: Mapping[str, float]) -> bool:
-    """Whether it kept to each limit. What it does not have, it does not exceed."""
+    """Whether the request is within each limit in ms. A missing TPOT is within."""
     seconds = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
     return all(1e3 * seconds[name] <= limit for name, limit in goodput_ms.items())
 

@@ -1,4 +1,4 @@
-"""What benchmarks of an engine in this process share."""
+"""Helpers of the benchmarks with an engine in this process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def make_engine(config: EngineConfig) -> AbstractAsyncContextManager[Engine]:
-    """The model in this process."""
+    """The engine, to be started with `async with`."""
     from ....stages.engine.engine import Engine  # imports torch
 
     return Engine(config)
 
 
 async def ask(engine: Engine, asked: Ask, ignore_eos: bool = True) -> Record:
-    """Asks greedily, and says how it went."""
+    """Runs one request with greedy sampling and returns its record."""
     params = SamplingParams(max_tokens=asked.num_output, temperature=0.0, ignore_eos=ignore_eos)
     watch = Stopwatch(time.perf_counter())
     num_prompt = num_output = 0
@@ -48,7 +48,7 @@ def _as_prompt(asked: Ask) -> str | Sequence[int] | Prompt:
 
 
 def make_asks(engine: Engine, options: argparse.Namespace, num: int, rng: Rng) -> list[Ask]:
-    """The requests that the options ask for. `ConfigError` if they are longer than the model's context."""
+    """The requests for the options. `ConfigError` if random ones may exceed the model's context."""
     path: Path | None = options.dataset_path
     if path is not None:
         return read_asks(path, num, options.output_len)
@@ -56,12 +56,12 @@ def make_asks(engine: Engine, options: argparse.Namespace, num: int, rng: Rng) -
     longest = (options.input_len + options.output_len) * (1 + ratio)
     if longest > limit:
         raise ConfigError(
-            f"--input-len {options.input_len} and --output-len {options.output_len} come to {longest:g} tokens, "
-            f"and the model's context has {limit}: make one of them smaller"
+            f"--input-len {options.input_len} and --output-len {options.output_len} need up to {longest:g} tokens, "
+            f"but the model's context has {limit}: reduce one of them"
         )
     return random_asks(num, options.input_len, options.output_len, engine.info.vocab_size, rng, ratio)
 
 
 def make_rng(seed: int) -> Rng:
-    """The same load for the same seed."""
+    """A generator for a reproducible load."""
     return np.random.default_rng(seed)

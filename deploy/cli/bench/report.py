@@ -1,4 +1,4 @@
-"""A benchmark's figures, as a table on stdout and as a file."""
+"""Output of a benchmark's results: a table on stdout and a JSON file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RATES = {
 
 
 def table(title: str, report: Mapping[str, Any]) -> str:
-    """The figures of `measures.summarize`, a line each."""
+    """The results of `measures.summarize`, one line each."""
     lines = [f" {title} ".center(50, "=")]
     lines += [_row(label, report[name]) for name, label in RATES.items() if report[name] is not None]
     for name, heading in TITLES.items():
@@ -51,7 +51,7 @@ def _row(label: str, value: float) -> str:
 
 
 def publish(options: argparse.Namespace, title: str, settings: Mapping[str, Any], report: Mapping[str, Any]) -> None:
-    """Prints the table and, if it was asked for, writes settings and figures to a file of JSON."""
+    """Prints the table and, with `--save-result`, writes settings and results to a JSON file."""
     print(table(title, report))
     if options.save_result:
         date = time.strftime("%Y%m%d-%H%M%S")
@@ -61,18 +61,18 @@ def publish(options: argparse.Namespace, title: str, settings: Mapping[str, Any]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(orjson.dumps({"date": date} | dict(settings) | dict(report), option=orjson.OPT_INDENT_2))
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}: --result-dir and --result-filename say where to") from None
+            raise ConfigError(f"{path}: {error.strerror}: check --result-dir and --result-filename") from None
         print(f"written to {path}", file=sys.stderr)
 
 
 def complain(errors: Iterable[str]) -> None:
-    """Tells each kind of failure once, on stderr."""
+    """Prints each distinct error once, on stderr."""
     for error in sorted(set(errors)):
         print(f"millrace: {error}", file=sys.stderr)
 
 
 def progress(total: int, unit: str) -> Any:
-    """A bar on stderr."""
+    """A progress bar on stderr."""
     return tqdm(total=total, unit=unit, file=sys.stderr, dynamic_ncols=True)
 
 

@@ -1,4 +1,4 @@
-"""`millrace bench serve`: what clients of a running server see, over server-sent events."""
+"""`millrace bench serve`: latency and throughput of a running server, over server-sent events."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .measures import Record, Stopwatch, parse_goodput, summarize
 from .offline import make_rng
 from .report import at_least_one, complain, progress, publish
 
-TEXTS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")  # fields of a piece that has tokens
-VOCAB_SIZE = 256  # of random prompts for a server that does not tell its own
+TEXTS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")  # fields of a piece with tokens
+VOCAB_SIZE = 256  # for random prompts, if the server does not report its own
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command."""
+    """Runs the command. 1 if a request failed."""
     at_least_one(options, "input_len", "output_len", "num_prompts", "max_concurrency")
     if not options.request_rate > 0:
         raise ConfigError(f"--request-rate {options.request_rate:g}: must be above 0, or inf")
@@ -70,7 +70,7 @@ async def _make_asks(client: Client, options: argparse.Namespace, seed: int) -> 
     if options.dataset_path is not None:
         return read_asks(options.dataset_path, options.num_prompts, options.output_len)
     if client.is_chat:
-        raise ConfigError(f"--endpoint {client.path} takes text, and random prompts are token ids: give --dataset-path")
+        raise ConfigError(f"--endpoint {client.path} takes text, and random prompts are token ids: set --dataset-path")
     sizes = options.num_prompts, options.input_len, options.output_len
     return random_asks(*sizes, await client.vocab_size(), make_rng(seed), options.random_range_ratio)
 
@@ -78,8 +78,11 @@ async def _make_asks(client: Client, options: argparse.Namespace, seed: int) -> 
 async def measure(
     client: Client, asks: Sequence[Ask], times_s: Sequence[float], max_concurrency: int | None
 ) -> tuple[float, list[Record]]:
-    """Seconds for all, and how each went. Request `i` is sent `times_s[i]` after the start, or as soon after as there
-    is room; its own times begin when it is sent."""
+    """(seconds of the whole run, record of each request).
+
+    Request `i` is sent `times_s[i]` seconds after the start, or later if `max_concurrency` requests are running. Its
+    own times begin when it is sent.
+    """
     room = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     began_s = time.perf_counter()
 
@@ -96,7 +99,7 @@ async def measure(
 
 
 class Client:
-    """Asks one server that speaks OpenAI's API."""
+    """Sends requests to one server with OpenAI's API."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, path: str) -> None:
         self.url = url
@@ -107,24 +110,24 @@ class Client:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it takes messages."""
+        """Whether the endpoint takes messages."""
         return self.path.endswith("/chat/completions")
 
     async def served_model(self) -> str:
-        """The name of the first model there. `ConfigError` if there is no server."""
+        """The name of the server's first model. `ConfigError` if the server reports none."""
         try:
             async with self._session.get(self.url + "/v1/models") as response:
                 told = await response.read()
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise ConfigError(f"{self.url}/v1/models tells no model: {error}; see --base-url and --model") from None
+            raise ConfigError(f"{self.url}/v1/models lists no model: {error}; check --base-url and --model") from None
         try:
             return str(orjson.loads(told)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
             reason = f"HTTP {response.status}, {told[:200].decode(errors='replace')!r}"
-            raise ConfigError(f"{self.url}/v1/models tells no model: {reason}; see --base-url and --model") from None
+            raise ConfigError(f"{self.url}/v1/models lists no model: {reason}; check --base-url and --model") from None
 
     async def vocab_size(self) -> int:
-        """That of the model, if the server tells it."""
+        """The model's vocabulary size from `/server_info`; `VOCAB_SIZE` if the server has no such route."""
         try:
             async with self._session.get(self.url + "/server_info") as response:
                 return int(orjson.loads(await response.read())["model"]["vocab_size"])
@@ -132,7 +135,7 @@ class Client:
             return VOCAB_SIZE
 
     async def ask(self, asked: Ask) -> Record:
-        """How one request went."""
+        """Runs one request and returns its record."""
         try:
             return await self._stream(orjson.dumps(self._body(asked)))
         except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
@@ -168,6 +171,6 @@ class Client:
 
 
 def has_text(choice: dict[str, Any]) -> bool:
-    """Whether a piece holds tokens: one with a role or a reason to finish alone does not."""
+    """Whether a piece has tokens; a piece with only a role or a finish reason has none."""
     delta = choice.get("delta") or choice
     return any(delta.get(name) for name in TEXTS)

@@ -1,4 +1,4 @@
-"""`millrace bench throughput`: how much comes out with all requests there at once, in this process."""
+"""`millrace bench throughput`: throughput with all requests submitted at once, in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """The command."""
+    """Runs the command. 1 if a request failed."""
     at_least_one(options, "input_len", "output_len", "num_prompts")
     return asyncio.run(_run(options, engine_config))
 
@@ -41,7 +41,10 @@ async def _run(options: argparse.Namespace, config: EngineConfig) -> int:
 
 
 async def measure(engine: Engine, asks: list[Ask]) -> tuple[float, list[Record]]:
-    """Seconds for all, and how each went. As many are sent as the engine lets wait; the others' times begin later."""
+    """(seconds of the whole run, record of each request).
+
+    At most `max_waiting_requests` requests are submitted at once; the times of the others begin later.
+    """
     room = asyncio.Semaphore(engine.config.max_waiting_requests)
 
     async def one(asked: Ask, bar: Any) -> Record:
@@ -57,7 +60,7 @@ async def measure(engine: Engine, asks: list[Ask]) -> tuple[float, list[Record]]
 
 
 def _figures(report: dict[str, Any]) -> dict[str, Any]:
-    """Under the names of vLLM's bench throughput."""
+    """The results under the names of `vllm bench throughput`."""
     return {
         "elapsed_time": report["duration"],
         "num_requests": report["completed"],

@@ -1,7 +1,7 @@
-"""Every operation of the API in one table: method, path, what goes in, what comes out, and whose key opens it.
+"""The table of all operations of the API: method, path, parameters, body, answers, errors and access.
 
-The OpenAPI document is made from it, and a test holds it to the routes of the server: a new route takes a new entry, in
-the file of its kind.
+The OpenAPI document is made from it. A test compares it with the routes of the server: a new route needs a new entry,
+in the file of its kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What only the admin key opens."""
+"""Operations of the admin routes, which need the admin key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ADMIN = (
         path="/admin/cache/reset",
         name="resetCache",
         group="admin",
-        summary="Forget every cached prefix; requests under way go on",
+        summary="Clear the prefix cache; running requests continue",
         access="admin",
         answers=json(shapes.CacheReset),
         errors=ENGINE_ERRORS,
@@ -22,7 +22,7 @@ ADMIN = (
         path="/admin/trace",
         name="trace",
         group="admin",
-        summary="The last seconds of the trace, to be opened at ui.perfetto.dev",
+        summary="The last seconds of the trace, for ui.perfetto.dev",
         access="admin",
         query={"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 3600, "default": 30}},
         answers=json(shapes.TraceEvents),
@@ -33,7 +33,7 @@ ADMIN = (
         path="/admin/flight",
         name="recordFlight",
         group="admin",
-        summary="Write the last seconds of the trace, stacks and queues to a file at the server",
+        summary="Write the last seconds of the trace, stacks and queues to a file on the server",
         access="admin",
         answers=json(shapes.FlightFile),
         errors=(*ENGINE_ERRORS, "no_flight_recorder"),
@@ -43,7 +43,7 @@ ADMIN = (
         path="/admin/profiler/start",
         name="startProfiler",
         group="admin",
-        summary="Open a window of torch's profiler; it closes by itself after `seconds`",
+        summary="Start torch's profiler; it stops after `seconds`",
         access="admin",
         query={"seconds": {"type": "integer", "minimum": 1, "maximum": MAX_S, "default": DEFAULT_S}},
         answers=json(shapes.ProfilerStarted),
@@ -54,7 +54,7 @@ ADMIN = (
         path="/admin/profiler/stop",
         name="stopProfiler",
         group="admin",
-        summary="Close that window, and write what was seen in it to a file at the server",
+        summary="Stop torch's profiler and write its profile to a file on the server",
         access="admin",
         answers=json(shapes.ProfileFile),
         errors=(*ENGINE_ERRORS, "no_profiler", "profiler_idle"),

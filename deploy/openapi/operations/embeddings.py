@@ -1,4 +1,4 @@
-"""What answers in numbers: embeddings, and how well texts go together."""
+"""Operations of pooling models: embeddings, scores and reranking."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ SCORE = Operation(
     method="POST",
     path="/score",
     name="score",
-    group="numbers",
-    summary="How well texts go together: one query with all documents, or one with one",
+    group="pooling",
+    summary="Similarity of pairs of texts: one query with all documents, or query by document",
     body=ScoreBody,
     answers=json(api_shapes.Scores),
     errors=POOLING_ERRORS,
@@ -20,8 +20,8 @@ RERANK = Operation(
     method="POST",
     path="/rerank",
     name="rerank",
-    group="numbers",
-    summary="The documents that answer a query best, best first",
+    group="pooling",
+    summary="Documents in order of relevance to a query",
     body=RerankBody,
     answers=json(api_shapes.Ranks),
     errors=POOLING_ERRORS,
@@ -31,8 +31,8 @@ NUMBERS = (
         method="POST",
         path="/v1/embeddings",
         name="createEmbeddings",
-        group="numbers",
-        summary="A vector for each text",
+        group="pooling",
+        summary="Embedding vectors of texts",
         body=EmbeddingBody,
         answers=json(api_shapes.Embeddings),
         errors=POOLING_ERRORS,

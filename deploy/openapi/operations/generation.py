@@ -1,4 +1,4 @@
-"""What goes on with a prompt: text, chats and token ids."""
+"""Operations that generate, and that convert between text and token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GENERATE = Operation(
     path="/generate",
     name="generate",
     group="tokens",
-    summary="How token ids go on, in token ids, whole or as a stream",
+    summary="Completion of token ids in token ids, whole or as a stream",
     body=GenerateBody,
     answers=json_or_events(api_shapes.GeneratedTokens, api_shapes.GeneratedTokensChunk),
     errors=GENERATION_ERRORS,
@@ -37,7 +37,7 @@ GENERATION = (
         path="/v1/completions",
         name="createCompletion",
         group="generation",
-        summary="How one prompt or several go on, whole or as a stream",
+        summary="Completions of one or several prompts, whole or as a stream",
         body=CompletionBody,
         answers=json_or_events(shapes.Completion, shapes.CompletionChunk),
         errors=GENERATION_ERRORS,
@@ -48,8 +48,8 @@ GENERATION = (
         path="/v1/requests/{id}",
         name="abortRequest",
         group="generation",
-        summary="End a request that is under way; its client gets what there is, with finish_reason abort",
-        parameters={"id": "the id of its answer, or its X-Request-Id"},
+        summary="Abort a running request; its client gets the partial answer with finish_reason abort",
+        parameters={"id": "The id of the answer, or the request's X-Request-Id"},
         answers=json(shapes.Aborted),
         errors=("request_not_found",),
     ),
@@ -60,7 +60,7 @@ GENERATION = (
         path="/v1/chat/completions/render",
         name="renderChatCompletion",
         group="tokens",
-        summary="The body for /generate that a chat stands for, with nothing computed",
+        summary="The body for /generate that is equivalent to a chat, without running the model",
         body=ChatBody,
         answers=json(api_shapes.RenderedPrompt),
         errors=GENERATION_ERRORS,
@@ -70,7 +70,7 @@ GENERATION = (
         path="/v1/completions/render",
         name="renderCompletion",
         group="tokens",
-        summary="The bodies for /generate that the prompts stand for, with nothing computed",
+        summary="The bodies for /generate that are equivalent to the prompts, without running the model",
         body=CompletionBody,
         answers=json(api_shapes.RenderedPrompts),
         errors=GENERATION_ERRORS,

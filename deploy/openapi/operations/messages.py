@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, whose errors have a form of their own."""
+"""Operations of Anthropic's Messages API, with its own error format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESSAGES = (
         path=f"{MESSAGES_PATH}/count_tokens",
         name="countMessageTokens",
         group="messages",
-        summary="How many tokens the prompt of a message has",
+        summary="Number of prompt tokens of a message",
         body=CountTokensBody,
         answers=json(api_shapes.NumInputTokens),
         error=api_shapes.MessagesError,

@@ -1,4 +1,4 @@
-"""What an entry of the table says: an operation, the forms of its answers, and the errors of whatever it needs."""
+"""The type of a table entry, helpers for its answers, and groups of error codes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Access = Literal["open", "key", "admin"]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One form of an answer. `event` is the model of the data of a stream's events."""
+    """One format of an answer. `event` is the model of the data of a stream's events."""
 
     shape: type[BaseModel] | None = None  # None: text
     content_type: str = "application/json"
     event: type[BaseModel] | None = None
-    is_named: bool = False  # events have names, and none says [DONE]
+    is_named: bool = False  # events have names, and the stream has no [DONE]
 
 
-Answers = Mapping[int, tuple[Content, ...]]  # by HTTP status, those that are no error
+Answers = Mapping[int, tuple[Content, ...]]  # by HTTP status, without errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A method on a path. `errors` are codes of `errors.CODES`, beside those that any operation of its kind has."""
+    """A method on a path. `errors` are codes of `errors.CODES` besides those common to operations of its kind."""
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
@@ -43,12 +43,12 @@ class Operation:
     access: Access = "key"
     errors: tuple[str, ...] = ()
     error: type[BaseModel] = shapes.Error
-    parameters: Mapping[str, str] = field(default_factory=dict)  # of the path -> what it is
+    parameters: Mapping[str, str] = field(default_factory=dict)  # path parameter -> its description
     query: Mapping[str, Schema] = field(default_factory=dict)  # name -> its schema
     links: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # OpenAPI links of its 200
 
     def codes_by_status(self, has_keys: bool) -> dict[int, list[str]]:
-        """Codes of errors that it may answer with, by HTTP status."""
+        """All error codes of the operation, by HTTP status."""
         codes = {*ALWAYS, *self.errors}
         if self.body is not None:
             codes.update(WITH_BODY)
@@ -61,11 +61,11 @@ class Operation:
 
 
 def again(operation: Operation, **paths: str) -> tuple[Operation, ...]:
-    """The same operation under more paths, each with a name of its own."""
+    """The same operation under more paths; the keywords are its names there."""
     return tuple(replace(operation, name=name, path=path) for name, path in paths.items())
 
 
-# -- forms of answers
+# -- formats of answers
 
 
 def json(shape: type[BaseModel]) -> Answers:
@@ -87,7 +87,7 @@ def text(content_type: str) -> Answers:
 PAGE = text("text/html; charset=utf-8")
 SOCKET: Answers = {101: ()}
 
-# -- errors that an operation has without saying so
+# -- errors of every operation, and of those with a key or a body
 
 ALWAYS = (
     "bad_request",
@@ -110,7 +110,7 @@ WITH_BODY = (
     "unsupported_media_type",
 )
 
-# -- errors that it has by what it needs, each with those of what that needs in turn
+# -- errors by what an operation needs; each group includes those before it
 
 ENGINE_ERRORS = ("dead", "draining", "loading", "stalled")
 MODEL_ERRORS = (*ENGINE_ERRORS, "model_not_found")

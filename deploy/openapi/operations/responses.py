@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: answers that are kept, and gone on from."""
+"""Operations of OpenAI's Responses API, with stored responses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ...api.responses.routes import MAX_ITEMS_LISTED
 from ..shapes import other_apis as api_shapes
 from .operation import ENGINE_ERRORS, GENERATION_ERRORS, SOCKET, Operation, json, json_or_named_events
 
-STORED = {"id": "the id of the response"}
+STORED = {"id": "The id of the response"}
 RESPONSES = (
     Operation(
         method="POST",
@@ -24,7 +24,7 @@ RESPONSES = (
         path="/v1/responses",
         name="responsesSocket",
         group="sockets",
-        summary="A WebSocket on which responses are asked for, one after the other; 426 without an upgrade",
+        summary="A WebSocket for responses, one after the other; 426 without an upgrade",
         answers=SOCKET,
         errors=(*ENGINE_ERRORS, "upgrade_required"),
     ),
@@ -33,19 +33,19 @@ RESPONSES = (
         path="/v1/responses/{id}",
         name="getResponse",
         group="responses",
-        summary="A response that is kept, or the events that it is made by",
+        summary="A stored response, or its events",
         parameters=STORED,
         query={
             "stream": {
                 "type": "string",
                 "enum": ["true", "false"],
-                "description": "events; of one made with background and stream",
+                "description": "Return events; only for a response created with background and stream",
             },
             "starting_after": {
                 "type": "integer",
                 "minimum": 0,
                 "maximum": 2**31 - 1,
-                "description": "the sequence number of the last event that is known",
+                "description": "Return the events after this sequence number",
             },
         },
         answers=json_or_named_events(api_shapes.Response, api_shapes.ResponseEvent),
@@ -56,7 +56,7 @@ RESPONSES = (
         path="/v1/responses/{id}",
         name="deleteResponse",
         group="responses",
-        summary="Keep a response no longer; one that is being made ends",
+        summary="Delete a stored response; a running one is cancelled",
         parameters=STORED,
         answers=json(api_shapes.DeletedResponse),
         errors=("response_not_found",),
@@ -66,7 +66,7 @@ RESPONSES = (
         path="/v1/responses/{id}/cancel",
         name="cancelResponse",
         group="responses",
-        summary="End a response that is made in the background",
+        summary="Cancel a response that runs in the background",
         parameters=STORED,
         answers=json(api_shapes.Response),
         errors=("response_not_found", "invalid_value"),
@@ -76,12 +76,12 @@ RESPONSES = (
         path="/v1/responses/{id}/input_items",
         name="listInputItems",
         group="responses",
-        summary="What a response answered, with all that it went on from",
+        summary="The input items of a response, including those of previous responses",
         parameters=STORED,
         query={
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS_LISTED, "default": 20},
             "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
-            "after": {"type": "string", "description": "the id of the last item that is known"},
+            "after": {"type": "string", "description": "Return the items after the item with this id"},
         },
         answers=json(api_shapes.InputItems),
         errors=(*ENGINE_ERRORS, "response_not_found", "invalid_value"),

@@ -1,4 +1,4 @@
-"""What the routes that look inside answer: stages, edges, requests under way, and a request's waterfall."""
+"""Models of the answers of the inspection routes: stages, channels, running requests, and waterfalls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Milliseconds = Annotated[float, Field(ge=0)]
 
 
 class Limit(Shape):
-    """What limits the pipeline, in a word and in a sentence."""
+    """The bottleneck of the pipeline, as a keyword and a sentence."""
 
     situation: Literal[
         "idle", "slow client", "kv full", "slots full", "tokenizer", "grammar", "long prefill", "execute", "none"
@@ -23,7 +23,7 @@ class Limit(Shape):
 
 
 class StageShares(Shape):
-    """Where a stage's time went; idle, busy and blocked are 1."""
+    """Shares of a stage's time; idle, busy and blocked add up to 1."""
 
     name: str
     idle: Share
@@ -34,7 +34,7 @@ class StageShares(Shape):
 
 
 class EdgeDepth(Shape):
-    """A channel between two stages; `full` is the share of the time in which a sender had to wait."""
+    """A channel between two stages; `full` is the share of time in which it was full."""
 
     name: str
     source: Annotated[str, Field(alias="from")]
@@ -48,7 +48,7 @@ class EdgeDepth(Shape):
 
 
 class StepRates(Shape):
-    """Steps of the device."""
+    """Rates of the device's steps; `rows` is the mean per step."""
 
     per_s: Annotated[float, Field(ge=0)]
     rows: Annotated[float, Field(ge=0)]
@@ -57,7 +57,7 @@ class StepRates(Shape):
 
 
 class Stages(Shape):
-    """The pipeline now. Shares are of the last `window_s` seconds."""
+    """The state of the pipeline. Shares are of the last `window_s` seconds."""
 
     bottleneck: Limit
     window_s: Annotated[float, Field(gt=0)]
@@ -68,7 +68,7 @@ class Stages(Shape):
 
 
 class LiveRequest(Shape):
-    """A request under way."""
+    """A running or waiting request."""
 
     id: str
     client_request_id: str
@@ -85,7 +85,7 @@ class LiveRequest(Shape):
 
 
 class Requests(Shape):
-    """Oldest first. `next_cursor` leads to those behind them, if there are more."""
+    """Requests, oldest first. `next_cursor` is the cursor of the next page, if there are more."""
 
     object: Literal["list"]
     data: list[LiveRequest]
@@ -94,7 +94,7 @@ class Requests(Shape):
 
 
 class CauseOfTime(Shape):
-    """A part of a request's time; all of them are the whole."""
+    """A part of a request's time; all parts add up to the total."""
 
     name: str
     ms: Milliseconds
@@ -103,7 +103,7 @@ class CauseOfTime(Shape):
 
 
 class StageOfRequest(Shape):
-    """How long a stage served a request, let it wait, and stood before a full edge with it."""
+    """Times of a request at a stage: service, waiting for the stage, and blocked by the next channel."""
 
     stage: str
     service_ms: Milliseconds
@@ -112,7 +112,7 @@ class StageOfRequest(Shape):
 
 
 class StepsOfRequest(Shape):
-    """The steps it took part in."""
+    """The steps that computed the request."""
 
     num_steps: Count
     first_step: Count | None
@@ -123,7 +123,7 @@ class StepsOfRequest(Shape):
 
 
 class WaterfallBar(Shape):
-    """A stretch of its time; each begins where the one before ends."""
+    """A period of a request's time; each begins at the end of the previous one."""
 
     kind: Literal["service", "wait", "blocked", "preempted", "client"]
     stage: str | None
@@ -133,8 +133,10 @@ class WaterfallBar(Shape):
 
 
 class Explanation(Shape):
-    """Where a request's time went. Of very many bars the first and the last are told; with `detail` summary, as the
-    trace does not reach back to it, only what was noted of its life."""
+    """The waterfall of a request. Of very many bars only the first and the last are included.
+
+    With `detail` summary, if the trace no longer covers the request, it has only its main times.
+    """
 
     id: str
     detail: Literal["trace", "summary"]

@@ -1,7 +1,7 @@
-"""The shapes of answers, for the OpenAPI document and for tests: which fields there are, always or at times.
+"""Models of answers for the OpenAPI document and for tests.
 
-Answers are made as plain data, without these: `deploy/api/openai/answers.py` and the handlers make them, and tests hold
-both to each other. A field without a default is in every answer. Names are OpenAI's and vLLM's.
+The server does not use them: `deploy/api/openai/answers.py` and the handlers make answers as plain data, and tests
+validate those. A field without a default is in every answer. Names are OpenAI's and vLLM's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 
 class Shape(BaseModel):
-    """An object with these fields and no others."""
+    """An object with exactly these fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -26,7 +26,7 @@ class Shape(BaseModel):
 
 
 class ErrorDetails(Shape):
-    """Of a refusal for want of room, or of a deadline that passed: where that was."""
+    """The stage that refused a request for lack of capacity, or where its deadline passed, with its queue."""
 
     stage: str
     queue_depth: Count | None = None
@@ -34,17 +34,17 @@ class ErrorDetails(Shape):
 
 
 class ErrorInfo(Shape):
-    """What went wrong."""
+    """The description of an error."""
 
     message: Annotated[str, Field(min_length=1, max_length=MAX_MESSAGE_CHARS)]
     type: Annotated[str, Field(json_schema_extra={"enum": sorted({kind for _, kind in CODES.values()})})]
-    param: str | None  # the field to change
+    param: str | None  # the field at fault
     code: Annotated[str, Field(json_schema_extra={"enum": sorted(CODES)})]
     details: ErrorDetails | None = None
 
 
 class Error(Shape):
-    """The body of every answer that is an error, and the data of the last event but one of a stream that failed."""
+    """The body of every error answer, and the data of the event before [DONE] in a failed stream."""
 
     error: ErrorInfo
 
@@ -53,42 +53,42 @@ class Error(Shape):
 
 
 class CachedTokens(Shape):
-    """Of the prompt's tokens."""
+    """Prompt tokens from the prefix cache."""
 
     cached_tokens: Count
 
 
 class ThoughtTokens(Shape):
-    """Of the answers' tokens."""
+    """Completion tokens of the reasoning."""
 
     reasoning_tokens: Count
 
 
 class Usage(Shape):
-    """Tokens of all prompts and all choices."""
+    """Token counts of all prompts and all choices."""
 
     prompt_tokens: Count
     total_tokens: Count
     completion_tokens: Count
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ThoughtTokens | None = None  # of a model that marks its thoughts
+    completion_tokens_details: ThoughtTokens | None = None  # only for models with reasoning
 
 
 class PromptLogprob(Shape):
-    """Of a token of the prompt."""
+    """The log-probability of one token at a position of the prompt."""
 
     logprob: float
     rank: Count
     decoded_token: str
 
 
-# the first token's are null, as nothing comes before it; then token id -> the token's own, and the likeliest ones
+# one entry per token: token id -> log-probability of the token and the most likely ones; null for the first token
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-RequestMetrics = dict[str, float | int | dict[str, float | None] | None]  # times in milliseconds, counts, stages
+RequestMetrics = dict[str, float | int | dict[str, float | None] | None]  # times in ms, counts, times by stage
 
 
 class Progress(Shape):
-    """How far a prompt has come, in tokens."""
+    """Progress of the prefill, in tokens."""
 
     total: Count
     cached: Count
@@ -98,7 +98,7 @@ class Progress(Shape):
 
 
 class TopLogprob(Shape):
-    """A token that was likely."""
+    """A likely token and its log-probability."""
 
     token: str
     logprob: float
@@ -106,28 +106,28 @@ class TopLogprob(Shape):
 
 
 class ChatLogprob(TopLogprob):
-    """The token that was chosen, and the likeliest ones."""
+    """The chosen token, and the most likely ones."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Shape):
-    """One entry a token."""
+    """Log-probabilities, one entry per token."""
 
     content: list[ChatLogprob]
 
 
 class CompletionLogprobs(Shape):
-    """Parallel lists, one entry a token."""
+    """Log-probabilities as parallel lists, one entry per token."""
 
     tokens: list[str]
-    token_logprobs: list[float | None]  # null for the first token of a prompt that is echoed
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[Count]
 
 
 class Choice(Shape):
-    """What all choices have."""
+    """The common fields of all choices."""
 
     index: Count
     finish_reason: FinishReason | None
@@ -136,7 +136,7 @@ class Choice(Shape):
 
 
 class CalledFunction(Shape):
-    """What is called, and with what: JSON as text."""
+    """The called function; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -151,31 +151,31 @@ class ToolCall(Shape):
 
 
 class AssistantMessage(Shape):
-    """The answer. Without words beside calls or thoughts, its content is null."""
+    """The answer. `content` is null if there are only tool calls or reasoning."""
 
     role: Literal["assistant"]
     content: str | None
     reasoning: str | None = None
-    reasoning_content: str | None = None  # the same, by its other name
+    reasoning_content: str | None = None  # the same text under its other name
     tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Choice):
-    """An answer to a chat."""
+    """One answer to a chat."""
 
     message: AssistantMessage
     logprobs: ChatLogprobs | None
 
 
 class FunctionDelta(Shape):
-    """The name, once, or a piece of the arguments."""
+    """The function name, once, or a piece of the arguments."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCallDelta(Shape):
-    """The beginning of a call, or a piece of its arguments."""
+    """The begin of a tool call, or a piece of its arguments."""
 
     index: Count
     id: str | None = None
@@ -201,7 +201,7 @@ class ChunkChoice(Choice):
 
 
 class CompletionChoice(Choice):
-    """How a prompt goes on; in a stream, a piece of that."""
+    """A completion of a prompt; in a stream, a piece of it."""
 
     text: str
     logprobs: CompletionLogprobs | None
@@ -210,12 +210,12 @@ class CompletionChoice(Choice):
 
 
 class Generated(Shape):
-    """What all answers and chunks have."""
+    """The common fields of all answers and chunks."""
 
     id: str
     created: Count
     model: str
-    metrics: RequestMetrics | None = None  # with return_metrics, or where the server always tells them
+    metrics: RequestMetrics | None = None  # with return_metrics, or if the server always includes them
 
 
 class ChatCompletion(Generated):
@@ -230,7 +230,7 @@ class ChatCompletion(Generated):
 
 
 class ChatCompletionChunk(Generated):
-    """The data of an event of a streamed chat. After the last comes the text [DONE]."""
+    """The data of one event of a streamed chat. The last event has the data [DONE]."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
@@ -240,7 +240,7 @@ class ChatCompletionChunk(Generated):
 
 
 class Completion(Generated):
-    """How the prompts go on."""
+    """The completions of the prompts."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -249,7 +249,7 @@ class Completion(Generated):
 
 
 class CompletionChunk(Generated):
-    """The data of an event of a streamed completion. After the last comes the text [DONE]."""
+    """The data of one event of a streamed completion. The last event has the data [DONE]."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -261,7 +261,7 @@ class CompletionChunk(Generated):
 
 
 class Model(Shape):
-    """A name that is served."""
+    """A served model name."""
 
     id: str
     object: Literal["model"]
@@ -274,14 +274,14 @@ class Model(Shape):
 
 
 class Models(Shape):
-    """All of them."""
+    """All served model names."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class Tokens(Shape):
-    """Token ids of a prompt."""
+    """The token ids of a prompt."""
 
     count: Count
     max_model_len: Count
@@ -290,39 +290,39 @@ class Tokens(Shape):
 
 
 class Text(Shape):
-    """What token ids spell."""
+    """The text of token ids."""
 
     prompt: str
 
 
 class Aborted(Shape):
-    """A request that was ended."""
+    """An aborted request."""
 
     id: str
     aborted: Literal[True]
 
 
 class CacheReset(Shape):
-    """What became free."""
+    """The number of freed KV blocks."""
 
     freed_blocks: Count
 
 
 class FlightFile(Shape):
-    """A file of the flight recorder's. None: one was written seconds ago."""
+    """The flight recorder's file; null if one was written seconds ago."""
 
     file: str | None
 
 
 class ProfilerStarted(Shape):
-    """A window is open, and what is seen in it goes to a file."""
+    """A running profile: its future file, and its length."""
 
     file: str
     seconds: Count
 
 
 class ProfileFile(Shape):
-    """What was seen in a window, as Chrome and Perfetto read it."""
+    """The file of a profile, for Chrome and Perfetto."""
 
     file: str
     num_bytes: Count
@@ -336,7 +336,7 @@ class TraceEvents(Shape):
 
 
 class Load(Shape):
-    """What is under way, in sequences; shares are of 1, times in seconds."""
+    """The load: `server_load` in requests, other counts in sequences, `kv_usage` in [0, 1], times in seconds."""
 
     server_load: Count
     waiting: Count
@@ -347,25 +347,25 @@ class Load(Shape):
 
 
 class Version(Shape):
-    """Of millrace."""
+    """The version of millrace."""
 
     version: str
 
 
 class Alive(Shape):
-    """The process answers."""
+    """The process responds."""
 
     status: Literal["alive"]
 
 
 class Ready(Shape):
-    """Requests are taken."""
+    """The server accepts requests."""
 
     status: Literal["ready"]
 
 
 class NotReady(Shape):
-    """No request is taken, and why."""
+    """The server accepts no requests, for this reason."""
 
     status: str
     stage: str | None
@@ -373,32 +373,32 @@ class NotReady(Shape):
 
 
 class ServedModel(Shape):
-    """The model that runs."""
+    """The running model."""
 
     id: str
     served_names: list[str]
     max_model_len: Count
     vocab_size: Count
     dtype: str
-    quantization: str | None  # how matrices are kept; null: as dtype
-    kv_cache_dtype: str | None  # of keys and values; null: there is no cache
+    quantization: str | None  # format of the weight matrices; null: dtype
+    kv_cache_dtype: str | None  # of keys and values; null: no KV cache
     device: str
     attention_backend: str
     eos_token_ids: list[Count]
     has_chat_template: bool
-    tasks: list[str]  # what it can be asked for
-    embeddings: dict[str, Any] | None  # how they are made; null if it makes none
+    tasks: list[str]  # supported tasks
+    embeddings: dict[str, Any] | None  # pooling settings; null for a model without embeddings
 
 
 class Configuration(Shape):
-    """The settings in effect; keys are hidden."""
+    """The effective settings, with secrets masked."""
 
     engine: dict[str, Any]
     server: dict[str, Any]
 
 
 class MemoryRow(Shape):
-    """A use of memory."""
+    """One use of memory."""
 
     name: str
     bytes: Count
@@ -407,7 +407,7 @@ class MemoryRow(Shape):
 
 
 class CacheSize(Shape):
-    """Of the KV cache."""
+    """The size of the KV cache."""
 
     block_size: Count
     bytes_per_block: Count
@@ -417,7 +417,7 @@ class CacheSize(Shape):
 
 
 class Memory(Shape):
-    """Where the memory goes."""
+    """Memory by use."""
 
     device: str
     device_bytes: Count
@@ -429,7 +429,7 @@ class Memory(Shape):
 
 
 class Blocks(Shape):
-    """Of the KV cache, by state."""
+    """KV blocks by state; `shared` is a part of `used`."""
 
     num_blocks: Count
     block_size: Count
@@ -441,14 +441,14 @@ class Blocks(Shape):
 
 
 class Process(Shape):
-    """Where the step loop runs."""
+    """The process of the step loop."""
 
     mode: Literal["inline", "split"]
     engine_pid: Count | None
 
 
 class Graphs(Shape):
-    """CUDA graphs that were captured: of decoding steps by rows, of mixed ones by tokens, and what that took."""
+    """Captured CUDA graphs: row counts of decode steps, token counts of mixed steps, and the cost."""
 
     decode_rows: list[Count]
     mixed_tokens: list[Count]
@@ -457,7 +457,7 @@ class Graphs(Shape):
 
 
 class ServerInfo(Shape):
-    """What runs here, and with which settings."""
+    """The running model, its settings and its memory."""
 
     version: str
     model: ServedModel
@@ -470,7 +470,7 @@ class ServerInfo(Shape):
 
 
 class DocumentInfo(Shape):
-    """What is described."""
+    """Title and version of the API."""
 
     title: str
     version: str

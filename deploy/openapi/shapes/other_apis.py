@@ -1,7 +1,7 @@
-"""The shapes of answers of the APIs besides OpenAI's older ones: numbers, token ids, responses and messages.
+"""Models of the answers of the other APIs: pooling, token ids, Responses and Messages.
 
-As in `openai.py`, answers are made without these. Objects that belong to OpenAI or Anthropic and that grow with their
-APIs say which fields are always there, and may have more.
+As in `openai.py`, the server does not use them. Objects defined by OpenAI or Anthropic name the fields that are always
+present, and may have more.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class OpenShape(BaseModel):
 
 
 class Embedding(Shape):
-    """Of one input."""
+    """The embedding of one input."""
 
     object: Literal["embedding"]
     index: Count
-    embedding: list[float] | str  # base64 of little-endian float32, if that was asked for
+    embedding: list[float] | str  # with encoding_format base64: text of little-endian float32
 
 
 class Numbers(Shape):
-    """What answers have whose data are numbers."""
+    """The common fields of embeddings and scores."""
 
     id: str
     object: Literal["list"]
@@ -41,13 +41,13 @@ class Numbers(Shape):
 
 
 class Embeddings(Numbers):
-    """One for each input, in their order."""
+    """Embeddings, one per input, in input order."""
 
     data: list[Embedding]
 
 
 class Score(Shape):
-    """Of one pair."""
+    """The score of one pair."""
 
     index: Count
     object: Literal["score"]
@@ -55,19 +55,19 @@ class Score(Shape):
 
 
 class Scores(Numbers):
-    """One for each pair, in their order."""
+    """Scores, one per pair, in input order."""
 
     data: list[Score]
 
 
 class RankedText(Shape):
-    """The document itself."""
+    """The text of a document."""
 
     text: str
 
 
 class Rank(Shape):
-    """A document's; `index` is its place in the request."""
+    """The relevance of one document; `index` is its position in the request."""
 
     index: Count
     relevance_score: float
@@ -75,7 +75,7 @@ class Rank(Shape):
 
 
 class Ranks(Shape):
-    """The documents that answer the query best, best first."""
+    """Documents in order of relevance, best first."""
 
     id: str
     model: str
@@ -87,7 +87,7 @@ class Ranks(Shape):
 
 
 class TokensChoice(Shape):
-    """How a prompt goes on, in token ids; in a stream, the new ones."""
+    """A completion in token ids; in a stream, the new token ids."""
 
     index: Count
     token_ids: list[Count]
@@ -99,7 +99,7 @@ class TokensChoice(Shape):
 
 
 class GeneratedTokens(Shape):
-    """How the prompts go on, in token ids."""
+    """The completions of the prompts, in token ids."""
 
     request_id: str
     id: str
@@ -113,7 +113,7 @@ class GeneratedTokens(Shape):
 
 
 class GeneratedTokensChunk(OpenShape):
-    """The data of an event of streamed token ids. After the last comes the text [DONE]."""
+    """The data of one event of streamed token ids. The last event has the data [DONE]."""
 
     id: str
     object: Literal["token_ids"]
@@ -123,7 +123,7 @@ class GeneratedTokensChunk(OpenShape):
 
 
 class RenderedPrompt(Shape):
-    """A body for /generate, with the text of its token ids beside it."""
+    """A body for /generate, with the text of its token ids."""
 
     request_id: str
     model: str
@@ -136,21 +136,21 @@ class RenderedPrompt(Shape):
 
 
 class RenderedPrompts(RootModel[list[RenderedPrompt]]):
-    """One for each prompt."""
+    """Bodies for /generate, one per prompt."""
 
 
 # -- responses
 
 
 class ResponseError(OpenShape):
-    """Why a response failed."""
+    """The reason of a failed response."""
 
     code: str
     message: str
 
 
 class OutputItem(OpenShape):
-    """What was said, thought or called."""
+    """A message, the reasoning or a function call."""
 
     id: str
     type: Literal["message", "reasoning", "function_call"]
@@ -158,7 +158,7 @@ class OutputItem(OpenShape):
 
 
 class ResponseUsage(OpenShape):
-    """Tokens."""
+    """Token counts of a response."""
 
     input_tokens: Count
     input_tokens_details: dict[str, Count]
@@ -168,7 +168,7 @@ class ResponseUsage(OpenShape):
 
 
 class Response(OpenShape):
-    """OpenAI's object: one answer, with what was asked for."""
+    """OpenAI's response object: one answer, with the parameters of its request."""
 
     id: str
     object: Literal["response"]
@@ -194,14 +194,14 @@ class Response(OpenShape):
 
 
 class ResponseEvent(OpenShape):
-    """The data of an event of a streamed response; its `type` is also the event's name."""
+    """The data of one event of a streamed response; `type` is also the event's name."""
 
     type: str
     sequence_number: Count
 
 
 class DeletedResponse(Shape):
-    """It is not kept any more."""
+    """A deleted response."""
 
     id: str
     object: Literal["response"]
@@ -209,14 +209,14 @@ class DeletedResponse(Shape):
 
 
 class InputItem(OpenShape):
-    """What was asked, or was answered before."""
+    """An input item, or an item of a previous response."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
 
 
 class InputItems(Shape):
-    """A page of them."""
+    """A page of input items."""
 
     object: Literal["list"]
     data: list[InputItem]
@@ -229,14 +229,14 @@ class InputItems(Shape):
 
 
 class MessagesErrorInfo(Shape):
-    """What went wrong, as Anthropic's clients know it."""
+    """The description of an error, in Anthropic's format."""
 
     type: str
     message: Annotated[str, Field(min_length=1)]
 
 
 class MessagesError(Shape):
-    """The body of every answer of this API that is an error."""
+    """The body of every error answer of the Messages API."""
 
     type: Literal["error"]
     error: MessagesErrorInfo
@@ -244,13 +244,13 @@ class MessagesError(Shape):
 
 
 class ContentBlock(OpenShape):
-    """What was said, thought or called."""
+    """Text, reasoning or a tool call."""
 
     type: Literal["text", "thinking", "tool_use"]
 
 
 class MessageUsage(Shape):
-    """Tokens; those from the cache are not among the input tokens."""
+    """Token counts of a message; `input_tokens` excludes cached tokens."""
 
     input_tokens: Count
     cache_read_input_tokens: Count
@@ -259,7 +259,7 @@ class MessageUsage(Shape):
 
 
 class AnthropicMessage(Shape):
-    """Anthropic's object: one answer."""
+    """Anthropic's message object: one answer."""
 
     id: str
     type: Literal["message"]
@@ -272,12 +272,12 @@ class AnthropicMessage(Shape):
 
 
 class MessageEvent(OpenShape):
-    """The data of an event of a streamed message; its `type` is also the event's name."""
+    """The data of one event of a streamed message; `type` is also the event's name."""
 
     type: str
 
 
 class NumInputTokens(Shape):
-    """Of a prompt."""
+    """The number of tokens of a prompt."""
 
     input_tokens: Count

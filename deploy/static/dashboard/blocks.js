@@ -1,11 +1,11 @@
-// The map of the KV cache: every block, by what state it is in, who holds it, or how long that has been so.
+// The map of the KV cache: every block, coloured by state, owner or age.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, percent, seconds, shortId } from "./format.js";
 import { Card, Choice, colour, Figure, Legend, Missing, useWidth, Wide } from "./ui.js";
 
 export const title = "KV blocks";
-export const about = "Every block of the KV cache, in the order of its id.";
+export const about = "All blocks of the KV cache, in order of their ids.";
 export const topics = ({ feed }) => ({ blocks: {}, ...(feed.recording ? { preemptions: {} } : {}) });
 
 const [FREE, CACHED, QUARANTINED, SHARED, FIRST_SLOT] = [0, 1, 2, 3, 4];
@@ -18,7 +18,7 @@ export function View({ app }) {
   const nowS = app.feed.nowS() ?? 0;
   const [mode, setMode] = useState("state");
   const [at, setAt] = useState(null);
-  if (!map) return html`<${Missing}>${overview && overview.blocks === undefined ? "This model keeps no KV cache." : "Waiting for the map."}<//>`;
+  if (!map) return html`<${Missing}>${overview && overview.blocks === undefined ? "This model has no KV cache." : "Waiting for the map."}<//>`;
   const kv = overview?.blocks;
   const host = overview?.host_blocks;
   return html`
@@ -27,25 +27,25 @@ export function View({ app }) {
         <p class="note">${count(map.cells.length)} blocks of ${map.blockSize} tokens</p></div>
       <${Map} map=${map} mode=${mode} at=${at} setAt=${setAt} nowS=${nowS} />
       <${Key} mode=${mode} />
-      <p class="detail-line" aria-live="off">${at === null ? "Point at a block, or move with the arrow keys." : describe(map, at, nowS)}</p>
+      <p class="detail-line" aria-live="off">${at === null ? "Point at a block, or use the arrow keys." : describe(map, at, nowS)}</p>
     <//>
     ${kv && html`<${Card} title="Blocks"><dl class="figures">
       ${["free", "in_use", "shared", "cached", "quarantined"].map(
         (name) => html`<${Figure} name=${name.replace("_", " ")} value=${count(kv[name])} unit=${percent(kv[name] / kv.num_blocks)} id=${`blocks.${name}`} />`)}
-      ${host && html`<${Figure} name="on the host" value=${count(host.in_use + host.cached)} unit=${`of ${count(host.num_blocks)}`} />`}
+      ${host && html`<${Figure} name="in host memory" value=${count(host.in_use + host.cached)} unit=${`of ${count(host.num_blocks)}`} />`}
     </dl><//>`}
-    ${app.feed.recording && preemptions && html`<${Card} title="Who gave way, and why" note=${preemptions.num_preemptions > preemptions.rows.length ? `The last ${preemptions.rows.length} of ${count(preemptions.num_preemptions)} so far, newest first.` : "Up to this moment, newest first."}><${Preemptions} app=${app} rows=${preemptions.rows} /><//>`}
-    <${Card} title="Who holds most"><${Owners} map=${map} /><//>`;
+    ${app.feed.recording && preemptions && html`<${Card} title="Preempted sequences" note=${preemptions.num_preemptions > preemptions.rows.length ? `The last ${preemptions.rows.length} of ${count(preemptions.num_preemptions)} so far, newest first.` : "Up to this time, newest first."}><${Preemptions} app=${app} rows=${preemptions.rows} /><//>`}
+    <${Card} title="Largest owners"><${Owners} map=${map} /><//>`;
 }
 
 const Key = ({ mode }) =>
   mode === "state"
-    ? html`<${Legend} entries=${[["kv-free", "free"], ["kv-used", "in use"], ["kv-shared", "shared by several"], ["kv-cached", "cached"], ["kv-quarantined", "quarantined: a step in flight may touch it"]]} />`
+    ? html`<${Legend} entries=${[["kv-free", "free"], ["kv-used", "in use"], ["kv-shared", "shared by several"], ["kv-cached", "cached"], ["kv-quarantined", "quarantined: in use by a step in flight"]]} />`
     : mode === "owner"
-      ? html`<${Legend} entries=${[["kv-free", "free"], ["kv-cached", "cached or quarantined"], ["kv-owners", "one colour a request"], ["kv-shared", "shared by several"]]} />`
+      ? html`<${Legend} entries=${[["kv-free", "free"], ["kv-cached", "cached or quarantined"], ["kv-owners", "one colour per request"], ["kv-shared", "shared by several"]]} />`
       : html`<${Legend} entries=${[["kv-free", "free"], ...AGES.map((age, i) => [`age-${i}`, `unchanged for under ${seconds(age)}`]), ["age-4", "longer"]]} />`;
 
-// One pixel of an image a block, enlarged without smoothing: what changed costs a pixel, whatever the size of the cache.
+// An image with one pixel per block, enlarged without smoothing: a change costs one pixel at any size of the cache.
 function Map({ map, mode, at, setAt, nowS }) {
   const [ref, width] = useWidth();
   const canvas = useRef(null);
@@ -68,7 +68,7 @@ function Map({ map, mode, at, setAt, nowS }) {
     event.preventDefault();
   };
   return html`<div ref=${ref} class="map" tabindex="0" role="slider" aria-label="Block" aria-valuemin="0" aria-valuemax=${total - 1} aria-valuenow=${at ?? 0}
-      aria-valuetext=${at === null ? "none chosen" : describe(map, at, nowS)} onKeyDown=${move}>
+      aria-valuetext=${at === null ? "none selected" : describe(map, at, nowS)} onKeyDown=${move}>
     <canvas ref=${canvas} style=${{ width: `${columns * size}px`, height: `${rows * size}px` }} onMouseMove=${pick} onMouseLeave=${() => setAt(null)} onClick=${pick} aria-hidden="true"></canvas>
     ${size >= 6 && html`<span class="grid" style=${{ width: `${columns * size}px`, height: `${rows * size}px`, "background-size": `${size}px ${size}px` }}></span>`}
     ${at !== null && html`<span class="cursor" style=${{ left: `${(at % columns) * size - 1}px`, top: `${Math.floor(at / columns) * size - 1}px`, width: `${size + 2}px`, height: `${size + 2}px` }}></span>`}
@@ -92,7 +92,7 @@ function paint(canvas, kept, map, mode, columns, rows, nowS) {
   canvas.getContext("2d").putImageData(kept.image, 0, 0);
 }
 
-// Colours as an ImageData has them: ABGR, on little-endian machines, which all browsers run on.
+// Colours in the format of ImageData: ABGR on little-endian machines, the only ones that browsers run on.
 function palette(mode) {
   const states = [..."free cached quarantined shared used".split(" ").map((name) => pixel(colour(`kv-${name}`)))];
   const ages = Array.from({ length: 5 }, (_, i) => pixel(colour(`age-${i}`)));
@@ -125,18 +125,18 @@ function Owners({ map }) {
   for (const cell of map.cells) held[cell]++;
   const found = Object.entries(map.owners).map(([slot, id]) => [id, slot, held[FIRST_SLOT + Number(slot)]]);
   const most = found.sort((a, b) => b[2] - a[2]).slice(0, 8);
-  if (!most.length) return html`<p class="note">Nobody runs.</p>`;
+  if (!most.length) return html`<p class="note">No running requests.</p>`;
   const largest = Math.max(1, most[0][2]);
   return html`<table><thead><tr><th scope="col">request</th><th scope="col" class="num">slot</th><th scope="col" class="num">own blocks</th><th scope="col" class="only-wide"></th></tr></thead>
     <tbody>${most.map(([id, slot, blocks_]) => html`<tr key=${slot}><th scope="row"><a href=${`#/waterfall/${encodeURIComponent(id)}`} title=${id}>${shortId(id)}</a></th><td class="num">${slot}</td><td class="num">${count(blocks_)}</td>
       <td class="only-wide"><span class="split"><span class="busy" style=${{ width: `${(100 * blocks_) / largest}%` }}></span></span></td></tr>`)}</tbody></table>`;
 }
 
-// Of a recording: each with the moment at which it came to pass, to go there.
+// Recordings only: each preemption with its time and a button to go there.
 function Preemptions({ app, rows }) {
-  if (!rows.length) return html`<p class="missing">Nobody lost its memory so far.</p>`;
-  return html`<${Wide} label="Preemptions"><table><thead><tr><th scope="col" class="num">at</th><th scope="col">request</th><th scope="col">what</th></tr></thead>
+  if (!rows.length) return html`<p class="missing">No preemptions so far.</p>`;
+  return html`<${Wide} label="Preemptions"><table><thead><tr><th scope="col" class="num">at</th><th scope="col">request</th><th scope="col">reason</th></tr></thead>
     <tbody>${rows.slice(0, 40).map((row) => html`<tr key=${`${row.time_s} ${row.sequence_id}`} data-preemption=${row.sequence_id}>
-      <td class="num"><button class="quiet" aria-label=${`Go to ${seconds(row.time_s)}, when sequence ${row.sequence_id} gave way`} onClick=${() => app.feed.seek(row.time_s)}>${seconds(row.time_s)}</button></td>
-      <td>${row.request_id ? html`<a href=${`#/waterfall/${encodeURIComponent(row.request_id)}`}>${shortId(row.request_id)}</a>` : "over by now"}</td><td class="free">${row.sentence}</td></tr>`)}</tbody></table><//>`;
+      <td class="num"><button class="quiet" aria-label=${`Go to ${seconds(row.time_s)}, when sequence ${row.sequence_id} was preempted`} onClick=${() => app.feed.seek(row.time_s)}>${seconds(row.time_s)}</button></td>
+      <td>${row.request_id ? html`<a href=${`#/waterfall/${encodeURIComponent(row.request_id)}`}>${shortId(row.request_id)}</a>` : "ended"}</td><td class="free">${row.sentence}</td></tr>`)}</tbody></table><//>`;
 }

@@ -1,11 +1,11 @@
-// Every setting in effect, where it came from, and what it means.
+// Every effective setting with its source and meaning.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count } from "./format.js";
 import { Card, Missing, Wide } from "./ui.js";
 
 export const title = "Settings";
-export const about = "Every setting in effect, and where it came from. Keys are never shown.";
+export const about = "All effective settings and their sources. Keys are never shown.";
 export const topics = () => ({ config: {} });
 
 export function View({ app }) {
@@ -18,10 +18,10 @@ export function View({ app }) {
   const groups = [...new Set(shown.map((row) => row.group))];
   return html`<${Card}>
     <div class="bar"><label>Find <input type="search" value=${wanted} onInput=${(event) => setWanted(event.target.value)} placeholder="name, meaning or source" /></label>
-      <label class="check"><input type="checkbox" checked=${isShort} onChange=${(event) => setShort(event.target.checked)} /> only what was set</label>
+      <label class="check"><input type="checkbox" checked=${isShort} onChange=${(event) => setShort(event.target.checked)} /> only non-defaults</label>
       <p class="note" role="status">${count(shown.length)} of ${count(rows.length)}</p></div>
     <${Wide} label="Settings"><table class="settings">
-      <thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">from</th><th scope="col" class="only-wide">meaning</th></tr></thead>
+      <thead><tr><th scope="col">setting</th><th scope="col">value</th><th scope="col">source</th><th scope="col" class="only-wide">meaning</th></tr></thead>
       ${groups.map((group) => html`<tbody key=${group}><tr class="group"><th scope="rowgroup" colspan="4">${group}</th></tr>
         ${shown.filter((row) => row.group === group).map((row) => html`<tr key=${row.name} data-setting=${row.name} title=${row.help}><th scope="row"><code>${row.name}</code></th>
           <td><code>${show(row.value)}</code></td><td><span class=${row.source && row.source !== "default" ? "set" : "note"}>${row.source || "set in code"}</span></td>

@@ -1,7 +1,7 @@
-// The dashboard's WebSocket: says what is wanted, keeps what came, and calls `onchange` when there is news.
+// The dashboard's WebSocket: subscribes to topics, keeps their data, and calls `onchange` after each update.
 //
-// `data` holds each topic as the server has it now. A topic comes in full and then as changes; what is not wanted any
-// more is kept, and replaced when it is wanted again. While the page is hidden nothing is wanted, so nothing is sent.
+// `data` has the server's current state of each topic. A topic comes in full and then as changes. The data of an
+// unsubscribed topic stays until it is subscribed again. While the page is hidden it subscribes to nothing.
 
 const RETRY_MS = [250, 1000, 3000, 10000];
 
@@ -16,7 +16,7 @@ export class Feed {
     document.addEventListener("visibilitychange", () => this._subscribe());
   }
 
-  // The engine's clock now, in seconds; null before it was told. In a recording it stands where the recording does.
+  // The engine's current clock in seconds; null before the first update. For a recording, the current position.
   nowS() {
     if (this.recording) return this.updateS ?? null;
     return this.clockOffsetS === null ? null : performance.now() / 1000 + this.clockOffsetS;
@@ -41,7 +41,7 @@ export class Feed {
     if (!same) this._subscribe();
   }
 
-  // In a recording: to a moment, by so many steps, or on by itself, so many times as fast; 0 stops.
+  // Recordings only: go to a time, go by a number of steps, or play at a multiple of the recorded speed; 0 pauses.
   seek(timeS) {
     this._send({ type: "seek", time_s: timeS });
   }
@@ -115,7 +115,7 @@ export class Feed {
   }
 }
 
-// RFC 7386, into new objects, so that what has not changed stays the same object.
+// Applies an RFC 7386 merge patch into new objects; unchanged parts stay the same objects.
 export function mergePatch(target, patch) {
   if (patch === null || typeof patch !== "object" || Array.isArray(patch)) return patch;
   const merged = target && typeof target === "object" && !Array.isArray(target) ? { ...target } : {};

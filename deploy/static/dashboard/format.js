@@ -1,4 +1,4 @@
-// Numbers as people read them: few digits, a unit, and no jumping about.
+// Formatting of numbers: few digits, a unit, and a stable width.
 
 export const count = (n) => (n === null || n === undefined ? "–" : Math.round(n).toLocaleString("en-US"));
 
@@ -8,7 +8,7 @@ export const percent = (share) => {
   return `${of100 > 0 && of100 < 0.95 ? of100.toFixed(1) : Math.round(of100)} %`;
 };
 
-// Seconds in the unit that fits.
+// Seconds in a suitable unit.
 export function seconds(s) {
   if (s === null || s === undefined || Number.isNaN(s)) return "–";
   const a = Math.abs(s);

@@ -1,4 +1,4 @@
-// How long requests waited and how evenly their tokens came: histograms, exact as /metrics has them, and heat maps.
+// Latency histograms with the exact counts of /metrics, and heat maps.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, percent, seconds } from "./format.js";
@@ -6,24 +6,24 @@ import { LATENCY_S } from "./store.js";
 import { Canvas, Card, Choice, colour, Figure, Missing, useWidth, Wide } from "./ui.js";
 
 export const title = "Latency";
-export const about = "How long requests wait, and how evenly their tokens come. The figures are those of /metrics.";
+export const about = "Latency of requests and tokens, with the histograms of /metrics.";
 export const topics = () => ({ latency: {} });
 
 const NAMES = {
   time_to_first_token: ["Time to first token", "From a request's arrival to its first token."],
-  inter_token_latency: ["Between tokens", "From each token of an answer to the next."],
-  request_queue_time: ["In the queue", "From a request's arrival until the device began with it."],
-  e2e_request_latency: ["Altogether", "From a request's arrival to its end."],
+  inter_token_latency: ["Inter-token latency", "From each token of an answer to the next."],
+  request_queue_time: ["Queue time", "From a request's arrival to its first step."],
+  e2e_request_latency: ["End-to-end latency", "From a request's arrival to its end."],
 };
 
 export function View({ app }) {
   const latency = app.feed.data.latency;
   const [span, setSpan] = useState("all");
-  if (!latency) return html`<${Missing}>Latencies are not recorded by this server.<//>`;
+  if (!latency) return html`<${Missing}>This server does not measure latencies.<//>`;
   const names = Object.keys(latency);
-  if (!names.length) return html`<${Missing}>Nothing is measured yet.<//>`;
+  if (!names.length) return html`<${Missing}>No measurements yet.<//>`;
   return html`
-    ${app.feed.recording && html`<p class="note">Up to this moment, as schedule saw it: a token came when it heard of its step. The way to the client is not in a recording. By time there is what this page has played.</p>`}
+    ${app.feed.recording && html`<p class="note">Up to this time, as seen by schedule: the time of a token is that of its step's result. A recording does not include the way to the client. The heat maps cover what this page has played.</p>`}
     <div class="bar"><${Choice} label="Show" name="span" value=${span} onchange=${setSpan} options=${[["all", "Since the start"], ["seen", "Since this page opened"]]} /></div>
     <div class="columns">${names.map((name) => html`<${OfOne} key=${name} one=${{ ...latency[name], title: (NAMES[name] ?? [name])[0], help: (NAMES[name] ?? [])[1] }} readings=${app.history.latencies} name=${name} span=${span} />`)}</div>`;
 }
@@ -37,16 +37,16 @@ function OfOne({ one, readings, name, span }) {
     <dl class="figures">
       <${Figure} name="measured" value=${count(total)} id=${`${name}.count`} />
       <${Figure} name="mean" value=${total ? seconds(sumUs / 1e6 / total) : "–"} />
-      ${[0.5, 0.9, 0.99].map((q) => html`<${Figure} name=${`${100 * q} of 100 at most`} value=${atMost(one.bounds_us, counts, total, q)} />`)}
+      ${[0.5, 0.9, 0.99].map((q) => html`<${Figure} name=${`p${100 * q}`} value=${atMost(one.bounds_us, counts, total, q)} />`)}
     </dl>
     ${total > 0 && html`<${Bars} bounds=${one.bounds_us} counts=${counts} total=${total} title=${one.title} /><${Heat} one=${one} readings=${readings} name=${name} />`}
-    ${total === 0 && html`<p class="missing">Nothing was measured yet.</p>`}
+    ${total === 0 && html`<p class="missing">No measurements yet.</p>`}
     <details><summary>As a table</summary><${Wide} label=${`${one.title}, counts by bucket`}><table><thead><tr><th scope="col" class="num">at most</th><th scope="col" class="num">measured</th><th scope="col" class="num">share</th></tr></thead>
-      <tbody>${counts.map((n, i) => html`<tr key=${i}><th scope="row" class="num">${i < one.bounds_us.length ? seconds(one.bounds_us[i] / 1e6) : "longer"}</th><td class="num" data-bucket=${`${name}.${i}`}>${count(n)}</td><td class="num">${total ? percent(n / total) : "–"}</td></tr>`)}</tbody></table><//></details>
+      <tbody>${counts.map((n, i) => html`<tr key=${i}><th scope="row" class="num">${i < one.bounds_us.length ? seconds(one.bounds_us[i] / 1e6) : "more"}</th><td class="num" data-bucket=${`${name}.${i}`}>${count(n)}</td><td class="num">${total ? percent(n / total) : "–"}</td></tr>`)}</tbody></table><//></details>
   <//>`;
 }
 
-// The bound of the bucket in which the quantile is: exact buckets know no more.
+// The upper bound of the quantile's bucket.
 function atMost(bounds, counts, total, q) {
   if (!total) return "–";
   let left = Math.ceil(q * total);
@@ -79,7 +79,7 @@ function Bars({ bounds, counts, total, title: name }) {
     <line x1="0" x2=${width} y1="122.5" y2="122.5" class="base" /></svg></div>`;
 }
 
-// A column every two seconds, a row a bucket, darker where more fell.
+// One column per LATENCY_S seconds, one row per bucket; darker cells have more measurements.
 function Heat({ one, readings, name }) {
   const [ref, width] = useWidth();
   const columns = [];
@@ -105,6 +105,6 @@ function Heat({ one, readings, name }) {
       }
     });
   };
-  return html`<div ref=${ref}><p class="note">By time, newest at the right, ${LATENCY_S} seconds a column; up is slower (to ${last < one.bounds_us.length ? seconds(one.bounds_us[last] / 1e6) : "more"}).</p>
-    <${Canvas} width=${width} height=${rows * cell} draw=${draw} role="img" aria-label=${`${one.title} by time`} /></div>`;
+  return html`<div ref=${ref}><p class="note">Over time, newest at the right, ${LATENCY_S} seconds per column; slower is higher (up to ${last < one.bounds_us.length ? seconds(one.bounds_us[last] / 1e6) : "more"}).</p>
+    <${Canvas} width=${width} height=${rows * cell} draw=${draw} role="img" aria-label=${`${one.title} over time`} /></div>`;
 }

@@ -1,10 +1,10 @@
-// Lines over time, by uPlot, in the colours of the page.
+// Line charts over time with uPlot, in the page's colours.
 
 import { html, useEffect, useRef } from "../vendor/htm-preact.standalone.module.js";
 import uPlot from "../vendor/uPlot.esm.js";
 import { colour, useWidth } from "./ui.js";
 
-// `x` in seconds before now; `series`: label, colour, values, and "ms" as `scale` for an axis at the right.
+// `x` in seconds before now; `series`: label, colour, values, and `scale` "ms" for the axis at the right.
 export function Lines({ x, series, height }) {
   const [ref, width] = useWidth();
   const plot = useRef(null);

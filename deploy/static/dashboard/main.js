@@ -17,7 +17,7 @@ import * as requests from "./requests.js";
 import * as steps from "./steps.js";
 import * as waterfall from "./waterfall.js";
 
-// In the order of the navigation. A view has `title`, `topics(state)`, what it needs of the feed, and `View`.
+// In the order of the navigation. A view exports `title`, `about`, `topics(app)` (its subscriptions) and `View`.
 const VIEWS = { pipeline, steps, requests, waterfall, blocks, latency, health, playground, recorder, config };
 
 const history = new History();
@@ -34,7 +34,7 @@ function changed() {
   redraw();
 }
 
-// At most once a frame, however often it is asked for.
+// Draws at most once per frame.
 function redraw() {
   if (isDue) return;
   isDue = true;
@@ -87,11 +87,11 @@ function Side() {
 }
 
 const STATES = {
-  connecting: ["wait", "connecting"], live: ["good", "live"], cut: ["bad", "connection lost, trying again"], locked: ["bad", "locked"],
+  connecting: ["wait", "connecting"], live: ["good", "live"], cut: ["bad", "connection lost, reconnecting"], locked: ["bad", "locked"],
 };
 
 function Connection() {
-  const [tone, words] = feed.recording ? ["good", "a recording"] : STATES[feed.state];
+  const [tone, words] = feed.recording ? ["good", "recording"] : STATES[feed.state];
   const what = feed.hello && [feed.recording?.name ?? feed.hello.models.join(", "), feed.hello.version].join(" · ");
   return html`<p class="connection" role="status"><span class=${`dot ${tone}`}></span>${words}${
     feed.hello && html`<br /><span class="model">${what}</span>`}</p>`;
@@ -100,7 +100,7 @@ function Connection() {
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const chosenTheme = () => localStorage.getItem("millrace.theme") ?? "auto";
 
-// Follows the system unless told otherwise.
+// Follows the system's theme unless one is chosen.
 function paint() {
   const theme = chosenTheme();
   document.documentElement.dataset.theme = theme !== "auto" ? theme : dark.matches ? "dark" : "light";
@@ -117,7 +117,7 @@ function Theme() {
     ${["auto", "light", "dark"].map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`;
 }
 
-// The figures that stand above every view.
+// The figures above every view.
 function Vitals() {
   const { overview, steps: log } = feed.data;
   if (!overview) return html`<dl class="vitals" aria-hidden="true"><${Figure} name="waiting for the server" value="…" /></dl>`;
@@ -147,7 +147,7 @@ function Lock() {
   };
   return html`<main class="lock"><form class="card" onSubmit=${unlock}>
     <a class="brand"><img src="static/dashboard/icon.svg" alt="" width="26" height="26" /><span>millrace</span></a>
-    <h1>This server asks for a key</h1>
+    <h1>This server needs a key</h1>
     <p class="note" role="alert">${feed.error?.message}</p>
     <label>API key <input id="key" type="password" autocomplete="off" value=${key} onInput=${(event) => setKey(event.target.value)} /></label>
     <label>Admin key <small>only to cancel requests</small>
@@ -158,8 +158,8 @@ function Lock() {
 
 addEventListener("hashchange", route);
 dark.addEventListener("change", () => { paint(); redraw(); });
-setInterval(() => { if (!document.hidden && feed.state === "live") redraw(); }, 1000); // ages go on while nothing else does
+setInterval(() => { if (!document.hidden && feed.state === "live") redraw(); }, 1000); // updates ages without other changes
 paint();
-globalThis.millraceDashboard = app; // for whoever looks at the page from its console, and for its tests
+globalThis.millraceDashboard = app; // for the browser's console and the tests
 route();
 feed.connect({ key: sessionStorage.getItem("millrace.key") || null, admin_key: sessionStorage.getItem("millrace.admin_key") || null });

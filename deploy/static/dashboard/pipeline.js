@@ -1,4 +1,4 @@
-// The graph: what each stage did in the last seconds, how full the channels are, and which stage is the limit.
+// The graph: load of each stage in the last seconds, fill level of the channels, and the bottleneck.
 
 import { html } from "../vendor/htm-preact.standalone.module.js";
 import { count, percent, rate, seconds } from "./format.js";
@@ -6,55 +6,55 @@ import { Card, Figure, Legend, Missing, useWidth, Wide } from "./ui.js";
 import { WINDOW_S } from "./store.js";
 
 export const title = "Pipeline";
-export const about = `What each stage did in the last ${WINDOW_S} seconds, and how full the channels between them are.`;
+export const about = `Load of each stage in the last ${WINDOW_S} seconds, and fill level of the channels.`;
 export const topics = () => ({});
 
 export function View({ app }) {
   const { pipeline, overview, position } = app.feed.data;
   if (app.feed.recording) return html`<${Recorded} recording=${app.feed.recording} overview=${overview} position=${position} />`;
-  if (!pipeline) return html`<${Missing}>${overview?.health.reason ?? "Waiting for the first reading."}<//>`;
+  if (!pipeline) return html`<${Missing}>${overview?.health.reason ?? "Waiting for data."}<//>`;
   const shares = sharesOf(overview?.bottleneck, pipeline) ?? app.history.stageShares();
   const rates = app.history.edgeRates();
   return html`
     <${Bottleneck} bottleneck=${overview?.bottleneck} />
     <${Card} className="graph">
       <${Graph} pipeline=${pipeline} shares=${shares} rates=${rates} />
-      <${Legend} entries=${[["busy", "busy"], ["blocked", "blocked: waits for room behind it"], ["idle", "idle: nothing to do"]]} />
+      <${Legend} entries=${[["busy", "busy"], ["blocked", "blocked: the next channel is full"], ["idle", "idle: no work"]]} />
     <//>
     <div class="columns">
-      <${Card} title="Stages" note="Seconds since the start, and the share of the last seconds."><${Stages} stages=${pipeline.stages} shares=${shares} /><//>
-      <${Card} title="Channels" note="A full channel makes its sender wait. That is all the back-pressure there is."><${Edges} edges=${pipeline.edges} rates=${rates} /><//>
+      <${Card} title="Stages" note="Time since the start, and shares of the last seconds."><${Stages} stages=${pipeline.stages} shares=${shares} /><//>
+      <${Card} title="Channels" note="The sender waits while a channel is full. This is the only back-pressure."><${Edges} edges=${pipeline.edges} rates=${rates} /><//>
     </div>`;
 }
 
-// A recording holds what schedule and allocate were told and what they decided; of the others it knows what follows.
+// A recording has the inputs and decisions of schedule and allocate; the load of execute is derived from these.
 function Recorded({ recording, overview, position }) {
-  if (!overview || !position) return html`<${Missing}>Waiting for the first moment.<//>`;
+  if (!overview || !position) return html`<${Missing}>Waiting for data.<//>`;
   const { bottleneck } = overview;
   const busy = bottleneck?.busy.execute;
   const { engine } = recording;
   const pipeline = {
     stages: { schedule: {}, allocate: {}, execute: {} },
     edges: {
-      "line -> schedule": { source: "client", target: "schedule", depth: overview.num_waiting, capacity: engine.max_waiting },
+      "queue -> schedule": { source: "client", target: "schedule", depth: overview.num_waiting, capacity: engine.max_waiting },
       "plans -> allocate": { source: "schedule", target: "allocate" },
       "grants -> execute": { source: "allocate", target: "execute", depth: Math.max(0, position.last_granted - position.completed_step), capacity: engine.steps_in_flight },
     },
   };
   const shares = busy === undefined ? {} : { execute: { busy, blocked: 0, idle: 1 - busy } };
-  const figures = [["requests came", "num_arrived"], ["plans", "num_plans"], ["steps granted", "num_grants"], ["steps done", "num_done"], ["steps void", "num_void"], ["newest step granted", "last_granted"], ["newest step done", "completed_step"]];
+  const figures = [["requests", "num_arrived"], ["plans", "num_plans"], ["granted steps", "num_grants"], ["completed steps", "num_done"], ["void steps", "num_void"], ["last granted step", "last_granted"], ["last completed step", "completed_step"]];
   return html`
     <${Bottleneck} bottleneck=${bottleneck} />
     <${Card} className="graph"><${Graph} pipeline=${pipeline} shares=${shares} rates=${null} />
-      <p class="note">Before schedule: sequences that wait. Before execute: steps in flight. In execute: the share of the last ${WINDOW_S} seconds in which the device had a step.</p><//>
+      <p class="note">Before schedule: waiting sequences. Before execute: steps in flight. In execute: the share of the last ${WINDOW_S} seconds in which the device was busy.</p><//>
     <div class="columns">
-      <${Card} title="Up to this moment" note="What schedule was told, and what was decided."><dl class="figures">${figures.map(([name, id]) => html`<${Figure} name=${name} value=${count(position[id])} id=${`position.${id}`} />`)}</dl><//>
-      <${Card} title="Not in a recording" note="It holds what schedule and allocate were told and decided, and nothing else.">
-        <p>How busy the other stages were, how full the channels, what clients and the event loop did: for these there is the trace of the running server (<code>millrace trace</code>) and its flight files. So the sentence above can name memory, slots, prompts and the device, and never the tokenizer or a client.</p><//>
+      <${Card} title="Up to this time" note="Inputs and decisions of schedule and allocate."><dl class="figures">${figures.map(([name, id]) => html`<${Figure} name=${name} value=${count(position[id])} id=${`position.${id}`} />`)}</dl><//>
+      <${Card} title="Not in a recording" note="It has only the inputs and decisions of schedule and allocate.">
+        <p>The load of other stages, the channels, clients and the event loop. The trace of the running server (<code>millrace trace</code>) and its flight files have them. So the bottleneck above can be memory, slots, prompts or the device, but never the tokenizer or a client.</p><//>
     </div>`;
 }
 
-// As /v1/stages has them; null before the server has thought of them.
+// As in /v1/stages; null before the server's first evaluation.
 function sharesOf(bottleneck, pipeline) {
   if (!bottleneck) return null;
   return Object.fromEntries(Object.keys(pipeline.stages).map((name) => {
@@ -65,7 +65,7 @@ function sharesOf(bottleneck, pipeline) {
 }
 
 function Bottleneck({ bottleneck }) {
-  if (!bottleneck) return html`<p class="sentence unknown">What limits it is told after a moment.</p>`;
+  if (!bottleneck) return html`<p class="sentence unknown">The bottleneck is not known yet.</p>`;
   return html`<p class="sentence" data-figure="bottleneck"><span class=${`dot ${bottleneck.stage && bottleneck.situation !== "execute" ? "warn" : "good"}`}></span>${bottleneck.sentence}</p>`;
 }
 
@@ -93,7 +93,7 @@ function Graph({ pipeline, shares, rates }) {
 const spoken = (names, shares) =>
   `The stages in order: ${names
     .map((name) => (shares?.[name] ? `${name}, ${percent(shares[name].busy)} busy, ${percent(shares[name].blocked)} blocked` : name))
-    .join("; ")}. The tables below have all figures.`;
+    .join("; ")}. The tables below have all values.`;
 
 function across(names, width) {
   const gap = 32;
@@ -130,7 +130,7 @@ function Node({ name, box, share }) {
   const parts = share ? [["busy", share.busy], ["blocked", share.blocked]] : [];
   let at = left;
   return html`<g class=${`node ${share && share.blocked > 0.2 ? "is-blocked" : ""}`}>
-    <title>${name}: ${share ? `${percent(share.busy)} busy, ${percent(share.blocked)} blocked` : "no reading yet"}</title>
+    <title>${name}: ${share ? `${percent(share.busy)} busy, ${percent(share.blocked)} blocked` : "no data yet"}</title>
     <rect class="box" x=${x} y=${y} width=${w} height=${h} rx="9" />
     <text class="name" x=${left} y=${y + 22} font-size=${Math.min(13.5, bar / (0.61 * name.length))}>${name}</text>
     <text class="big" x=${isFlat ? x + w - 10 : left} y=${isFlat ? y + 22 : y + 50} text-anchor=${isFlat ? "end" : "start"}>${share ? percent(share.busy) : "–"}${isFlat && html`<tspan class="unit"> busy</tspan>`}</text>
@@ -144,11 +144,11 @@ function Node({ name, box, share }) {
   </g>`;
 }
 
-// A channel: a line with a vessel on it that fills, and what is in it.
+// A channel: a line with a fill gauge and the number of items.
 function Pipe({ edge, line }) {
   const { x1, y1, x2, y2, isWide } = line;
   const middle = { x: (x1 + x2) / 2, y: (y1 + y2) / 2 };
-  const isKnown = edge.capacity !== undefined; // a recording does not tell what is in each channel
+  const isKnown = edge.capacity !== undefined; // a recording has no data of most channels
   const fill = isKnown ? edge.depth / edge.capacity : 0;
   const tone = edge.full > 0.05 ? "full" : "";
   const w = isWide ? Math.min(26, x2 - x1 - 12) : 30;
@@ -165,7 +165,7 @@ function Pipe({ edge, line }) {
   </g>`;
 }
 
-// An edge that leads back: below the stages where there is room, beside them where there is not.
+// A channel that leads back: below the stages on wide screens, else beside them.
 function Return({ edge, place, level, isWide, bottom, width }) {
   const from = place.boxes[edge.source];
   const to = place.boxes[edge.target];
@@ -207,11 +207,11 @@ const Split = ({ share }) =>
         <span class="busy" style=${{ width: `${100 * share.busy}%` }}></span><span class="blocked" style=${{ width: `${100 * share.blocked}%` }}></span></span>`
     : "–";
 
-// What comes from the client first.
+// Channels from the client first.
 const inOrder = (edges) => Object.entries(edges).sort(([, a], [, b]) => (b.source === "client") - (a.source === "client"));
 
 const Edges = ({ edges, rates }) => html`<${Wide} label="Channels"><table>
-  <thead><tr><th scope="col">channel</th><th scope="col" class="num">in it</th><th scope="col" class="num">room</th><th scope="col" class="num">most</th><th scope="col" class="num">sent</th><th scope="col" class="num">a second</th><th scope="col" class="num">full</th></tr></thead>
+  <thead><tr><th scope="col">channel</th><th scope="col" class="num">items</th><th scope="col" class="num">capacity</th><th scope="col" class="num">peak</th><th scope="col" class="num">sent</th><th scope="col" class="num">per second</th><th scope="col" class="num">full</th></tr></thead>
   <tbody>${inOrder(edges).map(
     ([name, edge]) => html`<tr key=${name} data-edge=${name}><th scope="row" title=${name}>${edge.source} → ${edge.target}</th>
       <td class="num" data-figure="depth" data-value=${edge.depth}>${count(edge.depth)}</td>

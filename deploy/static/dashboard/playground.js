@@ -1,4 +1,4 @@
-// Asks this server something, and shows where the time of the answer went while it comes.
+// Sends a prompt to this server and shows the answer with its waterfall while it is generated.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, seconds } from "./format.js";
@@ -6,7 +6,7 @@ import { Canvas, Card, colour, Figure, Missing, useWidth } from "./ui.js";
 import { Explained } from "./waterfall.js";
 
 export const title = "Playground";
-export const about = "Ask something, and see where the time of the answer goes.";
+export const about = "Try a prompt, and see the answer with its waterfall.";
 
 const run = { id: null, text: "", ticks: [], begunMs: 0, endedMs: null, error: null, usage: null, controller: null };
 
@@ -14,7 +14,7 @@ export const topics = () => (run.id ? { request: { id: run.id } } : {});
 
 export const View = ({ app }) =>
   app.feed.recording
-    ? html`<${Missing}>A recording answers nobody. The playground is on the dashboard of a running server: <code>millrace serve</code>.<//>`
+    ? html`<${Missing}>Not available for a recording. Use the dashboard of a running server: <code>millrace serve</code>.<//>`
     : html`<${Ask} app=${app} />`;
 
 function Ask({ app }) {
@@ -37,18 +37,18 @@ function Ask({ app }) {
         <label>Priority <input type="number" value=${priority} onInput=${(event) => setPriority(event.target.value)} /></label>
         ${isRunning ? html`<button type="button" onClick=${() => run.controller.abort()}>Stop</button>` : html`<button>Send</button>`}</div></form>
       ${run.error && html`<p class="told" role="alert">${run.error}</p>`}
-      <div class="answer" aria-live="off" data-figure="answer">${run.text || html`<span class="note">${isRunning ? "Waiting for the first token…" : "The answer appears here. It is not kept."}</span>`}</div>
+      <div class="answer" aria-live="off" data-figure="answer">${run.text || html`<span class="note">${isRunning ? "Waiting for the first token…" : "The answer appears here. It is not stored."}</span>`}</div>
     <//>
-    <${Card} title="As it arrived here" note=${run.id ? html`Request <code>${run.id}</code>` : "Times as this page saw them, the network included."}>
+    <${Card} title="Client side" note=${run.id ? html`Request <code>${run.id}</code>` : "Times measured by this page, including the network."}>
       <dl class="figures">
         <${Figure} name="first chunk after" value=${first === undefined ? "–" : seconds(first / 1000)} />
         <${Figure} name="chunks" value=${count(run.ticks.length)} id="chunks" />
         <${Figure} name="tokens" value=${run.usage ? count(run.usage.completion_tokens) : "–"} id="completion_tokens" />
-        <${Figure} name="altogether" value=${run.id ? seconds((now - run.begunMs) / 1000) : "–"} />
+        <${Figure} name="total" value=${run.id ? seconds((now - run.begunMs) / 1000) : "–"} />
       </dl>
       <${Ticks} ticks=${run.ticks} spanMs=${run.id ? now - run.begunMs : 0} />
     <//></div>
-    ${run.id && html`<${Card} title="Where the time went" note="As the server's trace has it."><${Explained} explained=${app.feed.data.request} id=${run.id} nowS=${app.feed.nowS()} /><//>`}`;
+    ${run.id && html`<${Card} title="Waterfall" note="From the server's trace."><${Explained} explained=${app.feed.data.request} id=${run.id} nowS=${app.feed.nowS()} /><//>`}`;
 }
 
 function Ticks({ ticks, spanMs }) {
@@ -95,7 +95,7 @@ async function ask(app, body) {
   }
 }
 
-// The data of a stream of server-sent events, parsed.
+// Yields the parsed data of a stream of server-sent events.
 async function* events(stream) {
   let rest = "";
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,11 +1,11 @@
-// What can be taken home: the settings' recording, the flight recorder, and the trace for Perfetto.
+// Downloads and files: the recording, the flight recorder, and the trace for Perfetto.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, seconds } from "./format.js";
 import { Card, Figure } from "./ui.js";
 
 export const title = "Recorder";
-export const about = "Take what happened home, and look at it there.";
+export const about = "Files for offline analysis: recordings, flight files and traces.";
 export const topics = () => ({ config: {} });
 
 export function View({ app }) {
@@ -19,25 +19,25 @@ export function View({ app }) {
   </div>`;
 }
 
-// The recording that this page shows.
+// The loaded recording.
 const Opened = ({ recording }) => html`
   <${Card} title=${recording.name} note=${`Made on ${new Date(recording.began_wall_s * 1000).toLocaleString()}`}>
     ${recording.trouble && html`<p class="told" role="alert">${recording.trouble}</p>`}
     <dl class="figures">
-      <${Figure} name="lasts" value=${seconds(recording.duration_s)} />
+      <${Figure} name="duration" value=${seconds(recording.duration_s)} />
       <${Figure} name="requests" value=${count(recording.num_requests)} id="recording.num_requests" />
       <${Figure} name="steps" value=${count(recording.num_steps)} id="recording.num_steps" />
       <${Figure} name="decisions" value=${count(recording.num_decisions)} id="recording.num_decisions" />
     </dl>
     <p class="hash">Decision hash <code data-figure="decision_hash">${recording.decision_hash}</code></p>
-    <p class="note">Compare it decision by decision: <code>millrace replay ${recording.path}</code></p>
-    <p class="note">Try other settings on it: <code>millrace simulate --trace ${recording.path} --cost-model fit-from-recording --sweep max_num_seqs=16,32,64</code></p>
+    <p class="note">Compare each decision: <code>millrace replay ${recording.path}</code></p>
+    <p class="note">Simulate other settings: <code>millrace simulate --trace ${recording.path} --cost-model fit-from-recording --sweep max_num_seqs=16,32,64</code></p>
   <//>
-  <${Card} title="Not here"><p>Flight files and the trace for Perfetto are a running server's to give.</p><//>`;
+  <${Card} title="Not in a recording"><p>Flight files and the trace for Perfetto need a running server.</p><//>`;
 
-const Recording = ({ setting }) => html`<${Card} title="Recording" note="All that schedule and allocate are told and decide, to run again with other settings. No prompts.">
-  ${!setting ? html`<p>Recordings are not made by this version.</p>`
-    : setting.value ? html`<p><span class="badge good">recording</span> to <code>${setting.value}</code></p><p class="note">Run it again: <code>millrace replay ${setting.value}</code></p>`
+const Recording = ({ setting }) => html`<${Card} title="Recording" note="Inputs and decisions of schedule and allocate, to replay or to simulate other settings. No prompts.">
+  ${!setting ? html`<p>This version makes no recordings.</p>`
+    : setting.value ? html`<p><span class="badge good">recording</span> to <code>${setting.value}</code></p><p class="note">Replay it: <code>millrace replay ${setting.value}</code></p>`
     : html`<p>Not recording.</p><p class="note">Start the server with <code>--record FILE</code>.</p>`}<//>`;
 
 function Flight({ app, setting }) {
@@ -47,10 +47,10 @@ function Flight({ app, setting }) {
     const body = await answer.json();
     setTold(answer.ok ? `Written to ${body.file}.` : body.error.message);
   };
-  return html`<${Card} title="Flight recorder" note="The last seconds of the trace, the stacks and what waits where, written at a stall or a crash, or now.">
-    ${!setting ? html`<p>There is no flight recorder in this version.</p>`
+  return html`<${Card} title="Flight recorder" note="The last seconds of the trace, stacks and queues, written at a stall, at a crash, or on demand.">
+    ${!setting ? html`<p>This version has no flight recorder.</p>`
       : !setting.value ? html`<p>Off.</p><p class="note">Start the server with <code>--flight-recorder-dir FOLDER</code>.</p>`
-      : html`<p>Files go to <code>${setting.value}</code>.</p>${app.feed.hello?.can_cancel ? html`<p><button onClick=${write}>Write one now</button></p>` : html`<p class="note">To write one now takes the admin key.</p>`}`}
+      : html`<p>Files go to <code>${setting.value}</code>.</p>${app.feed.hello?.can_cancel ? html`<p><button onClick=${write}>Write one now</button></p>` : html`<p class="note">To write a file now, open the dashboard with the admin key.</p>`}`}
     ${told && html`<p role="status">${told}</p>`}<//>`;
 }
 
@@ -67,7 +67,7 @@ function Perfetto({ app }) {
     URL.revokeObjectURL(link.href);
     setTold("Saved.");
   };
-  return html`<${Card} title="Trace for Perfetto" note="The last 30 seconds, one track a stage and one a request, for ui.perfetto.dev or chrome://tracing.">
-    ${app.feed.hello?.can_cancel ? html`<p><button onClick=${save}>Download the trace</button></p>` : html`<p class="note">To download it takes the admin key, as it names everybody's requests.</p>`}
+  return html`<${Card} title="Trace for Perfetto" note="The last 30 seconds with one track per stage and per request, for ui.perfetto.dev or chrome://tracing.">
+    ${app.feed.hello?.can_cancel ? html`<p><button onClick=${save}>Download the trace</button></p>` : html`<p class="note">It covers the requests of all clients. To download it, open the dashboard with the admin key.</p>`}
     ${told && html`<p role="status">${told}</p>`}<//>`;
 }

@@ -1,14 +1,14 @@
-// The live requests. However many there are, only those on the screen are asked for and drawn.
+// The live requests. Only the visible rows are requested and drawn.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, seconds, shortId } from "./format.js";
 import { Card, Choice, Missing } from "./ui.js";
 
 export const title = "Requests";
-export const about = "Everything under way, in the order in which it came. No prompts, no answers.";
+export const about = "All running and waiting requests, in order of arrival. No prompts, no answers.";
 
 const ROW = 40; // pixels
-const SPARE = 4; // rows above and below what is seen
+const SPARE = 4; // rows above and below the visible ones
 
 const view = { offset: 0, limit: 40, newest_first: false };
 
@@ -21,7 +21,7 @@ export function View({ app }) {
   const box = useRef(null);
   const look = () => {
     const first = Math.max(0, Math.floor(box.current.scrollTop / ROW) - SPARE);
-    view.offset = first - (first % SPARE); // so that a small move asks for nothing new
+    view.offset = first - (first % SPARE); // so that a small scroll needs no new rows
     view.limit = Math.min(200, Math.ceil(box.current.clientHeight / ROW) + 3 * SPARE);
     app.redraw();
   };
@@ -37,11 +37,11 @@ export function View({ app }) {
   };
   const { rows, offset, num_live: total } = requests;
   return html`<${Card}>
-    <div class="bar"><${Choice} label="First" name="order" value=${order} onchange=${sort} options=${[["oldest", "Oldest"], ["newest", "Newest"]]} />
-      <p class="note" data-figure="num_live" data-value=${total}>${count(total)} under way</p></div>
+    <div class="bar"><${Choice} label="Order" name="order" value=${order} onchange=${sort} options=${[["oldest", "Oldest first"], ["newest", "Newest first"]]} />
+      <p class="note" data-figure="num_live" data-value=${total}>${count(total)} requests</p></div>
     ${app.feed.told && html`<p class="told" role="alert">${app.feed.told.message}</p>`}
     <div class="list" ref=${box} onScroll=${look} tabindex="0" role="region" aria-label="Live requests">
-      ${total === 0 && html`<p class="missing">Nothing is under way${app.feed.recording ? " at this moment" : ""}.</p>`}
+      ${total === 0 && html`<p class="missing">No requests${app.feed.recording ? " at this time" : ""}.</p>`}
       <table aria-rowcount=${total + 1} hidden=${total === 0}>
         <thead><tr aria-rowindex="1"><th scope="col">request</th><th scope="col">state</th><th scope="col" class="num">age</th><th scope="col" class="num only-wide">prompt</th>
           <th scope="col" class="num">answer</th><th scope="col" class="num only-wide">first token</th><th scope="col" class="num only-wide">blocks</th>
@@ -53,9 +53,9 @@ export function View({ app }) {
         </tbody>
       </table>
     </div>
-    ${!canCancel && html`<p class="note">${app.feed.recording ? "As schedule knew them at this moment. In a recording nothing can be cancelled any more." : app.feed.hello?.has_admin_key
+    ${!canCancel && html`<p class="note">${app.feed.recording ? "As known to schedule at this time. Requests of a recording cannot be cancelled." : app.feed.hello?.has_admin_key
       ? "To cancel requests, open the dashboard with the admin key."
-      : "Requests can be cancelled here by whoever has the admin key, and this server has none (--admin-key)."}</p>`}
+      : "To cancel requests here, start the server with --admin-key."}</p>`}
   <//>`;
 }
 
@@ -68,7 +68,7 @@ function Row({ row, index, app, canCancel }) {
     <th scope="row"><a href=${`#/waterfall/${encodeURIComponent(row.id)}`} title=${row.id}>${shortId(row.id)}</a></th>
     <td><span class=${`badge ${TONES[row.state] ?? ""}`}>${row.state}</span><span class="note only-wide"> ${row.stage}</span></td>
     <td class="num">${seconds(age)}</td>
-    <td class="num only-wide" data-figure="num_prompt_tokens">${count(row.num_prompt_tokens)}${row.num_cached_tokens > 0 && html`<small title="of them found in the cache"> −${count(row.num_cached_tokens)}</small>`}</td>
+    <td class="num only-wide" data-figure="num_prompt_tokens">${count(row.num_prompt_tokens)}${row.num_cached_tokens > 0 && html`<small title="of them from the prefix cache"> −${count(row.num_cached_tokens)}</small>`}</td>
     <td class="num"><span class="progress" style=${{ "background-size": `${100 * share}% 2px` }}>${count(row.num_generated_tokens)}${row.max_tokens && html`<small> / ${count(row.max_tokens)}</small>`}</span></td>
     <td class="num only-wide">${seconds(row.ttft_s)}</td>
     <td class="num only-wide">${count(row.num_blocks)}</td>

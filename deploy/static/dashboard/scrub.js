@@ -1,4 +1,4 @@
-// Where in a recording this page is, and the bar to move along it. Each page has a place of its own.
+// The position in a recording, and the bar to change it. Each page has its own position.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, seconds } from "./format.js";
@@ -6,13 +6,13 @@ import { Canvas, colour, useWidth } from "./ui.js";
 
 const SPEEDS = [0.1, 0.25, 0.5, 1, 2, 5, 10, 50];
 const HEIGHT = 44;
-const INSET = 8; // pixels: half the handle of the bar, which stays within the bar's ends
+const INSET = 8; // pixels: half the handle, which stays within the ends of the bar
 
 export function Scrub({ app }) {
   const { recording } = app.feed;
   const { position } = app.feed.data;
-  const [speed, setSpeed] = useState(1); // at which it plays when it plays
-  const [wanted, want] = useState(null); // where the hand is, until the server is there as well
+  const [speed, setSpeed] = useState(1); // of playback
+  const [wanted, want] = useState(null); // the requested position, until the server has reached it
   const timeS = wanted ?? position?.time_s ?? 0;
   const isPlaying = Boolean(position?.speed);
   if (wanted !== null && position && (isPlaying || Math.abs(position.time_s - wanted) < 1e-4 * recording.duration_s + 1e-6)) want(null);
@@ -41,7 +41,7 @@ export function Scrub({ app }) {
   const clock = new Date((recording.began_wall_s + timeS) * 1000).toLocaleTimeString();
   const step = position?.completed_step ?? -1;
   const where = `${precise(timeS, recording.duration_s)} of ${seconds(recording.duration_s)}${step >= 0 ? `, step ${count(step)} done` : ""}`;
-  return html`<section class="card scrub" aria-label="Place in the recording">
+  return html`<section class="card scrub" aria-label="Position in the recording">
     <div class="bar">
       <button class="play" onClick=${toggle}>${isPlaying ? "Pause" : "Play"}</button>
       <div class="steps"><button class="quiet" aria-label="One step back" onClick=${() => by(-1)}>◂ step</button><button class="quiet" aria-label="One step on" onClick=${() => by(1)}>step ▸</button></div>
@@ -50,16 +50,16 @@ export function Scrub({ app }) {
         <span class="note">· ${step >= 0 ? `step ${count(step)} done` : "before the first step"}</span></p>
     </div>
     <${Curves} curves=${recording.curves} share=${recording.duration_s ? timeS / recording.duration_s : 0} />
-    <input type="range" aria-label="Moment: left and right go by steps, space plays" min="0" max=${recording.duration_s} step="any" value=${timeS} aria-valuetext=${where}
+    <input type="range" aria-label="Time: left and right move by steps, space plays" min="0" max=${recording.duration_s} step="any" value=${timeS} aria-valuetext=${where}
       onInput=${(event) => seek(Number(event.target.value))} onKeyDown=${move} />
     ${recording.trouble && html`<p class="note warn">${recording.trouble}</p>`}
   </section>`;
 }
 
-// As fine as the recording is short.
+// More digits for a shorter recording.
 const precise = (s, durationS) => (durationS < 600 ? `${s.toFixed(3)} s` : `${Math.floor(s / 60)} min ${(s % 60).toFixed(1)} s`);
 
-// What runs, what waits and what is held over the whole recording, so that one sees where to look.
+// Running and waiting sequences and held blocks over the whole recording.
 function Curves({ curves, share }) {
   const [ref, width] = useWidth();
   const { running, waiting, held, preempted } = curves;
@@ -89,6 +89,6 @@ function Curves({ curves, share }) {
     context.fillStyle = colour("ink");
     context.fillRect(INSET + share * across - 0.75, 0, 1.5, HEIGHT);
   };
-  return html`<div ref=${ref} class="curves"><${Canvas} width=${width} height=${HEIGHT} draw=${draw} role="img" aria-label=${`Over the whole recording: at most ${count(Math.max(...running))} sequences run and ${count(Math.max(...waiting))} wait; at most ${Math.round(100 * Math.max(...held))} % of the blocks are held`} />
+  return html`<div ref=${ref} class="curves"><${Canvas} width=${width} height=${HEIGHT} draw=${draw} role="img" aria-label=${`Maxima of the whole recording: ${count(Math.max(...running))} running sequences, ${count(Math.max(...waiting))} waiting sequences, ${Math.round(100 * Math.max(...held))} % of the blocks held`} />
     <ul class="legend"><li><span class="swatch busy"></span>running</li><li><span class="swatch blocked"></span>waiting</li><li><span class="swatch held"></span>blocks held</li>${preempted.length > 0 && html`<li><span class="swatch wasted"></span>preemptions</li>`}</ul></div>`;
 }

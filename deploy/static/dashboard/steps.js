@@ -1,4 +1,4 @@
-// The step strip: one bar a step, with what it computed, what it did not need to, and what went to waste.
+// The step strip: one bar per step, with its computed, cached and wasted tokens.
 
 import { html, useState } from "../vendor/htm-preact.standalone.module.js";
 import { count, percent, quantile, rate, seconds } from "./format.js";
@@ -7,10 +7,10 @@ import { Canvas, Card, colour, Figure, Legend, Missing, useWidth } from "./ui.js
 import { Lines } from "./lines.js";
 
 export const title = "Steps";
-export const about = "One bar a step, newest at the right: how long it took, and which tokens were in it.";
+export const about = "One bar per step, newest at the right: its duration and its tokens.";
 export const topics = () => ({});
 
-const BAR = 6; // pixels a step, its gap to the next included
+const BAR = 6; // pixels per step, including the gap to the next
 const TIMES = 132;
 const TOKENS = 92;
 
@@ -18,17 +18,17 @@ export function View({ app }) {
   const { steps, overview } = app.feed.data;
   const [chosen, choose] = useState(null); // a step's number; null: the newest
   if (!steps?.rows.length)
-    return html`<${Missing}>${overview && overview.blocks === undefined ? "This model reads texts at once; it makes no steps." : "No step yet. They appear here as soon as a request runs."}<//>`;
+    return html`<${Missing}>${overview && overview.blocks === undefined ? "This model does not generate, so it has no steps." : "No steps yet. They appear as soon as a request runs."}<//>`;
   const rows = steps.rows;
   const at = chosen === null ? -1 : rows.findIndex((row) => row[STEP.step] === chosen);
   return html`
     <${Card}>
       <${Strip} rows=${rows} at=${at} choose=${choose} />
-      <${Legend} entries=${[["prefill", "prefill"], ["decode", "decode"], ["cached", "cached, not computed"], ["wasted", "wasted: void or computed again"], ["gap", "gap: nothing to run"], ["preempted", "preemption"]]} />
+      <${Legend} entries=${[["prefill", "prefill"], ["decode", "decode"], ["cached", "cached, not computed"], ["wasted", "wasted: void or computed again"], ["gap", "gap: device idle"], ["preempted", "preemption"]]} />
       <${Detail} row=${rows.at(at)} isNewest=${at < 0} release=${() => choose(null)} />
     <//>
     <${Summary} app=${app} rows=${rows} />
-    <${Card} title="Over time" note="Tokens a second and the mean step, by second."><${OverTime} rows=${rows} /><//>`;
+    <${Card} title="Over time" note="Tokens per second and mean step time, by second."><${OverTime} rows=${rows} /><//>`;
 }
 
 function Strip({ rows, at, choose }) {
@@ -52,7 +52,7 @@ function Strip({ rows, at, choose }) {
   };
   return html`<div ref=${ref} class="strip">
     <div class="axis"><span>${seconds(longest / 1e6)}</span><span>${count(largest)} tokens</span></div>
-    <div class="pad" tabindex="0" role="slider" aria-label="Steps: left and right choose one" aria-valuemin=${shown[0][STEP.step]} aria-valuemax=${rows.at(-1)[STEP.step]}
+    <div class="pad" tabindex="0" role="slider" aria-label="Steps: left and right select one" aria-valuemin=${shown[0][STEP.step]} aria-valuemax=${rows.at(-1)[STEP.step]}
       aria-valuenow=${rows.at(at)[STEP.step]} aria-valuetext=${`step ${rows.at(at)[STEP.step]}, ${seconds(rows.at(at)[STEP.durationUs] / 1e6)}`} onKeyDown=${move}>
       <${Canvas} width=${width} height=${TIMES + TOKENS + 8} draw=${draw} onMouseMove=${pick} onMouseLeave=${() => choose(null)} onClick=${pick} aria-hidden="true" />
     </div></div>`;
@@ -108,7 +108,7 @@ function Detail({ row, isNewest, release }) {
     ["wasted", count(row[STEP.wasted])], ["preempted", count(row[STEP.preempted])], ["waiting", count(row[STEP.waiting])], ["free blocks", count(row[STEP.freeBlocks])],
   ];
   return html`<div class="detail"><p><strong>Step ${count(row[STEP.step])}</strong>${row[STEP.isVoid] ? " (void)" : ""}
-    ${isNewest ? html`<span class="note"> the newest</span>` : html` <button class="quiet" onClick=${release}>follow the newest</button>`}</p>
+    ${isNewest ? html`<span class="note"> newest</span>` : html` <button class="quiet" onClick=${release}>follow the newest</button>`}</p>
     <dl>${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl></div>`;
 }
 
@@ -118,12 +118,12 @@ function Summary({ app, rows }) {
   const rates = stepRates(app.feed.data.steps, app.feed.nowS());
   const computed = sum(STEP.prefill) + sum(STEP.decode);
   return html`<${Card} title=${`The last ${count(rows.length)} steps`}><dl class="figures">
-    <${Figure} name="half took at most" value=${seconds(quantile(durations, 0.5))} />
-    <${Figure} name="99 of 100" value=${seconds(quantile(durations, 0.99))} />
-    <${Figure} name="steps a second" value=${rates ? rate(rates.perS) : "0"} />
-    <${Figure} name="device had work" value=${rates ? percent(rates.busy) : "0 %"} />
+    <${Figure} name="step time p50" value=${seconds(quantile(durations, 0.5))} />
+    <${Figure} name="step time p99" value=${seconds(quantile(durations, 0.99))} />
+    <${Figure} name="steps per second" value=${rates ? rate(rates.perS) : "0"} />
+    <${Figure} name="device busy" value=${rates ? percent(rates.busy) : "0 %"} />
     <${Figure} name="tokens computed" value=${count(computed)} id="tokens_computed" />
-    <${Figure} name="found in the cache" value=${count(sum(STEP.cached))} />
+    <${Figure} name="tokens cached" value=${count(sum(STEP.cached))} />
     <${Figure} name="wasted" value=${computed ? percent(sum(STEP.wasted) / computed) : "–"} tone=${sum(STEP.wasted) ? "warn" : ""} />
     <${Figure} name="preemptions" value=${count(sum(STEP.preempted))} tone=${sum(STEP.preempted) ? "warn" : ""} />
   </dl><//>`;
@@ -141,7 +141,7 @@ function OverTime({ rows }) {
     bin.steps += 1;
     bins.set(second, bin);
   }
-  const first = Math.max(-119, Math.min(0, Math.min(...bins.keys()) + 1)); // of the very first there may be a part only
+  const first = Math.max(-119, Math.min(0, Math.min(...bins.keys()) + 1)); // without the first second, which may be incomplete
   const x = Array.from({ length: 1 - first }, (_, i) => first + i);
   const of = (tell) => x.map((second) => (bins.has(second) ? tell(bins.get(second)) : null));
   return html`<${Lines} x=${x} height=${170} series=${[

@@ -1,4 +1,4 @@
-// What the views need beyond the server's words: shares over the last seconds, the steps that came, the map of blocks.
+// State derived from the feed: shares over the last seconds, past steps, and the map of blocks.
 
 export const WINDOW_S = 5;
 export const LATENCY_S = 2; // between two readings of the latencies
@@ -20,9 +20,9 @@ const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeA
 const u16 = (text) => new Uint16Array(bytes(text).buffer);
 const u32 = (text) => new Uint32Array(bytes(text).buffer);
 
-// The map of blocks: `cells` as the server numbers them, `since` when each changed last (seconds of the engine's clock):
-// as far as this page has seen it, from `openedS` on, or as a recording says. `changed`: the places that the last update
-// touched; null: all.
+// The map of blocks. `cells`: the server's number of each block. `since`: the time of its last change in seconds on the
+// engine's clock, as seen by this page from `openedS` on, or from the recording. `changed`: indices changed by the last
+// update; null: all.
 function blocks(before, news, now) {
   const owners = news.owners ?? before?.owners ?? {};
   if (news.cells) {
@@ -52,7 +52,7 @@ const told = ({ began_s: began, changed_s: changed }) =>
 export const reducers = { steps: grown(KEPT_STEPS), incidents: grown(KEPT_INCIDENTS), blocks };
 
 export class History {
-  // Readings of the counters of the pipeline, so that shares of the last seconds can be told.
+  // Past counters of the pipeline, to compute shares of the last seconds.
   constructor() {
     this.readings = [];
     this.latencies = [];
@@ -62,17 +62,17 @@ export class History {
     if (nowS < this.readings.at(-1)?.nowS || nowS < this.latencies.at(-1)?.nowS) Object.assign(this, { readings: [], latencies: [] });
     const lastLatency = this.latencies.at(-1);
     if (latency && nowS && (!lastLatency || nowS - lastLatency.nowS >= LATENCY_S)) {
-      if (lastLatency && nowS - lastLatency.nowS > 5 * LATENCY_S) this.latencies = []; // nobody looked
+      if (lastLatency && nowS - lastLatency.nowS > 5 * LATENCY_S) this.latencies = []; // the view was closed meanwhile
       this.latencies = [...this.latencies, { nowS, latency }].slice(-KEPT_LATENCIES);
     }
     const last = this.readings.at(-1);
     if (nowS === null || nowS === undefined || (last && nowS <= last.nowS)) return;
-    if (last && nowS - last.nowS > 3 * WINDOW_S) this.readings = []; // the page was away
+    if (last && nowS - last.nowS > 3 * WINDOW_S) this.readings = []; // the page was hidden
     this.readings.push({ nowS, pipeline });
     while (this.readings.length > 2 && this.readings[1].nowS < nowS - WINDOW_S) this.readings.shift();
   }
 
-  // stage -> { idle, busy, blocked }, shares that add up to 1; null before there are two readings.
+  // stage -> { idle, busy, blocked }, shares that add up to 1; null before the second update.
   stageShares() {
     return this._between((before, after, spanS) => {
       const shares = {};
@@ -80,14 +80,14 @@ export class History {
         const then = before.stages[name] ?? now;
         const busy = (now.busy_s - then.busy_s) / spanS;
         const blocked = (now.blocked_s - then.blocked_s) / spanS;
-        const whole = Math.max(1, busy + blocked); // a stage that carries several items at once counts each
+        const whole = Math.max(1, busy + blocked); // a stage with several items at once counts each
         shares[name] = { busy: busy / whole, blocked: blocked / whole, idle: Math.max(0, 1 - (busy + blocked) / whole) };
       }
       return shares;
     });
   }
 
-  // edge -> { full, perS }: the share of time in which it was full, and items a second.
+  // edge -> { full, perS }: the share of time in which it was full, and items per second.
   edgeRates() {
     return this._between((before, after, spanS) => {
       const rates = {};
@@ -111,7 +111,7 @@ export class History {
   }
 }
 
-// What the last steps come to, over the last `spanS` seconds; null if there was none.
+// Rates of the steps in the last `spanS` seconds; null if there were none.
 export function stepRates(steps, nowS, spanS = WINDOW_S) {
   if (!steps || nowS === null) return null;
   const from = (nowS - spanS) * 1e6;

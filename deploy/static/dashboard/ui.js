@@ -1,4 +1,4 @@
-// The small parts that all views are made of.
+// Components shared by all views.
 
 import { html, useLayoutEffect, useRef, useState } from "../vendor/htm-preact.standalone.module.js";
 
@@ -10,11 +10,11 @@ export const Card = ({ title, note, children, className = "" }) => html`
 
 export const Missing = ({ children }) => html`<p class="missing">${children}</p>`;
 
-// A table that may be wider than the screen: it scrolls, also by keyboard.
+// A scrollable container for tables wider than the screen; keyboard scrolling works.
 export const Wide = ({ label, children }) =>
   html`<div class="wide" role="region" aria-label=${label} tabindex="0">${children}</div>`;
 
-// One figure with its name. `tone`: "", "good", "warn", "bad".
+// A value with its name. `tone`: "", "good", "warn", "bad".
 export const Figure = ({ name, value, unit, tone = "", id }) => html`
   <div class=${`figure ${tone}`}><dt>${name}</dt><dd data-figure=${id}>${value}${unit && html`<small> ${unit}</small>`}</dd></div>`;
 
@@ -23,7 +23,7 @@ export const Legend = ({ entries }) => html`
     ([kind, text]) => html`<li><span class=${`swatch ${kind}`}></span>${text}</li>`,
   )}</ul>`;
 
-// One of a few, as radio buttons that look like a switch.
+// Radio buttons that look like a switch.
 export function Choice({ label, name, options, value, onchange }) {
   return html`<fieldset class="choice"><legend>${label}</legend>${options.map(
     ([key, text]) => html`<label class=${key === value ? "on" : ""}><input type="radio" name=${name} value=${key}
@@ -36,7 +36,7 @@ export function useWidth(initial = 800) {
   const ref = useRef(null);
   const [width, setWidth] = useState(initial);
   useLayoutEffect(() => {
-    setWidth(ref.current.clientWidth); // at once: the page is never seen with what is drawn at first
+    setWidth(ref.current.clientWidth); // at once, so that the initial width is never visible
     const watch = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
     watch.observe(ref.current);
     return () => watch.disconnect();

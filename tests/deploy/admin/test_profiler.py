@@ -1,4 +1,4 @@
-"""Windows of torch's profiler: who may open one, where it is written, and for how long it is open."""
+"""Profiles of torch's profiler: access, files and duration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_engine_whose_steps_run_without_torch_says_so(tmp_path: Path, monkeyp
             monkeypatch.setattr("millrace.deploy.admin.profiler.WITH_TORCH", frozenset())
             status, answer = await client.get(START, ADMIN, "POST")
             assert (status, answer["error"]["code"]) == (409, "no_profiler")
-            assert "run without torch" in answer["error"]["message"] and not (tmp_path / "profiles").exists()
+            assert "runs steps without torch" in answer["error"]["message"] and not (tmp_path / "profiles").exists()
 
     asyncio.run(run())
 
@@ -46,7 +46,7 @@ class Instant:
 
 
 @pytest.mark.slow  # it imports torch
-def test_a_window_is_written_where_the_operator_says_one_at_a_time_and_closes_by_itself(
+def test_one_profile_at_a_time_is_written_to_the_folder_and_stops_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("millrace.model.profiler.TorchProfiler", Instant)
@@ -71,7 +71,7 @@ def test_a_window_is_written_where_the_operator_says_one_at_a_time_and_closes_by
             _, second = await client.get(f"{START}?seconds=1", ADMIN, "POST")
             assert second["file"] != started["file"]
             is_free = lambda answer: answer[0] == 200  # noqa: E731
-            await eventually(lambda: client.get(f"{START}?seconds=60", ADMIN, "POST"), is_free)  # nobody stopped it
+            await eventually(lambda: client.get(f"{START}?seconds=60", ADMIN, "POST"), is_free)  # without a stop
             assert Path(second["file"]).stat().st_size == 19
         assert [path.stat().st_size for path in folder.iterdir()] == [19] * 3  # the server's end writes what is open
 

@@ -1,4 +1,4 @@
-"""The commands, as somebody at a terminal sees them."""
+"""The commands: output, exit codes and help."""
 
 from __future__ import annotations
 

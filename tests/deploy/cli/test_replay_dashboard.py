@@ -1,4 +1,4 @@
-"""`millrace replay --dashboard` without a browser: who may look, where one can go, and that all of it is as it was."""
+"""`millrace replay --dashboard` without a browser: access, seeking, and equality with the recording."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ BLOCK_STATES = {
 
 
 def check_cells(cells: Any, memory: Any) -> None:
-    """Block by block, against who holds it by the books."""
+    """Compares each block with the block tables."""
     holders: dict[int, list[int]] = {}
     for holder in memory.holders:
         for block in holder.blocks:

@@ -25,7 +25,7 @@ from tests.counts import FULL
 from tests.deploy.running import ROOT, RunningServer
 
 MIB = 1024 * 1024
-CACHED = ("prompt_tokens_details", "input_tokens_details")  # the second who asks finds the first one's prefix
+CACHED = ("prompt_tokens_details", "input_tokens_details")  # the second request finds the first one's prefix
 COMPLETION = {"prompt": "Once", "max_tokens": 6, "temperature": 0}
 
 
@@ -176,7 +176,7 @@ def test_the_file_is_read_no_further_than_the_window_needs():
     with_fake_server(hold, check)
 
 
-def test_a_file_that_can_not_be_read_is_told_and_keeps_what_was_answered(server: RunningServer, tmp_path, capfd):
+def test_an_unreadable_file_is_reported_and_keeps_the_written_answers(server: RunningServer, tmp_path, capfd):
     class Broken(io.BytesIO):
         def readline(self, size: int | None = -1) -> bytes:
             if data := super().readline(size):
@@ -258,7 +258,7 @@ def test_a_full_house_is_waited_for_as_long_as_it_takes():
     assert num_asked == 21 and answer["response"]["status_code"] == 200
 
 
-def test_a_server_that_can_not_be_reached_is_given_up_after_some_tries(monkeypatch):
+def test_an_unreachable_server_is_given_up_after_some_retries(monkeypatch):
     monkeypatch.setattr(run_batch, "PAUSES_S", (0.0, 0.0))
     num_asked = 0
 
@@ -290,13 +290,13 @@ def test_a_server_that_is_not_ready_yet_is_asked_again_and_any_answer_is_kept(mo
 
 
 @pytest.mark.slow
-def test_files_that_can_not_be_had_are_told_before_anything_is_loaded(tmp_path, capfd):
+def test_unusable_files_are_reported_before_the_model_is_loaded(tmp_path, capfd):
     there = tmp_path / "in.jsonl"
     there.write_text(line("a") + "\n")
     for source, sink, told in (
         (tmp_path / "none", tmp_path / "out", "No such file"),
         (there, tmp_path, "Is a directory"),
-        (there, there, "would destroy it"),
+        (there, there, "is also the input file"),
     ):
         assert main(["run-batch", "-i", str(source), "-o", str(sink)]) == 3
         assert told in capfd.readouterr().err

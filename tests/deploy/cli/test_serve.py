@@ -30,8 +30,8 @@ def only_what_stays_is_frozen() -> Iterator[None]:
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, seen: list[bool], error: Exception | None = None) -> int:
-    """What the command returns, told to stop once it is ready. `seen`: whether the collector was on, in the engine's
-    start and then at the server's."""
+    """The command's exit code after a stop once it is ready. `seen`: whether the collector was on, at the start of the
+    engine and then of the server."""
 
     @asynccontextmanager
     async def engine(*_: Any) -> AsyncIterator[ScriptedEngine]:
@@ -50,7 +50,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, seen: list[bool], error: Exception
     return serve.run(argparse.Namespace(sources={}), EngineConfig(), ServerConfig(port=0))
 
 
-def test_the_collector_rests_while_the_model_loads_and_is_on_once_the_server_is_ready(monkeypatch: pytest.MonkeyPatch):
+def test_garbage_collection_is_off_until_the_server_is_ready(monkeypatch: pytest.MonkeyPatch):
     seen: list[bool] = []
     assert run_with(monkeypatch, seen) == 0
     assert seen == [False, True] and gc.isenabled()

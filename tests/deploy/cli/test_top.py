@@ -62,5 +62,5 @@ def test_it_shows_a_server_once_and_says_when_there_is_none(server: RunningServe
     assert done.returncode == 0 and "ready" in done.stdout and "detokenize" in done.stdout, done.stderr
     nowhere = f"http://127.0.0.1:{free_port()}"
     failed = subprocess.run([*command, nowhere], capture_output=True, text=True, timeout=60)
-    assert failed.returncode == 1 and "can not be reached" in failed.stderr and nowhere in failed.stderr
+    assert failed.returncode == 1 and "cannot be reached" in failed.stderr and nowhere in failed.stderr
     assert failed.stdout == ""

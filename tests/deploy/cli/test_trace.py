@@ -39,6 +39,6 @@ def test_the_trace_is_fetched_by_the_admin_and_holds_the_last_requests(tmp_path:
 def test_a_server_that_does_not_answer_is_one_line_and_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "trace.json"
     assert main(["trace", "--url", "http://127.0.0.1:9", "--admin-key", "k", "-o", str(file)]) == 1
-    assert "gave no trace" in capsys.readouterr().err and not file.exists()
+    assert "returned no trace" in capsys.readouterr().err and not file.exists()
     assert main(["trace", "-o", str(file)]) == 3
     assert "--admin-key" in capsys.readouterr().err

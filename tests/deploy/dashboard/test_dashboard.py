@@ -178,7 +178,7 @@ def test_every_view_shows_a_loaded_server_to_everybody_and_stays_at_home(
 
 
 def check_bottleneck(loaded: RunningServer, page: Any) -> None:
-    """The sentence and the shares are those of /v1/stages, which is asked a moment later."""
+    """The sentence and the shares equal those of /v1/stages, which is read a moment later."""
     show(page, "pipeline")
     until(page, "millraceDashboard.feed.data.overview.bottleneck !== null")
     shown, told = page.evaluate("millraceDashboard.feed.data.overview.bottleneck"), loaded.get("/v1/stages").json

@@ -1,4 +1,4 @@
-"""The dashboard's WebSocket: who may look, what it tells, and how rarely."""
+"""The dashboard's WebSocket: access, updates and their rate."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def test_a_patch_merged_into_what_was_gives_what_is(before: dict[str, Any], afte
     assert bool(patch) == (without_none(before) != without_none(after)) or not patch
 
 
-# -- who may look
+# -- access
 
 
 @on_loop
 async def test_without_the_key_nothing_is_told():
     async with serving(api_key=("sesame",)) as running:
-        for hello, words in (({}, "is needed"), ({"key": "wrong"}, "is wrong")):
+        for hello, words in (({}, "is missing"), ({"key": "wrong"}, "is wrong")):
             async with looking(running, hello) as viewer:
                 told, code = await viewer.until_over()
                 assert [message["type"] for message in told] == ["error"] and words in told[0]["error"]["message"]

@@ -25,12 +25,12 @@ from tests.stages.recorded_runs import record
 pytestmark = pytest.mark.slow
 
 BAR = "input[type=range]"
-WORDS = {  # of views that a recording can not fill
+WORDS = {  # texts of views with no or partial data in a recording
     "pipeline": "Not in a recording",
-    "playground": "A recording answers nobody",
-    "health": "Where each stage's task waited",
-    "recorder": "Flight files and the trace for Perfetto are a running server's",
-    "waterfall": "Choose a request",
+    "playground": "Not available for a recording",
+    "health": "The stacks of stages",
+    "recorder": "Flight files and the trace for Perfetto need a running server",
+    "waterfall": "Select a request",
 }
 
 

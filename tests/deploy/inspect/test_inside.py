@@ -1,4 +1,4 @@
-"""The routes that look inside: what they tell, to whom, and what they keep to themselves."""
+"""The inspection routes: their answers, access, and what they must not reveal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def live(server: RunningServer, key: str) -> list[dict[str, Any]]:
     return told["data"]
 
 
-def test_requests_under_way_are_told_with_their_state_and_without_a_word_of_their_text(inside_server: RunningServer):
+def test_running_requests_are_listed_with_their_state_and_without_their_text(inside_server: RunningServer):
     with inside_server.connect() as first, inside_server.connect() as second, inside_server.connect() as third:
         for connection, name in ((first, "one"), (second, "two"), (third, "three")):
             ask(connection, "key-a", name)
@@ -134,7 +134,7 @@ def test_requests_are_listed_page_by_page_in_the_order_in_which_they_came(inside
         pages += 1
         if not told["has_more"]:
             break
-        if pages == 1:  # what was told has ended meanwhile: the next page is the same
+        if pages == 1:  # the listed requests have ended meanwhile: the next page is the same
             connections[0].close()
         cursor = f"&cursor={told['next_cursor']}"
     assert names == [f"page-{number}" for number in range(5)] and pages == 3 and told["next_cursor"] is None
@@ -162,7 +162,7 @@ def until_listed(server: RunningServer, count: int) -> None:
 
 @on_loop
 async def test_a_request_that_the_trace_has_lost_is_explained_by_what_was_noted_of_it():
-    """Others wrote over its records, of one that has ended and of one that runs."""
+    """Newer records replace those of an ended and of a running request."""
     async with serving(step_s=0.005, script=ENDLESS) as running:
         url, body = running.server.url, {"prompt": SECRET, "max_tokens": 20}
         headers = {"X-Request-Id": "done"}
@@ -181,11 +181,11 @@ async def test_a_request_that_the_trace_has_lost_is_explained_by_what_was_noted_
             assert (explained["detail"], explained["finished"]) == ("summary", is_over), explained
             for parts in ("bars", "causes"):
                 assert sum(part["ms"] for part in explained[parts]) == pytest.approx(explained["total_ms"], abs=0.01)
-            assert "the trace reaches back" in explained["sentence"]
+            assert "the trace covers only the last" in explained["sentence"]
         done = await told_of(running, "done")
         assert done["steps"]["num_decode_rows"] == 19 and done["finish_cause"] == "finish"
         decoding = next(cause for cause in done["causes"] if cause["name"] == "decoding")
-        assert decoding["ms"] > 19 * 5 and "20 in all" in decoding["sentence"]
+        assert decoding["ms"] > 19 * 5 and "20 in total" in decoding["sentence"]
         async with running.http.get(f"{url}/v1/requests/never/explain") as answer:
             error = (await answer.json())["error"]
             assert (answer.status, error["code"]) == (404, "request_not_found") and "last 1,000" in error["message"]

@@ -58,7 +58,7 @@ def test_every_route_is_in_the_table_and_every_entry_is_a_route(settings):
 
 
 def test_the_table_says_whose_key_opens_a_route():
-    """As the server has it: open ones are open, the admin's are the admin's, all others ask for a key."""
+    """Open operations need no key, admin operations the admin key, all others an API key, as on the server."""
     app = Server(ServerConfig(**KEYS))._make_app()
     (check,) = [middleware for middleware in app.middlewares if "check_keys" in middleware.__qualname__]
     others = inspect.getclosurevars(check).nonlocals["others"]

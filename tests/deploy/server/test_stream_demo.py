@@ -61,20 +61,20 @@ def test_answers_stream_pause_and_survive_a_cut(keyed: RunningServer, browser: A
     page.goto(keyed.url + "/stream-demo")
     page.fill("#key", "sesame")
     page.fill("#tokens", "160")
-    page.click("text=Ask")
+    page.click("text=Send")
     cards = page.locator("article")
     cards.nth(2).locator("output", has_text="chunks").wait_for()
     paused = cards.nth(0)
     paused.locator("text=Pause").click()
     cards.nth(1).locator("output", has_text=re.compile(r"[3-9]\d chunks")).wait_for()
     page.click("#cut")
-    page.locator("#state", has_text="open again").wait_for()
+    page.locator("#state", has_text="reconnected").wait_for()
     for place in (1, 2):
         cards.nth(place).locator("output", has_text="160 tokens").wait_for()
         assert len(cards.nth(place).locator("p").text_content().encode()) > 150
     assert len(paused.locator("p").text_content()) < 150
     page.screenshot(path=str(tmp_path / "stream-demo.png"))  # to look at: pytest keeps it for a while
-    paused.locator("text=Go on").click()
+    paused.locator("text=Continue").click()
     paused.locator("output", has_text="160 tokens").wait_for()
     texts = sorted(cards.nth(place).locator("p").text_content() for place in range(3))
     expected = [
@@ -96,7 +96,7 @@ def test_a_wrong_key_is_told(keyed: RunningServer, browser: Any):
     page = browser.new_page()
     page.goto(keyed.url + "/stream-demo")
     page.fill("#key", "wrong")
-    page.click("text=Ask")
+    page.click("text=Send")
     page.locator("#state", has_text="cut").wait_for()
     assert page.locator("#state").text_content() in ("cut", "closed"), "it is not open, and says so"
     assert not page.locator("article p").first.text_content() and keyed.stats()["live"] == 0

@@ -371,7 +371,7 @@ def test_the_command_sweeps_drafts(crowded: Path, tmp_path: Path, capsys: pytest
     asked = ["--trace", str(crowded), "--cost-model", "fit-from-recording", "--set", "max_num_seqs=1"]
     path = tmp_path / "result.json"
     rows, said = figures(*asked, "--sweep", "speculation=auto,off,ngram", capsys=capsys, path=path)
-    assert [row["draft_tokens"] > 0 for row in rows] == [True, False, True] and "nobody drafts" not in said
+    assert [row["draft_tokens"] > 0 for row in rows] == [True, False, True] and "speculation = off" not in said
     assert rows[0]["num_steps"] == rows[2]["num_steps"] < rows[1]["num_steps"]
     rows, _ = figures(*asked, "--sweep", "num_speculative_tokens=1,15", capsys=capsys, path=path)
     assert rows[0]["num_steps"] > rows[1]["num_steps"]
@@ -387,7 +387,7 @@ def test_the_command_says_that_nobody_drafts_where_a_trace_tells_no_repeats(
     csv, model, path = tmp_path / "azure.csv", tmp_path / "model.json", tmp_path / "result.json"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,37,44\n")
     Fitted(CostModel(step_s=1.0), DRAFTING).save(model)
-    told = "the trace does not say how answers repeat what was said: nobody drafts\n"
+    told = "the trace has no repetitions in answers: speculation = off\n"
     asked = ["--trace", str(csv), "--cost-model", str(model)]
     rows, said = figures(*asked, capsys=capsys, path=path)
     assert said.count(told) == 1 and rows[0]["draft_tokens"] == 0

@@ -190,7 +190,7 @@ def test_the_runs_can_be_drawn(recorded: Path, tmp_path: Path):
         ("max_num_seqs=many", "max_num_seqs = 'many': must be a whole number"),
         ("max_num_seqs=0", "max_num_seqs = 0: must be a whole number of at least 1"),
         ("num_gpu_blocks=2", "hold no sequence of max_model_len = 96"),
-        ("max_model_len=auto", "must be a number here"),
+        ("max_model_len=auto", "must be a number, as a simulation"),
     ],
 )
 def test_a_setting_that_can_not_be_is_refused_as_an_engine_would(

@@ -154,7 +154,7 @@ def test_a_dataset_is_read_as_far_as_needed_and_its_lines_are_checked(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.jsonl:4: must be like"):
         read_asks(file, 4, 9)
     file.write_text('{"text": "a"}\n')
-    with pytest.raises(ConfigError, match="neither a prompt nor messages"):
+    with pytest.raises(ConfigError, match="must have a prompt or messages"):
         read_asks(file, 4, 9)
     with pytest.raises(ConfigError, match="No such file"):
         read_asks(tmp_path / "none", 4, 9)
@@ -216,7 +216,7 @@ def test_throughput_counts_every_token_of_every_request(monkeypatch, tmp_path, c
 def test_what_does_not_fit_the_context_is_refused(monkeypatch, capfd):
     in_process(monkeypatch, throughput)
     assert main(["bench", "throughput", "--input-len", "500", "--output-len", "100"]) == 3
-    assert "come to 600 tokens, and the model's context has 512" in capfd.readouterr().err
+    assert "need up to 600 tokens, but the model's context has 512" in capfd.readouterr().err
 
 
 def test_a_failed_request_is_counted_and_told():
@@ -258,9 +258,9 @@ def test_serve_reads_a_dataset_and_asks_chats(server: RunningServer, tmp_path):
 @pytest.mark.slow
 def test_serve_says_when_there_is_nothing_to_measure(server: RunningServer, capfd):
     for arguments, told in (
-        (["--base-url", "http://127.0.0.1:1"], "tells no model"),
+        (["--base-url", "http://127.0.0.1:1"], "lists no model"),
         (["--base-url", server.url, "--model", "other"], "'other' is not served here"),
-        (["--base-url", server.url, "--endpoint", "/v1/chat/completions"], "give --dataset-path"),
+        (["--base-url", server.url, "--endpoint", "/v1/chat/completions"], "set --dataset-path"),
         (["--base-url", server.url, "--request-rate", "0"], "must be above 0, or inf"),
         (["--base-url", server.url, "--num-prompts", "0"], "--num-prompts 0: must be at least 1"),
     ):

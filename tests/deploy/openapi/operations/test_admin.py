@@ -1,4 +1,4 @@
-"""The admin routes: what they do, and who may use them."""
+"""The admin routes: effects and access."""
 
 from __future__ import annotations
 

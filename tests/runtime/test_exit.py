@@ -57,7 +57,7 @@ def test_the_first_word_ends_a_request_and_later_ones_find_nobody() -> None:
 def test_a_request_id_that_is_under_way_is_refused_and_the_first_goes_on() -> None:
     desk = Desk()
     box = desk.open(Ask("a"))
-    with pytest.raises(ValueError, match="request a is already under way"):
+    with pytest.raises(ValueError, match="request a is already live"):
         desk.open(Ask("a"))
     assert desk.is_live("a") and box.ends == []
     desk.end("a", "finished")

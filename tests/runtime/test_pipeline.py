@@ -147,7 +147,7 @@ async def test_without_waiting_a_full_first_channel_says_busy_and_the_request_is
         await env.sleep(0.1)
         for i in range(capacity):
             await pipeline.submit(Word(str(i)), wait=False)
-        with pytest.raises(Busy, match=f"{capacity} requests wait to be looked at"):
+        with pytest.raises(Busy, match=f"{capacity} requests wait to be processed"):
             await pipeline.submit(Word("too many"), wait=False)
         assert pipeline.exit is not None and not pipeline.exit.is_live("too many")
         late = asyncio.create_task(pipeline.submit(Word("patient")))
@@ -337,5 +337,5 @@ def test_a_pipeline_without_entry_is_refused_with_the_mend() -> None:
     pipeline = Pipeline()
     pipeline.add(Pass())
     pipeline.open_ports = {Port("pass", "in"), Port("pass", "out")}
-    with pytest.raises(GraphError, match="nothing says where requests enter"):
+    with pytest.raises(GraphError, match="the graph has no entry"):
         pipeline.check()

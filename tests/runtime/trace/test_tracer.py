@@ -197,7 +197,7 @@ def test_a_file_that_is_no_ring_is_refused_by_what_is_wrong(tmp_path: Path, at: 
     with pytest.raises(ValueError, match=re.escape(message)):
         Reader(path)
     path.write_bytes(b"short")
-    with pytest.raises(ValueError, match="5 bytes is no trace ring"):
+    with pytest.raises(ValueError, match="5 bytes: too short for a trace ring"):
         Reader(path)
 
 

@@ -55,7 +55,7 @@ def test_closing_waits_for_the_job_that_has_begun_and_drops_the_others() -> None
     may_end.set()
     closer.join(60)
     assert not closer.is_alive() and begun.result() == "done"
-    with pytest.raises(SideThreadClosed, match="left undone"):
+    with pytest.raises(SideThreadClosed, match="was not run"):
         dropped.result()
     with pytest.raises(SideThreadClosed, match="'closed' is closed: .* too late"):
         side.submit(long)

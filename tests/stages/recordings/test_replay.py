@@ -92,7 +92,7 @@ def test_the_command_prints_the_hash_and_says_by_its_code_whether_all_is_the_sam
     cut.write_bytes(loaded[0].read_bytes()[:-40])
     assert main(["replay", str(cut)]) == 0 and "ended early" in capsys.readouterr().out
     cut.write_bytes(b"not json\n")
-    assert main(["replay", str(cut)]) == 3 and f"{cut}:1: this is no JSON" in capsys.readouterr().err
+    assert main(["replay", str(cut)]) == 3 and f"{cut}:1: this is not JSON" in capsys.readouterr().err
 
 
 # -- what a recording holds
@@ -180,7 +180,7 @@ def test_a_disk_that_is_too_slow_ends_the_recording_within_bounded_memory(
     monkeypatch.setattr(recorder_module, "FLUSH_S", 1e9)
     recording, _ = serve_while(tmp_path, lambda recorder, parts: None)
     calls = list(recording)
-    assert 5 < len(calls) <= 12 and recording.end is not None and "can not be written fast enough" in recording.end
+    assert 5 < len(calls) <= 12 and recording.end is not None and "cannot be written fast enough" in recording.end
     assert Replay(recording).run().difference is None
 
 
@@ -243,9 +243,9 @@ def refusal(path: Path, content: bytes) -> str:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", ":1: this is no JSON"),
-        (b"\x80\x04\x95cposix\nsystem\n", ":1: this is no JSON"),
-        (b"[1]\n", ":1: this is no recording"),
+        (b"", ":1: this is not JSON"),
+        (b"\x80\x04\x95cposix\nsystem\n", ":1: this is not JSON"),
+        (b"[1]\n", ":1: this is not a recording"),
         (b'{"millrace_recording": 99}\n', ":1: a recording of format 99"),
         (b'{"millrace_recording": 1, "engine": []}\n', ":1: engine.num_blocks = None: must be a whole number"),
     ],
@@ -262,7 +262,7 @@ def test_a_file_that_is_no_recording_is_refused_with_line_and_reason(tmp_path: P
         ("num_blocks", 1, "hold no sequence of max_model_len = 96"),
         ("max_num_seqs", True, "engine.max_num_seqs = True: must be a whole number"),
         ("max_model_len", 2**24, "hold no sequence"),
-        ("scheduler", "os:system", "which is not one of ours"),
+        ("scheduler", "os:system", "not a built-in policy"),
     ],
 )
 def test_a_header_with_sizes_or_names_that_would_do_harm_is_refused(

@@ -223,7 +223,7 @@ def test_azures_and_mooncakes_traces_are_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", ": there is no request in it"),
+        ("", ": it has no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n", ":2: row.TIMESTAMP = 'now': must be a date"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-13-77 18:15:46,1,1\n", ":2: "),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-5,1\n", ":2: row.ContextTokens = '-5'"),

@@ -204,7 +204,7 @@ def test_requests_enter_a_cut_where_its_edge_was_cut_and_not_at_its_feedback() -
     assert graph.cut("fed", "fed").entry == Port("fed", "in")
 
 
-# -- complaints, each with its mend
+# -- complaints, each with its fix
 
 
 def test_unknown_stages_and_ports_are_named_with_those_there_are() -> None:

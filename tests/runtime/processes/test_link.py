@@ -1,4 +1,4 @@
-"""Links: channels that reach to another process keep a channel's promises, and what is foreign ends them."""
+"""Links: channels to another process keep a channel's promises, and foreign frames end the link."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(test: Callable[[Pair], Awaitable[None]], capacity: int = 2) -> None:
 
 
 async def settle() -> None:
-    """Lets what is ready cross, there and back: everything is in one process, so turns of the loop are enough."""
+    """Lets everything ready cross, both ways: both ends are in one process, so turns of the loop are enough."""
     for _ in range(12):
         await asyncio.sleep(0)
 
@@ -195,7 +195,7 @@ def test_a_channel_outlives_its_link_and_keeps_what_is_sent_meanwhile_for_the_ne
     run(test)
 
 
-def test_an_item_that_can_not_cross_is_handed_back_and_takes_no_room() -> None:
+def test_an_item_that_cannot_be_encoded_is_handed_back_and_takes_no_room() -> None:
     async def main() -> None:
         refused: list[Any] = []
         pair = Pair()

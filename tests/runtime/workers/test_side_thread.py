@@ -11,7 +11,7 @@ from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.workers.side_thread import LiveSideThread, SideThreadClosed
 
 
-def test_jobs_are_done_in_order_on_one_thread_whoever_submits_them() -> None:
+def test_jobs_are_done_in_order_on_one_thread_from_any_submitter() -> None:
     side, done = LiveSideThread("order"), []
 
     def job(number: int) -> str:

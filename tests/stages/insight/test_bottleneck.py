@@ -208,7 +208,7 @@ async def test_masks_that_come_late_are_called_grammar(env: SimEnv):
 
 
 def slow_masks(engine: ScriptedEngine) -> None:
-    """Sampling says that of the half millisecond it takes, most was spent waiting for masks."""
+    """Sampling reports that it spent most of its half millisecond waiting for masks."""
     sample = engine.model.sample
     sampler = engine.pipeline.stages["sample"].sampler  # type: ignore[attr-defined]
     sampler.sample = lambda grant, logits: replace(sample(grant, logits), grammar_us=450)
